@@ -1,0 +1,69 @@
+"""Models of what attention costs: memory, HBM traffic, arithmetic, roofline, tiles, a whole transformer.
+
+Plain integer arithmetic; every function states its formula, its convention and its source.
+"""
+
+from flashtile.analysis.compute import (
+    AttentionFlops,
+    ExponentialCost,
+    arithmetic_intensity,
+    attention_flops,
+    exponential_cost,
+)
+from flashtile.analysis.memory import AttentionMemory, attention_memory
+from flashtile.analysis.roofline import A100, DEVICES, H100, H200, Device, Roofline, find_device, roofline_point
+from flashtile.analysis.shape import DTYPE_BYTES, AttentionShape, Blocks, dtype_bytes
+from flashtile.analysis.tiles import (
+    TILE_SIDES,
+    PeakIntermediates,
+    TileMemory,
+    fitting_tiles,
+    peak_intermediates,
+    tile_memory,
+)
+from flashtile.analysis.traffic import (
+    LoopOrder,
+    StandardTraffic,
+    TiledTraffic,
+    compulsory_traffic_bytes,
+    standard_traffic,
+    tiled_traffic,
+)
+from flashtile.analysis.transformer import TransformerConfig, TransformerMemory, transformer_memory
+
+__all__ = [
+    "A100",
+    "DEVICES",
+    "DTYPE_BYTES",
+    "H100",
+    "H200",
+    "TILE_SIDES",
+    "AttentionFlops",
+    "AttentionMemory",
+    "AttentionShape",
+    "Blocks",
+    "Device",
+    "ExponentialCost",
+    "LoopOrder",
+    "PeakIntermediates",
+    "Roofline",
+    "StandardTraffic",
+    "TileMemory",
+    "TiledTraffic",
+    "TransformerConfig",
+    "TransformerMemory",
+    "arithmetic_intensity",
+    "attention_flops",
+    "attention_memory",
+    "compulsory_traffic_bytes",
+    "dtype_bytes",
+    "exponential_cost",
+    "find_device",
+    "fitting_tiles",
+    "peak_intermediates",
+    "roofline_point",
+    "standard_traffic",
+    "tile_memory",
+    "tiled_traffic",
+    "transformer_memory",
+]

@@ -1,0 +1,1 @@
+"""Backends: one folder each, folder name = backend name = key of the dispatch table."""

@@ -1,0 +1,1 @@
+"""The device vocabulary: ``@triton.jit`` helpers that every GPU kernel shares, Triton and Gluon alike."""

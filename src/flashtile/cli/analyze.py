@@ -1,0 +1,345 @@
+"""`flashtile analyze`: what attention costs, as tables or as JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, NamedTuple, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flashtile import analysis
+from flashtile.analysis import AttentionShape, Blocks, Device, LoopOrder
+from flashtile.errors import InvalidInputError
+
+app = typer.Typer(help="What attention costs: memory, traffic, FLOPs, roofline, tiles.", no_args_is_help=True)
+
+P = ParamSpec("P")
+
+
+class Report(NamedTuple):
+    """One answer: the table's texts and cells, and the same facts as records for JSON."""
+
+    title: str
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    records: Sequence[dict[str, Any]]
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.records, indent=2))
+        return
+    table = Table(title=report.title, title_justify="left", caption=report.caption, caption_justify="left")
+    for index, column in enumerate(report.columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in report.rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _refuse_by_option(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn the models' errors into the command line's: one message and exit code 2."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except InvalidInputError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return wrapped
+
+
+def _positive_int(text: str, option: str) -> int:
+    factor = 1024 if text[-1:] in "kK" and text else 1
+    digits = text[:-1] if factor > 1 else text
+    try:
+        value = int(digits) * factor
+    except ValueError:
+        raise typer.BadParameter(f"{option}: {text!r} is not a whole number (4096, or 4k)") from None
+    if value < 1:
+        raise typer.BadParameter(f"{option}: must be at least 1, got {text}")
+    return value
+
+
+def _seqlens(texts: Sequence[str]) -> list[int]:
+    return [_positive_int(part.strip(), "--seqlen") for text in texts for part in text.split(",")]
+
+
+def _blocks(text: str) -> Blocks:
+    sides = [_positive_int(side, "--block") for side in text.lower().split("x")]
+    if len(sides) > 2:
+        raise typer.BadParameter(f"--block: {text!r} must be one side (128) or rows of Q by rows of K (128x64)")
+    return Blocks(sides[0], sides[-1])
+
+
+def _device(name: str, peak_tflops: float | None, bandwidth_tbps: float | None) -> Device:
+    if peak_tflops is None and bandwidth_tbps is None:
+        return analysis.find_device(name)
+    if peak_tflops is None or bandwidth_tbps is None:
+        raise typer.BadParameter("--peak-tflops and --bandwidth-tbps describe a device together; give both")
+    return Device(f"{peak_tflops:g} TFLOP/s, {bandwidth_tbps:g} TB/s", peak_tflops * 1e12, bandwidth_tbps * 1e12)
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.2f}"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f}"
+
+
+def _kib(num_bytes: float) -> str:
+    return f"{num_bytes / 1024:,.1f}"
+
+
+def _facts(record: Any, *properties: str) -> dict[str, Any]:
+    """A result as a dictionary, with the properties named beside its fields."""
+    return {**asdict(record), **{name: getattr(record, name) for name in properties}}
+
+
+Seqlens = Annotated[list[str], typer.Option(help="Lengths of Q and K; repeat it or use commas; 4k is 4096.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Width of one head.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads, each with its own keys and values.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences in the batch.")]
+Dtype = Annotated[str, typer.Option(help="float64, float32, float16, bfloat16 or float8.")]
+Block = Annotated[str, typer.Option(help="Side of a tile, or rows of Q by rows of K: 128x64.")]
+Causal = Annotated[bool, typer.Option("--causal", help="Key j is kept for query i when j <= i.")]
+DeviceName = Annotated[str, typer.Option(help="A100, H100 or H200.")]
+PeakTflops = Annotated[float | None, typer.Option(help="Peak of another device, with --bandwidth-tbps.")]
+BandwidthTbps = Annotated[float | None, typer.Option(help="Memory bandwidth of another device, in 1e12 bytes/s.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
+
+
+def _shape(seqlen: int, head_dim: int, heads: int, batch: int, dtype: str, causal: bool = False) -> AttentionShape:
+    return AttentionShape(seqlen, seqlen, head_dim, heads, batch, dtype, causal)
+
+
+@app.command()
+@_refuse_by_option
+def memory(
+    seqlen: Seqlens = ["512,4096,16384"],  # noqa: B006
+    head_dim: HeadDim = 64,
+    heads: Heads = 1,
+    batch: Batch = 1,
+    dtype: Dtype = "float16",
+    block: Block = "64",
+    as_json: AsJson = False,
+) -> None:
+    """Bytes that standard and tiled attention need beyond Q, K and V."""
+    rows, records = [], []
+    for n in _seqlens(seqlen):
+        result = analysis.attention_memory(_shape(n, head_dim, heads, batch, dtype), _blocks(block))
+        rows.append([f"{n:,}", _mb(result.standard_bytes), _mb(result.tiled_bytes), f"{result.ratio:,.1f}x"])
+        records.append({"seqlen": n, **_facts(result, "standard_bytes", "tiled_bytes", "ratio")})
+    caption = "MB = 1e6 bytes. Standard: the score matrix. Tiled: output, float32 log-sum-exp, tiles of Q, K, V and P."
+    columns = ["seqlen", "standard MB", "tiled MB", "ratio"]
+    _show(Report(f"Attention memory, {dtype}, head_dim {head_dim}", caption, columns, rows, records), as_json)
+
+
+@app.command()
+@_refuse_by_option
+def traffic(
+    seqlen: Seqlens = ["4096"],  # noqa: B006
+    head_dim: HeadDim = 64,
+    heads: Heads = 1,
+    batch: Batch = 1,
+    dtype: Dtype = "float16",
+    block: Block = "64",
+    causal: Causal = False,
+    as_json: AsJson = False,
+) -> None:
+    """HBM bytes of a forward: standard attention, and tiled attention under both loop orders."""
+    rows, records = [], []
+    for n in _seqlens(seqlen):
+        shape = _shape(n, head_dim, heads, batch, dtype, causal)
+        standard = analysis.standard_traffic(shape)
+        parts = [standard.inputs_read_bytes, standard.scores_probs_bytes]
+        parts += [standard.out_write_bytes + standard.out_read_back_bytes, standard.total_bytes]
+        rows.append([f"{n:,}", "standard", *map(_mb, parts), "-"])
+        records.append({"seqlen": n, "method": "standard", **_facts(standard, "own_bytes", "total_bytes")})
+        for order in LoopOrder:
+            tiled = analysis.tiled_traffic(shape, _blocks(block), order)
+            parts = [tiled.inputs_read_bytes, tiled.state_read_bytes, tiled.write_bytes, tiled.total_bytes]
+            rows.append([f"{n:,}", f"tiled, {order}", *map(_mb, parts), f"{tiled.rescales:,}"])
+            records.append({"seqlen": n, "method": "tiled", **_facts(tiled, "total_bytes")})
+    caption = (
+        "MB = 1e6 bytes, no cache. Between: S and P, or the output and statistics read again. Out, standard: written, "
+        "and read once by the next layer. Rescales: divisions of an output block by its row sums."
+    )
+    columns = ["seqlen", "method", "inputs in MB", "between MB", "out MB", "total MB", "rescales"]
+    _show(Report(f"HBM traffic, forward, {dtype}, head_dim {head_dim}", caption, columns, rows, records), as_json)
+
+
+@app.command()
+@_refuse_by_option
+def flops(
+    seqlen: Seqlens = ["4096"],  # noqa: B006
+    head_dim: HeadDim = 128,
+    heads: Heads = 1,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    causal: Causal = False,
+    device: DeviceName = "H100",
+    as_json: AsJson = False,
+) -> None:
+    """Matrix FLOPs and exponentials, and how the two balance on a device."""
+    accelerator = analysis.find_device(device)
+    rows, records = [], []
+    for n in _seqlens(seqlen):
+        shape = _shape(n, head_dim, heads, batch, dtype, causal)
+        result, cost = analysis.attention_flops(shape), analysis.exponential_cost(shape, accelerator)
+        intensity = analysis.arithmetic_intensity(result.forward_flops, analysis.compulsory_traffic_bytes(shape))
+        gflops = [f"{value / 1e9:,.2f}" for value in (result.forward_flops, result.backward_flops)]
+        exps = f"{result.forward_exps / 1e6:,.2f}"
+        rows.append([f"{n:,}", *gflops, f"{intensity:,.1f}", exps, f"{cost.ratio:.2f}"])
+        records.append(
+            {
+                "seqlen": n,
+                **_facts(result, "total_flops"),
+                "forward_intensity_flops_per_byte": intensity,
+                "device": accelerator.name,
+                **_facts(cost),
+                "exp_over_product_cycles": cost.ratio,
+            }
+        )
+    caption = (
+        "A multiply-add is 2 FLOPs; kept scores alone count. Intensity: forward FLOPs over inputs read once and outputs "
+        f"written once. Last column: cycles of exponentials over cycles of products on {accelerator.name}."
+    )
+    columns = ["seqlen", "forward GFLOP", "backward GFLOP", "FLOP/byte", "exps 1e6", "exp / product"]
+    _show(Report(f"Arithmetic, head_dim {head_dim}", caption, columns, rows, records), as_json)
+
+
+@app.command()
+@_refuse_by_option
+def roofline(
+    seqlen: Seqlens = ["4096"],  # noqa: B006
+    head_dim: HeadDim = 128,
+    heads: Heads = 16,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    block: Block = "128",
+    causal: Causal = False,
+    device: DeviceName = "H100",
+    peak_tflops: PeakTflops = None,
+    bandwidth_tbps: BandwidthTbps = None,
+    as_json: AsJson = False,
+) -> None:
+    """How fast a forward can run: standard, tiled, and tiled with every byte moved once."""
+    accelerator = _device(device, peak_tflops, bandwidth_tbps)
+    accelerator.check_dtype(dtype)
+    rows, records = [], []
+    for n in _seqlens(seqlen):
+        shape = _shape(n, head_dim, heads, batch, dtype, causal)
+        tiled = analysis.tiled_traffic(shape, _blocks(block), LoopOrder.Q_OUTSIDE)
+        work = analysis.attention_flops(shape).forward_flops
+        methods = {
+            "standard": analysis.standard_traffic(shape).own_bytes,
+            "tiled, no cache": tiled.total_bytes,
+            "tiled, each byte once": analysis.compulsory_traffic_bytes(shape),
+        }
+        for method, hbm_bytes in methods.items():
+            point = analysis.roofline_point(work, hbm_bytes, accelerator)
+            rate, time_us = point.attainable_flops_per_s / 1e12, point.time_s * 1e6
+            intensity = f"{point.intensity_flops_per_byte:,.1f}"
+            rows.append([f"{n:,}", method, _mb(hbm_bytes), intensity, f"{rate:,.1f}", point.bound, f"{time_us:,.2f}"])
+            names = {"seqlen": n, "device": accelerator.name, "method": method}
+            records.append({**names, "forward_flops": work, "hbm_bytes": hbm_bytes, **asdict(point)})
+    caption = (
+        f"{accelerator.name}: attainable = min(peak, intensity x bandwidth); compute-bound from "
+        f"{accelerator.ridge_flops_per_byte:,.0f} FLOP/byte. Exponentials are not counted. Standard: without the "
+        "next layer's read."
+    )
+    columns = ["seqlen", "method", "MB", "FLOP/byte", "TFLOP/s", "bound", "time us"]
+    _show(Report(f"Roofline, forward, {dtype}, head_dim {head_dim}", caption, columns, rows, records), as_json)
+
+
+@app.command()
+@_refuse_by_option
+def tiles(
+    head_dim: HeadDim = 64,
+    dtype: Dtype = "float16",
+    block: Annotated[str | None, typer.Option(help="Ask for this tile alone: 128, or 128x64.")] = None,
+    device: DeviceName = "H100",
+    on_chip_kb: Annotated[float | None, typer.Option(help="On-chip memory in KiB, instead of the device's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """On-chip memory of tiles, and which of them fit."""
+    budget_bytes = on_chip_kb * 1024 if on_chip_kb is not None else analysis.find_device(device).on_chip_bytes
+    if budget_bytes is None or not 0 < budget_bytes < float("inf"):
+        raise typer.BadParameter(f"--on-chip-kb: must be a number greater than 0, got {on_chip_kb}")
+    if block is not None:
+        found = [analysis.tile_memory(_blocks(block), head_dim, dtype)]
+    else:
+        found = analysis.fitting_tiles(budget_bytes, head_dim, dtype)
+    rows, records = [], []
+    for tile in found:
+        sides, fits = f"{tile.blocks.block_q} x {tile.blocks.block_k}", tile.total_bytes <= budget_bytes
+        parts = [tile.q_bytes, tile.k_bytes + tile.v_bytes, tile.probs_bytes, tile.acc_bytes, tile.row_stats_bytes]
+        rows.append([sides, *map(_kib, [*parts, tile.tiles_bytes, tile.total_bytes]), "yes" if fits else "no"])
+        records.append({**_facts(tile, "tiles_bytes", "total_bytes"), "budget_bytes": budget_bytes, "fits": fits})
+    caption = (
+        f"KiB = 1024 bytes, budget {_kib(budget_bytes)}. Q, K, V, P in {dtype}; accumulator and row statistics in "
+        "float32 or wider; one stage. Fewest HBM bytes first."
+    )
+    if not found:
+        caption += " Nothing fits."
+    columns = ["Q x K rows", "Q", "K + V", "P", "accumulator", "statistics", "matrices", "total", "fits"]
+    _show(Report(f"Tiles on chip, KiB, head_dim {head_dim}", caption, columns, rows, records), as_json)
+
+
+@app.command()
+@_refuse_by_option
+def peak(
+    seqlen: Seqlens = ["4096"],  # noqa: B006
+    head_dim: HeadDim = 64,
+    block: Block = "128",
+    as_json: AsJson = False,
+) -> None:
+    """The most numbers between inputs and output that are alive at once."""
+    rows, records = [], []
+    for n in _seqlens(seqlen):
+        result = analysis.peak_intermediates(AttentionShape(n, n, head_dim), _blocks(block))
+        rows.append([f"{n:,}", f"{result.standard_numbers:,}", f"{result.tiled_numbers:,}", f"{result.ratio:,.1f}x"])
+        records.append({"seqlen": n, **_facts(result, "ratio")})
+    caption = "Numbers, for one head. Standard: the score matrix. Tiled: a tile of scores, its accumulator, max and sum."
+    columns = ["seqlen", "standard", "tiled", "ratio"]
+    _show(Report(f"Peak intermediates, head_dim {head_dim}, tile {block}", caption, columns, rows, records), as_json)
+
+
+@app.command()
+@_refuse_by_option
+def transformer(
+    seqlen: Seqlens = ["4k,32k"],  # noqa: B006
+    d_model: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 4096,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 32,
+    vocab: Annotated[int, typer.Option(min=1, help="Size of the vocabulary.")] = 32000,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    heads_kv: Annotated[int | None, typer.Option(min=1, help="Key-value heads; as many as --heads if left out.")] = None,
+    batch: Batch = 1,
+    dtype: Dtype = "float16",
+    as_json: AsJson = False,
+) -> None:
+    """A decoder transformer's memory at a context length, part by part."""
+    config = analysis.TransformerConfig(d_model, layers, vocab, heads, heads_kv or heads, dtype=dtype)
+    rows, records = [], []
+    for n in _seqlens(seqlen):
+        result = analysis.transformer_memory(config, n, batch)
+        parts = [result.embedding_bytes, result.attention_weights_bytes, result.mlp_weights_bytes]
+        parts += [result.kv_cache_bytes, result.activations_bytes, result.total_bytes, result.scores_bytes_per_layer]
+        rows.append([f"{n:,}", *map(_gb, parts)])
+        records.append(_facts(result, "weights_bytes", "total_bytes"))
+    caption = (
+        "GB = 1e9 bytes. Kept: block input, Q and attention output of every layer, enough to run attention backward. "
+        "S a layer: what standard attention would add in each layer, not in the total."
+    )
+    columns = ["seqlen", "embedding", "attention", "MLP", "KV cache", "kept", "total", "S a layer"]
+    title = f"Transformer memory, GB, {dtype}, d_model {d_model}, {layers} layers"
+    _show(Report(title, caption, columns, rows, records), as_json)

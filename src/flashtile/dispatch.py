@@ -1,0 +1,137 @@
+"""The ordered table of backends, and the three questions asked of it: which one, why, and what can each do."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+
+from flashtile import settings
+from flashtile.backends.base import FEATURES, Backend, Capabilities, Direction
+from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.problem import Problem
+
+# Fastest first: a call that names no backend takes the first without a reason against it.
+NAMES: tuple[str, ...] = ("hopper", "portable", "cpu")
+
+
+@lru_cache(maxsize=None)
+def backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        InvalidInputError: If there is none.
+    """
+    if name not in NAMES:
+        raise InvalidInputError("backend", f"is {name!r}, must be one of {', '.join(NAMES)}, or None to choose")
+    return importlib.import_module(f"flashtile.backends.{name}").BACKEND
+
+
+def reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
+    """Every reason why a backend cannot run a direction of a problem; empty if it can."""
+    chosen = backend(name)
+    capabilities = chosen.capabilities(direction)
+    if capabilities is None:
+        return [f"has no {direction}"]
+    why = capabilities.reasons(problem)
+    missing = chosen.missing()
+    return [missing, *why] if missing else why
+
+
+@lru_cache(maxsize=4096)
+def _first(problem: Problem, direction: Direction) -> str | None:
+    return next((name for name in NAMES if not reasons(name, problem, direction)), None)
+
+
+def select(problem: Problem, direction: Direction = "forward", name: str | None = None) -> Backend:
+    """The backend that runs a direction of a problem.
+
+    Args:
+        problem: The call.
+        direction: ``forward`` or ``backward``.
+        name: An explicit choice; None takes ``FLASHTILE_BACKEND`` or else the first that can.
+
+    Returns:
+        The backend.
+
+    Raises:
+        InvalidInputError: If no backend has that name, or it has no backward and the call needs one.
+        UnsupportedError: With the reasons of the named backend, or of all.
+    """
+    name = name or settings.BACKEND.get() or None
+    if name is None:
+        name = _first(problem, direction)
+        if name is None:
+            everyone = {each: reasons(each, problem, direction) for each in NAMES}
+            raise UnsupportedError(f"no backend supports this {direction}", everyone)
+        return backend(name)
+    if problem.needs_grad and backend(name).capabilities("backward") is None:
+        raise InvalidInputError("backend", f"{name!r} has no backward, but an input requires grad")
+    against = reasons(name, problem, direction)
+    if against:
+        raise UnsupportedError(f"backend {name!r} cannot run this {direction}", {name: against})
+    return backend(name)
+
+
+def explain(problem: Problem, name: str | None = None) -> str:
+    """Which backend runs each direction of a problem, with which tiles, and why the others do not."""
+    lines = [describe_problem(problem)]
+    directions: tuple[Direction, ...] = ("forward", "backward") if problem.needs_grad else ("forward",)
+    for direction in directions:
+        chosen = select(problem, direction, name)
+        lines.append(f"{direction}: {chosen.name}: {chosen.describe(problem, direction)}")
+        for other in NAMES:
+            if other != chosen.name:
+                against = "; ".join(reasons(other, problem, direction)) or f"could run it too, {chosen.name} comes first"
+                lines.append(f"  not {other}: {against}")
+    return "\n".join(lines)
+
+
+def describe_problem(problem: Problem) -> str:
+    """The problem in one line."""
+    p = problem
+    lengths = f"{'up to ' if p.varlen else ''}{p.seqlen_q} x {p.seqlen_k}"
+    used = ", ".join(f.label for f in FEATURES if f.used(p) and f.name not in ("causal", "window"))
+    heads = f"{p.num_heads_q} heads" + (f" over {p.num_heads_kv}" if p.group_size > 1 else "")
+    dims = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim} (v {p.head_dim_v})"
+    head = f"{str(p.dtype).removeprefix('torch.')} on {p.device_type}, batch {p.batch}, {lengths}, {heads}, head_dim {dims}"
+    return f"{head}, {p.band}" + (f", {used}" if used else "")
+
+
+def support_table() -> str:
+    """What each backend supports, as a Markdown table printed from the declared capabilities."""
+    chosen = [backend(name) for name in NAMES]
+    rows = [["feature", *NAMES], ["---"] * (len(NAMES) + 1)]
+    rows.append(["runs on", *(b.summary for b in chosen)])
+    rows.append(["dtypes", *(_cell(b, _dtypes) for b in chosen)])
+    rows.append(["head_dim", *(_cell(b, _head_dims) for b in chosen)])
+    for feature in FEATURES:
+        rows.append([feature.label, *(_support(b, feature.name) for b in chosen)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _support(b: Backend, feature: str) -> str:
+    forward, backward = b.capabilities("forward"), b.capabilities("backward")
+    if forward is None or not getattr(forward, feature):
+        return "no"
+    return "yes" if backward is not None and getattr(backward, feature) else "forward"
+
+
+def _cell(b: Backend, text: object) -> str:
+    """A property of the forward, with that of the backward behind it where the two differ."""
+    forward, backward = b.capabilities("forward"), b.capabilities("backward")
+    assert callable(text)
+    if forward is None:
+        return "none"
+    if backward is None:
+        return f"{text(forward)} (forward)"
+    return text(forward) if text(forward) == text(backward) else f"{text(forward)}; backward {text(backward)}"
+
+
+def _dtypes(c: Capabilities) -> str:
+    short = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    return ", ".join(short[str(d).removeprefix("torch.")] for d in c.dtypes)
+
+
+def _head_dims(c: Capabilities) -> str:
+    limit = "any" if c.max_head_dim is None else f"to {c.max_head_dim}"
+    return limit if c.head_dim_multiple == 1 else f"{limit}, multiples of {c.head_dim_multiple}"

@@ -1,0 +1,126 @@
+"""Band: causal and sliding-window masks as data, with the block arithmetic every backend needs.
+
+Row i of a call with ``seqlen_q`` queries and ``seqlen_k`` keys stands at key position ``i + shift`` where
+``shift = seqlen_k - seqlen_q``: the last query is aligned with the last key. The band keeps key j of row i if
+``i + shift - left <= j <= i + shift + right``, both ends inclusive; ``None`` leaves a side unbounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Band:
+    """The keys a row keeps, counted from its diagonal.
+
+    Attributes:
+        left: Keys kept before the diagonal one, or None for all. May be negative.
+        right: Keys kept after the diagonal one, or None for all. May be negative.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether every row keeps every key, whatever the lengths."""
+        return self.left is None and self.right is None
+
+    def row_keys(self, row: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """The half-open range of keys that one row keeps; empty when stop <= start."""
+        diagonal = row + seqlen_k - seqlen_q
+        start = 0 if self.left is None else max(0, diagonal - self.left)
+        stop = seqlen_k if self.right is None else min(seqlen_k, diagonal + self.right + 1)
+        return start, max(start, stop)
+
+    def any_keys(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """The half-open range of keys that at least one of the rows keeps.
+
+        Both ends of the band move right with the row, so the first row decides where it starts and the last row where
+        it stops.
+        """
+        start, _ = self.row_keys(row_start, seqlen_q, seqlen_k)
+        _, stop = self.row_keys(row_stop - 1, seqlen_q, seqlen_k)
+        return min(start, seqlen_k), max(min(start, seqlen_k), stop)
+
+    def all_keys(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """The half-open range of keys that every one of the rows keeps; empty when stop <= start."""
+        start, _ = self.row_keys(row_stop - 1, seqlen_q, seqlen_k)
+        diagonal = row_start + seqlen_k - seqlen_q
+        stop = seqlen_k if self.right is None else min(seqlen_k, diagonal + self.right + 1)
+        return start, max(start, stop)
+
+    def any_rows(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """The half-open range of rows that keep at least one key; empty when stop <= start."""
+        if seqlen_k == 0:
+            return 0, 0
+        shift = seqlen_k - seqlen_q
+        start = 0 if self.right is None else max(0, -shift - self.right)
+        stop = seqlen_q if self.left is None else min(seqlen_q, self.left + seqlen_k - shift)
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            stop = start
+        return start, max(start, stop)
+
+    def count(self, seqlen_q: int, seqlen_k: int) -> int:
+        """How many (row, key) pairs the band keeps, in O(1).
+
+        Per row the kept keys are ``clip(d + right + 1, 0, seqlen_k) - clip(d - left, 0, seqlen_k)`` with
+        ``d = row + shift``, so the sum is a difference of two sums of clipped consecutive integers.
+        """
+        shift = seqlen_k - seqlen_q
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            return 0
+        upper = seqlen_q * seqlen_k if self.right is None else _sum_clipped(shift + self.right + 1, seqlen_q, seqlen_k)
+        lower = 0 if self.left is None else _sum_clipped(shift - self.left, seqlen_q, seqlen_k)
+        return upper - lower
+
+    def dense(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        rows: tuple[int, int] | None = None,
+        keys: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """The band as booleans, True where a key is kept, for a rectangle of the score matrix.
+
+        Args:
+            seqlen_q: Number of queries of the whole call.
+            seqlen_k: Number of keys of the whole call.
+            rows: Half-open range of rows, all by default.
+            keys: Half-open range of keys, all by default.
+            device: Where the result lives.
+
+        Returns:
+            ``(rows, keys)`` bool.
+        """
+        row_start, row_stop = rows or (0, seqlen_q)
+        key_start, key_stop = keys or (0, seqlen_k)
+        i = torch.arange(row_start, row_stop, device=device)[:, None] + (seqlen_k - seqlen_q)
+        j = torch.arange(key_start, key_stop, device=device)[None, :]
+        keep = torch.ones(row_stop - row_start, key_stop - key_start, dtype=torch.bool, device=device)
+        if self.left is not None:
+            keep &= j >= i - self.left
+        if self.right is not None:
+            keep &= j <= i + self.right
+        return keep
+
+    def __str__(self) -> str:
+        if self.unbounded:
+            return "full"
+        if self.left is None and self.right == 0:
+            return "causal"
+        name = "window({}, {})"
+        return name.format(*("inf" if x is None else x for x in (self.left, self.right)))
+
+
+def _sum_clipped(first: int, count: int, high: int) -> int:
+    """Sum of clip(x, 0, high) over the ``count`` consecutive integers from ``first``."""
+    ramp_start = min(max(first, 0), first + count)
+    ramp_stop = max(ramp_start, min(first + count, high))
+    total = (ramp_start + ramp_stop - 1) * (ramp_stop - ramp_start) // 2
+    return total + high * (first + count - max(ramp_stop, first))

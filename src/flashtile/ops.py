@@ -1,0 +1,219 @@
+"""The torch.library operators: schemas, fakes, autograd and FLOP formulas.
+
+One pair of operators carries every call, dense or packed. ``torch.compile``, ``FakeTensor``, ``torch.export`` and CUDA
+graphs see opaque operators whose shapes they can infer; neither operator synchronises with a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from flashtile import dispatch, settings
+from flashtile.masks import Band
+from flashtile.problem import Problem, Tensors, check_values
+
+# The arguments that both operators share, in schema order: the tensors of ``Tensors``, then the keywords of ``Options``.
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? attn_mask, Tensor? attn_bias, Tensor? sinks, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng_state"
+)
+_OPTIONS = (
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, int? window_left, int? window_right, float? softmax_scale, "
+    "float softcap, float dropout_p, bool deterministic, bool needs_grad, bool bias_grad, str backend"
+)
+_NUM_TENSORS = len(dataclasses.fields(Tensors))
+
+torch.library.define("flashtile::attention_forward", f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
+torch.library.define(
+    "flashtile::attention_backward",
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The plain arguments of the operators, in schema order.
+
+    Attributes:
+        max_seqlen_q: Longest query sequence of a packed call, None if unknown.
+        max_seqlen_k: Longest key sequence of a packed call, None if unknown.
+        window_left: Left bound of the Band.
+        window_right: Right bound of the Band.
+        softmax_scale: None for ``head_dim ** -0.5``.
+        softcap: 0 for none.
+        dropout_p: 0 for none.
+        deterministic: Bitwise repeatable backward.
+        needs_grad: Whether a backward will follow.
+        bias_grad: Whether attn_bias needs a gradient.
+        backend: Explicit choice, empty for none.
+    """
+
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    window_left: int | None = None
+    window_right: int | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    needs_grad: bool = False
+    bias_grad: bool = False
+    backend: str = ""
+
+    def problem(self, tensors: Tensors) -> Problem:
+        """The checked record of the call."""
+        return Problem.build(
+            tensors,
+            Band(self.window_left, self.window_right),
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
+            deterministic=self.deterministic,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            needs_grad=self.needs_grad,
+            bias_grad=self.bias_grad,
+        )
+
+
+_OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options))
+
+
+def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Calls the forward operator.
+
+    Returns:
+        out and lse, as ``Backend.forward`` says.
+    """
+    t, o = tensors, options
+    return torch.ops.flashtile.attention_forward(
+        t.q,
+        t.k,
+        t.v,
+        t.alibi_slopes,
+        t.attn_mask,
+        t.attn_bias,
+        t.sinks,
+        t.cu_seqlens_q,
+        t.cu_seqlens_k,
+        t.rng_state,
+        *(getattr(o, name) for name in _OPTION_NAMES),
+    )
+
+
+def _unflatten(args: tuple[Any, ...]) -> tuple[Tensors, Options]:
+    return Tensors(*args[:_NUM_TENSORS]), Options(*args[_NUM_TENSORS:])
+
+
+def _readable(tensors: Tensors) -> Tensors:
+    """The tensors with the strides that kernels rely on: q, k and v contiguous in their last dimension."""
+    if all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (tensors.q, tensors.k, tensors.v)):
+        return tensors
+    copies = {n: getattr(tensors, n).contiguous() for n in ("q", "k", "v") if getattr(tensors, n).stride(-1) != 1}
+    return dataclasses.replace(tensors, **copies)
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    tensors, options = _unflatten(args)
+    tensors = _readable(tensors)
+    problem = options.problem(tensors)
+    if problem.varlen and (problem.device_type == "cpu" or settings.CHECK.enabled()):
+        check_values(problem, tensors)
+    chosen = dispatch.select(problem, "forward", options.backend or None)
+    if problem.needs_grad:
+        dispatch.select(problem, "backward", options.backend or None)
+    return chosen.forward(problem, tensors)
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    tensors, options = _unflatten(args)
+    problem = options.problem(tensors)
+    q, v = tensors.q, tensors.v
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
+    return out, q.new_empty(lse_shape, dtype=problem.lse_dtype)
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors, options = _unflatten(args)
+    tensors = _readable(tensors)
+    problem = options.problem(tensors)
+    chosen = dispatch.select(problem, "backward", options.backend or None)
+    grads = chosen.backward(problem, tensors, out, lse, dout, dlse)
+    nothing = (tensors.q.new_empty(0) for _ in range(2))
+    dbias, dsinks = (g if g is not None else next(nothing) for g in (grads.dbias, grads.dsinks))
+    return grads.dq, grads.dk, grads.dv, dbias, dsinks
+
+
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors, options = _unflatten(args)
+    q, k, v = (t.new_empty(t.shape) for t in (tensors.q, tensors.k, tensors.v))
+    bias, sinks = tensors.attn_bias, tensors.sinks
+    dbias = bias.new_empty(bias.shape) if bias is not None and options.bias_grad else q.new_empty(0)
+    return q, k, v, dbias, sinks.new_empty(sinks.shape) if sinks is not None else q.new_empty(0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
+    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    nones = (None,) * (_NUM_TENSORS - 7 + len(ctx.options))
+    if dout is None and dlse is None:
+        return (None,) * 7 + nones
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dbias, dsinks = torch.ops.flashtile.attention_backward(dout, dlse, out, lse, *inputs, *ctx.options)
+    wants_bias, wants_sinks = ctx.needs_input_grad[5], ctx.needs_input_grad[6]
+    return dq, dk, dv, None, None, dbias if wants_bias else None, dsinks if wants_sinks else None, *nones
+
+
+_FORWARD = "flashtile::attention_forward"
+_BACKWARD = "flashtile::attention_backward"
+torch.library.impl(_FORWARD, ("cpu", "cuda"))(_forward)
+torch.library.impl(_BACKWARD, ("cpu", "cuda"))(_backward)
+torch.library.register_fake(_FORWARD)(_forward_fake)
+torch.library.register_fake(_BACKWARD)(_backward_fake)
+torch.library.register_autograd(_FORWARD, _autograd, setup_context=_setup_context)
+
+
+def _kept_pairs(args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """(kept score entries over all heads, head_dim, head_dim_v) from shapes alone; packed calls count their bound."""
+    q_shape, k_shape, v_shape = args[:3]
+    options = Options(*args[_NUM_TENSORS:])
+    band = Band(options.window_left, options.window_right)
+    if len(q_shape) == 4:
+        pairs = q_shape[0] * band.count(q_shape[1], k_shape[1])
+    else:
+        longest_q = options.max_seqlen_q or q_shape[0]
+        longest_k = options.max_seqlen_k or k_shape[0]
+        sequences = max(1, q_shape[0] // max(1, longest_q))
+        pairs = sequences * band.count(longest_q, longest_k)
+    return pairs * q_shape[-2], q_shape[-1], v_shape[-1]
+
+
+@register_flop_formula(torch.ops.flashtile.attention_forward)
+def forward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Two products: 2 FLOPs a kept score entry and column of q and of v."""
+    pairs, head_dim, head_dim_v = _kept_pairs(args)
+    return 2 * pairs * (head_dim + head_dim_v)
+
+
+@register_flop_formula(torch.ops.flashtile.attention_backward)
+def backward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Five products: scores, dq and dk over head_dim; dprobs and dv over head_dim_v."""
+    pairs, head_dim, head_dim_v = _kept_pairs(args[4:])
+    return 2 * pairs * (3 * head_dim + 2 * head_dim_v)
