@@ -48,13 +48,17 @@ class Device:
         """Arithmetic intensity from which the peak, not the bandwidth, is the limit."""
         return self.peak_flops_per_s / self.hbm_bytes_per_s
 
+    def states_peak_for(self, dtype: str) -> bool:
+        """Whether the peak holds for elements of `dtype`."""
+        return self.peak_element_bytes in (None, dtype_bytes(dtype))
+
     def check_dtype(self, dtype: str) -> None:
         """Refuse a dtype whose peak this record does not state.
 
         Raises:
             InvalidInputError: The dtype's element size is not the one the peak was stated for.
         """
-        if self.peak_element_bytes is not None and dtype_bytes(dtype) != self.peak_element_bytes:
+        if not self.states_peak_for(dtype) and self.peak_element_bytes is not None:
             bits = 8 * self.peak_element_bytes
             raise InvalidInputError("dtype", f"{self.name} states its peak for {bits}-bit elements, not for {dtype}")
 
@@ -110,7 +114,7 @@ def roofline_point(flops: float, hbm_bytes: float, device: Device) -> Roofline:
     `attainable = min(peak, intensity * bandwidth)`; `time = max(flops / peak, bytes / bandwidth)`. Overlap is perfect
     and nothing but the matrix units and the memory is ever waited for.
 
-    Source: Williams, Waterman and Patterson, "Roofline", Communications of the ACM 52(4), 2009, its section on the model.
+    Source: Williams, Waterman and Patterson, "Roofline", Communications of the ACM 52(4), 2009.
 
     Raises:
         InvalidInputError: `flops` or `hbm_bytes` is not greater than 0.

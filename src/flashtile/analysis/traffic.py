@@ -79,8 +79,9 @@ def tiled_traffic(shape: AttentionShape, blocks: Blocks, order: LoopOrder) -> Ti
       elements read. The output and two float32 statistics a row are carried through HBM: set up once, then read and
       written for each tile; that is `state_read_bytes` and part of `write_bytes`, apart from `inputs_read_bytes`. Each
       tile leaves a normalised output, so an output block is divided by its row sums once a tile: `Tq * Tk` rescales.
-    - Q outside (FlashAttention-2, Algorithm 1): Q is read once, K and V once for each block of Q: `(n + 2 * Tq * m) * d`.
-      The output stays on chip and is divided once at the end: `Tq` rescales; output and log-sum-exp are written once.
+    - Q outside (FlashAttention-2, Algorithm 1): Q is read once, K and V once for each block of Q:
+      `(n + 2 * Tq * m) * d`. The output stays on chip and is divided once at the end: `Tq` rescales; output and
+      log-sum-exp are written once.
 
     A rescale is a division of one output block by its row sums. Both orders still multiply by `exp(old max - new max)`
     where a maximum grows. With a causal mask only tiles that hold a kept score are visited.

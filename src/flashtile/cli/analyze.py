@@ -20,6 +20,14 @@ app = typer.Typer(help="What attention costs: memory, traffic, FLOPs, roofline, 
 
 P = ParamSpec("P")
 
+# Beyond these, products no longer fit the floats that tables print.
+_MAX_SEQLEN = 2**40
+_MAX_SIZE = 2**24
+
+_LENGTH = ["4096"]
+_GROWING_LENGTHS = ["512,4096,16384"]
+_CONTEXT_LENGTHS = ["4k,32k"]
+
 
 class Report(NamedTuple):
     """One answer: the table's texts and cells, and the same facts as records for JSON."""
@@ -35,12 +43,14 @@ def _show(report: Report, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.records, indent=2))
         return
-    table = Table(title=report.title, title_justify="left", caption=report.caption, caption_justify="left")
+    table = Table(title=report.title, title_justify="left")
     for index, column in enumerate(report.columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in report.rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(report.caption, style="dim", highlight=False)
 
 
 def _refuse_by_option(command: Callable[P, None]) -> Callable[P, None]:
@@ -57,14 +67,14 @@ def _refuse_by_option(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _positive_int(text: str, option: str) -> int:
-    factor = 1024 if text[-1:] in "kK" and text else 1
+    factor = 1024 if text.endswith(("k", "K")) else 1
     digits = text[:-1] if factor > 1 else text
     try:
         value = int(digits) * factor
     except ValueError:
         raise typer.BadParameter(f"{option}: {text!r} is not a whole number (4096, or 4k)") from None
-    if value < 1:
-        raise typer.BadParameter(f"{option}: must be at least 1, got {text}")
+    if not 1 <= value <= _MAX_SEQLEN:
+        raise typer.BadParameter(f"{option}: must be from 1 to {_MAX_SEQLEN}, got {text}")
     return value
 
 
@@ -105,9 +115,9 @@ def _facts(record: Any, *properties: str) -> dict[str, Any]:
 
 
 Seqlens = Annotated[list[str], typer.Option(help="Lengths of Q and K; repeat it or use commas; 4k is 4096.")]
-HeadDim = Annotated[int, typer.Option(min=1, help="Width of one head.")]
-Heads = Annotated[int, typer.Option(min=1, help="Query heads, each with its own keys and values.")]
-Batch = Annotated[int, typer.Option(min=1, help="Sequences in the batch.")]
+HeadDim = Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Width of one head.")]
+Heads = Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Query heads, each with its own keys and values.")]
+Batch = Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Sequences in the batch.")]
 Dtype = Annotated[str, typer.Option(help="float64, float32, float16, bfloat16 or float8.")]
 Block = Annotated[str, typer.Option(help="Side of a tile, or rows of Q by rows of K: 128x64.")]
 Causal = Annotated[bool, typer.Option("--causal", help="Key j is kept for query i when j <= i.")]
@@ -124,7 +134,7 @@ def _shape(seqlen: int, head_dim: int, heads: int, batch: int, dtype: str, causa
 @app.command()
 @_refuse_by_option
 def memory(
-    seqlen: Seqlens = ["512,4096,16384"],  # noqa: B006
+    seqlen: Seqlens = _GROWING_LENGTHS,
     head_dim: HeadDim = 64,
     heads: Heads = 1,
     batch: Batch = 1,
@@ -146,7 +156,7 @@ def memory(
 @app.command()
 @_refuse_by_option
 def traffic(
-    seqlen: Seqlens = ["4096"],  # noqa: B006
+    seqlen: Seqlens = _LENGTH,
     head_dim: HeadDim = 64,
     heads: Heads = 1,
     batch: Batch = 1,
@@ -160,27 +170,27 @@ def traffic(
     for n in _seqlens(seqlen):
         shape = _shape(n, head_dim, heads, batch, dtype, causal)
         standard = analysis.standard_traffic(shape)
-        parts = [standard.inputs_read_bytes, standard.scores_probs_bytes]
-        parts += [standard.out_write_bytes + standard.out_read_back_bytes, standard.total_bytes]
-        rows.append([f"{n:,}", "standard", *map(_mb, parts), "-"])
+        parts = [standard.inputs_read_bytes, standard.scores_probs_bytes, standard.out_write_bytes]
+        parts += [standard.out_read_back_bytes, standard.total_bytes]
+        rows.append(["standard", f"{n:,}", *map(_mb, parts), "-"])
         records.append({"seqlen": n, "method": "standard", **_facts(standard, "own_bytes", "total_bytes")})
         for order in LoopOrder:
             tiled = analysis.tiled_traffic(shape, _blocks(block), order)
-            parts = [tiled.inputs_read_bytes, tiled.state_read_bytes, tiled.write_bytes, tiled.total_bytes]
-            rows.append([f"{n:,}", f"tiled, {order}", *map(_mb, parts), f"{tiled.rescales:,}"])
+            parts = [tiled.inputs_read_bytes, tiled.state_read_bytes, tiled.write_bytes]
+            rows.append([order, f"{n:,}", *map(_mb, parts), "-", _mb(tiled.total_bytes), f"{tiled.rescales:,}"])
             records.append({"seqlen": n, "method": "tiled", **_facts(tiled, "total_bytes")})
     caption = (
-        "MB = 1e6 bytes, no cache. Between: S and P, or the output and statistics read again. Out, standard: written, "
-        "and read once by the next layer. Rescales: divisions of an output block by its row sums."
+        "MB = 1e6 bytes, no cache. Between: S and P written and read, or the carried output and statistics read again. "
+        "Next: the next layer's read of the output, counted for standard alone. Rescales: divisions of an output block."
     )
-    columns = ["seqlen", "method", "inputs in MB", "between MB", "out MB", "total MB", "rescales"]
+    columns = ["MB", "seqlen", "in", "between", "out", "next", "total", "rescales"]
     _show(Report(f"HBM traffic, forward, {dtype}, head_dim {head_dim}", caption, columns, rows, records), as_json)
 
 
 @app.command()
 @_refuse_by_option
 def flops(
-    seqlen: Seqlens = ["4096"],  # noqa: B006
+    seqlen: Seqlens = _LENGTH,
     head_dim: HeadDim = 128,
     heads: Heads = 1,
     batch: Batch = 1,
@@ -194,33 +204,34 @@ def flops(
     rows, records = [], []
     for n in _seqlens(seqlen):
         shape = _shape(n, head_dim, heads, batch, dtype, causal)
-        result, cost = analysis.attention_flops(shape), analysis.exponential_cost(shape, accelerator)
+        result = analysis.attention_flops(shape)
+        cost = analysis.exponential_cost(shape, accelerator) if accelerator.states_peak_for(dtype) else None
         intensity = analysis.arithmetic_intensity(result.forward_flops, analysis.compulsory_traffic_bytes(shape))
         gflops = [f"{value / 1e9:,.2f}" for value in (result.forward_flops, result.backward_flops)]
         exps = f"{result.forward_exps / 1e6:,.2f}"
-        rows.append([f"{n:,}", *gflops, f"{intensity:,.1f}", exps, f"{cost.ratio:.2f}"])
+        rows.append([f"{n:,}", *gflops, f"{intensity:,.1f}", exps, f"{cost.ratio:.2f}" if cost else "-"])
         records.append(
             {
                 "seqlen": n,
                 **_facts(result, "total_flops"),
                 "forward_intensity_flops_per_byte": intensity,
                 "device": accelerator.name,
-                **_facts(cost),
-                "exp_over_product_cycles": cost.ratio,
+                "exponential_cost": _facts(cost, "ratio") if cost else None,
             }
         )
     caption = (
-        "A multiply-add is 2 FLOPs; kept scores alone count. Intensity: forward FLOPs over inputs read once and outputs "
-        f"written once. Last column: cycles of exponentials over cycles of products on {accelerator.name}."
+        "A multiply-add is 2 FLOPs; kept scores alone count. Intensity: forward FLOPs over inputs read and outputs "
+        f"written once. Last column: cycles of exponentials over cycles of products on {accelerator.name}, "
+        "whose peak is stated for 16-bit elements (- for others)."
     )
-    columns = ["seqlen", "forward GFLOP", "backward GFLOP", "FLOP/byte", "exps 1e6", "exp / product"]
+    columns = ["seqlen", "fwd GFLOP", "bwd GFLOP", "FLOP/byte", "exps 1e6", "exp/product"]
     _show(Report(f"Arithmetic, head_dim {head_dim}", caption, columns, rows, records), as_json)
 
 
 @app.command()
 @_refuse_by_option
 def roofline(
-    seqlen: Seqlens = ["4096"],  # noqa: B006
+    seqlen: Seqlens = _LENGTH,
     head_dim: HeadDim = 128,
     heads: Heads = 16,
     batch: Batch = 1,
@@ -242,22 +253,22 @@ def roofline(
         work = analysis.attention_flops(shape).forward_flops
         methods = {
             "standard": analysis.standard_traffic(shape).own_bytes,
-            "tiled, no cache": tiled.total_bytes,
-            "tiled, each byte once": analysis.compulsory_traffic_bytes(shape),
+            "tiled": tiled.total_bytes,
+            "tiled, L2": analysis.compulsory_traffic_bytes(shape),
         }
         for method, hbm_bytes in methods.items():
             point = analysis.roofline_point(work, hbm_bytes, accelerator)
             rate, time_us = point.attainable_flops_per_s / 1e12, point.time_s * 1e6
             intensity = f"{point.intensity_flops_per_byte:,.1f}"
-            rows.append([f"{n:,}", method, _mb(hbm_bytes), intensity, f"{rate:,.1f}", point.bound, f"{time_us:,.2f}"])
+            rows.append([method, f"{n:,}", _mb(hbm_bytes), intensity, f"{rate:,.1f}", point.bound, f"{time_us:,.2f}"])
             names = {"seqlen": n, "device": accelerator.name, "method": method}
             records.append({**names, "forward_flops": work, "hbm_bytes": hbm_bytes, **asdict(point)})
     caption = (
         f"{accelerator.name}: attainable = min(peak, intensity x bandwidth); compute-bound from "
-        f"{accelerator.ridge_flops_per_byte:,.0f} FLOP/byte. Exponentials are not counted. Standard: without the "
-        "next layer's read."
+        f"{accelerator.ridge_flops_per_byte:,.0f} FLOP/byte. Exponentials are not counted. Tiled: K and V read "
+        "again for every block of Q; with a perfect L2 cache each byte moves once."
     )
-    columns = ["seqlen", "method", "MB", "FLOP/byte", "TFLOP/s", "bound", "time us"]
+    columns = ["method", "seqlen", "MB", "FLOP/byte", "TFLOP/s", "bound", "time us"]
     _show(Report(f"Roofline, forward, {dtype}, head_dim {head_dim}", caption, columns, rows, records), as_json)
 
 
@@ -281,24 +292,24 @@ def tiles(
         found = analysis.fitting_tiles(budget_bytes, head_dim, dtype)
     rows, records = [], []
     for tile in found:
-        sides, fits = f"{tile.blocks.block_q} x {tile.blocks.block_k}", tile.total_bytes <= budget_bytes
+        sides, fits = f"{tile.blocks.block_q}x{tile.blocks.block_k}", tile.total_bytes <= budget_bytes
         parts = [tile.q_bytes, tile.k_bytes + tile.v_bytes, tile.probs_bytes, tile.acc_bytes, tile.row_stats_bytes]
         rows.append([sides, *map(_kib, [*parts, tile.tiles_bytes, tile.total_bytes]), "yes" if fits else "no"])
         records.append({**_facts(tile, "tiles_bytes", "total_bytes"), "budget_bytes": budget_bytes, "fits": fits})
     caption = (
-        f"KiB = 1024 bytes, budget {_kib(budget_bytes)}. Q, K, V, P in {dtype}; accumulator and row statistics in "
-        "float32 or wider; one stage. Fewest HBM bytes first."
+        f"KiB = 1024 bytes, budget {_kib(budget_bytes)}. Tile: rows of Q x rows of K. Q, K, V, P in {dtype}; output "
+        "accumulator and row statistics in float32 or wider; one stage. Fewest HBM bytes first."
     )
     if not found:
         caption += " Nothing fits."
-    columns = ["Q x K rows", "Q", "K + V", "P", "accumulator", "statistics", "matrices", "total", "fits"]
+    columns = ["tile", "Q", "K + V", "P", "acc", "stats", "matrices", "total", "fits"]
     _show(Report(f"Tiles on chip, KiB, head_dim {head_dim}", caption, columns, rows, records), as_json)
 
 
 @app.command()
 @_refuse_by_option
 def peak(
-    seqlen: Seqlens = ["4096"],  # noqa: B006
+    seqlen: Seqlens = _LENGTH,
     head_dim: HeadDim = 64,
     block: Block = "128",
     as_json: AsJson = False,
@@ -309,7 +320,9 @@ def peak(
         result = analysis.peak_intermediates(AttentionShape(n, n, head_dim), _blocks(block))
         rows.append([f"{n:,}", f"{result.standard_numbers:,}", f"{result.tiled_numbers:,}", f"{result.ratio:,.1f}x"])
         records.append({"seqlen": n, **_facts(result, "ratio")})
-    caption = "Numbers, for one head. Standard: the score matrix. Tiled: a tile of scores, its accumulator, max and sum."
+    caption = (
+        "Numbers, for one head. Standard: the score matrix. Tiled: a tile of scores, its accumulator, max and sum."
+    )
     columns = ["seqlen", "standard", "tiled", "ratio"]
     _show(Report(f"Peak intermediates, head_dim {head_dim}, tile {block}", caption, columns, rows, records), as_json)
 
@@ -317,12 +330,14 @@ def peak(
 @app.command()
 @_refuse_by_option
 def transformer(
-    seqlen: Seqlens = ["4k,32k"],  # noqa: B006
-    d_model: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 4096,
-    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 32,
-    vocab: Annotated[int, typer.Option(min=1, help="Size of the vocabulary.")] = 32000,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    heads_kv: Annotated[int | None, typer.Option(min=1, help="Key-value heads; as many as --heads if left out.")] = None,
+    seqlen: Seqlens = _CONTEXT_LENGTHS,
+    d_model: Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Width of the model.")] = 4096,
+    layers: Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Number of layers.")] = 32,
+    vocab: Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Size of the vocabulary.")] = 32000,
+    heads: Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Query heads.")] = 32,
+    heads_kv: Annotated[
+        int | None, typer.Option(min=1, max=_MAX_SIZE, help="Key-value heads; as many as --heads if left out.")
+    ] = None,
     batch: Batch = 1,
     dtype: Dtype = "float16",
     as_json: AsJson = False,

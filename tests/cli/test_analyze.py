@@ -1,0 +1,117 @@
+"""`flashtile analyze`, from its flags to its tables and its JSON."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from flashtile.cli.analyze import app
+
+COMMANDS = ["memory", "traffic", "flops", "roofline", "tiles", "peak", "transformer"]
+
+
+def run(*args):
+    # A wide terminal, so that no number is broken over two lines.
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, list(args))
+
+
+def records(*args):
+    result = run(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("args", "cells"),
+    [
+        (["memory"], ["0.52", "0.10", "33.55", "0.57", "58.5x", "536.87", "2.20", "244.5x"]),
+        (["traffic"], ["34.60", "67.63", "4,096", "64"]),
+        (["traffic", "--head-dim", "768", "--dtype", "fp32"], ["37.75", "268.44", "12.58", "331.35"]),
+        (["flops"], ["8.59", "21.47", "0.50"]),
+        (["roofline"], ["989.4", "compute", "memory"]),
+        (["tiles", "--block", "128"], ["128x128", "112.0", "113.0", "yes"]),
+        (["peak"], ["16,777,216", "24,832", "675.6x"]),
+        (["transformer"], ["18.52", "56.10", "2.15", "17.18"]),
+    ],
+)
+def test_tables_show_the_figures(args, cells):
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    words = result.stdout.replace("│", " ").split()
+    assert [cell for cell in cells if cell not in words] == []
+
+
+def test_json_carries_the_numbers():
+    assert [row["tiled_bytes"] for row in records("memory", "--seqlen", "512", "--seqlen", "4k")] == [100352, 573440]
+    by_order = {row.get("order"): row for row in records("traffic")}
+    assert by_order["kv-outside"]["rescales"] == 4096
+    assert by_order["q-outside"]["rescales"] == 64
+    assert by_order[None]["scores_probs_bytes"] == 4 * 4096**2 * 2
+    assert records("flops")[0]["exponential_cost"]["ratio"] == pytest.approx(0.5)
+    assert records("flops", "--dtype", "float32")[0]["exponential_cost"] is None
+    assert records("peak")[0]["tiled_numbers"] == 24832
+    assert [round(row["total_bytes"] / 1e9, 2) for row in records("transformer")] == [18.52, 56.1]
+
+
+def test_options_reach_the_models():
+    assert records("flops", "--heads", "2", "--batch", "3", "--causal")[0]["forward_exps"] == 6 * 4096 * 4097 // 2
+    full, causal = records("traffic"), records("traffic", "--causal")
+    assert causal[1]["tile_visits"] == 64 * 65 // 2 < full[1]["tile_visits"]
+    assert records("memory", "--block", "128x32", "--seqlen", "64")[0]["tiled_tiles_bytes"] == 2 * 64 * 192 + 2 * 4096
+    grouped = records("transformer", "--seqlen", "4096", "--heads-kv", "8")[0]
+    assert grouped["kv_cache_bytes"] * 4 == records("transformer", "--seqlen", "4096")[0]["kv_cache_bytes"]
+
+
+def test_roofline_of_given_numbers():
+    flags = ["roofline", "--peak-tflops", "100", "--bandwidth-tbps", "1", "--dtype", "float32", "--heads", "1"]
+    standard, _, ideal = records(*flags)
+    assert ideal["bound"] == "compute"
+    assert ideal["attainable_flops_per_s"] == 100e12
+    assert standard["bound"] == "memory"
+    assert standard["time_s"] == pytest.approx(standard["hbm_bytes"] / 1e12)
+
+
+def test_tiles_respect_the_budget():
+    found = records("tiles", "--on-chip-kb", "100", "--head-dim", "128")
+    assert found
+    assert all(tile["total_bytes"] <= 100 * 1024 for tile in found)
+    assert records("tiles", "--on-chip-kb", "1") == []
+    assert "Nothing fits" in run("tiles", "--on-chip-kb", "1").stdout
+    (asked,) = records("tiles", "--on-chip-kb", "112", "--block", "128")
+    assert asked["fits"] is False
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_unknown_flags(command):
+    assert run(command, "--help").exit_code == 0
+    assert run(command, "--bogus").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["memory", "--seqlen", "0"], "--seqlen"),
+        (["traffic", "--seqlen", "-1"], "--seqlen"),
+        (["peak", "--seqlen", "4096,x"], "--seqlen"),
+        (["peak", "--seqlen", ""], "--seqlen"),
+        (["flops", "--seqlen", "9" * 400], "--seqlen"),
+        (["memory", "--dtype", "int3"], "int3"),
+        (["memory", "--block", "0"], "--block"),
+        (["memory", "--block", "1x2x3"], "--block"),
+        (["memory", "--head-dim", "0"], "head-dim"),
+        (["flops", "--device", "X9"], "X9"),
+        (["roofline", "--device", "X9"], "X9"),
+        (["roofline", "--dtype", "float32"], "16-bit"),
+        (["roofline", "--peak-tflops", "100"], "--bandwidth-tbps"),
+        (["roofline", "--peak-tflops", "0", "--bandwidth-tbps", "1"], "greater than 0"),
+        (["tiles", "--on-chip-kb", "0"], "--on-chip-kb"),
+        (["tiles", "--on-chip-kb", "nan"], "--on-chip-kb"),
+        (["transformer", "--heads", "3"], "num_heads"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_no_traceback(args, word):
+    result = run(*args, "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert word in result.stderr
+    assert "Traceback" not in result.stderr
