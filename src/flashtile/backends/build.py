@@ -1,9 +1,9 @@
 """What it takes to build one kernel ahead of a launch, on a machine that may have no GPU.
 
-Each GPU backend has a module ``builds`` with one function, ``builds(arch: str) -> list[KernelBuild]``: every kernel of the
-backend in every configuration worth watching on that architecture, the most usual configuration of a kernel first, and
-an empty list for an architecture the backend does not run on. It imports the kernels, and with them Triton, when it is
-called, never when its module is imported. ``flashtile.builds`` compiles the records and reports on the result.
+Each GPU backend has a module ``builds`` with one function, ``builds(arch: str) -> list[KernelBuild]``: every kernel of
+the backend in every configuration worth watching on that architecture, the most usual configuration of a kernel first,
+and an empty list for an architecture the backend does not run on. It imports the kernels, and with them Triton, when it
+is called, never when its module is imported. ``flashtile.builds`` compiles the records and reports on the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KernelBuild:
             value: to build that case, put the argument into ``constexprs`` instead.
         constexprs: Value of each compile-time argument by name. None is a value too: a pointer that a call does not
             have. With ``signature`` it covers the kernel's arguments, each once.
-        divisible: Names of run-time arguments that a launch would find divisible by 16: aligned pointers, strides, sizes.
+        divisible: Names of run-time arguments that a launch would find divisible by 16: pointers, strides, sizes.
         options: Compiler options: ``num_warps``, ``num_stages``, ``maxnreg``, ``waves_per_eu``.
         spill_limit: Most bytes of registers a thread may spill, a promise that the tests hold; None promises nothing.
     """
