@@ -1,0 +1,41 @@
+"""Dropout's keep mask: Philox4x32-7, bit for bit what ``flashtile.philox`` defines."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROUNDS = tl.constexpr(7)
+
+
+@triton.jit
+def keep(rng_state_ptr, threshold, head, rows, key_blocks):
+    """Which probabilities of a tile survive.
+
+    Args:
+        rng_state_ptr: (2,) int64: seed, offset.
+        threshold: ``philox.threshold(dropout_p)``, its 32 bits as int32.
+        head: ``batch * num_heads_q + head``.
+        rows: [BLOCK_M, 1] row in the sequence.
+        key_blocks: [1, BLOCK_N // 4] ``key // 4`` of each four neighbouring keys.
+
+    Returns:
+        [BLOCK_M, BLOCK_N] bool.
+    """
+    seed = tl.load(rng_state_ptr)
+    offset = tl.load(rng_state_ptr + 1)
+    rows, key_blocks = tl.broadcast(rows, key_blocks)
+    zero = rows * 0
+    counter_a, counter_b = key_blocks.to(tl.uint32), rows.to(tl.uint32)
+    counter_c, counter_d = (zero + head).to(tl.uint32), (zero + offset.to(tl.int32)).to(tl.uint32)
+    a, b, c, d = tl.philox_impl(
+        counter_a, counter_b, counter_c, counter_d, seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS
+    )
+    # Joined so that the words of one counter lie side by side: [BLOCK_M, BLOCK_N // 4, 2, 2] read in order is a b c d.
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(rows.shape[0], rows.shape[1] * 4)
+    return words >= threshold.to(tl.uint32, bitcast=True)
+
+
+def threshold_bits(threshold: int) -> int:
+    """A 32-bit threshold as the int32 of the same bits, so that every value has one kernel argument type."""
+    return threshold - 2**32 if threshold >= 2**31 else threshold

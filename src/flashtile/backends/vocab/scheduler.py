@@ -1,0 +1,42 @@
+"""Which tile a program works on. Longest tiles start first, so that the last ones to finish are short."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def longest_first(block, num_blocks, HAS_RIGHT: tl.constexpr):
+    """Query blocks in the order of falling work: under a right bound the last rows see the most keys."""
+    if HAS_RIGHT:
+        return num_blocks - 1 - block
+    else:
+        return block
+
+
+@triton.jit
+def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr):
+    """The sequence and the block of a tile of packed sequences, in O(log num_sequences) reads and no prefix sums.
+
+    Sequence b owns the tiles from ``cu_seqlens[b] // BLOCK + b``: that many always hold its blocks, because a sequence
+    that straddles a multiple of BLOCK needs at most one block more than the multiples it crosses. Tiles left over come
+    out with a block behind the sequence's end. A launch needs ``total // BLOCK + num_sequences + 1`` tiles; the last
+    ones belong to ``b == num_sequences``, the rows behind every sequence.
+
+    Returns:
+        (b, block).
+    """
+    low, high = 0, num_sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens_ptr + middle) // BLOCK + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low, tile - (tl.load(cu_seqlens_ptr + low) // BLOCK + low)
+
+
+def num_packed_tiles(total: int, num_sequences: int, block: int) -> int:
+    """Programs that ``packed_tile`` needs to reach every row of a packed tensor."""
+    return total // block + num_sequences + 1

@@ -1,0 +1,46 @@
+"""Where a sequence begins and how long it is, dense or packed, read once a program; and 64-bit addressing.
+
+A packed tensor is one whose batch stride is 0 and whose sequences start at ``cu_seqlens[b]``; a dense one starts every
+sequence at row 0 of its batch entry. So the same base pointer arithmetic serves both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence(cu_seqlens_ptr, b, num_sequences, total, VARLEN: tl.constexpr):
+    """First row and length of sequence b.
+
+    Args:
+        cu_seqlens_ptr: (num_sequences + 1,) int32, read only if VARLEN.
+        b: The sequence; ``num_sequences`` names the rows behind the last sequence of a packed tensor.
+        num_sequences: How many there are.
+        total: Rows of a packed tensor, or the common length of dense sequences.
+        VARLEN: Whether sequences are packed.
+
+    Returns:
+        (start, length), int32 or int64 rows.
+    """
+    if VARLEN:
+        start = tl.load(cu_seqlens_ptr + b)
+        stop = tl.load(cu_seqlens_ptr + b + 1, mask=b < num_sequences, other=0)
+        stop = tl.where(b < num_sequences, stop, total)
+        return start, stop - start
+    else:
+        return 0, total
+
+
+@triton.jit
+def base(ptr, b, start, head, stride_b, stride_row, stride_head):
+    """Address of (sequence b, its first row, head); every product is 64 bits wide."""
+    offset = tl.cast(b, tl.int64) * stride_b + tl.cast(start, tl.int64) * stride_row
+    return ptr + offset + tl.cast(head, tl.int64) * stride_head
+
+
+@triton.jit
+def tile_offsets(rows, cols, stride_row):
+    """Offsets of a tile whose last dimension is contiguous: rows [M, 1], cols [1, N] -> [M, N] int64."""
+    return rows.to(tl.int64) * stride_row + cols

@@ -1,0 +1,87 @@
+"""Online softmax in base 2: the running (maximum, sum) of a row, and what the accumulated output is scaled by.
+
+Mathematics: docs/algorithm.md, "The (max, sum, out) monoid". The state of an empty row is (-inf, 0). Source: Milakov and
+Gimelshein 2018, arXiv:1805.02867, algorithm 3; Dao et al. 2022, arXiv:2205.14135, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def finite_origin(row_max):
+    """The maximum to subtract: 0 for a row that has seen no key, for which -inf - -inf would be NaN."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
+def update(row_max, row_sum, scores, scale_log2, MAY_BE_EMPTY: tl.constexpr):
+    """Takes a block of scores into the state.
+
+    Args:
+        row_max: [BLOCK_M] float32: maximum of ``scores * scale_log2`` so far.
+        row_sum: [BLOCK_M] float32.
+        scores: [BLOCK_M, BLOCK_N] float32, -inf where masked.
+        scale_log2: What turns scores into base-2 exponents, > 0: it is multiplied after the maximum, so the scores
+            cost one fused multiply-add each.
+        MAY_BE_EMPTY: Whether a row may still have no key after this block.
+
+    Returns:
+        probs [BLOCK_M, BLOCK_N], unnormalised; rescale [BLOCK_M], the factor of what was accumulated before; and the
+        new row_max and row_sum.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    origin = new_max
+    if MAY_BE_EMPTY:
+        origin = finite_origin(new_max)
+    rescale = tl.exp2(row_max - origin)
+    probs = tl.exp2(scores * scale_log2 - origin[:, None])
+    return probs, rescale, new_max, row_sum * rescale + tl.sum(probs, 1)
+
+
+@triton.jit
+def add_sink(row_max, row_sum, sink):
+    """Lets a sink join the denominator.
+
+    Args:
+        row_max: [BLOCK_M] float32, base 2.
+        row_sum: [BLOCK_M] float32.
+        sink: The logit, natural units; -inf adds nothing.
+
+    Returns:
+        rescale [BLOCK_M], the factor of the accumulated output; row_max; row_sum.
+    """
+    sink_log2 = sink * LOG2_E
+    new_max = tl.maximum(row_max, sink_log2)
+    origin = finite_origin(new_max)
+    rescale = tl.exp2(row_max - origin)
+    return rescale, new_max, row_sum * rescale + tl.exp2(sink_log2 - origin)
+
+
+@triton.jit
+def finalise(row_max, row_sum):
+    """The factor that normalises the accumulated output, and the row's log-sum-exp.
+
+    Returns:
+        scale [BLOCK_M] float32: 1 / row_sum, 0 for an empty row; lse [BLOCK_M] float32, natural log, -inf for an empty
+        row.
+    """
+    empty = row_sum == 0.0
+    total = tl.where(empty, 1.0, row_sum)
+    scale = tl.where(empty, 0.0, 1.0 / total)
+    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * LN_2)
+    return scale, lse
+
+
+@triton.jit
+def backward_origin(lse):
+    """What the backward subtracts from base-2 scores so that probabilities come out normalised.
+
+    An empty row (lse -inf) gets +inf, so each of its probabilities is exp2(-inf) = 0 without a mask.
+    """
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)

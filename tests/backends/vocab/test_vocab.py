@@ -1,0 +1,207 @@
+"""The device vocabulary against plain PyTorch, helper by helper, in Triton's interpreter."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from flashtile import philox
+from flashtile.backends.vocab import blocks, dropout, mask, scheduler, scores, sequence, softmax
+from flashtile.masks import Band
+
+
+@triton.jit
+def _softmax_kernel(scores_ptr, sink_ptr, out_ptr, num_keys, scale_log2, M: tl.constexpr, N: tl.constexpr):
+    rows, cols = tl.arange(0, M), tl.arange(0, N)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M], tl.float32)
+    for start in range(0, num_keys, N):
+        x = tl.load(scores_ptr + rows[:, None] * num_keys + start + cols[None, :])
+        probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
+        # Values are the key indices, so that the accumulated output is checked too.
+        acc = acc * rescale + tl.sum(probs * (start + cols)[None, :], 1)
+    rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, tl.load(sink_ptr))
+    scale, lse = softmax.finalise(row_max, row_sum)
+    tl.store(out_ptr + rows, acc * rescale * scale)
+    tl.store(out_ptr + M + rows, lse)
+    tl.store(out_ptr + 2 * M + rows, softmax.backward_origin(lse))
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, 0.7, 40.0])
+def test_online_softmax(sink: float) -> None:
+    torch.manual_seed(0)
+    m, n, keys, scale = 8, 16, 64, 0.3
+    x = torch.randn(m, keys) * 5
+    x[1] = -torch.inf
+    x[2, :40] = -torch.inf
+    x[3, 20:] = -torch.inf
+    x[4] += 1e4
+    out = torch.full((3, m), torch.nan)
+    _softmax_kernel[(1,)](x, torch.tensor([sink]), out, keys, scale * softmax.LOG2_E.value, M=m, N=n)
+    logits = torch.cat([x.double() * scale, torch.full((m, 1), sink, dtype=torch.float64)], dim=1)
+    lse = torch.logsumexp(logits, dim=1)
+    probs = torch.nan_to_num(torch.softmax(logits, dim=1), nan=0.0)[:, :keys]
+    torch.testing.assert_close(out[0].double(), probs @ torch.arange(keys, dtype=torch.float64), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(out[1].double(), lse, rtol=1e-5, atol=1e-5)
+    origin = torch.where(lse == -torch.inf, torch.inf, lse / torch.log(torch.tensor(2.0, dtype=torch.float64)))
+    torch.testing.assert_close(out[2].double(), origin, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _band_kernel(keep_ptr, scores_ptr, seqlen_q, seqlen_k, left, right, L: tl.constexpr, R: tl.constexpr,
+                 M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    i = (tl.arange(0, M) + seqlen_k - seqlen_q)[:, None]
+    j = tl.arange(0, N)[None, :]
+    at = tl.arange(0, M)[:, None] * N + j
+    tl.store(keep_ptr + at, mask.band_keep(i, j, seqlen_k, left, right, L, R).to(tl.int8))
+    tl.store(scores_ptr + at, mask.band_scores(tl.zeros([M, N], tl.float32), i, j, seqlen_k, left, right, L, R))
+
+
+BANDS = [Band(), Band(None, 0), Band(3, None), Band(2, 5), Band(0, 0), Band(4, -2), Band(-1, 3)]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(16, 16), (5, 13), (13, 5), (1, 16), (7, 0)])
+def test_band(band: Band, seqlen_q: int, seqlen_k: int) -> None:
+    keep, masked = torch.empty(16, 16, dtype=torch.int8), torch.full((16, 16), torch.nan)
+    left, right = band.left, band.right
+    _band_kernel[(1,)](keep, masked, seqlen_q, seqlen_k, left or 0, right or 0, L=left is not None, R=right is not None,
+                       M=16, N=16)  # fmt: skip
+    expected = torch.zeros(seqlen_q, 16, dtype=torch.bool)
+    expected[:, :seqlen_k] = band.dense(seqlen_q, seqlen_k)
+    # Keys before the first one are never asked for, so nothing masks them; keys behind the last one are.
+    assert torch.equal(keep[:seqlen_q].bool(), expected)
+    assert torch.equal(masked[:seqlen_q] == 0, expected)
+    assert torch.equal(masked[:seqlen_q] == -torch.inf, ~expected)
+
+
+@triton.jit
+def _ranges_kernel(out_ptr, first, last, seqlen_q, seqlen_k, left, right, L: tl.constexpr, R: tl.constexpr,
+                   BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):  # fmt: skip
+    if OF_KEYS:
+        a, b, c, d = blocks.query_blocks(first, last, seqlen_q, seqlen_k, left, right, L, R, BLOCK)
+    else:
+        a, b, c, d = blocks.key_blocks(first, last, seqlen_q, seqlen_k, left, right, L, R, BLOCK)
+    tl.store(out_ptr, a)
+    tl.store(out_ptr + 1, b)
+    tl.store(out_ptr + 2, c)
+    tl.store(out_ptr + 3, d)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_block_ranges_cover_and_full_blocks_are_full(band: Band, of_keys: bool) -> None:
+    block, tile = 4, 6
+    for seqlen_q, seqlen_k in itertools.product((1, 11, 16), (0, 3, 16, 19)):
+        keep = band.dense(seqlen_q, seqlen_k)
+        if of_keys:
+            keep = keep.T
+        for start in range(0, keep.shape[0], tile):
+            stop = min(start + tile, keep.shape[0])
+            out = torch.full((4,), -99, dtype=torch.int32)
+            _ranges_kernel[(1,)](out, start, stop - 1, seqlen_q, seqlen_k, band.left or 0, band.right or 0,
+                                 L=band.left is not None, R=band.right is not None, BLOCK=block, OF_KEYS=of_keys)  # fmt: skip
+            low, full_low, full_high, high = out.tolist()
+            assert low <= full_low <= full_high <= high, (band, seqlen_q, seqlen_k, start)
+            assert high * block < keep.shape[1] + block
+            part = keep[start:stop]
+            outside = part.clone()
+            outside[:, low * block : high * block] = False
+            assert not outside.any(), (band, seqlen_q, seqlen_k, start)
+            assert part[:, full_low * block : full_high * block].all()
+            assert full_high * block <= keep.shape[1] or full_high == full_low
+            if band.unbounded:
+                assert full_high - full_low == keep.shape[1] // block
+
+
+@triton.jit
+def _dropout_kernel(rng_ptr, out_ptr, threshold, head, row_start, key_start, M: tl.constexpr, N: tl.constexpr):
+    rows = row_start + tl.arange(0, M)[:, None]
+    key_blocks = key_start // 4 + tl.arange(0, N // 4)[None, :]
+    kept = dropout.keep(rng_ptr, threshold, head, rows, key_blocks)
+    tl.store(out_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :], kept.to(tl.int8))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5, 0.97])
+@pytest.mark.parametrize("state", [(0, 0), (123456789012345, 7), (-3, 2**35 + 5), (2**63 - 1, -1)])
+def test_dropout_is_the_defined_mask(dropout_p: float, state: tuple[int, int]) -> None:
+    rng = torch.tensor(state, dtype=torch.int64)
+    limit = dropout.threshold_bits(philox.threshold(dropout_p))
+    for batch, head, row, key in ((0, 0, 0, 0), (3, 1, 16, 32), (5, 3, 1000, 4096)):
+        out = torch.full((16, 32), 9, dtype=torch.int8)
+        _dropout_kernel[(1,)](rng, out, limit, batch * 4 + head, row, key, M=16, N=32)
+        expected = philox.keep(rng, dropout_p, range(batch, batch + 1), 4, (row, row + 16), (key, key + 32))[0, head]
+        assert torch.equal(out, expected.to(torch.int8))
+
+
+@triton.jit
+def _scores_kernel(x_ptr, out_ptr, cap, slope, N: tl.constexpr):
+    j = tl.arange(0, N)
+    x = tl.load(x_ptr + j)
+    capped = scores.softcap(x, cap, 0, 0, j, j)
+    tl.store(out_ptr + j, capped)
+    tl.store(out_ptr + N + j, scores.softcap_derivative(capped, cap, 0, 0, j, j))
+    tl.store(out_ptr + 2 * N + j, scores.alibi(slope, 100, j))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # far from 0 exp2 overflows on purpose
+def test_score_transforms() -> None:
+    n, cap = 1024, 20.0
+    x = torch.linspace(-60, 60, n)
+    x[0], x[-1], x[5] = -1e30, 1e30, 1e-20
+    out = torch.full((3, n), torch.nan)
+    _scores_kernel[(1,)](x, out, cap, 0.25, N=n)
+    tanh = torch.tanh(x.double() / cap)
+    torch.testing.assert_close(out[0].double(), cap * tanh, rtol=4e-7, atol=1e-30)
+    torch.testing.assert_close(out[1].double(), 1 - tanh**2, rtol=1e-6, atol=5e-7)
+    assert torch.equal(out[2], -0.25 * (100 - torch.arange(n)).abs().float())
+
+
+@triton.jit
+def _tiles_kernel(cu_ptr, out_ptr, num_sequences, total, BLOCK: tl.constexpr):
+    tile = tl.program_id(0)
+    b, block = scheduler.packed_tile(cu_ptr, num_sequences, tile, BLOCK)
+    start, length = sequence.sequence(cu_ptr, b, num_sequences, total, True)
+    tl.store(out_ptr + tile * 4, b)
+    tl.store(out_ptr + tile * 4 + 1, block)
+    tl.store(out_ptr + tile * 4 + 2, start)
+    tl.store(out_ptr + tile * 4 + 3, length)
+
+
+@pytest.mark.parametrize("lengths", [[5], [0, 0, 9], [16, 16], [1, 1, 1, 1, 1], [33, 0, 7, 15], []])
+@pytest.mark.parametrize("behind", [0, 3, 40])
+def test_packed_tiles_reach_every_row_once(lengths: list[int], behind: int) -> None:
+    block = 16
+    bounds = [0, *itertools.accumulate(lengths)]
+    total = bounds[-1] + behind
+    tiles = scheduler.num_packed_tiles(total, len(lengths), block)
+    out = torch.full((tiles, 4), -1, dtype=torch.int32)
+    _tiles_kernel[(tiles,)](torch.tensor(bounds, dtype=torch.int32), out, len(lengths), total, BLOCK=block)
+    seen = torch.zeros(total, dtype=torch.int32)
+    owner = torch.full((total,), -1, dtype=torch.int32)
+    for b, m, start, length in out.tolist():
+        assert start == bounds[b]
+        assert length == (lengths[b] if b < len(lengths) else behind)
+        rows = slice(start + min(m * block, length), start + min((m + 1) * block, length))
+        seen[rows] += 1
+        owner[rows] = b
+    assert (seen == 1).all()
+    expected = [b for b, length in enumerate([*lengths, behind]) for _ in range(length)]
+    assert owner.tolist() == expected
+
+
+@triton.jit
+def _order_kernel(out_ptr, R: tl.constexpr):
+    pid = tl.program_id(0)
+    tl.store(out_ptr + pid, scheduler.longest_first(pid, tl.num_programs(0), R))
+
+
+def test_longest_first() -> None:
+    out = torch.empty(5, dtype=torch.int32)
+    _order_kernel[(5,)](out, R=True)
+    assert out.tolist() == [4, 3, 2, 1, 0]
+    _order_kernel[(5,)](out, R=False)
+    assert out.tolist() == [0, 1, 2, 3, 4]
