@@ -12,13 +12,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Architecture -> Triton's (backend, arch, warp size). sm_90a is what Triton builds for capability 90: the "a" says that
-# the instructions of Hopper alone (wgmma, setmaxnreg) are in use.
-ARCHS: dict[str, tuple[str, int | str, int]] = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90a": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
+
+@dataclass(frozen=True)
+class Arch:
+    """A GPU architecture to build for.
+
+    Attributes:
+        backend: Triton's name for the compiler: ``"cuda"`` or ``"hip"``.
+        capability: Triton's name for the chip.
+        warp_size: Threads a warp.
+        shared_bytes: Most shared memory (AMD: LDS) that one block can have; more compiles, and fails at the launch.
+    """
+
+    backend: str
+    capability: int | str
+    warp_size: int
+    shared_bytes: int
+
+
+# NVIDIA: CUDA programming guide, "Compute Capabilities", shared memory per thread block. AMD: CDNA 3 ISA, LDS.
+# Triton builds sm_90a for capability 90: the "a" says that the instructions of Hopper alone (wgmma) may be in use.
+ARCHS: dict[str, Arch] = {
+    "sm_80": Arch("cuda", 80, 32, 163 * 1024),
+    "sm_90a": Arch("cuda", 90, 32, 227 * 1024),
+    "sm_100": Arch("cuda", 100, 32, 227 * 1024),
+    "gfx942": Arch("hip", "gfx942", 64, 64 * 1024),
 }
 
 
@@ -38,6 +56,7 @@ class KernelBuild:
         constexprs: Value of each compile-time argument by name. None is a value too: a pointer that a call does not
             have. With ``signature`` it covers the kernel's arguments, each once.
         divisible: Names of run-time arguments that a launch would find divisible by 16: pointers, strides, sizes.
+            On AMD such a pointer is taken to reach less than 2 GiB too, as a launch would find for most tensors.
         options: Compiler options: ``num_warps``, ``num_stages``, ``maxnreg``, ``waves_per_eu``.
         spill_limit: Most bytes of registers a thread may spill, a promise that the tests hold; None promises nothing.
     """
