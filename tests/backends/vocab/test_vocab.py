@@ -102,8 +102,9 @@ def test_block_ranges_cover_and_full_blocks_are_full(band: Band, of_keys: bool) 
         for start in range(0, keep.shape[0], tile):
             stop = min(start + tile, keep.shape[0])
             out = torch.full((4,), -99, dtype=torch.int32)
-            _ranges_kernel[(1,)](out, start, stop - 1, seqlen_q, seqlen_k, band.left or 0, band.right or 0,
-                                 L=band.left is not None, R=band.right is not None, BLOCK=block, OF_KEYS=of_keys)  # fmt: skip
+            bounded = {"L": band.left is not None, "R": band.right is not None}
+            lengths = (seqlen_q, seqlen_k, band.left or 0, band.right or 0)
+            _ranges_kernel[(1,)](out, start, stop - 1, *lengths, **bounded, BLOCK=block, OF_KEYS=of_keys)
             low, full_low, full_high, high = out.tolist()
             assert low <= full_low <= full_high <= high, (band, seqlen_q, seqlen_k, start)
             assert high * block < keep.shape[1] + block

@@ -1,4 +1,6 @@
-"""Band masks as selects. A row stands at key position ``i = row + seqlen_k - seqlen_q`` and keeps ``i - left <= j <= i + right``.
+"""Band masks as selects.
+
+A row stands at key position ``i = row + seqlen_k - seqlen_q`` and keeps ``i - left <= j <= i + right``.
 
 The end of the keys and the band's right side fold into one number a row, so a masked score costs one comparison and one
 select a bounded side.
@@ -13,19 +15,19 @@ import triton.language as tl
 @triton.jit
 def first_key(i, left, HAS_LEFT: tl.constexpr):
     """The first key that row position i keeps, inclusive."""
+    first = i * 0
     if HAS_LEFT:
-        return i - left
-    else:
-        return i * 0
+        first = i - left
+    return first
 
 
 @triton.jit
 def last_key(i, seqlen_k, right, HAS_RIGHT: tl.constexpr):
     """The last key that row position i keeps, inclusive."""
+    last = i * 0 + (seqlen_k - 1)
     if HAS_RIGHT:
-        return tl.minimum(i + right, seqlen_k - 1)
-    else:
-        return i * 0 + (seqlen_k - 1)
+        last = tl.minimum(i + right, last)
+    return last
 
 
 @triton.jit

@@ -10,9 +10,8 @@ import triton.language as tl
 def longest_first(block, num_blocks, HAS_RIGHT: tl.constexpr):
     """Query blocks in the order of falling work: under a right bound the last rows see the most keys."""
     if HAS_RIGHT:
-        return num_blocks - 1 - block
-    else:
-        return block
+        block = num_blocks - 1 - block
+    return block
 
 
 @triton.jit

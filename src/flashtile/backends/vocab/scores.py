@@ -5,9 +5,9 @@ A transform is a value: a ``@triton.jit`` function that a kernel takes as a cons
     transform(scores, param, b, h, i, j) -> scores
     derivative(scores_out, param, b, h, i, j) -> d scores_out / d scores_in, from the output alone
 
-with scores in natural units, ``i`` row positions (``row + seqlen_k - seqlen_q``) and ``j`` keys, broadcastable against the
-scores. ``softcap`` is one; a caller's own function can come in the same way. ALiBi and bias are terms added behind it,
-whose derivative is 1.
+with scores in natural units, ``i`` row positions (``row + seqlen_k - seqlen_q``) and ``j`` keys, broadcastable against
+the scores. ``softcap`` is one; a caller's own function can come in the same way. ALiBi and bias are terms added behind
+it, whose derivative is 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """tanh to float32 rounding, from exp2 alone: neither the interpreter nor every target has a tanh.
+    """Hyperbolic tangent to float32 rounding, from exp2 alone: neither the interpreter nor every target has a tanh.
 
     Near 0 the quotient would cancel, so a polynomial in x^2 takes over (Cephes, tanhf, |x| < 0.625).
     """

@@ -24,13 +24,12 @@ def sequence(cu_seqlens_ptr, b, num_sequences, total, VARLEN: tl.constexpr):
     Returns:
         (start, length), int32 or int64 rows.
     """
+    start, length = 0, total
     if VARLEN:
         start = tl.load(cu_seqlens_ptr + b)
         stop = tl.load(cu_seqlens_ptr + b + 1, mask=b < num_sequences, other=0)
-        stop = tl.where(b < num_sequences, stop, total)
-        return start, stop - start
-    else:
-        return 0, total
+        length = tl.where(b < num_sequences, stop, total) - start
+    return start, length
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Online softmax in base 2: the running (maximum, sum) of a row, and what the accumulated output is scaled by.
 
-Mathematics: docs/algorithm.md, "The (max, sum, out) monoid". The state of an empty row is (-inf, 0). Source: Milakov and
-Gimelshein 2018, arXiv:1805.02867, algorithm 3; Dao et al. 2022, arXiv:2205.14135, algorithm 1.
+Mathematics: docs/algorithm.md, "The (max, sum, out) monoid". The state of an empty row is (-inf, 0). Source: Milakov
+and Gimelshein 2018, arXiv:1805.02867, algorithm 3; Dao et al. 2022, arXiv:2205.14135, algorithm 1.
 """
 
 from __future__ import annotations
