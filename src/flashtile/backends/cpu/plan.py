@@ -1,0 +1,265 @@
+"""How a call is cut: sequences first, then blocks of rows, then rectangles of keys that the band leaves something in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from flashtile.masks import Band
+from flashtile.problem import Problem, Tensors
+
+# Rows a block has under a narrow and a wide window: few rows waste less of a narrow band, many cost fewer calls.
+NARROW_ROWS, WIDE_ROWS = 128, 256
+NARROW_WINDOW = 512
+# Keys a rectangle has where scores pass through PyTorch tensors, and the tile's size in numbers over all heads.
+TILE_KEYS, TILE_NUMBERS = 512, 2**20
+
+
+class Kind(Enum):
+    """How the band meets a rectangle: every pair kept, the lower triangle kept, or something else."""
+
+    FULL = "full"
+    TRIANGLE = "triangle"
+    EDGE = "edge"
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Rows ``rows[0]`` to ``rows[1]`` against keys ``keys[0]`` to ``keys[1]``, both half-open and never empty.
+
+    A TRIANGLE keeps key ``keys[0] + n`` for row ``rows[0] + m`` if ``n <= m``.
+    """
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    kind: Kind
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One dense problem: the whole batch of a dense call, one sequence of it, or one packed sequence.
+
+    Attributes:
+        batch: The sequences it holds, as numbers in the call.
+        place: Index of its rows in q, out and their gradients.
+        key_place: Index of its rows in k and v.
+        lse_place: Index of its rows in lse.
+        q: ``(batch, num_heads_q, seqlen_q, head_dim)`` view, like everything below.
+        k: ``(batch, num_heads_kv, seqlen_k, head_dim)``.
+        v: ``(batch, num_heads_kv, seqlen_k, head_dim_v)``.
+        slopes: ``(batch or 1, num_heads_q, 1, 1)`` or None.
+        mask: Four dimensions, each of size 1 or full, or None.
+        bias: Likewise.
+        bias_place: Index of bias in the caller's four-dimensional bias.
+    """
+
+    batch: range
+    place: tuple[slice | int, ...]
+    key_place: tuple[slice | int, ...]
+    lse_place: tuple[slice | int, ...]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+    bias_place: tuple[slice, ...]
+
+    @property
+    def seqlen_q(self) -> int:
+        """Rows of scores."""
+        return self.q.shape[2]
+
+    @property
+    def seqlen_k(self) -> int:
+        """Columns of scores."""
+        return self.k.shape[2]
+
+    @property
+    def has_tile_bias(self) -> bool:
+        """Whether something besides the band is added to the scores."""
+        return self.slopes is not None or self.mask is not None or self.bias is not None
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The rows of a q-shaped or out-shaped tensor as ``(batch, num_heads_q, seqlen_q, ...)``."""
+        return _heads_first(tensor[self.place])
+
+    def key_view(self, tensor: Tensor) -> Tensor:
+        """The rows of a k-shaped or v-shaped tensor as ``(batch, num_heads_kv, seqlen_k, ...)``."""
+        return _heads_first(tensor[self.key_place])
+
+    def lse_view(self, lse: Tensor) -> Tensor:
+        """The rows of an lse-shaped tensor as ``(batch, num_heads_q, seqlen_q)``."""
+        rows = lse[self.lse_place]
+        return rows if rows.dim() == 3 else rows[None]
+
+
+def _heads_first(rows: Tensor) -> Tensor:
+    return (rows if rows.dim() == 4 else rows[None]).transpose(1, 2)
+
+
+def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool) -> Iterator[Sequence]:
+    """The dense problems of a call; ``one_by_one`` also splits a dense batch."""
+    if problem.varlen:
+        assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
+        bounds_q, bounds_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
+        for b in range(problem.batch):
+            rows, keys = slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
+            yield _sequence(problem, tensors, range(b, b + 1), (rows,), (keys,), (slice(None), rows))
+    elif one_by_one:
+        for b in range(problem.batch):
+            yield _sequence(problem, tensors, range(b, b + 1), (b,), (b,), (b,))
+    else:
+        everything = (slice(None),)
+        yield _sequence(problem, tensors, range(problem.batch), everything, everything, everything)
+
+
+def _sequence(
+    problem: Problem,
+    t: Tensors,
+    batch: range,
+    place: tuple[slice | int, ...],
+    key_place: tuple[slice | int, ...],
+    lse_place: tuple[slice | int, ...],
+) -> Sequence:
+    q, k, v = _heads_first(t.q[place]), _heads_first(t.k[key_place]), _heads_first(t.v[key_place])
+    slopes = t.alibi_slopes
+    if slopes is not None:
+        slopes = slopes[batch.start : batch.stop] if slopes.dim() == 2 else slopes[None]
+        slopes = slopes[:, :, None, None]
+    mask, _ = _corner(t.attn_mask, batch, q.shape[2], k.shape[2])
+    bias, bias_place = _corner(t.attn_bias, batch, q.shape[2], k.shape[2])
+    return Sequence(batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place)
+
+
+def _corner(x: Tensor | None, batch: range, rows: int, keys: int) -> tuple[Tensor | None, tuple[slice, ...]]:
+    """A broadcast tensor's part for some sequences and the first rows and keys; broadcast dimensions stay 1."""
+    if x is None:
+        return None, ()
+    x = four_dimensional(x)
+    wanted = (slice(batch.start, batch.stop), slice(None), slice(0, rows), slice(0, keys))
+    place = tuple(slice(None) if size == 1 else want for size, want in zip(x.shape, wanted, strict=True))
+    return x[place], place
+
+
+def four_dimensional(x: Tensor) -> Tensor:
+    """A view with leading dimensions of size 1 up to four."""
+    return x[(None,) * (4 - x.dim())]
+
+
+def row_blocks(band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
+    """Blocks of rows, each as its rectangles from left to right; rows that keep no key are in none.
+
+    Args:
+        band: Which pairs are kept.
+        seqlen_q: Rows.
+        seqlen_k: Keys.
+        tile_rows: Cut into tiles of so many rows and ``TILE_KEYS`` keys; None cuts only where the band asks for it.
+    """
+    start, stop = band.any_rows(seqlen_q, seqlen_k)
+    if stop <= start:
+        return
+    if tile_rows is None and band.left is None:
+        yield _without_left_bound(band, start, stop, seqlen_q, seqlen_k)
+        return
+    rows = tile_rows or _window_rows(band, seqlen_k)
+    for first in range(start, stop, rows):
+        last = min(first + rows, stop)
+        rectangles = _row_block(band, first, last, seqlen_q, seqlen_k, TILE_KEYS if tile_rows else None)
+        if rectangles:
+            yield rectangles
+
+
+def _window_rows(band: Band, seqlen_k: int) -> int:
+    assert band.left is not None
+    width = seqlen_k if band.right is None else band.left + band.right + 1
+    return NARROW_ROWS if width <= NARROW_WINDOW else WIDE_ROWS
+
+
+def _without_left_bound(band: Band, start: int, stop: int, seqlen_q: int, seqlen_k: int) -> list[Rectangle]:
+    """A band open to the left: keys that all rows keep, then a triangle."""
+    _, full = band.all_keys(start, stop, seqlen_q, seqlen_k)
+    _, end = band.any_keys(start, stop, seqlen_q, seqlen_k)
+    if band.right is None or full == end:
+        return [Rectangle((start, stop), (0, end), Kind.FULL)]
+    # The first row keeps `full` keys, so the triangle begins one key earlier.
+    corner = full - 1
+    triangle = Rectangle((start, stop), (corner, end), Kind.TRIANGLE)
+    return [Rectangle((start, stop), (0, corner), Kind.FULL), triangle] if corner > 0 else [triangle]
+
+
+def _row_block(
+    band: Band, first: int, last: int, seqlen_q: int, seqlen_k: int, key_step: int | None
+) -> list[Rectangle]:
+    low, high = band.any_keys(first, last, seqlen_q, seqlen_k)
+    full_low, full_high = band.all_keys(first, last, seqlen_q, seqlen_k)
+    if key_step is None:
+        worth_cutting = full_high - full_low >= NARROW_WINDOW
+        cuts = [low, full_low, full_high, high] if worth_cutting else [low, high]
+    else:
+        cuts = [*range(low, high, key_step), high]
+    pairs = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    kinds = (Kind.FULL if full_low <= a and b <= full_high else Kind.EDGE for a, b in pairs)
+    return [Rectangle((first, last), pair, kind) for pair, kind in zip(pairs, kinds, strict=True)]
+
+
+def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torch.dtype) -> Tensor | None:
+    """What is added to a rectangle's scores: ALiBi, the bias, and -inf where the band or the mask drops a pair.
+
+    Returns:
+        ``(batch or 1, num_heads_q or 1, rows, keys)`` in ``dtype``, or None where nothing is added.
+    """
+    (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
+    total: Tensor | None = None
+    if seq.bias is not None:
+        total = _part(seq.bias, rectangle).to(dtype)
+    if seq.slopes is not None:
+        i = torch.arange(row, row_stop) + (seq.seqlen_k - seq.seqlen_q)
+        distance = (i[:, None] - torch.arange(key, key_stop)).abs()
+        alibi = -seq.slopes.to(dtype) * distance
+        total = alibi if total is None else total + alibi
+    keep = tile_keep(problem, seq, rectangle)
+    if keep is not None:
+        if total is None:
+            total = torch.zeros((), dtype=dtype)
+        total = torch.where(keep, total, -torch.inf)
+    if total is None:
+        return None
+    return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
+
+
+def tile_keep(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Tensor | None:
+    """Which pairs of a rectangle the band and the mask keep: four dimensions of bool, or None for all."""
+    keep: Tensor | None = None
+    if rectangle.kind is not Kind.FULL:
+        lengths = seq.seqlen_q, seq.seqlen_k
+        keep = problem.band.dense(*lengths, rows=rectangle.rows, keys=rectangle.keys)[None, None]
+    if seq.mask is not None:
+        part = _part(seq.mask, rectangle)
+        keep = part if keep is None else keep & part
+    return keep
+
+
+def _part(x: Tensor, rectangle: Rectangle) -> Tensor:
+    rows = slice(None) if x.shape[2] == 1 else slice(*rectangle.rows)
+    keys = slice(None) if x.shape[3] == 1 else slice(*rectangle.keys)
+    return x[:, :, rows, keys]
+
+
+def tile_rows(num_heads_q: int) -> int:
+    """Rows of a tile that keeps ``TILE_NUMBERS`` numbers over all heads; never by batch size."""
+    return max(32, min(256, TILE_NUMBERS // (TILE_KEYS * num_heads_q)))
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether no element is an infinity or NaN. One pass, no copies."""
+    for tensor in tensors:
+        if tensor.numel():
+            low, high = torch.aminmax(tensor)
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                return False
+    return True

@@ -1,0 +1,116 @@
+"""Tiles of scores as PyTorch tensors: every feature, a bounded number of numbers at a time.
+
+Softcap, dropout, the gradient of a bias or of lse, head_dim_v other than head_dim, and NaN that must not spread are what
+PyTorch's own kernel cannot do. All arithmetic is in float32, or float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashtile import philox
+from flashtile.backends.cpu import plan
+from flashtile.backends.cpu.plan import Rectangle, Sequence
+from flashtile.problem import Problem, Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """A rectangle's scores on their way to probabilities, each ``(1, num_heads_q, rows, keys)``.
+
+    Attributes:
+        final: After softcap, bias and masks; -inf where dropped.
+        cap_slope: Derivative of the softcap, None without one.
+        dropout: Factor of each probability, 0 or 1/(1-p), None without dropout.
+    """
+
+    final: Tensor
+    cap_slope: Tensor | None
+    dropout: Tensor | None
+
+
+def scores(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle) -> Scores:
+    """Rules 1 to 5 and the dropout of rule 7, for one rectangle of one sequence."""
+    dtype = problem.lse_dtype
+    q, k, _ = operands(problem, seq, rectangle)
+    final = per_key_head(q, problem) @ k.transpose(-1, -2)
+    final = per_query_head(final, problem).mul_(problem.softmax_scale)
+    cap_slope = None
+    if problem.softcap > 0:
+        capped = torch.tanh(final / problem.softcap)
+        cap_slope = 1 - capped * capped
+        final = capped * problem.softcap
+    bias = plan.tile_bias(problem, seq, rectangle, dtype)
+    if bias is not None:
+        # A select where -inf stands, so that NaN behind a mask is gone.
+        final = torch.where(bias == -torch.inf, -torch.inf, final + bias)
+    factor = None
+    if tensors.rng_state is not None:
+        kept = philox.keep(
+            tensors.rng_state, problem.dropout_p, seq.batch, problem.num_heads_q, rectangle.rows, rectangle.keys
+        )
+        factor = kept.to(dtype) / (1 - problem.dropout_p)
+    return Scores(final, cap_slope, factor)
+
+
+def forward(
+    problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle, finite: bool
+) -> tuple[Tensor, Tensor]:
+    """Partial output ``(1, num_heads_q, rows, head_dim_v)`` and lse ``(1, num_heads_q, rows)`` of a rectangle."""
+    s = scores(problem, tensors, seq, rectangle)
+    _, _, v = operands(problem, seq, rectangle)
+    lse = torch.logsumexp(s.final, dim=-1)
+    probs = torch.exp(s.final - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    if s.dropout is not None:
+        probs = probs * s.dropout
+    return weighted_sum(problem, probs, v, None if finite else s.final != -torch.inf), lse
+
+
+def weighted_sum(problem: Problem, weights: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    """``weights @ v``; with ``keep``, infinities and NaN of v reach only the rows that keep their key.
+
+    Args:
+        problem: The call.
+        weights: ``(1, num_heads_q, rows, keys)``.
+        v: ``(1, num_heads_kv, keys, width)``.
+        keep: Which pairs count, shaped like weights; None if v is known to be finite.
+
+    Returns:
+        ``(1, num_heads_q, rows, width)``.
+    """
+    if keep is None:
+        return per_query_head(per_key_head(weights, problem) @ v, problem)
+    out = weighted_sum(problem, weights, torch.where(torch.isfinite(v), v, 0.0), None)
+    pairs = keep.to(v.dtype)
+    met = [
+        weighted_sum(problem, pairs, bad.to(v.dtype), None) > 0 for bad in (v.isnan(), v == torch.inf, v == -torch.inf)
+    ]
+    out = torch.where(met[1], torch.inf, out)
+    out = torch.where(met[2], -torch.inf, out)
+    return torch.where(met[0] | (met[1] & met[2]), torch.nan, out)
+
+
+def operands(problem: Problem, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+    """The rectangle's rows of q, k and v in the dtype of the arithmetic."""
+    rows, keys = slice(*rectangle.rows), slice(*rectangle.keys)
+    dtype = problem.lse_dtype
+    return seq.q[:, :, rows].to(dtype), seq.k[:, :, keys].to(dtype), seq.v[:, :, keys].to(dtype)
+
+
+def per_key_head(x: Tensor, problem: Problem) -> Tensor:
+    """``(b, num_heads_q, rows, n)`` to ``(b, num_heads_kv, group_size * rows, n)``: one product serves a whole group."""
+    if problem.group_size == 1:
+        return x
+    b, _, rows, n = x.shape
+    return x.reshape(b, problem.num_heads_kv, problem.group_size * rows, n)
+
+
+def per_query_head(x: Tensor, problem: Problem) -> Tensor:
+    """The way back from ``per_key_head``."""
+    if problem.group_size == 1:
+        return x
+    b, _, rows, n = x.shape
+    return x.reshape(b, problem.num_heads_q, rows // problem.group_size, n)

@@ -1,0 +1,286 @@
+"""The one table of cases that drives every backend, and the judgement every backend is under.
+
+A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle: the error may be at
+most twice that of the same formula computed in the input dtype by plain PyTorch, plus a floor of a few roundings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile import reference
+from flashtile.problem import Problem, Tensors, band_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Letters in ``mask`` and ``bias`` are the dimensions kept of ``bhqk``; the others are broadcast.
+
+    ``lengths`` packs sequences of (seqlen_q, seqlen_k); ``spare`` rows follow the last one.
+    """
+
+    name: str
+    batch: int = 2
+    seqlen_q: int = 37
+    seqlen_k: int = 37
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
+    spare: int = 0
+    say_longest: bool = True
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    alibi: str = ""
+    mask: str | None = None
+    bias: str | None = None
+    bias_grad: bool = True
+    sinks: bool = False
+    dropout: float = 0.0
+    layout: str = "contiguous"
+    lse_grad: bool = False
+    magnitude: float = 1.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_FEATURES = (
+    Case("full"),
+    Case("scale", scale=0.3),
+    Case("causal", causal=True),
+    Case("window", window=(5, 3)),
+    Case("window_left", window=(9, -1)),
+    Case("window_right", window=(None, 4)),
+    Case("window_one", window=(0, 0)),
+    Case("window_causal", window=(6, 2), causal=True),
+    Case("window_wide", window=(500, 500)),
+    Case("softcap", softcap=2.0),
+    Case("alibi", alibi="h"),
+    Case("alibi_batch", alibi="bh", causal=True),
+    Case("mask", mask="bhqk"),
+    Case("mask_keys", mask="bk"),
+    Case("mask_rows", mask="q"),
+    Case("bias", bias="bhqk"),
+    Case("bias_heads", bias="hqk"),
+    Case("bias_square", bias="qk"),
+    Case("bias_keys", bias="bk", causal=True),
+    Case("bias_rows", bias="hq"),
+    Case("bias_scalar", bias=""),
+    Case("bias_constant", bias="hqk", bias_grad=False),
+    Case("sinks", sinks=True),
+    Case("sinks_causal", sinks=True, causal=True, seqlen_q=41),
+    Case("dropout", dropout=0.3),
+    Case("dropout_causal", dropout=0.5, causal=True),
+    Case("lse_grad", lse_grad=True),
+    Case("lse_grad_causal_sinks", lse_grad=True, causal=True, sinks=True, seqlen_q=45),
+    Case("large_scores", magnitude=30.0, causal=True),
+    Case("everything", causal=True, window=(20, 0), softcap=3.0, alibi="bh", mask="bqk", bias="hk", sinks=True,
+         dropout=0.2, kv_heads=1, lse_grad=True, seqlen_q=29, seqlen_k=43, head_dim=20, head_dim_v=12),
+)  # fmt: skip
+
+_SHAPES = (
+    Case("one", batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, head_dim=1),
+    Case("one_row", seqlen_q=1, seqlen_k=61, causal=True),
+    Case("one_key", seqlen_q=61, seqlen_k=1),
+    Case("prime", batch=1, seqlen_q=53, seqlen_k=59, heads=3, kv_heads=3, head_dim=17),
+    Case("aligned", seqlen_q=64, seqlen_k=64, head_dim=32, causal=True),
+    Case("more_keys_causal", seqlen_q=19, seqlen_k=47, causal=True),
+    Case("more_rows_causal", seqlen_q=47, seqlen_k=19, causal=True),
+    Case("more_rows_window", seqlen_q=47, seqlen_k=19, window=(4, 2)),
+    Case("more_keys_window", seqlen_q=19, seqlen_k=47, window=(3, 0)),
+    Case("group", heads=4, kv_heads=2),
+    Case("group_causal", heads=6, kv_heads=2, causal=True, seqlen_k=44),
+    Case("one_kv_head", heads=4, kv_heads=1, window=(8, 0)),
+    Case("wider_v", head_dim=8, head_dim_v=24),
+    Case("narrower_v", head_dim=24, head_dim_v=8, causal=True),
+    Case("odd_dims", head_dim=33, head_dim_v=7),
+    Case("no_rows", seqlen_q=0),
+    Case("no_keys", seqlen_k=0),
+    Case("no_keys_sinks", seqlen_k=0, sinks=True),
+    Case("no_batch", batch=0),
+    Case("transposed", layout="transposed", causal=True),
+    Case("expanded", layout="expanded", heads=4, kv_heads=4),
+    Case("sliced", layout="sliced", causal=True),
+    Case("last_dim_strided", layout="last_dim_strided"),
+    Case("packed_projection", layout="packed", causal=True),
+    Case("masked_out", mask="none"),
+    Case("masked_out_sinks", mask="none", sinks=True),
+)
+
+_PACKED = (
+    Case("varlen", lengths=((13, 13), (1, 1), (29, 29))),
+    Case("varlen_causal", lengths=((13, 21), (30, 7), (17, 17)), causal=True, say_longest=False),
+    Case("varlen_empty", lengths=((0, 5), (7, 0), (0, 0), (11, 11)), causal=True, sinks=True),
+    Case("varlen_window", lengths=((40, 40), (9, 33)), window=(6, 3), heads=4, kv_heads=2),
+    Case("varlen_spare", lengths=((8, 8), (15, 15)), spare=5, causal=True, sinks=True, lse_grad=True),
+    Case("varlen_features", lengths=((13, 21), (30, 18)), alibi="bh", softcap=4.0, bias="bhqk", mask="bqk", dropout=0.2,
+         sinks=True),
+    Case("varlen_bias_shared", lengths=((13, 21), (21, 13)), bias="hqk", causal=True),
+)  # fmt: skip
+
+CASES: tuple[Case, ...] = (*_FEATURES, *_SHAPES, *(replace(c, batch=len(c.lengths)) for c in _PACKED))
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A case's tensors and keywords, ready for ``flashtile.attention`` or ``attention_varlen``."""
+
+    case: Case
+    problem: Problem
+    tensors: Tensors
+    keywords: dict[str, Any]
+    leaves: dict[str, Tensor]
+
+    def run(self, backend: str | None) -> tuple[Tensor, Tensor]:
+        """out and lse of the library, dropout drawn from seed 7."""
+        t = self.tensors
+        torch.manual_seed(7)
+        if t.cu_seqlens_q is None:
+            return flashtile.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **self.keywords)
+        lengths: tuple[Any, ...] = (t.cu_seqlens_q, t.cu_seqlens_k)
+        if self.case.say_longest:
+            lengths += (self.problem.seqlen_q, self.problem.seqlen_k)
+        return flashtile.attention_varlen(t.q, t.k, t.v, *lengths, return_lse=True, backend=backend, **self.keywords)
+
+
+def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Call:
+    """The tensors of a case, random but for the seed."""
+    make = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=make, device=device).to(dtype)
+
+    packed = "varlen" in case.name
+    longest_q = max((q for q, _ in case.lengths), default=0) if packed else case.seqlen_q
+    longest_k = max((k for _, k in case.lengths), default=0) if packed else case.seqlen_k
+    rows_q = (sum(q for q, _ in case.lengths) + case.spare,) if packed else (case.batch, case.seqlen_q)
+    rows_k = (sum(k for _, k in case.lengths) + case.spare,) if packed else (case.batch, case.seqlen_k)
+    dim_v = case.head_dim_v or case.head_dim
+    shapes = {
+        "q": (*rows_q, case.heads, case.head_dim),
+        "k": (*rows_k, case.kv_heads, case.head_dim),
+        "v": (*rows_k, case.kv_heads, dim_v),
+    }
+    data = {name: normal(*shape) for name, shape in shapes.items()}
+    data["q"] = data["q"] * case.magnitude
+    data = {name: _lay_out(x, case.layout).detach().requires_grad_() for name, x in data.items()}
+    leaves = dict(data)
+    sizes = {"b": case.batch, "h": case.heads, "q": longest_q, "k": longest_k}
+    keywords: dict[str, Any] = dict(
+        causal=case.causal, window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
+        dropout_p=case.dropout,
+    )  # fmt: skip
+    if case.alibi:
+        keywords["alibi_slopes"] = torch.rand(*(sizes[x] for x in case.alibi), generator=make, device=device)
+    if case.mask is not None:
+        shape = [sizes[x] if x in case.mask else 1 for x in "bhqk"]
+        drawn = torch.rand(*shape, generator=make, device=device)
+        keywords["attn_mask"] = torch.zeros_like(drawn, dtype=torch.bool) if case.mask == "none" else drawn > 0.4
+    if case.bias is not None:
+        keywords["attn_bias"] = normal(*(sizes[x] if x in case.bias else 1 for x in "bhqk"))
+        if case.bias_grad:
+            leaves["bias"] = keywords["attn_bias"].requires_grad_()
+    if case.sinks:
+        leaves["sinks"] = keywords["sinks"] = normal(case.heads).requires_grad_()
+    cu_seqlens: list[Tensor | None] = [None, None]
+    if packed:
+        for side in (0, 1):
+            bounds = torch.tensor([0, *(pair[side] for pair in case.lengths)]).cumsum(0)
+            cu_seqlens[side] = bounds.to(device, torch.int32)
+    rng_state = None
+    if case.dropout:
+        torch.manual_seed(7)
+        rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+    features = (keywords.get(name) for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks"))
+    tensors = Tensors(data["q"], data["k"], data["v"], *features, *cu_seqlens, rng_state)
+    problem = Problem.build(
+        tensors,
+        band_of(case.causal, case.window),
+        softmax_scale=case.scale,
+        softcap=case.softcap,
+        dropout_p=case.dropout,
+        max_seqlen_q=longest_q if packed else None,
+        max_seqlen_k=longest_k if packed else None,
+        needs_grad=True,
+        bias_grad="bias" in leaves,
+    )
+    return Call(case, problem, tensors, keywords, leaves)
+
+
+def _lay_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers behind other strides."""
+    if layout == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "expanded":
+        return x[:, :, :1].expand_as(x)
+    if layout == "sliced":
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype, device=x.device)
+        wide[..., 1:-2] = x
+        return wide[..., 1:-2]
+    if layout == "last_dim_strided":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "packed":
+        wide = torch.stack([x, torch.full_like(x, torch.nan)], dim=2)
+        return wide[:, :, 0]
+    return x
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What a computation of a case gave: out, lse and the gradients by name, detached."""
+
+    values: dict[str, Tensor]
+
+
+def results(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Results:
+    """Differentiates ``(out * dout).sum() + (lse * dlse).sum()`` with respect to every leaf."""
+    outputs, seeds = [out], [dout.to(out.dtype)]
+    if dlse is not None:
+        outputs.append(lse)
+        seeds.append(torch.where(torch.isfinite(lse), dlse.to(lse.dtype), 0.0))
+    grads = torch.autograd.grad(outputs, list(call.leaves.values()), seeds)
+    values = {"out": out, "lse": lse} | {f"d{name}": g for name, g in zip(call.leaves, grads, strict=True)}
+    return Results({name: x.detach() for name, x in values.items()})
+
+
+def judge(call: Call, backend: str | None) -> None:
+    """Runs the library and both references, and asserts the rule for out, lse and every gradient."""
+    make = torch.Generator(device=call.tensors.q.device).manual_seed(11)
+    shape = (*call.tensors.q.shape[:-1], call.problem.head_dim_v)
+    dout = torch.randn(*shape, generator=make, device=call.tensors.q.device).to(call.problem.dtype)
+    out, lse = call.run(backend)
+    dlse = torch.randn(lse.shape, generator=make, device=lse.device) if call.case.lse_grad else None
+    got = results(call, out, lse, dout, dlse)
+    exact = results(call, *reference.attention(call.problem, call.tensors), dout, dlse)
+    plain = results(call, *reference.attention(call.problem, call.tensors, call.problem.dtype), dout, dlse)
+    assert out.dtype == call.problem.dtype and lse.dtype == call.problem.lse_dtype
+    for name, value in got.values.items():
+        assert_close(name, value, exact.values[name], plain.values[name], call.case.magnitude)
+
+
+def assert_close(name: str, got: Tensor, exact: Tensor, plain: Tensor, magnitude: float = 1.0) -> None:
+    """max|got - exact| <= 2 max|plain - exact| + 16 roundings of the accumulator; infinities must agree.
+
+    The floor is there for sums that cancel to exactly 0 in one order and not in another. It scales with the scores'
+    magnitude, because the exponential turns an absolute error of a score into a relative one of a probability.
+    """
+    assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)} is not {tuple(exact.shape)}"
+    if not got.numel():
+        return
+    finite = torch.isfinite(exact)
+    assert torch.equal(torch.where(finite, 0.0, exact), torch.where(finite, 0.0, got.double())), f"{name}: infinities"
+    error = torch.where(finite, got.double() - exact, 0.0).abs().max().item()
+    allowed = torch.where(finite, plain.double() - exact, 0.0).abs().nan_to_num().max().item()
+    largest = torch.where(finite, exact, 0.0).abs().max().item()
+    accumulator = torch.float64 if got.dtype == torch.float64 else torch.float32
+    limit = 2 * allowed + 16 * torch.finfo(accumulator).eps * max(largest, 1.0) * magnitude
+    assert error <= limit, f"{name}: error {error:.3e} is over {limit:.3e} (plain PyTorch has {allowed:.3e})"
