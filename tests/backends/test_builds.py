@@ -162,12 +162,11 @@ def test_no_triton_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         builds.jobs("sm_80")
 
 
-def test_listing_builds_imports_no_triton() -> None:
-    modules = ["flashtile.builds", "flashtile.backends.build"]
-    modules += [f"flashtile.backends.{n}.builds" for n in dispatch.NAMES]
-    modules = [name for name in modules if importlib.util.find_spec(name)]
-    code = f"import sys, {', '.join(modules)}; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_builds_can_be_imported_without_triton() -> None:
+    modules = [f"flashtile.backends.{name}.builds" for name in dispatch.NAMES]
+    modules = ["flashtile.builds", *(name for name in modules if importlib.util.find_spec(name))]
+    code = f"import sys; sys.modules['triton'] = None; import {', '.join(modules)}"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.slow
