@@ -1,0 +1,91 @@
+"""Lets ``import flash_attn`` find flashtile in this process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from flashtile.errors import InvalidInputError
+
+# Read by code that compares versions; the local part says whose functions these are.
+FLASH_ATTN_VERSION = "2.8.4+flashtile"
+
+_Contents = dict[str, dict[str, object]]
+
+
+def install(package: str = "flash_attn") -> ModuleType:
+    """Puts modules of another package's name into ``sys.modules``, so that its users find flashtile's functions.
+
+    After ``install("flash_attn")`` these work in this process: ``import flash_attn``, ``from flash_attn import
+    flash_attn_func``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``.
+    Any other submodule stays unknown (ModuleNotFoundError), and so do names that flashtile does not have (ImportError).
+
+    Call it before anything imports the package. A copy on disk that nobody has imported is shadowed. Only imports are
+    served: code that asks ``importlib.metadata`` whether a distribution of that name is installed gets its old answer.
+
+    Args:
+        package: ``"flash_attn"``.
+
+    Returns:
+        The package's module.
+
+    Raises:
+        InvalidInputError: If flashtile has no modules for that package.
+        RuntimeError: If the real package is already imported: its functions are then bound all over the process.
+    """
+    if package not in _PACKAGES:
+        known = ", ".join(map(repr, _PACKAGES))
+        raise InvalidInputError("package", f"is {package!r}, must be one of {known}")
+    present = sys.modules.get(package)
+    if present is not None:
+        if getattr(present, "__flashtile__", False):
+            return present
+        where = getattr(present, "__file__", None) or "an unknown place"
+        raise RuntimeError(
+            f"{package} is already imported from {where}; call flashtile.compat.install before it is imported"
+        )
+    contents = _PACKAGES[package]()
+    modules = {name: _module(name, values, is_package=_is_package(name, contents)) for name, values in contents.items()}
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    sys.modules.update(modules)
+    return modules[package]
+
+
+def _is_package(name: str, contents: _Contents) -> bool:
+    return any(other.startswith(f"{name}.") for other in contents)
+
+
+def _module(name: str, values: dict[str, object], *, is_package: bool) -> ModuleType:
+    module = ModuleType(name, f"flashtile's functions under the name {name}.")
+    # A spec makes importlib.util.find_spec answer; an empty path makes unknown submodules fail as they should.
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=is_package)
+    if is_package:
+        module.__path__ = []
+    module.__package__ = name if is_package else name.rpartition(".")[0]
+    module.__dict__.update(values, __flashtile__=True)
+    return module
+
+
+def _public(module: str) -> dict[str, object]:
+    found = importlib.import_module(f"flashtile.compat.{module}")
+    return {name: getattr(found, name) for name in found.__all__}
+
+
+def _flash_attn() -> _Contents:
+    functions = _public("flash_attn_2")
+    return {
+        "flash_attn": {**functions, "__version__": FLASH_ATTN_VERSION},
+        "flash_attn.flash_attn_interface": {**functions, **_public("_private")},
+        "flash_attn.bert_padding": _public("bert_padding"),
+        "flash_attn.layers": {},
+        "flash_attn.layers.rotary": _public("rotary"),
+    }
+
+
+_PACKAGES: dict[str, Callable[[], _Contents]] = {"flash_attn": _flash_attn}

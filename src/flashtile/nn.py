@@ -1,0 +1,277 @@
+"""Modules for people who build models: multi-head attention, rotary embedding, a transformer block.
+
+Nothing is imported beyond PyTorch and the public functions; ``import flashtile.nn`` loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from flashtile.api import attention, attention_varlen
+from flashtile.errors import InvalidInputError
+from flashtile.rotary import RotaryEmbedding, apply_rotary
+
+__all__ = ["MultiheadAttention", "RotaryEmbedding", "TransformerBlock", "apply_rotary"]
+
+
+class MultiheadAttention(nn.Module):
+    """Multi-head attention with its projections: self- or cross-attention, padded or packed sequences.
+
+    Parameters are named ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, each with ``weight`` and, if asked for,
+    ``bias``. Memory is linear in the sequence lengths.
+
+    Args:
+        embed_dim: Features of x and of the result.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, a divisor of num_heads: fewer is GQA, one is MQA. num_heads by default.
+        head_dim: Features of a head; ``embed_dim / num_heads`` by default.
+        context_dim: Features of the context of cross-attention; embed_dim by default.
+        bias: Biases of the four projections.
+        out_bias: That of ``out_proj`` alone; like bias by default.
+        causal: Each row sees the keys up to its own, the last row all of them.
+        window_size: ``(left, right)``: each row sees that many keys before and after its own; -1 or None is unbounded.
+        dropout: Probability with which attention probabilities are dropped, in training mode only.
+        softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
+        softcap: c > 0 caps the scores as ``c * tanh(scores / c)``.
+        rotary: True for ``RotaryEmbedding(head_dim)``, or one of your own; it may be shared between layers.
+        deterministic: Ask for a bitwise repeatable backward.
+        backend: As in ``flashtile.attention``.
+        device: Where the parameters live.
+        dtype: That of the parameters.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2; Ainslie et al. 2023, arXiv:2305.13245 (GQA).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        context_dim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        causal: bool = False,
+        window_size: Sequence[int | None] | None = None,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        rotary: bool | RotaryEmbedding = False,
+        deterministic: bool = False,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = _head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
+        if not 0 <= dropout < 1:
+            raise InvalidInputError("dropout", f"is {dropout!r}, must be at least 0 and less than 1")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.context_dim = embed_dim if context_dim is None else context_dim
+        self.causal = causal
+        self.window_size = window_size
+        self.dropout = dropout
+        self.softmax_scale = softmax_scale
+        self.softcap = softcap
+        self.deterministic = deterministic
+        self.backend = backend
+        self.rotary = RotaryEmbedding(head_dim) if rotary is True else (rotary or None)
+        if self.rotary is not None and self.rotary.dim > head_dim:
+            raise InvalidInputError("rotary", f"turns {self.rotary.dim} features, but head_dim is {head_dim}")
+        place = {"device": device, "dtype": dtype}
+        out_bias = bias if out_bias is None else out_bias
+        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, **place)
+        self.k_proj = nn.Linear(self.context_dim, num_kv_heads * head_dim, bias=bias, **place)
+        self.v_proj = nn.Linear(self.context_dim, num_kv_heads * head_dim, bias=bias, **place)
+        self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=out_bias, **place)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws weights of variance ``1 / fan_in``, so that no head count changes the scale; biases are 0."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            bound = (3 / projection.in_features) ** 0.5
+            nn.init.uniform_(projection.weight, -bound, bound)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        positions: int | Tensor = 0,
+        context_positions: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_context: Tensor | None = None,
+        max_seqlen_context: int | None = None,
+    ) -> Tensor:
+        """Attends from x to itself, or to a context.
+
+        Args:
+            x: ``(batch, seqlen, embed_dim)``, or packed ``(total, embed_dim)`` with cu_seqlens.
+            context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``; x by default.
+            attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**. A mask of
+                valid keys ``(batch, seqlen_context)`` goes in as ``valid[:, None, None, :]``.
+            attn_bias: Any float dtype, broadcastable likewise; added to the scores; has a gradient.
+            positions: For rotary: the position of every sequence's first row, or those of all rows, ``(seqlen,)``,
+                ``(batch, seqlen)`` or packed ``(total,)``.
+            context_positions: The same for the context; those of x if x attends to itself, else counted from 0.
+            cu_seqlens: ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]`` of x.
+            max_seqlen: The longest of them, if known: on a GPU that saves empty programs.
+            cu_seqlens_context: ``(batch + 1,)`` int32 of a packed context.
+            max_seqlen_context: The longest of them, if known.
+
+        Returns:
+            Like x: ``(batch, seqlen, embed_dim)`` or ``(total, embed_dim)``.
+
+        Raises:
+            InvalidInputError: Naming the argument that is wrong.
+            UnsupportedError: No backend can run the call.
+        """
+        itself = context is None
+        source = x if context is None else context
+        if itself:
+            _refuse_without_context(context_positions, cu_seqlens_context, max_seqlen_context)
+            context_positions, cu_seqlens_context, max_seqlen_context = positions, cu_seqlens, max_seqlen
+        _check_rows("x", x, self.embed_dim, "cu_seqlens", cu_seqlens)
+        _check_rows("context", source, self.context_dim, "cu_seqlens_context", cu_seqlens_context)
+        if source.dim() != x.dim():
+            raise InvalidInputError("context", f"has {source.dim()} dimensions, but x has {x.dim()}")
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(source).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(source).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.rotary is not None:
+            q = self.rotary(q, positions, cu_seqlens)
+            k = self.rotary(k, 0 if context_positions is None else context_positions, cu_seqlens_context)
+        if cu_seqlens is None or cu_seqlens_context is None:
+            out = attention(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+        else:
+            lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
+            out = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+        return self.out_proj(cast(Tensor, out).flatten(-2))
+
+    def _options(self) -> dict:
+        return {
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "deterministic": self.deterministic,
+            "backend": self.backend,
+        }
+
+    def extra_repr(self) -> str:
+        """The settings that differ from their defaults, for printing."""
+        shown = [f"{self.embed_dim}, {self.num_heads}"]
+        defaults = {
+            "num_kv_heads": self.num_heads,
+            "head_dim": self.embed_dim // self.num_heads,
+            "context_dim": self.embed_dim,
+            "causal": False,
+            "window_size": None,
+            "dropout": 0.0,
+            "softmax_scale": None,
+            "softcap": 0.0,
+            "deterministic": False,
+            "backend": None,
+        }
+        shown += [f"{name}={getattr(self, name)}" for name, usual in defaults.items() if getattr(self, name) != usual]
+        return ", ".join(shown)
+
+
+class TransformerBlock(nn.Module):
+    """A pre-norm transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Args:
+        attention: Self-attention; its embed_dim is the block's.
+        mlp_dim: Hidden features of the two-layer GELU network; ``4 * embed_dim`` by default.
+        dropout: Probability with which features are dropped after each half, in training mode only.
+
+    Source: Xiong et al. 2020, arXiv:2002.04745, figure 1b.
+    """
+
+    def __init__(self, attention: MultiheadAttention, *, mlp_dim: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        width, like = attention.embed_dim, attention.q_proj.weight
+        hidden = 4 * width if mlp_dim is None else mlp_dim
+        self.attn_norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
+        self.attn = attention
+        self.mlp_norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, hidden, device=like.device, dtype=like.dtype),
+            nn.GELU(),
+            nn.Linear(hidden, width, device=like.device, dtype=like.dtype),
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        positions: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Runs the block; arguments and shapes as in ``MultiheadAttention.forward``."""
+        attended = self.attn(
+            self.attn_norm(x),
+            attn_mask=attn_mask,
+            attn_bias=attn_bias,
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """Checks the sizes and fills in head_dim."""
+    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if size < 1:
+            raise InvalidInputError(name, f"is {size}, must be at least 1")
+    if num_heads % num_kv_heads:
+        raise InvalidInputError("num_kv_heads", f"is {num_kv_heads}, must divide num_heads {num_heads}")
+    if head_dim is not None:
+        if head_dim < 1:
+            raise InvalidInputError("head_dim", f"is {head_dim}, must be at least 1")
+        return head_dim
+    if embed_dim % num_heads:
+        raise InvalidInputError("num_heads", f"is {num_heads}, must divide embed_dim {embed_dim}, or give head_dim")
+    return embed_dim // num_heads
+
+
+def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:
+    """Rank 3, or rank 2 with cu_seqlens; the last dimension as the projection takes it."""
+    if rows.dim() not in (2, 3):
+        raise InvalidInputError(name, f"has {rows.dim()} dimensions, must have 3, or 2 for packed sequences")
+    if rows.shape[-1] != width:
+        raise InvalidInputError(name, f"has {rows.shape[-1]} features, must have {width}")
+    if (rows.dim() == 2) != (cu_seqlens is not None):
+        needs = f"is None, but {name} is packed" if cu_seqlens is None else f"is given, but {name} is not packed"
+        raise InvalidInputError(cu_name, f"{needs}: it goes with 2 dimensions")
+
+
+def _refuse_without_context(positions: object, cu_seqlens: object, max_seqlen: object) -> None:
+    given = {"context_positions": positions, "cu_seqlens_context": cu_seqlens, "max_seqlen_context": max_seqlen}
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidInputError(name, "is given, but there is no context")

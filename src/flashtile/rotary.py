@@ -1,0 +1,137 @@
+"""Rotary position embedding in plain PyTorch (Su et al. 2021, arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashtile.errors import InvalidInputError
+
+__all__ = ["RotaryEmbedding", "apply_rotary", "row_positions"]
+
+
+def row_positions(
+    num_rows: int,
+    offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Where each row stands in its own sequence. Asks no device for a value.
+
+    Args:
+        num_rows: Rows of a sequence, or of all packed sequences together.
+        offsets: Position of each sequence's first row: one number, or ``(batch,)`` integers.
+        cu_seqlens: ``(batch + 1,)`` integers if the sequences are packed: sequence b is rows ``cu_seqlens[b]`` to
+            ``cu_seqlens[b + 1]``. Rows behind the last bound get position 0.
+        device: Where the result lives.
+
+    Returns:
+        int64 ``(num_rows,)``; ``(batch, num_rows)`` for offsets by sequence without cu_seqlens.
+    """
+    rows = torch.arange(num_rows, device=device)
+    if cu_seqlens is None:
+        return offsets[:, None] + rows if isinstance(offsets, Tensor) else rows + offsets
+    bounds = cu_seqlens.to(torch.int64)
+    sequence = torch.searchsorted(bounds[1:], rows, right=True).clamp(max=bounds.shape[0] - 2)
+    first = offsets[sequence] if isinstance(offsets, Tensor) else offsets
+    return torch.where(rows < bounds[-1], rows - bounds[sequence] + first, 0)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turns pairs of features by the angles of their row: the first ``rotary_dim`` features, the rest stays.
+
+    Args:
+        x: ``(..., seqlen, num_heads, head_dim)``, any float dtype.
+        cos: ``(..., seqlen, rotary_dim / 2)``, broadcastable to x's leading dimensions.
+        sin: Like cos.
+        interleaved: Pair feature 2i with 2i + 1; otherwise i with ``i + rotary_dim / 2``.
+
+    Returns:
+        Like x, computed in float32 or better.
+
+    Raises:
+        InvalidInputError: If cos is wider than half of head_dim, or sin differs from cos.
+
+    Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2.
+    """
+    if sin.shape != cos.shape:
+        raise InvalidInputError("sin", f"has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}")
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim > x.shape[-1]:
+        raise InvalidInputError("cos", f"turns {rotary_dim} features, but x has head_dim {x.shape[-1]}")
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    turning = x[..., :rotary_dim].to(dtype)
+    cos, sin = cos.to(dtype)[..., None, :], sin.to(dtype)[..., None, :]
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    pair = (a * cos - b * sin, b * cos + a * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    turned = turned.to(x.dtype)
+    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding: scores of turned q and k depend on the distance of their positions alone.
+
+    Holds no parameters and no buffers: angles are computed for each call in float32 (float64 for float64 inputs),
+    so casting a model to a low precision does not touch them and no length is too long for a table.
+
+    Args:
+        dim: Features to turn, even; the first ``dim`` of each head.
+        base: Pair i turns by ``base ** (-2i / dim)`` radians a position.
+        interleaved: Pair feature 2i with 2i + 1 (GPT-J), otherwise i with ``i + dim / 2`` (GPT-NeoX, Llama).
+
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+
+    def __init__(self, dim: int, *, base: float = 10000.0, interleaved: bool = False) -> None:
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise InvalidInputError("dim", f"is {dim}, must be even and at least 2")
+        if not base > 0:
+            raise InvalidInputError("base", f"is {base}, must be positive")
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
+
+    def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position's angles.
+
+        Args:
+            positions: ``(...)``, integers or floats.
+            dtype: That of the arithmetic and the results.
+
+        Returns:
+            Two tensors ``(..., dim / 2)``.
+        """
+        exponent = torch.arange(0, self.dim, 2, device=positions.device, dtype=dtype) / self.dim
+        turn = positions.to(dtype)[..., None] * self.base**-exponent
+        return torch.cos(turn), torch.sin(turn)
+
+    def forward(self, x: Tensor, positions: int | Tensor = 0, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Turns q or k.
+
+        Args:
+            x: ``(batch, seqlen, num_heads, head_dim)``, or ``(total, num_heads, head_dim)`` with cu_seqlens.
+            positions: Position of every sequence's first row, or each row's own: ``(seqlen,)`` or
+                ``(batch, seqlen)``, packed ``(total,)``.
+            cu_seqlens: ``(batch + 1,)`` int32 for packed sequences; positions then count from each one's start.
+
+        Returns:
+            Like x.
+
+        Raises:
+            InvalidInputError: If positions do not fit the rows of x.
+        """
+        rows = x.shape[:-2]
+        if not isinstance(positions, Tensor):
+            positions = row_positions(rows[-1], positions, cu_seqlens, x.device)
+        elif positions.shape not in (rows, rows[-1:]):
+            raise InvalidInputError(
+                "positions", f"has shape {tuple(positions.shape)}, must be {tuple(rows)} or {tuple(rows[-1:])}"
+            )
+        cos, sin = self.angles(positions, torch.promote_types(x.dtype, torch.float32))
+        return apply_rotary(x, cos, sin, interleaved=self.interleaved)
+
+    def extra_repr(self) -> str:
+        """The settings, for printing."""
+        return f"{self.dim}, base={self.base:g}, interleaved={self.interleaved}"
