@@ -35,8 +35,9 @@ def hold_all(x_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + at, x)
 
 
-# Triton 3.9 renamed it, and the old name raises there.
+# Triton 3.9 renamed them, and the old names raise there.
 tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
+tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
 
 
 @gluon.jit
@@ -48,8 +49,7 @@ def copy_tile(x_desc, out_desc):
     mbarrier.expect(full, x_desc.block_type.nbytes)
     tma_load(x_desc, [0, 0], full, tile)
     mbarrier.wait(full, 0)
-    tma.store_wait(0)
-    tma.async_copy_shared_to_global(out_desc, [0, 0], tile)
+    tma_store(out_desc, [0, 0], tile)
     tma.store_wait(0)
 
 
