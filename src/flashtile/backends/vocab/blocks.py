@@ -1,8 +1,8 @@
 """Which blocks a block has to visit, and which of them need a mask.
 
 One function serves both loops. A row position i keeps keys ``i - left ... i + right``, so a key j is kept by the row
-positions ``j - right ... j + left``: the backward over keys asks with the two sides exchanged and with positions counted
-from ``seqlen_k - seqlen_q``.
+positions ``j - right ... j + left``: the backward over keys asks with the two sides exchanged and with positions
+counted from ``seqlen_k - seqlen_q``.
 """
 
 from __future__ import annotations

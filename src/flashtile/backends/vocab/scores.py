@@ -58,3 +58,57 @@ def load_tile(ptr, rows, cols, stride_row, stride_col, mask, other):
     """A tile of a bias or mask by its strides, 0 for a broadcast dimension: nothing is ever expanded in memory."""
     offsets = rows.to(tl.int64) * stride_row + cols.to(tl.int64) * stride_col
     return tl.load(ptr + offsets, mask=mask, other=other)
+
+
+@triton.jit
+def transform(
+    product, scale, param, slope, bias_ptr, bias_stride_row, bias_stride_col, b, h, rows, cols, seqlen_q, seqlen_k,
+    SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Everything that happens to a block of ``q @ k^T`` before masks.
+
+    Args:
+        product: The block, rows along either dimension.
+        scale: softmax_scale.
+        param: The score transform's parameter.
+        slope: ALiBi slope, read only if HAS_ALIBI.
+        bias_ptr: Bias at (b, h, 0, 0), or None.
+        bias_stride_row: Its strides.
+        bias_stride_col: Its strides.
+        b: Sequence.
+        h: Query head.
+        rows: Rows of the sequence, like cols broadcastable against product.
+        cols: Keys of the sequence.
+        seqlen_q: Nothing is read at or behind it.
+        seqlen_k: Nothing is read at or behind it.
+        SCORE_MOD: An elementwise transform, or None.
+        DERIVATIVE: Its derivative, or None where none is asked for.
+        HAS_ALIBI: Whether slope is given.
+
+    Returns:
+        The scores in natural units, and d scores / d (scale * product): of the block's shape with DERIVATIVE, else 1.
+    """
+    i = rows + (seqlen_k - seqlen_q)
+    scores = product * scale
+    derivative = 1.0
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores, param, b, h, i, cols)
+        if DERIVATIVE is not None:
+            derivative = DERIVATIVE(scores, param, b, h, i, cols)
+    if HAS_ALIBI:
+        scores += alibi(slope, i, cols)
+    if bias_ptr is not None:
+        exists = (rows < seqlen_q) & (cols < seqlen_k)
+        bias = load_tile(bias_ptr, rows, cols, bias_stride_row, bias_stride_col, exists, 0.0)
+        scores += bias.to(tl.float32)
+    return scores, derivative
+
+
+@triton.jit
+def select_mask(scores, mask_ptr, mask_stride_row, mask_stride_col, rows, cols, seqlen_q, seqlen_k):
+    """The scores, -inf where a boolean mask (at (b, h, 0, 0), True keeps; None for none) says so."""
+    if mask_ptr is not None:
+        exists = (rows < seqlen_q) & (cols < seqlen_k)
+        kept = load_tile(mask_ptr, rows, cols, mask_stride_row, mask_stride_col, exists, 0)
+        scores = tl.where(kept != 0, scores, float("-inf"))
+    return scores

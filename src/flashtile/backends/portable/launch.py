@@ -1,0 +1,119 @@
+"""From a problem's record to a kernel's arguments. What a launch passes and what a build without a GPU compiles are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashtile import philox
+from flashtile.backends.portable.tiles import Config, padded
+from flashtile.backends.vocab import dropout, scheduler, scores
+from flashtile.problem import Problem, Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel with everything it is called with.
+
+    Attributes:
+        kernel: The ``@triton.jit`` function.
+        programs: Size of the one-dimensional grid.
+        arguments: By name, compile-time ones included.
+        options: Warps and stages.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    def run(self) -> None:
+        """Launches on the current stream; nothing to do is done without a launch."""
+        if self.programs:
+            self.kernel[(self.programs,)](**self.arguments, **self.options)
+
+
+def num_programs(problem: Problem, tensors: Tensors, block: int, *, over_keys: bool = False) -> int:
+    """Programs of a grid that counts blocks of rows (or keys), heads and sequences."""
+    rows = (tensors.k if over_keys else tensors.q).shape[0 if problem.varlen else 1]
+    heads = problem.num_heads_kv if over_keys else problem.num_heads_q
+    if rows == 0:
+        return 0
+    if problem.varlen:
+        return scheduler.num_packed_tiles(rows, problem.batch, block) * heads
+    return triton.cdiv(rows, block) * heads * problem.batch
+
+
+def row_strides(name: str, tensor: Tensor, varlen: bool) -> dict[str, int]:
+    """Batch, row and head strides; the batch stride of a packed tensor is 0."""
+    strides = (0, *tensor.stride()[:2]) if varlen else tensor.stride()[:3]
+    return dict(zip((f"{name}_stride_b", f"{name}_stride_row", f"{name}_stride_head"), strides, strict=True))
+
+
+def score_strides(name: str, tensor: Tensor | None) -> dict[str, int]:
+    """Strides over (batch, head, row, key), 0 where the tensor broadcasts."""
+    strides = [0, 0, 0, 0]
+    if tensor is not None:
+        for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True), 4 - tensor.dim()):
+            strides[axis] = 0 if size == 1 else stride
+    return dict(zip((f"{name}_stride_{axis}" for axis in ("b", "head", "row", "col")), strides, strict=True))
+
+
+def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+    """The arguments that the forward and every kernel of the backward share."""
+    p, t = problem, tensors
+    seqlen_q, seqlen_k = t.q.shape[0 if p.varlen else 1], t.k.shape[0 if p.varlen else 1]
+    span = seqlen_q + seqlen_k  # a bound further off than this changes nothing and could overflow
+    left, right = (0 if bound is None else max(-span, min(span, bound)) for bound in (p.band.left, p.band.right))
+    slopes = t.alibi_slopes
+    arguments: dict[str, Any] = {
+        "alibi_ptr": slopes,
+        "mask_ptr": None if t.attn_mask is None else t.attn_mask.view(torch.uint8),
+        "bias_ptr": t.attn_bias,
+        "cu_seqlens_q_ptr": t.cu_seqlens_q,
+        "cu_seqlens_k_ptr": t.cu_seqlens_k,
+        "rng_state_ptr": t.rng_state,
+        "alibi_stride_b": p.num_heads_q if slopes is not None and slopes.dim() == 2 else 0,
+        "batch": p.batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "num_heads_q": p.num_heads_q,
+        "group_size": p.group_size,
+        "left": left,
+        "right": right,
+        "scale": p.softmax_scale,
+        "param": p.softcap,
+        "dropout_threshold": dropout.threshold_bits(philox.threshold(p.dropout_p)),
+        "keep_scale": 1.0 / (1.0 - p.dropout_p),
+        "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": padded(p.head_dim),
+        "BLOCK_DV": padded(p.head_dim_v),
+        "HAS_LEFT": p.band.left is not None,
+        "HAS_RIGHT": p.band.right is not None,
+        "SCORE_MOD": scores.softcap if p.softcap > 0 else None,
+        # Multiplying after the maximum, as the softmax does with plain scores, needs a positive scale.
+        "TRANSFORMED": p.softcap > 0 or p.alibi or p.bias_dtype is not None or p.softmax_scale <= 0,
+        "INPUT_PRECISION": input_precision(p.dtype),
+    }
+    for name in ("q", "k", "v"):
+        arguments |= row_strides(name, getattr(t, name), p.varlen)
+    return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """How products of float32 are made: exactly, unless torch's own setting asks for tf32."""
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def descriptor(tensor: Tensor, block: int, varlen: bool) -> TensorDescriptor:
+    """A tensor descriptor over (batch, rows, heads, dim) whose box is ``block`` rows of one head."""
+    whole = tensor[None] if varlen else tensor
+    return TensorDescriptor.from_tensor(whole, [1, block, 1, padded(tensor.shape[-1])])
