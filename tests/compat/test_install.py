@@ -1,0 +1,76 @@
+"""install: what a fresh process finds under the name flash_attn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from flashtile import InvalidInputError
+from flashtile.compat import install
+
+PRELUDE = "from flashtile.compat import install; import torch, sys; package = install('flash_attn')\n"
+
+
+def fresh(code: str) -> str:
+    """Runs code in a new process and returns what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_imports_work_in_a_fresh_process() -> None:
+    code = """
+import importlib.util
+import flash_attn
+import flash_attn.flash_attn_interface as interface
+from flash_attn import flash_attn_func, flash_attn_varlen_qkvpacked_func
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.flash_attn_interface import USE_TRITON_ROCM, _flash_attn_forward, _get_block_size_n
+from flash_attn.layers.rotary import apply_rotary_emb
+import flashtile.compat.flash_attn_2 as own
+assert flash_attn is package and install('flash_attn') is package
+assert flash_attn_func is own.flash_attn_func is interface.flash_attn_func
+assert importlib.util.find_spec('flash_attn') is not None
+assert importlib.util.find_spec('flash_attn.bert_padding') is not None
+assert flash_attn.bert_padding.unpad_input is unpad_input
+assert USE_TRITON_ROCM is False
+for missing in ('flash_attn.ops', 'flash_attn.bert_padding.deeper'):
+    try:
+        __import__(missing)
+    except ModuleNotFoundError:
+        continue
+    raise SystemExit(missing)
+try:
+    from flash_attn import no_such_function
+except ImportError:
+    pass
+else:
+    raise SystemExit('no_such_function')
+q = torch.randn(1, 5, 2, 8)
+expected = torch.nn.functional.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(1, 2)
+torch.testing.assert_close(flash_attn_func(q, q, q), expected)
+print(flash_attn.__version__)
+"""
+    assert fresh(PRELUDE + code) == "2.8.4+flashtile"
+
+
+def test_without_install_nothing_appears() -> None:
+    code = "import flashtile.compat, sys; print([name for name in sys.modules if name.startswith('flash_attn')])"
+    assert fresh(code) == "[]"
+
+
+def test_the_real_package_is_not_replaced_once_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = types.ModuleType("flash_attn")
+    real.__file__ = "/site-packages/flash_attn/__init__.py"
+    monkeypatch.setitem(sys.modules, "flash_attn", real)
+    with pytest.raises(RuntimeError, match="already imported from /site-packages/flash_attn/__init__.py"):
+        install("flash_attn")
+    assert sys.modules["flash_attn"] is real
+
+
+def test_unknown_packages_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="^package: is 'xformers'"):
+        install("xformers")
