@@ -1,0 +1,1 @@
+"""Benchmarks of flashtile against its peers; see README.md beside this file."""

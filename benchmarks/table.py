@@ -1,0 +1,236 @@
+"""From rows to tables: which rows count, ratios to peers, geometric means, Markdown and plain text.
+
+Clocks move between processes, so a ratio is taken within one run only. A cell shows the last run that timed one of our
+providers beside a peer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.cases import Case
+from benchmarks.providers import OURS, PROVIDERS
+from benchmarks.results import Row
+
+BEST_PEER = "best peer"
+_UNITS = {"TFLOPS": lambda r: r.tflops, "ms": lambda r: r.median_ms}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One case as one run saw it.
+
+    Attributes:
+        case: The case.
+        rows: By provider.
+    """
+
+    case: Case
+    rows: dict[str, Row]
+
+    def time(self, provider: str) -> float | None:
+        """Median milliseconds of a provider or of the best peer, None if it was not timed."""
+        if provider == BEST_PEER:
+            peers = [t for name in self.rows if not name.startswith(OURS) if (t := self.time(name)) is not None]
+            return min(peers, default=None)
+        row = self.rows.get(provider)
+        return row.median_ms if row else None
+
+    def ratio(self, provider: str, against: str) -> float | None:
+        """How many times faster a provider is than another, None if either was not timed."""
+        ours, theirs = self.time(provider), self.time(against)
+        return theirs / ours if ours is not None and theirs is not None else None
+
+
+def cells(rows: Iterable[Row]) -> list[Cell]:
+    """One cell a case, from the last run that compares; cases in the order in which they first appear."""
+    runs: dict[Case, dict[str, dict[str, Row]]] = {}
+    for row in rows:
+        runs.setdefault(Case.from_dict(row.case), {}).setdefault(row.run, {})[row.provider] = row
+    found = []
+    for case, by_run in runs.items():
+        candidates = [Cell(case, by_run[run]) for run in sorted(by_run)]
+        compared = [c for c in candidates if any(c.ratio(name, BEST_PEER) for name in ours(c.rows))]
+        found.append((compared or candidates)[-1])
+    return found
+
+
+def ours(names: Iterable[str]) -> list[str]:
+    """The names of this library's providers among others."""
+    return [name for name in _ordered(names) if name.startswith(OURS)]
+
+
+def peers(names: Iterable[str]) -> list[str]:
+    """The names of everyone else."""
+    return [name for name in _ordered(names) if not name.startswith(OURS)]
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Geometric mean of positive numbers.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    if not values:
+        raise ValueError("geomean of nothing")
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    known = list(PROVIDERS)
+    return sorted(set(names), key=lambda name: (known.index(name) if name in known else len(known), name))
+
+
+def providers(grid: Sequence[Cell]) -> list[str]:
+    """Every provider that was timed or asked for in some cell, ours first."""
+    names = {name for cell in grid for name in cell.rows}
+    return ours(names) + peers(names)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Speed of one of our providers over another, across cells.
+
+    Attributes:
+        provider: Ours.
+        against: A peer, or the best peer of each cell.
+        group: ``all`` or a mask.
+        cells: How many cells timed both.
+        geomean: Geometric mean of the ratios; over 1 is faster.
+        worst: Smallest ratio.
+        worst_cell: The name of its cell.
+    """
+
+    provider: str
+    against: str
+    group: str
+    cells: int
+    geomean: float
+    worst: float
+    worst_cell: str
+
+
+def summaries(grid: Sequence[Cell]) -> list[Summary]:
+    """A line for each of our providers against each peer and the best, over all cells and by mask."""
+    names = providers(grid)
+    masks = list(dict.fromkeys(cell.case.mask for cell in grid))
+    groups: list[str] = ["all", *(masks if len(masks) > 1 else [])]
+    found = []
+    for provider in ours(names):
+        for against in (*(p for p in peers(names)), BEST_PEER):
+            for group in groups:
+                chosen = [c for c in grid if group in ("all", c.case.mask)]
+                ratios = [(r, c.case.name) for c in chosen if (r := c.ratio(provider, against)) is not None]
+                if ratios:
+                    worst, worst_cell = min(ratios)
+                    mean = geomean([r for r, _ in ratios])
+                    found.append(Summary(provider, against, group, len(ratios), mean, worst, worst_cell))
+    return found
+
+
+Table = list[list[str]]
+
+
+def speed_table(grid: Sequence[Cell], unit: str = "TFLOPS") -> Table:
+    """A row a cell: the speed of every provider and the ratios of ours to fa2, fa3 and the best peer.
+
+    Args:
+        grid: The cells.
+        unit: ``TFLOPS``, or ``ms`` for the median time.
+    """
+    names = providers(grid)
+    against = [p for p in ("fa2", "fa3") if p in names] + [BEST_PEER]
+    columns = [(name, p) for name in ours(names) for p in against]
+    head = [f"cell ({unit})", *map(_short, names)]
+    head += [f"{_short(name)} / {p}" for name, p in columns]
+    table = [head]
+    for cell in grid:
+        speeds = [_speed(cell.rows.get(name), unit) for name in names]
+        table.append([cell.case.name, *speeds, *(_number(cell.ratio(*pair)) for pair in columns)])
+    return table
+
+
+def summary_table(grid: Sequence[Cell]) -> Table:
+    """The summaries as a table."""
+    head = ["provider", "against", "cells of", "number", "geomean", "worst", "worst cell"]
+    lines = [
+        [s.provider, s.against, s.group, str(s.cells), f"{s.geomean:.3f}", f"{s.worst:.3f}", s.worst_cell]
+        for s in summaries(grid)
+    ]
+    return [head, *lines]
+
+
+def losses_table(grid: Sequence[Cell]) -> Table:
+    """Every cell in which our fastest provider is behind the best peer, worst first."""
+    lost = []
+    for cell in grid:
+        timed = [(t, name) for name in ours(cell.rows) if (t := cell.time(name)) is not None]
+        if not timed:
+            continue
+        time_ms, name = min(timed)
+        best = cell.time(BEST_PEER)
+        if best is not None and best < time_ms:
+            winner = min(peers(cell.rows), key=lambda p: cell.time(p) or math.inf)
+            lost.append((best / time_ms, [cell.case.name, name, winner, f"{best / time_ms:.3f}"]))
+    return [["cell", "ours", "faster peer", "ratio"], *(line for _, line in sorted(lost))]
+
+
+def problems(grid: Sequence[Cell]) -> list[str]:
+    """What went wrong or was refused, a line each."""
+    failed = [(c.case.name, name, r.error) for c in grid for name, r in c.rows.items() if isinstance(r.error, str)]
+    return [f"{case}: {name}: {_first_line(str(error))}" for case, name, error in failed]
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "failed"
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(f"{OURS}-")
+
+
+def _speed(row: Row | None, unit: str) -> str:
+    if row is None:
+        return ""
+    value = _UNITS[unit](row)
+    if value is None:
+        kind = str(row.error).split(":")[0]
+        return kind if kind in ("wrong", "failed") else "-"
+    return f"{value:.0f}" if unit == "TFLOPS" and value >= 10 else f"{value:.3g}"
+
+
+def _number(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def to_text(table: Table) -> str:
+    """Columns aligned with spaces: the first to the left, the rest to the right."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+
+    def line(row: list[str]) -> str:
+        cells = [row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(table[0]), "  ".join("-" * w for w in widths), *map(line, table[1:])])
+
+
+def to_markdown(table: Table, bold: Callable[[str], bool] = lambda _: False) -> str:
+    """A Markdown table; cells for which ``bold`` holds stand out."""
+    rows = [[f"**{x}**" if i and bold(x) else x for i, x in enumerate(row)] for row in table[1:]]
+    rule = ["---", *("---:" for _ in table[0][1:])]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (table[0], rule, *rows))
+
+
+def report(rows: Iterable[Row], unit: str = "TFLOPS") -> str:
+    """What a run prints last: speeds, ratios and what went wrong."""
+    grid = cells(rows)
+    if not grid:
+        return "no cells"
+    parts = [to_text(speed_table(grid, unit))]
+    if summaries(grid):
+        parts.append("speed over peers (over 1 is faster)\n" + to_text(summary_table(grid)))
+    if problems(grid):
+        parts.append("not timed\n" + "\n".join(problems(grid)))
+    return "\n\n".join(parts)

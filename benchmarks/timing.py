@@ -1,0 +1,91 @@
+"""Interleaved timing: in every round each provider runs once, so that a moving clock moves all of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+# Long enough for the host to queue a burst of calls before the device starts on the first.
+_HEAD_START_CYCLES = 1_000_000
+_MAX_REPS = 50
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the rounds of one provider say.
+
+    Attributes:
+        median_ms: Median over rounds of the mean time of a call, in milliseconds.
+        spread: Distance of the quartiles over the median.
+    """
+
+    median_ms: float
+    spread: float
+
+
+def summarise(samples_ms: list[float]) -> Timing:
+    """Median and relative quartile distance of one provider's rounds."""
+    median = statistics.median(samples_ms)
+    if len(samples_ms) < 2:
+        return Timing(median, 0.0)
+    low, _, high = statistics.quantiles(samples_ms, n=4, method="inclusive")
+    return Timing(median, (high - low) / median)
+
+
+def time_burst(call: Call, reps: int, device: torch.device) -> float:
+    """Mean time of ``reps`` calls in a row, in milliseconds: device time on a GPU, wall time elsewhere."""
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        for _ in range(reps):
+            call()
+        return (time.perf_counter() - start_s) * 1e3 / reps
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    start.record()
+    for _ in range(reps):
+        call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / reps
+
+
+def measure(
+    calls: Mapping[str, Call],
+    device: torch.device,
+    *,
+    rounds: int,
+    burst_ms: float = 6.0,
+    on_round: Callable[[int], None] = lambda _: None,
+) -> dict[str, Timing]:
+    """Times the calls side by side.
+
+    Args:
+        calls: By provider; each is warmed up here.
+        device: Where they run.
+        rounds: How often each is sampled. Every round starts with another provider.
+        burst_ms: About how long one sample takes; decides the calls in it, the same in every round.
+        on_round: Told the number of rounds done.
+
+    Returns:
+        A timing by provider.
+    """
+    reps = {}
+    for name, call in calls.items():
+        call()
+        once_ms = time_burst(call, 2, device)
+        reps[name] = max(1, min(_MAX_REPS, math.ceil(burst_ms / max(once_ms, 1e-6))))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for done in range(rounds):
+        for name in order:
+            samples[name].append(time_burst(calls[name], reps[name], device))
+        order = order[1:] + order[:1]
+        on_round(done + 1)
+    return {name: summarise(values) for name, values in samples.items()}
