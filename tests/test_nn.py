@@ -1,0 +1,326 @@
+"""The modules against attention written out by hand with the same weights, and against torch.nn.MultiheadAttention."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flashtile import InvalidInputError
+from flashtile.nn import MultiheadAttention, RotaryEmbedding, TransformerBlock, apply_rotary
+from flashtile.rotary import row_positions
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def assert_close(actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> None:
+    """Equal up to float64 rounding over sums of some hundred terms."""
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def turned(x: Tensor, positions: Tensor, dim: int, base: float, interleaved: bool) -> Tensor:
+    """Rotary by complex numbers: ``(batch, seqlen, heads, head_dim)``, positions ``(batch, seqlen)``."""
+    angle = positions.double()[..., None] * base ** (-torch.arange(0, dim, 2).double() / dim)
+    pairs = x[..., :dim].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    spun = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, :, None]
+    pair = torch.stack([spun.real, spun.imag], dim=-1 if interleaved else -2).flatten(-2)
+    return torch.cat([pair, x[..., dim:]], dim=-1)
+
+
+def by_hand(
+    module: MultiheadAttention,
+    x: Tensor,
+    context: Tensor | None = None,
+    keep: Tensor | None = None,
+    bias: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """The module's formula, every score in memory; ``keep`` holds all masks together."""
+    source = x if context is None else context
+    q = module.q_proj(x).view(*x.shape[:2], module.num_heads, module.head_dim)
+    k, v = (
+        projection(source).view(*source.shape[:2], module.num_kv_heads, module.head_dim)
+        for projection in (module.k_proj, module.v_proj)
+    )
+    if module.rotary is not None:
+        settings = (module.rotary.dim, module.rotary.base, module.rotary.interleaved)
+        counted = torch.arange(max(q.shape[1], k.shape[1])).expand(x.shape[0], -1)
+        where_q, where_k = (counted[:, : t.shape[1]] if positions is None else positions for t in (q, k))
+        q, k = turned(q, where_q, *settings), turned(k, where_k, *settings)
+    k, v = (t.repeat_interleave(module.num_heads // module.num_kv_heads, dim=2) for t in (k, v))
+    scale = module.head_dim**-0.5 if module.softmax_scale is None else module.softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if module.softcap:
+        scores = module.softcap * torch.tanh(scores / module.softcap)
+    if bias is not None:
+        scores = scores + bias
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -torch.inf)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(dim=-1), v)
+    return module.out_proj(out.flatten(2))
+
+
+def band(seqlen: int, left: int, right: int) -> Tensor:
+    distance = torch.arange(seqlen) - torch.arange(seqlen)[:, None]
+    return (distance >= -left) & (distance <= right)
+
+
+def assert_same_with_gradients(module: nn.Module, out: Tensor, expected: Tensor, *inputs: Tensor) -> None:
+    assert_close(out, expected)
+    leaves = (*inputs, *module.parameters())
+    dout = torch.randn_like(out)
+    assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
+
+
+FAR = 10**6
+MODULES: dict[str, tuple[dict, Tensor | None]] = {
+    "plain": ({}, None),
+    "no bias": ({"bias": False}, None),
+    "no output bias": ({"out_bias": False}, None),
+    "head_dim": ({"head_dim": 11}, None),
+    "grouped": ({"num_kv_heads": 2}, None),
+    "one kv head": ({"num_kv_heads": 1, "causal": True}, band(13, FAR, 0)),
+    "causal": ({"causal": True}, band(13, FAR, 0)),
+    "window": ({"window_size": (3, 2)}, band(13, 3, 2)),
+    "causal window": ({"window_size": (4, None), "causal": True, "num_kv_heads": 2}, band(13, 4, 0)),
+    "softcap and scale": ({"softcap": 0.7, "softmax_scale": 0.9}, None),
+    "rotary": ({"rotary": True, "causal": True}, band(13, FAR, 0)),
+    "partial rotary": ({"rotary": RotaryEmbedding(6, base=500.0, interleaved=True)}, None),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_self_attention(name: str) -> None:
+    settings, keep = MODULES[name]
+    module = MultiheadAttention(32, 4, **settings, **DOUBLE)
+    x = randn(2, 13, 32)
+    assert_same_with_gradients(module, module(x), by_hand(module, x, keep=keep), x)
+
+
+def test_cross_attention_with_mask_and_bias() -> None:
+    module = MultiheadAttention(32, 4, num_kv_heads=2, context_dim=20, rotary=True, **DOUBLE)
+    x, context, bias = randn(2, 5, 32), randn(2, 9, 20), randn(1, 4, 5, 9)
+    valid = torch.tensor([[True] * 9, [True] * 4 + [False] * 5])[:, None, None, :]
+    out = module(x, context, attn_mask=valid, attn_bias=bias)
+    assert_same_with_gradients(module, out, by_hand(module, x, context, valid, bias), x, context, bias)
+    noisy = context.detach().clone()
+    noisy[1, 4:] = 1e6
+    assert_close(module(x, noisy, attn_mask=valid, attn_bias=bias), out)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_torch_with_the_same_weights(causal: bool) -> None:
+    theirs = nn.MultiheadAttention(32, 4, batch_first=True, **DOUBLE)
+    ours = MultiheadAttention(32, 4, causal=causal, **DOUBLE)
+    with torch.no_grad():
+        theirs.in_proj_bias.uniform_(-1, 1)
+        for part, projection in enumerate((ours.q_proj, ours.k_proj, ours.v_proj)):
+            projection.weight.copy_(theirs.in_proj_weight.chunk(3)[part])
+            projection.bias.copy_(theirs.in_proj_bias.chunk(3)[part])
+    ours.out_proj.load_state_dict(theirs.out_proj.state_dict())
+    x = randn(3, 10, 32)
+    hidden = ~band(10, FAR, 0) if causal else None
+    expected = theirs(x, x, x, attn_mask=hidden, need_weights=False)[0]
+    out = ours(x)
+    assert_close(out, expected)
+    dout = torch.randn_like(out)
+    assert_close(torch.autograd.grad(out, x, dout), torch.autograd.grad(expected, x, dout))
+
+
+LENGTHS = (6, 1, 0, 9)
+BOUNDS = (0, *itertools.accumulate(LENGTHS))
+CU = torch.tensor(BOUNDS, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("max_seqlen", [None, 9])
+def test_packed_equals_each_sequence_alone(max_seqlen: int | None) -> None:
+    module = MultiheadAttention(32, 4, num_kv_heads=2, causal=True, window_size=(5, 0), rotary=True, **DOUBLE)
+    x = randn(16, 32)
+    expected = torch.cat([module(x[None, start:stop])[0] for start, stop in itertools.pairwise(BOUNDS)])
+    out = module(x, cu_seqlens=CU, max_seqlen=max_seqlen)
+    assert_same_with_gradients(module, out, expected, x)
+
+
+def test_packed_cross_attention_equals_each_pair_alone() -> None:
+    module = MultiheadAttention(32, 4, context_dim=8, rotary=True, **DOUBLE)
+    x, context = randn(16, 32), randn(11, 8)
+    bounds = (0, 3, 5, 5, 11)
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    pairs = zip(itertools.pairwise(BOUNDS), itertools.pairwise(bounds), strict=True)
+    expected = torch.cat([module(x[None, a:b], context[None, c:d])[0] for (a, b), (c, d) in pairs])
+    out = module(x, context, cu_seqlens=CU, cu_seqlens_context=cu, max_seqlen_context=6)
+    assert_same_with_gradients(module, out, expected, x, context)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_scores_depend_on_distance_alone(interleaved: bool) -> None:
+    rotary = RotaryEmbedding(12, base=100.0, interleaved=interleaved)
+    q, k = randn(2, 9, 3, 16), randn(2, 9, 3, 16)
+
+    def scores(shift_q: int, shift_k: int) -> Tensor:
+        return torch.einsum("bihd,bjhd->bhij", rotary(q, shift_q), rotary(k, shift_k))
+
+    assert_close(scores(0, 0), scores(1234, 1234))
+    assert (scores(0, 0) - scores(0, 1)).abs().max() > 0.1
+    where = torch.arange(9).expand(2, 9)
+    assert_close(rotary(q), turned(q, where, 12, 100.0, interleaved))
+    assert_close(rotary(q).norm(dim=-1), q.norm(dim=-1))
+
+
+def test_positions_shift_reorder_and_count_in_each_sequence() -> None:
+    module = MultiheadAttention(32, 4, rotary=True, **DOUBLE)
+    x = randn(2, 8, 32)
+    out = module(x)
+    assert_close(module(x, positions=77), out)
+    assert_close(module(x, positions=torch.arange(8) + 5), out)
+    apart = torch.stack([torch.arange(8), 3 * torch.arange(8)])
+    assert_close(module(x, positions=apart), by_hand(module, x, positions=apart))
+    order = torch.randperm(8)
+    assert_close(module(x[:, order], positions=order), out[:, order])
+    packed = module(x.flatten(0, 1), cu_seqlens=torch.tensor([0, 8, 16], dtype=torch.int32), positions=apart.flatten())
+    assert_close(packed.view_as(x), module(x, positions=apart))
+
+
+def test_the_last_rows_of_a_longer_sequence() -> None:
+    """Decoding: the new rows attend to the whole sequence, aligned to its end."""
+    module = MultiheadAttention(32, 4, causal=True, window_size=(6, 0), rotary=True, **DOUBLE)
+    x = randn(2, 12, 32)
+    assert_close(module(x[:, 9:], x, positions=9, context_positions=0), module(x)[:, 9:])
+
+
+def test_rotary_follows_the_input_not_a_cast_of_the_model() -> None:
+    rotary = RotaryEmbedding(8)
+    x = torch.randn(1, 4, 2, 8)
+    expected = rotary(x, 10000)
+    assert torch.equal(rotary.to(torch.bfloat16)(x, 10000), expected)
+    assert not rotary.state_dict()
+    half = rotary(x.to(torch.bfloat16), 10000)
+    assert half.dtype == torch.bfloat16
+    exact = turned(x.to(torch.bfloat16).double(), torch.arange(10000, 10004)[None], 8, 10000.0, False)
+    # The float32 angle at position 10^4 is off by up to 2^-24 * 10^4; the result is rounded to 8 bits once.
+    torch.testing.assert_close(half.double(), exact, rtol=2**-8, atol=4 * 1e4 * 2**-24)
+
+
+def test_apply_rotary_takes_tables() -> None:
+    rotary = RotaryEmbedding(8)
+    x = randn(2, 5, 3, 8)
+    cos, sin = rotary.angles(torch.arange(5), torch.float64)
+    assert_close(apply_rotary(x, cos, sin), rotary(x))
+    torch.autograd.gradcheck(lambda t: apply_rotary(t, cos, sin, interleaved=True), (x,))
+
+
+def test_row_positions() -> None:
+    cu = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    assert row_positions(3, 4).tolist() == [4, 5, 6]
+    assert row_positions(2, torch.tensor([0, 7])).tolist() == [[0, 1], [7, 8]]
+    assert row_positions(7, 0, cu).tolist() == [0, 1, 0, 1, 2, 0, 0]
+    assert row_positions(6, torch.tensor([10, 20, 30]), cu).tolist() == [10, 11, 30, 31, 32, 0]
+
+
+def test_dropout_acts_in_training_only_and_repeats_with_its_seed() -> None:
+    seqlen, dropout = 32, 0.3
+    module = MultiheadAttention(seqlen, 1, bias=False, dropout=dropout, **DOUBLE)
+    with torch.no_grad():
+        module.q_proj.weight.zero_()  # equal scores, and values that show the probabilities
+        nn.init.eye_(module.v_proj.weight)
+        nn.init.eye_(module.out_proj.weight)
+    x = torch.eye(seqlen, dtype=torch.float64).expand(64, seqlen, seqlen)
+    torch.manual_seed(11)
+    probs = module(x)
+    kept = probs[probs != 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / seqlen / (1 - dropout)))
+    spread = (dropout * (1 - dropout) / probs.numel()) ** 0.5
+    assert abs(1 - kept.numel() / probs.numel() - dropout) < 5 * spread
+    torch.manual_seed(11)
+    assert torch.equal(module(x), probs)
+    assert not torch.equal(module(x), probs)
+    module.eval()
+    assert_close(module(x), torch.full_like(probs, 1 / seqlen))
+
+
+def test_names_and_initial_scale() -> None:
+    torch.manual_seed(0)
+    module = MultiheadAttention(256, 8, num_kv_heads=2, rotary=True)
+    state = module.state_dict()
+    names = [f"{p}_proj.{kind}" for p in ("q", "k", "v", "out") for kind in ("weight", "bias")]
+    assert list(state) == names
+    assert state["k_proj.weight"].shape == (64, 256)
+    for name, value in state.items():
+        if name.endswith("bias"):
+            assert torch.equal(value, torch.zeros_like(value))
+        else:  # the variance of n uniform draws is off by about sqrt(0.8 / n), here under 0.8%
+            assert abs(value.var().item() * 256 - 1) < 0.04
+    other = MultiheadAttention(256, 8, num_kv_heads=2)
+    other.load_state_dict(state)
+    shown = repr(MultiheadAttention(64, 4, num_kv_heads=2, causal=True, window_size=(7, 0), dropout=0.1))
+    assert "64, 4, num_kv_heads=2, causal=True, window_size=(7, 0), dropout=0.1" in shown
+
+
+def test_autocast_and_low_precision() -> None:
+    module = MultiheadAttention(32, 4, rotary=True)
+    x = torch.randn(2, 9, 32)
+    exact = module.double()(x.double())
+    module.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    # Four roundings to 8 bits of numbers of this size, one behind the other.
+    assert (out - exact).abs().max() <= 4 * 2**-8 * exact.abs().max()
+
+
+def test_transformer_block() -> None:
+    block = TransformerBlock(MultiheadAttention(32, 4, causal=True, rotary=True, **DOUBLE), mlp_dim=48, dropout=0.5)
+    block.eval()
+    x = randn(16, 32)
+    attended = x + block.attn(block.attn_norm(x), cu_seqlens=CU)
+    hidden = nn.functional.gelu(block.mlp[0](block.mlp_norm(attended)))
+    assert hidden.shape == (16, 48)
+    expected = attended + block.mlp[2](hidden)
+    assert_same_with_gradients(block, block(x, cu_seqlens=CU, max_seqlen=9), expected, x)
+    assert not torch.equal(block.train()(x, cu_seqlens=CU), expected)
+
+
+def test_compiles_to_one_graph_for_every_length() -> None:
+    torch._dynamo.reset()
+    module = MultiheadAttention(32, 4, num_kv_heads=2, causal=True, rotary=True, **DOUBLE)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    for seqlen in (9, 14):  # the second length makes PyTorch compile once more, for all lengths
+        x = randn(2, seqlen, 32)
+        assert_same_with_gradients(module, compiled(x), module(x), x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        x = randn(2, 31, 32)
+        assert_same_with_gradients(module, compiled(x), module(x), x)
+
+
+X = torch.zeros(2, 5, 32)
+BAD_CALLS = {
+    "num_heads": lambda: MultiheadAttention(32, 5),
+    "num_kv_heads": lambda: MultiheadAttention(32, 4, num_kv_heads=3),
+    "embed_dim": lambda: MultiheadAttention(0, 4),
+    "head_dim": lambda: MultiheadAttention(32, 4, head_dim=0),
+    "dropout": lambda: MultiheadAttention(32, 4, dropout=1.0),
+    "rotary": lambda: MultiheadAttention(32, 4, rotary=RotaryEmbedding(16)),
+    "dim": lambda: RotaryEmbedding(7),
+    "base": lambda: RotaryEmbedding(8, base=0.0),
+    "x": lambda: MultiheadAttention(16, 4)(X),
+    "cu_seqlens": lambda: MultiheadAttention(32, 4)(X[0]),
+    "context": lambda: MultiheadAttention(32, 4, context_dim=8)(X, X),
+    "context_positions": lambda: MultiheadAttention(32, 4)(X, context_positions=3),
+    "cu_seqlens_context": lambda: MultiheadAttention(32, 4)(X, X, cu_seqlens_context=CU),
+    "positions": lambda: MultiheadAttention(32, 4, rotary=True)(X, positions=torch.arange(4)),
+    "attn_mask": lambda: MultiheadAttention(32, 4)(X, attn_mask=torch.ones(2, 4, 5, 6, dtype=torch.bool)),
+    "window_size": lambda: MultiheadAttention(32, 4, window_size=(1, 2, 3))(X),
+}
+
+
+@pytest.mark.parametrize("argument", BAD_CALLS)
+def test_bad_calls_name_their_argument(argument: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{argument}: "):
+        BAD_CALLS[argument]()
