@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -189,22 +190,9 @@ def _attention(
     options = _options(tensors, causal, window_size, backend, {**numbers, "return_lse": return_lse})
     if options.dropout_p > 0:
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensors.q.device)
-        tensors = Tensors(*(getattr(tensors, name) for name in _BEFORE_RNG), rng_state=state)
+        tensors = dataclasses.replace(tensors, rng_state=state)
     out, lse = ops.attention(tensors, options)
     return (out, lse) if return_lse else out
-
-
-_BEFORE_RNG = (
-    "q",
-    "k",
-    "v",
-    "alibi_slopes",
-    "attn_mask",
-    "attn_bias",
-    "sinks",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,9 @@ def explain(problem: Problem, name: str | None = None) -> str:
         lines.append(f"{direction}: {chosen.name}: {chosen.describe(problem, direction)}")
         for other in NAMES:
             if other != chosen.name:
-                against = "; ".join(reasons(other, problem, direction)) or f"could run it too, {chosen.name} comes first"
+                against = (
+                    "; ".join(reasons(other, problem, direction)) or f"could run it too, {chosen.name} comes first"
+                )
                 lines.append(f"  not {other}: {against}")
     return "\n".join(lines)
 

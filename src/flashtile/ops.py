@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from flashtile import dispatch, settings
+from flashtile import dispatch, flops, settings
+from flashtile.errors import UnsupportedError
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, check_values
 
@@ -181,6 +181,14 @@ def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return dq, dk, dv, None, None, dbias if wants_bias else None, dsinks if wants_sinks else None, *nones
 
 
+def _setup_no_second_derivative(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Nothing to keep."""
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
+    raise UnsupportedError("attention has no second derivative: its backward cannot be differentiated")
+
+
 _FORWARD = "flashtile::attention_forward"
 _BACKWARD = "flashtile::attention_backward"
 torch.library.impl(_FORWARD, ("cpu", "cuda"))(_forward)
@@ -188,32 +196,5 @@ torch.library.impl(_BACKWARD, ("cpu", "cuda"))(_backward)
 torch.library.register_fake(_FORWARD)(_forward_fake)
 torch.library.register_fake(_BACKWARD)(_backward_fake)
 torch.library.register_autograd(_FORWARD, _autograd, setup_context=_setup_context)
-
-
-def _kept_pairs(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """(kept score entries over all heads, head_dim, head_dim_v) from shapes alone; packed calls count their bound."""
-    q_shape, k_shape, v_shape = args[:3]
-    options = Options(*args[_NUM_TENSORS:])
-    band = Band(options.window_left, options.window_right)
-    if len(q_shape) == 4:
-        pairs = q_shape[0] * band.count(q_shape[1], k_shape[1])
-    else:
-        longest_q = options.max_seqlen_q or q_shape[0]
-        longest_k = options.max_seqlen_k or k_shape[0]
-        sequences = max(1, q_shape[0] // max(1, longest_q))
-        pairs = sequences * band.count(longest_q, longest_k)
-    return pairs * q_shape[-2], q_shape[-1], v_shape[-1]
-
-
-@register_flop_formula(torch.ops.flashtile.attention_forward)
-def forward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two products: 2 FLOPs a kept score entry and column of q and of v."""
-    pairs, head_dim, head_dim_v = _kept_pairs(args)
-    return 2 * pairs * (head_dim + head_dim_v)
-
-
-@register_flop_formula(torch.ops.flashtile.attention_backward)
-def backward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Five products: scores, dq and dk over head_dim; dprobs and dv over head_dim_v."""
-    pairs, head_dim, head_dim_v = _kept_pairs(args[4:])
-    return 2 * pairs * (3 * head_dim + 2 * head_dim_v)
+torch.library.register_autograd(_BACKWARD, _no_second_derivative, setup_context=_setup_no_second_derivative)
+flops.install()

@@ -229,9 +229,11 @@ def check_arguments(tensors: Tensors, numbers: dict[str, object]) -> None:
 
 
 def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # Comparisons rather than math.isfinite, which a compiler cannot trace on a symbolic number.
+    is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if not is_number or value != value or value in (math.inf, -math.inf):
         raise InvalidInputError(name, f"is {value!r}, must be a finite number")
-    return float(value)
+    return value  # type: ignore[return-value]
 
 
 def _check_scale(name: str, value: object) -> None:
@@ -322,7 +324,8 @@ def _check_tensors(t: Tensors, max_seqlen_q: int | None, max_seqlen_k: int | Non
             raise InvalidInputError(owner, f"{axis} is 0, must be at least 1")
     if sizes["num_heads_q"] % sizes["num_heads_kv"]:
         raise InvalidInputError(
-            "q", f"num_heads_q is {sizes['num_heads_q']}, must be a multiple of k's num_heads_kv {sizes['num_heads_kv']}"
+            "q",
+            f"num_heads_q is {sizes['num_heads_q']}, must be a multiple of k's num_heads_kv {sizes['num_heads_kv']}",
         )
     scores = ("batch", "num_heads_q", "seqlen_q", "seqlen_k")
     if t.attn_mask is not None:

@@ -1,0 +1,56 @@
+# Everything runs in a virtual environment of its own. PYTHON may name another interpreter, 3.11 or later.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
+
+# Which build of PyTorch: on Linux without an NVIDIA driver the pinned one avoids gigabytes of GPU libraries.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+TRITON ?= triton==3.7.1
+OTHER_TRITONS := 3.6.0 3.9.0
+
+.PHONY: demo test check docs kernels interpreter clean
+
+demo: $(VENV)/.demo
+	$(BIN)/flashtile demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/backends/portable tests/backends/vocab -m interpreter
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/limits.py
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict --quiet
+
+# Builds every GPU kernel for every target with no GPU, on the oldest, the pinned and the newest Triton.
+kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
+	for arch in sm_80 sm_90a sm_100 gfx942; do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
+	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_90a sm_100 gfx942; do \
+	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -e '.[cli]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet '$(TORCH)' '$(TRITON)'
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@
+
+$(VENV)/triton-%/.done:
+	$(PYTHON) -m pip --version >/dev/null && $(BIN)/python -m pip install --quiet --no-deps --target $(@D) triton==$*
+	touch $@
+
+clean:
+	rm -rf $(VENV) site dist flashtile-demo .pytest_cache .mypy_cache .ruff_cache

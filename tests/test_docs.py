@@ -1,0 +1,106 @@
+"""The pages keep their word: every code block runs, its output is the one shown, and what is generated is up to date."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import inspect
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flashtile
+from docs.blocks import BLOCKS, PAGES, ROOT, refresh
+
+SOURCE = ROOT / "src" / "flashtile"
+_CODE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text title=\"output\"\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+_CODE_PAGES = [page for page in PAGES if _CODE.search(page.read_text(encoding="utf-8"))]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def unchanged_modules() -> Iterator[None]:
+    """Forgets what a page put into ``sys.modules`` under another package's name."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "flash_attn":
+            del sys.modules[name]
+
+
+def test_pages_with_code_are_found() -> None:
+    expected = {"README.md", "docs/algorithm.md", "docs/index.md", "docs/quickstart.md", "docs/semantics.md"}
+    assert expected <= set(map(_name, _CODE_PAGES))
+
+
+@pytest.mark.parametrize("page", _CODE_PAGES, ids=_name)
+@pytest.mark.usefixtures("unchanged_modules")
+def test_code_runs_and_prints_what_is_shown(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {}
+    for block in _CODE.finditer(text):
+        code, shown = block.groups()
+        # Empty lines in front, so that a traceback shows the page's own line numbers.
+        first_line = text[: block.start(1)].count("\n")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * first_line + code, str(page), "exec"), namespace)
+        if shown is not None:
+            same = doctest.OutputChecker().check_output(shown, printed.getvalue(), doctest.ELLIPSIS)
+            assert same, f"{_name(page)}:{first_line} prints\n{printed.getvalue()}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_generated_blocks_are_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert refresh(text) == text, "run: python docs/blocks.py"
+
+
+@pytest.mark.parametrize(("page", "block"), [
+    ("README.md", "support_table"), ("docs/support.md", "support_table"), ("docs/semantics.md", "settings_table"),
+])  # fmt: skip
+def test_pages_hold_what_the_code_prints(page: str, block: str) -> None:
+    assert BLOCKS[block]() in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_sections_that_the_code_cites_exist() -> None:
+    algorithm = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
+    headings = set(re.findall(r"^#+ (.+)$", algorithm, re.MULTILINE))
+    cited = {
+        (" ".join(title.split()), path.relative_to(ROOT).as_posix())
+        for path in SOURCE.rglob("*.py")
+        for title in re.findall(r'docs/algorithm\.md, "([^"]+)"', path.read_text(encoding="utf-8"))
+    }
+    assert {title for title, _ in cited} >= {"The monoid", "Backward"}
+    missing = {(title, path) for title, path in cited if title not in headings}
+    assert not missing
+
+
+def test_semantics_has_every_rule_and_parameter() -> None:
+    text = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
+    rules = [int(n) for n in re.findall(r"^(\d+)\. \*\*", text, re.MULTILINE)]
+    assert rules == list(range(1, 13))
+    used = {int(n) for n in re.findall(r"rules? (\d+)", (SOURCE / "reference.py").read_text(encoding="utf-8"))}
+    assert used <= set(rules)
+    functions = (flashtile.attention, flashtile.attention_varlen, flashtile.merge_states)
+    parameters = {name for function in functions for name in inspect.signature(function).parameters}
+    assert {name for name in parameters if not re.search(rf"\b{name}\b", text)} == set()
+
+
+def test_public_names_are_in_the_api_page() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert {name for name in flashtile.__all__ if not re.search(rf"\b{name}\b", text)} == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in t]
+    assert {t for t in targets if not (ROOT / t).exists()} == set()
