@@ -34,5 +34,8 @@ class Setting:
 
 CHECK = Setting("FLASHTILE_CHECK", "0", "1 also checks what costs a device synchronisation (cu_seqlens monotonic).")
 BACKEND = Setting("FLASHTILE_BACKEND", "", "Forces a backend for calls that name none; it is refused, never replaced.")
+TRITON_INTERPRET = Setting(
+    "TRITON_INTERPRET", "0", "Triton's own: 1, before Triton is imported, runs portable kernels on CPU tensors, slowly."
+)
 
-SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND)
+SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET)

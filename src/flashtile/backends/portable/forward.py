@@ -65,6 +65,7 @@ def locate(
 def load_rows(
     source, base_ptr, b, head, start, first, length, stride_row,
     BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
+    SELECT: tl.constexpr = False,
 ):  # fmt: skip
     """A [BLOCK, BLOCK_DIM] tile of rows first ... of a sequence; columns at or behind DIM are 0.
 
@@ -75,17 +76,20 @@ def load_rows(
         head: Head.
         start: First row of the sequence in its batch entry.
         first: First row of the tile in the sequence.
-        length: Rows of the sequence. With CHECK, rows at or behind it are 0; but with TMA only those behind the end of
-            the whole tensor are, and the caller selects.
+        length: Rows of the sequence.
         stride_row: Row stride, without TMA.
         BLOCK: Rows of the tile.
         DIM: Columns of the tensor.
         BLOCK_DIM: Columns of the tile.
-        CHECK: Whether the tile may reach behind the sequence.
+        CHECK: Whether the tile may reach behind the sequence, where its rows are then 0; with TMA, which knows only the
+            end of the whole tensor, they are so with SELECT alone.
         TMA: Whether source is a descriptor.
+        SELECT: Pass the tile through a select, which costs a round trip through registers.
     """
     if TMA:
         tile = source.load([b, start + first, head, 0]).reshape(BLOCK, BLOCK_DIM)
+        if CHECK and SELECT:
+            tile = tl.where(first + tl.arange(0, BLOCK)[:, None] < length, tile, 0.0).to(tile.dtype)
     else:
         row = tl.arange(0, BLOCK)[:, None]
         col = tl.arange(0, BLOCK_DIM)[None, :]
@@ -162,7 +166,9 @@ def attend(
             scale_log2 = softmax.LOG2_E
         if MASKED:
             x = mask.band_scores(x, rows + (length_k - length_q), cols, length_k, left, right, HAS_LEFT, HAS_RIGHT)
-        x = scores.select_mask(x, mask_ptr, mask_stride_row, mask_stride_col, rows, cols, length_q, length_k)
+        x = scores.select_mask(
+            x, mask_ptr, mask_stride_row, mask_stride_col, rows, cols, length_q, length_k, float("-inf")
+        )
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
         if rng_state_ptr is not None:
             key_blocks = n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
@@ -213,7 +219,7 @@ def attention_forward(
         batch_index = 0
     slope = 0.0
     if HAS_ALIBI:
-        slope = tl.load(alibi_ptr + b * alibi_stride_b + h)
+        slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
     k_ptr, v_ptr = k_source, v_source
     if not TMA:
         k_ptr = sequence.base(k_source, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
@@ -284,9 +290,7 @@ def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor,
     if tma:
         sources = {name: descriptor(tensor, config.block_n, problem.varlen) for name, tensor in sources.items()}
     arguments |= {"q_ptr": tensors.q, **sources, "out_ptr": out, "lse_ptr": lse, "sinks_ptr": tensors.sinks, "TMA": tma}
-    return Launch(
-        attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options()
-    )
+    return Launch(attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options())
 
 
 def run(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -53,12 +53,18 @@ def band_keep(i, j, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl
 
 
 @triton.jit
-def band_scores(scores, i, j, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """The scores, -inf where the band or the end of the keys masks; arguments as ``band_keep``.
+def band_select(x, i, j, seqlen_k, left, right, fill, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """x, or fill where the band or the end of the keys masks; arguments as ``band_keep``.
 
     Selects are chained instead of joining booleans: packing and unpacking those costs more than a select.
     """
-    scores = tl.where(j <= last_key(i, seqlen_k, right, HAS_RIGHT), scores, float("-inf"))
+    x = tl.where(j <= last_key(i, seqlen_k, right, HAS_RIGHT), x, fill)
     if HAS_LEFT:
-        scores = tl.where(j >= first_key(i, left, HAS_LEFT), scores, float("-inf"))
-    return scores
+        x = tl.where(j >= first_key(i, left, HAS_LEFT), x, fill)
+    return x
+
+
+@triton.jit
+def band_scores(scores, i, j, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """The scores, -inf where the band or the end of the keys masks; arguments as ``band_keep``."""
+    return band_select(scores, i, j, seqlen_k, left, right, float("-inf"), HAS_LEFT, HAS_RIGHT)

@@ -105,10 +105,10 @@ def transform(
 
 
 @triton.jit
-def select_mask(scores, mask_ptr, mask_stride_row, mask_stride_col, rows, cols, seqlen_q, seqlen_k):
-    """The scores, -inf where a boolean mask (at (b, h, 0, 0), True keeps; None for none) says so."""
+def select_mask(x, mask_ptr, mask_stride_row, mask_stride_col, rows, cols, seqlen_q, seqlen_k, fill):
+    """x, or fill where a boolean mask (at (b, h, 0, 0), True keeps; None for none) masks."""
     if mask_ptr is not None:
         exists = (rows < seqlen_q) & (cols < seqlen_k)
         kept = load_tile(mask_ptr, rows, cols, mask_stride_row, mask_stride_col, exists, 0)
-        scores = tl.where(kept != 0, scores, float("-inf"))
-    return scores
+        x = tl.where(kept != 0, x, fill)
+    return x
