@@ -1,4 +1,4 @@
-"""The pages keep their word: every code block runs, its output is the one shown, and what is generated is up to date."""
+"""The pages keep their word: code blocks run, outputs are the ones shown, generated tables are up to date."""
 
 from __future__ import annotations
 
