@@ -1,8 +1,8 @@
 """Numbers before times: every provider's outputs against float64, on a few heads of each case.
 
-A probe is one sequence and one key head with all its query heads: first, last and one between. Whole heads are compared,
-so that every row and every key of them counts; of all other heads only NaN and infinities would be seen. That costs
-milliseconds at 16k tokens, where the whole batch in float64 would cost more than the timing.
+A probe is one sequence and one key head with all its query heads: first, last and one between. Whole heads are
+compared, so that every row and every key of them counts; of all other heads only NaN and infinities would be seen. That
+costs milliseconds at 16k tokens, where the whole batch in float64 would cost more than the timing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Reference:
         """
         if not all(bool(torch.isfinite(x).all()) for x in outputs):
             return float("nan")
-        return max(_distance(_view(probe, outputs), exact) for probe, exact in zip(self.probes, self._exact, strict=True))
+        return max(_distance(_view(p, outputs), exact) for p, exact in zip(self.probes, self._exact, strict=True))
 
 
 def probes(case: Case) -> list[Probe]:

@@ -43,8 +43,8 @@ def _forward(name: str, case: Case, inputs: Inputs) -> Call:
 
 def _training(name: str, case: Case, inputs: Inputs) -> Call:
     """Forward and backward through autograd."""
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    forward: Callable[[], Any] = _forward(name, case, Inputs(*leaves, inputs.dout, inputs.cu_seqlens))
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    forward: Callable[[], Any] = _forward(name, case, Inputs(q, k, v, inputs.dout, inputs.cu_seqlens))
     dout = inputs.dout.transpose(1, 2) if name == "sdpa" else inputs.dout
     return lambda: torch.autograd.grad(forward(), leaves, dout)
 
@@ -107,7 +107,7 @@ def first_call_rows(run: results.Run, names: Sequence[str], device: torch.device
             error = None
             for _ in range(repeats):
                 with tempfile.TemporaryDirectory() as cache:
-                    for state, times in samples.items():
+                    for times in samples.values():
                         answer = _fresh_process(name, direction, device, cache)
                         error = answer.get("error", error)
                         if "ms" in answer:
@@ -172,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = first_call_rows(run, names, device, args.repeats)
     results.append(out, first)
     for row in rows + first:
-        shown = row.error if row.median_ms is None else f"{row.median_ms * 1e3:12.1f} us  ±{100 * (row.spread or 0):.0f}%"
+        shown = f"{(row.median_ms or 0) * 1e3:12.1f} us  ±{100 * (row.spread or 0):.0f}%"
+        shown = shown if row.median_ms is not None else str(row.error)
         print(f"{row.case['measure']:28} {row.case['direction']:22} {row.provider:20} {shown}")
     print(f"\n{len(rows) + len(first)} rows appended to {out}")
     return 0

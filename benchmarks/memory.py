@@ -63,7 +63,9 @@ def measure_rows(run: results.Run, chosen: Sequence[Provider], direction: Direct
         for provider in chosen:
             try:
                 refusal = provider.refusal(case, inputs)
-                measured = {"error": f"refused: {refusal}"} if refusal else {"extra_bytes": extra_bytes(provider, case, inputs)}
+                measured: dict[str, object] = {"error": f"refused: {refusal}"}
+                if refusal is None:
+                    measured = {"extra_bytes": extra_bytes(provider, case, inputs)}
             except Exception as error:
                 measured = {"error": f"failed: {error}"[:600]}
             torch.cuda.empty_cache()

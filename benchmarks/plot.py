@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results, table
-from benchmarks.providers import OURS
 from benchmarks.results import ROOT, Row
 from benchmarks.table import Cell
 
@@ -36,12 +35,10 @@ _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", r
 def _of(rows: Sequence[Row], suite: str) -> list[Row]:
     """The rows of a suite on the device that was measured last, since devices do not compare."""
     chosen = [row for row in rows if row.suite == suite]
-    return [row for row in chosen if row.device == chosen[-1].device]
+    return [row for row in chosen if row.device == chosen[-1].device] if chosen else []
 
 
-def _series(
-    cells: Sequence[Cell], value: Callable[[Row], float | None]
-) -> dict[str, list[tuple[int, float]]]:
+def _series(cells: Sequence[Cell], value: Callable[[Row], float | None]) -> dict[str, list[tuple[int, float]]]:
     """``(seqlen, value)`` points by provider, in the order of the legend."""
     found: dict[str, list[tuple[int, float]]] = {}
     for name in table.providers(cells):
@@ -210,8 +207,16 @@ def _memory_block(rows: Sequence[Row]) -> str:
     return f"{_source(used)}\n\n{table.to_markdown(lines)}"
 
 
+def _image(suite: str, what: str) -> tuple[str, Callable[[list[Row]], str]]:
+    """A block that shows a plot, so that a page links no plot that has not been drawn."""
+    return suite, lambda _: f"![{what} against sequence length](plots/{suite}.svg)"
+
+
 # Block name -> the suite it needs and how it is written.
 _BLOCKS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "forward-plot": _image("forward", "Forward speed"),
+    "backward-plot": _image("backward", "Backward speed"),
+    "memory-plot": _image("memory", "Extra memory of a call"),
     "forward": ("forward", lambda rows: _speed_block(rows, "TFLOPS")),
     "forward-summary": ("forward", _summary_block),
     "forward-losses": ("forward", _losses_block),
@@ -236,7 +241,7 @@ def fill_tables(page: str, rows: Sequence[Row]) -> str:
         if name not in _BLOCKS:
             raise ValueError(f"table is {name!r}, must be one of {', '.join(_BLOCKS)}")
         suite, write = _BLOCKS[name]
-        chosen = _of(rows, suite) if any(row.suite == suite for row in rows) else []
+        chosen = _of(rows, suite)
         body = write(chosen) if chosen else "Not measured yet."
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
@@ -245,14 +250,9 @@ def fill_tables(page: str, rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], folder: Path, suffix: str) -> list[Path]:
     """All plots that the rows allow."""
-    drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("forward", "backward") if _has(rows, suite)]
-    if _has(rows, "memory"):
-        drawn.append(memory_plot(rows, folder / f"memory.{suffix}"))
+    drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("forward", "backward")]
+    drawn.append(memory_plot(rows, folder / f"memory.{suffix}"))
     return [path for path in drawn if path is not None]
-
-
-def _has(rows: Sequence[Row], suite: str) -> bool:
-    return any(row.suite == suite for row in rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """The implementations under test, each behind the same three questions.
 
-A provider says whether it is there at all, why it refuses a case, and gives the call to be timed. What a caller would do
-once (views, masks, the forward before a backward) stays outside that call; what every step pays (preprocessing,
+A provider says whether it is there at all, why it refuses a case, and gives the call to be timed. What a caller would
+do once (views, masks, the forward before a backward) stays outside that call; what every step pays (preprocessing,
 conversions, allocating the outputs) stays inside.
 """
 
@@ -192,11 +192,11 @@ class Sdpa:
             return lambda: _to_bshd(forward()[:1])
         saved = (dout, q, k, v, out, lse)
         if self.name == "fa2":
-            rest = (cum_q, cum_k, max_q, max_k, 0.0, case.causal, seed, offset)
-            grad = functools.partial(aten._scaled_dot_product_flash_attention_backward, *saved, *rest)
+            plain = (cum_q, cum_k, max_q, max_k, 0.0, case.causal, seed, offset)
+            grad = functools.partial(aten._scaled_dot_product_flash_attention_backward, *saved, *plain)
         else:
-            rest = (seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, case.causal)
-            grad = functools.partial(aten._scaled_dot_product_cudnn_attention_backward, *saved, *rest)
+            biased = (seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, case.causal)
+            grad = functools.partial(aten._scaled_dot_product_cudnn_attention_backward, *saved, *biased)
         _first_call(grad)
         return lambda: _to_bshd(grad()[:3])
 
@@ -204,8 +204,8 @@ class Sdpa:
 class SdpaCpu:
     """PyTorch's scaled_dot_product_attention as a CPU user would best call it.
 
-    A window needs a boolean mask of the whole score matrix; packed sequences are called one by one, the faster of the two
-    ways it offers.
+    A window needs a boolean mask of the whole score matrix; packed sequences are called one by one, which takes less
+    work than one call under a mask.
     """
 
     name = "sdpa"

@@ -72,8 +72,8 @@ def run_cell(
             errors[provider.name] = _failure(error)
     timings = measure(calls, device, rounds=rounds, burst_ms=burst_ms, on_round=on_round)
     rows = []
-    for name, error in errors.items():
-        measured: dict[str, object] = {"error": error}
+    for name, verdict in errors.items():
+        measured: dict[str, object] = {"error": verdict}
         if name in timings:
             t = timings[name]
             tflops = case.flops() / (t.median_ms * 1e9)

@@ -1,0 +1,51 @@
+"""Rows made up by a formula, for tests of tables and plots."""
+
+from __future__ import annotations
+
+from benchmarks.cases import Case, suite
+from benchmarks.results import Row
+
+SPEEDS = {"flashtile-portable": 1.4, "flashtile-hopper": 2.2, "fa3": 2.1, "cudnn": 1.9, "fa2": 1.0, "eager": 0.15}
+
+
+def row(case: Case, provider: str, median_ms: float | None, run: str = "1-a", **changes: object) -> Row:
+    """A row of one cell."""
+    tflops = None if median_ms is None else case.flops() / (median_ms * 1e9)
+    fields = {"suite": case.direction, "error": 0.002 if median_ms else "refused: no", "spread": 0.01, **changes}
+    return Row(
+        run=run,
+        device="Test device",
+        versions={"torch": "2"},
+        commit="abc",
+        case=case.to_dict(),
+        provider=provider,
+        median_ms=median_ms,
+        tflops=tflops,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def suite_rows(name: str) -> list[Row]:
+    """Every provider on every cell, faster with length; eager does not fit from 8k tokens up."""
+    rows = []
+    for case in suite(name):
+        for provider, speed in SPEEDS.items():
+            tflops = 300 * speed * case.seqlen_q / (case.seqlen_q + 400) * (0.85 if case.causal else 1)
+            fits = provider != "eager" or case.seqlen_q < 8192
+            rows.append(row(case, provider, case.flops() / (tflops * 1e9) if fits else None))
+    return rows
+
+
+def memory_rows() -> list[Row]:
+    """Linear for all but eager."""
+    rows = []
+    for direction in ("forward", "backward"):
+        for seqlen in (1024, 4096, 16384):
+            case = Case(direction, "bfloat16", 1, seqlen, seqlen, 16, 16, 128, causal=True)  # type: ignore[arg-type]
+            for provider, size in (
+                ("flashtile-portable", 64 * seqlen),
+                ("fa2", 80 * seqlen),
+                ("eager", 32 * seqlen**2),
+            ):
+                rows.append(row(case, provider, None, suite="memory", extra_bytes=size, error=None))
+    return rows

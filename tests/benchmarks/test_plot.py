@@ -1,0 +1,70 @@
+import re
+
+import pytest
+
+from benchmarks import plot, results
+from tests.benchmarks.synthetic import memory_rows, suite_rows
+
+PAGE = "before\n<!-- table: forward-summary -->\nold\n<!-- end -->\nbetween\n<!-- table: cpu -->\n<!-- end -->\nafter\n"
+
+
+def test_a_block_is_rewritten_and_the_rest_stays():
+    page = plot.fill_tables(PAGE, suite_rows("forward"))
+    assert page.startswith("before\n") and page.endswith("after\n") and "\nbetween\n" in page
+    assert "old" not in page and "| flashtile-portable | fa2 | all | 36 | 1.400 |" in page
+    assert "Not measured yet." in page
+    assert plot.fill_tables(page, suite_rows("forward")) == page
+
+
+def test_an_unknown_block_is_refused():
+    with pytest.raises(ValueError, match="table is 'nonsense'"):
+        plot.fill_tables("<!-- table: nonsense -->\n<!-- end -->", [])
+
+
+def test_losses_and_memory_are_shown():
+    blocks = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("forward-losses", "memory", "memory-plot"))
+    page = plot.fill_tables(blocks, suite_rows("forward") + memory_rows())
+    assert "No cell was lost." in page
+    assert re.search(r"\| forward-d128-causal-s1024 \| 0\.1 \| 0\.1 \| 32\.0 \|", page)
+    assert "](plots/memory.svg)" in page
+
+
+def test_the_page_shows_what_the_saved_rows_say():
+    page = plot.DOCS_PAGE.read_text(encoding="utf-8")
+    assert page == plot.fill_tables(page, results.saved()), "run python -m benchmarks.plot"
+
+
+def test_every_curve_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = suite_rows("forward") + suite_rows("backward") + memory_rows()
+    paths = plot.draw(rows, tmp_path, "svg")
+    assert [p.name for p in paths] == ["forward.svg", "backward.svg", "memory.svg"]
+    forward = paths[0].read_text()
+    for word in ("flashtile-portable", "fa3", "causal, head_dim 256", "16k", "TFLOPS"):
+        assert f"<!-- {word} -->" in forward
+    again = plot.draw(rows, tmp_path / "again", "svg")
+    assert again[0].read_bytes() == paths[0].read_bytes()
+
+
+def test_curves_hold_the_saved_numbers_and_skip_what_was_not_timed():
+    rows = [r for r in suite_rows("forward") if r.case["head_dim"] == 64 and not r.case["causal"]]
+    series = plot._series(plot.table.cells(rows), lambda r: r.tflops)
+    assert [x for x, _ in series["eager"]] == [512, 1024, 2048, 4096]
+    saved = {r.case["seqlen_k"]: r.tflops for r in rows if r.provider == "fa3"}
+    assert dict(series["fa3"]) == saved
+
+
+def test_nothing_saved_draws_nothing(tmp_path):
+    assert plot.draw([], tmp_path, "svg") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_reads_rows_and_writes_the_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    results.append(tmp_path / "rows" / "a.jsonl", suite_rows("backward"))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: backward -->\n<!-- end -->\n")
+    folders = ["--results", str(tmp_path / "rows"), "--plots", str(tmp_path / "plots"), "--page", str(page)]
+    assert plot.main([*folders, "--format", "png"]) == 0
+    assert (tmp_path / "plots" / "backward.png").read_bytes().startswith(b"\x89PNG")
+    assert page.read_text().count("| backward-d") == 24

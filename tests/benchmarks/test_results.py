@@ -1,0 +1,55 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from benchmarks import results
+from benchmarks.cases import suite
+
+KEYS = ["suite", "run", "device", "versions", "commit", "case", "provider", "median_ms", "spread", "tflops", "error"]
+
+
+@pytest.fixture
+def run():
+    return results.new_run("forward", torch.device("cpu"), commit="abc")
+
+
+def test_rows_come_back_as_they_were(run, tmp_path):
+    case = suite("cpu")[4].to_dict()
+    rows = [
+        run.row(case, "fa2", median_ms=1.25, spread=0.01, tflops=300.0, error=0.002),
+        run.row(case, "fa3", error="failed: because"),
+    ]
+    path = tmp_path / "deep" / "forward.jsonl"
+    results.append(path, rows[:1])
+    results.append(path, rows[1:])
+    assert results.read([path]) == rows == results.saved(tmp_path)
+
+
+def test_a_line_has_exactly_the_documented_keys(run):
+    line = json.loads(run.row({"direction": "forward"}, "fa2", median_ms=1.0).to_json())
+    assert list(line) == KEYS
+    memory = dataclasses.replace(run, suite="memory").row({}, "fa2", extra_bytes=5)
+    assert list(json.loads(memory.to_json())) == [*KEYS, "extra_bytes"]
+
+
+def test_a_bad_line_is_named(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"suite": "forward"}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl:1: not a row"):
+        results.read([path])
+
+
+def test_runs_differ_and_say_where_they_ran(run):
+    other = results.new_run("forward", torch.device("cpu"), commit="abc")
+    assert other.run != run.run
+    assert run.versions["torch"] == torch.__version__
+    assert f"{torch.get_num_threads()} thread" in run.device
+
+
+def test_rows_are_read_in_the_order_of_their_runs(run, tmp_path):
+    late, early = (dataclasses.replace(run, run=name).row({}, "fa2") for name in ("2-b", "1-a"))
+    results.append(tmp_path / "a.jsonl", [late])
+    results.append(tmp_path / "b.jsonl", [early])
+    assert results.saved(tmp_path) == [early, late]

@@ -1,0 +1,174 @@
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks import host, memory, results, run
+from benchmarks.cases import Case, Inputs, make_inputs
+from benchmarks.providers import PROVIDERS, Eager, Flashtile, Sdpa, SdpaCpu
+
+CPU = torch.device("cpu")
+SMALL = Case("forward", "float32", 2, 48, 48, 2, 2, 16, causal=True)
+
+
+class Fake:
+    """Eager attention with a fault."""
+
+    def __init__(self, name, *, scale=1.0, fail=None, refuse=None, unwritten=False):
+        self.name, self.scale, self.fail, self.refuse, self.unwritten = name, scale, fail, refuse, unwritten
+        self.buffer = None
+
+    def missing(self, direction, device):
+        return None
+
+    def refusal(self, case, inputs):
+        return self.refuse
+
+    def prepare(self, case, inputs):
+        if self.fail:
+            raise RuntimeError(self.fail)
+        call = Eager().prepare(case, inputs)
+
+        def faulty():
+            outputs = tuple(x.contiguous() * self.scale for x in call())
+            if not self.unwritten:
+                return outputs
+            if self.buffer is None:
+                self.buffer = outputs[0].clone()
+            else:
+                self.buffer[:, 1:] = outputs[0][:, 1:]  # row 0 is left as the last caller left it
+            return (self.buffer,)
+
+        return faulty
+
+
+def rows_of(tmp_path, providers, cases=(SMALL,), **options):
+    this = results.new_run("cpu", CPU, commit="abc")
+    out = tmp_path / "rows.jsonl"
+    with torch.no_grad():
+        rows = run.run_suite(list(cases), providers, this, CPU, out=out, rounds=2, burst_ms=0.5, **options)
+    assert results.read([out]) == rows if rows else not out.exists()
+    return rows
+
+
+def test_a_right_provider_is_timed_and_a_wrong_one_is_not(tmp_path):
+    right, wrong = rows_of(tmp_path, [Fake("right"), Fake("wrong", scale=1.01)])
+    assert right.median_ms > 0 and right.tflops == pytest.approx(SMALL.flops() / (right.median_ms * 1e9))
+    assert 0 < right.error < 1e-5
+    assert wrong.median_ms is wrong.tflops is wrong.spread is None
+    assert wrong.error.startswith("wrong: relative error 0.01, limit ")
+
+
+def test_an_output_left_unwritten_is_found(tmp_path):
+    (row,) = rows_of(tmp_path, [Fake("lazy", unwritten=True)])
+    assert row.median_ms is None and row.error.startswith("wrong: relative error nan")
+
+
+def test_a_failure_and_a_refusal_cost_only_their_own_row(tmp_path):
+    failed, refused, right = rows_of(tmp_path, [Fake("a", fail="boom"), Fake("b", refuse="too wide"), Fake("c")])
+    assert failed.error == "failed: RuntimeError: boom"
+    assert refused.error == "refused: too wide"
+    assert right.median_ms > 0
+
+
+def test_the_budget_stops_between_cells_and_keeps_the_rows(tmp_path, capsys):
+    class Slow(Fake):
+        def prepare(self, case, inputs):
+            time.sleep(0.3)
+            return super().prepare(case, inputs)
+
+    rows = rows_of(tmp_path, [Slow("slow")], cases=[SMALL] * 4, budget_s=0.5)
+    assert 1 <= len(rows) < 4
+    assert "stopped after" in capsys.readouterr().out
+    assert rows_of(tmp_path / "none", [Fake("a")], budget_s=-1.0) == []
+
+
+CPU_CASES = [
+    SMALL,
+    Case("forward", "float32", 1, 1, 70, 4, 2, 16),
+    Case("forward", "float32", 1, 64, 64, 2, 2, 16, causal=True, window=(8, 0)),
+    Case("forward", "float32", 3, 30, 30, 4, 2, 16, causal=True, lengths=(3, 30, 17)),
+    Case("backward", "float32", 2, 48, 48, 2, 2, 16, causal=True),
+]
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda c: c.name)
+def test_real_providers_agree_with_float64_on_every_kind_of_case(case, tmp_path):
+    rows = rows_of(tmp_path, [Flashtile("cpu"), SdpaCpu(), Eager()], cases=[case])
+    for row in rows:
+        packed_eager = row.provider == "eager" and case.lengths is not None
+        assert row.error == "refused: no packed sequences" if packed_eager else isinstance(row.error, float)
+        assert (row.median_ms is None) == packed_eager
+
+
+def test_gpu_providers_say_why_they_are_missing_here():
+    assert PROVIDERS["fa3"].missing("forward", CPU) == "does not run on cpu"
+    assert PROVIDERS["flashtile-cpu"].missing("forward", torch.device("cuda")) == "does not run on cuda"
+
+
+def test_standard_attention_refuses_what_does_not_fit():
+    case = Case("forward", "bfloat16", 512, 2**20, 2**20, 64, 64, 8)
+    small = make_inputs(SMALL, CPU)
+    assert Eager().refusal(case, small).startswith("does not fit: ")
+    assert Eager().refusal(SMALL, small) is None
+
+
+def test_the_command_runs_a_cell_and_prints_its_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "suite", lambda name, dtype: [SMALL])
+    out = tmp_path / "cpu.jsonl"
+    assert run.main(["cpu", "--rounds", "2", "--burst-ms", "0.5", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "cell (ms)" in printed and "cpu / best peer" in printed and "rows appended to" in printed
+    assert {r.provider for r in results.read([out])} == {"flashtile-cpu", "sdpa"}
+
+
+def test_the_command_refuses_what_it_cannot_do(capsys):
+    assert run.main(["cpu", "--providers", "nobody"]) == 2
+    assert "must be one of" in capsys.readouterr().err
+    assert run.main(["cpu", "--cells", "nothing"]) == 2
+    if not torch.cuda.is_available():
+        assert run.main(["forward"]) == 2
+        assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_host_rows_hold_both_directions(tmp_path):
+    this = results.new_run("host", CPU, commit="abc")
+    rows = host.warm_rows(this, ["sdpa", "flashtile-nothing"], CPU, rounds=1)
+    timed = {(r.case["direction"], r.provider): r for r in rows}
+    assert len(rows) == len(timed) == 4
+    assert timed["forward", "sdpa"].median_ms > 0 and timed["forward and backward", "sdpa"].error is None
+    assert timed["forward", "flashtile-nothing"].error.startswith("failed: ")
+
+
+def test_host_calls_compute_what_they_stand_for():
+    inputs = make_inputs(SMALL, CPU)
+    gradients = host.CALLS["forward and backward"]("flashtile-cpu", SMALL, inputs)()
+    expected = host.CALLS["forward and backward"]("sdpa", SMALL, inputs)()
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this PyTorch cannot fake a CUDA tensor")
+@pytest.mark.parametrize("name", ["fa2", "cudnn"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_arguments_of_pytorchs_operators_fit_their_schemas(name, direction):
+    case = Case(direction, "bfloat16", 2, 128, 128, 4, 4, 64, causal=True)
+    with FakeTensorMode():
+        tensors = [torch.empty(2, 128, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        outputs = Sdpa(name).prepare(case, Inputs(*tensors, None))()
+        assert [tuple(x.shape) for x in outputs] == [(2, 128, 4, 64)] * (1 if direction == "forward" else 3)
+        assert all(x.is_contiguous() for x in outputs)
+
+
+@pytest.mark.slow
+def test_first_calls_are_timed_in_processes_of_their_own():
+    this = results.new_run("host", CPU, commit="abc")
+    rows = host.first_call_rows(this, ["sdpa"], CPU, repeats=1)
+    assert [r.case["measure"] for r in rows[:2]] == ["first call, empty cache", "first call, warm disk cache"]
+    assert all(r.median_ms > 0 for r in rows)
+
+
+def test_growth_is_the_exponent_between_the_two_longest():
+    assert memory.growth([(1024, 10), (2048, 100), (4096, 200)]) == pytest.approx(1.0)
+    assert memory.growth([(1024, 1), (2048, 4)]) == pytest.approx(2.0)
+    assert memory.growth([(1024, 1)]) is None and memory.growth([(1024, 0), (2048, 0)]) is None
