@@ -1,7 +1,7 @@
 """The one table of cases that drives every backend, and the judgement every backend is under.
 
-A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle: the error may be at
-most twice that of the same formula computed in the input dtype by plain PyTorch, plus a floor of a few roundings.
+A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle: the error may be
+at most twice that of the same formula computed in the input dtype by plain PyTorch, plus a floor of a few roundings.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import reference
+from flashtile import InvalidInputError, UnsupportedError, dispatch, reference
+from flashtile.backends.base import Direction
 from flashtile.problem import Problem, Tensors, band_of
+from tests.poison import poisoned_memory
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,20 @@ def results(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | N
     return Results({name: x.detach() for name, x in values.items()})
 
 
-def judge(call: Call, backend: str | None) -> None:
+def judge(call: Call, backend: str) -> None:
+    """Runs a backend under the rule, or asserts that it refuses with the reasons it declares. Never skips."""
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    against = {each: dispatch.reasons(backend, call.problem, each) for each in directions}
+    if not any(against.values()):
+        with poisoned_memory():
+            _judge_numbers(call, backend)
+        return
+    with pytest.raises((UnsupportedError, InvalidInputError)) as caught:
+        call.run(backend)
+    assert any(all(reason in str(caught.value) for reason in why) for why in against.values() if why)
+
+
+def _judge_numbers(call: Call, backend: str) -> None:
     """Runs the library and both references, and asserts the rule for out, lse and every gradient."""
     make = torch.Generator(device=call.tensors.q.device).manual_seed(11)
     shape = (*call.tensors.q.shape[:-1], call.problem.head_dim_v)

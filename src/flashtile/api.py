@@ -54,9 +54,9 @@ def attention(
         backend: Run exactly this one, or raise its reasons; None takes the first that can.
 
     Returns:
-        out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` in q's dtype, or ``(out, lse)`` with lse ``(batch, num_heads_q,
-        seqlen_q)`` float32 (float64 for float64 inputs), natural log, sinks included. A row that keeps no key has out 0
-        and lse -inf.
+        out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` in q's dtype, or ``(out, lse)`` with lse
+        ``(batch, num_heads_q, seqlen_q)`` float32 (float64 for float64 inputs), natural log, sinks included. A row that
+        keeps no key has out 0 and lse -inf, or the sink.
 
     Raises:
         InvalidInputError: A ValueError that names the argument.
@@ -270,8 +270,8 @@ def explain(
 ) -> str:
     """Says which backend and tiles a call would run with, and why the other backends would not.
 
-    Takes the arguments of ``attention``, or with cu_seqlens those of ``attention_varlen``, and refuses what they refuse.
-    Nothing is computed: meta tensors will do for shapes, but are then refused by every backend.
+    Takes the arguments of ``attention``, or with cu_seqlens those of ``attention_varlen``, and refuses what they
+    refuse. Nothing is computed.
 
     Returns:
         A few lines of text.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from flashtile import settings
 from flashtile.backends.base import FEATURES, Backend, Capabilities, Direction
@@ -14,7 +14,7 @@ from flashtile.problem import Problem
 NAMES: tuple[str, ...] = ("hopper", "portable", "cpu")
 
 
-@lru_cache(maxsize=None)
+@cache
 def backend(name: str) -> Backend:
     """The backend of that name.
 
@@ -95,8 +95,9 @@ def describe_problem(problem: Problem) -> str:
     used = ", ".join(f.label for f in FEATURES if f.used(p) and f.name not in ("causal", "window"))
     heads = f"{p.num_heads_q} heads" + (f" over {p.num_heads_kv}" if p.group_size > 1 else "")
     dims = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim} (v {p.head_dim_v})"
-    head = f"{str(p.dtype).removeprefix('torch.')} on {p.device_type}, batch {p.batch}, {lengths}, {heads}, head_dim {dims}"
-    return f"{head}, {p.band}" + (f", {used}" if used else "")
+    dtype = str(p.dtype).removeprefix("torch.")
+    shape = f"batch {p.batch}, {lengths}, {heads}, head_dim {dims}"
+    return f"{dtype} on {p.device_type}, {shape}, {p.band}" + (f", {used}" if used else "")
 
 
 def support_table() -> str:

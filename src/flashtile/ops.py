@@ -17,7 +17,7 @@ from flashtile.errors import UnsupportedError
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, check_values
 
-# The arguments that both operators share, in schema order: the tensors of ``Tensors``, then the keywords of ``Options``.
+# The arguments that both operators share, in schema order: the fields of ``Tensors``, then those of ``Options``.
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? attn_mask, Tensor? attn_bias, Tensor? sinks, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng_state"

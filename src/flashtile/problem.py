@@ -8,6 +8,7 @@ Everything below this layer may assume that the arguments are right.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -399,7 +400,7 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
         if cu_seqlens is None:
             continue
         bounds = cu_seqlens.tolist()
-        lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         name = f"cu_seqlens_{side}"
         if bounds[0] != 0:
             raise InvalidInputError(name, f"starts with {bounds[0]}, must start with 0")

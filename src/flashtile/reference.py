@@ -111,7 +111,7 @@ def _logsumexp(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _weighted_sum(probs: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """probs @ v, where infinities and NaN in v reach only the rows that keep their key: rules 9 and 10."""
+    """The product probs @ v, where infinities and NaN in v reach only the rows that keep their key: rules 9 and 10."""
     finite = torch.isfinite(v)
     out = probs @ torch.where(finite, v, 0.0)
     for j in torch.nonzero(~finite.all(dim=-1).all(dim=1).all(dim=0))[:, 0].tolist():

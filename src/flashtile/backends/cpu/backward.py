@@ -54,10 +54,8 @@ def backward(
     empty = lse == -torch.inf
     delta = torch.where(empty, 0.0, delta)
     bias = None if t.attn_bias is None or not problem.bias_grad else plan.four_dimensional(t.attn_bias)
-    sums = _Sums(
-        *(torch.zeros(x.shape, dtype=dtype) for x in (t.q, t.k, t.v)),
-        None if bias is None else torch.zeros(bias.shape, dtype=dtype),
-    )
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (t.q, t.k, t.v))
+    sums = _Sums(dq, dk, dv, None if bias is None else torch.zeros(bias.shape, dtype=dtype))
     finite = cpu_forward.is_finite(problem, t, t.q, dout)
     with_kernel = cpu_forward.kernel_fits(problem) and finite and dlse is None and not problem.bias_grad
     for seq in plan.sequences(problem, t, one_by_one=cpu_forward.splits_batch(problem, with_kernel)):

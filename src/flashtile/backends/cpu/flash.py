@@ -51,8 +51,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A rectangle's share of the gradients, given the whole rows' out and lse.
 
-    Probabilities come out as ``exp(score - lse)`` with the lse of all keys, so shares add up. An empty row's lse must be
-    +inf here, which makes its probabilities 0.
+    Probabilities come out as ``exp(score - lse)`` with the lse of all keys, so shares add up. An empty row's lse
+    must be +inf here, which makes its probabilities 0.
 
     Args:
         dout: ``(batch, num_heads_q, rows, head_dim)``.

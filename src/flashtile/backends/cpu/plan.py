@@ -1,7 +1,8 @@
-"""How a call is cut: sequences first, then blocks of rows, then rectangles of keys that the band leaves something in."""
+"""How a call is cut: sequences, then blocks of rows, then rectangles of keys that the band leaves something in."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -202,7 +203,7 @@ def _row_block(
         cuts = [low, full_low, full_high, high] if worth_cutting else [low, high]
     else:
         cuts = [*range(low, high, key_step), high]
-    pairs = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    pairs = [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
     kinds = (Kind.FULL if full_low <= a and b <= full_high else Kind.EDGE for a, b in pairs)
     return [Rectangle((first, last), pair, kind) for pair, kind in zip(pairs, kinds, strict=True)]
 

@@ -1,7 +1,7 @@
 """Tiles of scores as PyTorch tensors: every feature, a bounded number of numbers at a time.
 
-Softcap, dropout, the gradient of a bias or of lse, head_dim_v other than head_dim, and NaN that must not spread are what
-PyTorch's own kernel cannot do. All arithmetic is in float32, or float64 for float64 inputs.
+Softcap, dropout, the gradient of a bias or of lse, head_dim_v other than head_dim, and NaN that must not spread are
+what PyTorch's own kernel cannot do. All arithmetic is in float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def operands(problem: Problem, seq: Sequence, rectangle: Rectangle) -> tuple[Ten
 
 
 def per_key_head(x: Tensor, problem: Problem) -> Tensor:
-    """``(b, num_heads_q, rows, n)`` to ``(b, num_heads_kv, group_size * rows, n)``: one product serves a whole group."""
+    """``(b, num_heads_q, rows, n)`` to ``(b, num_heads_kv, group_size * rows, n)``: one product serves a group."""
     if problem.group_size == 1:
         return x
     b, _, rows, n = x.shape

@@ -1,0 +1,33 @@
+"""The case table against every backend on this machine's CPU: numbers where it runs, its declared reasons where not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import dispatch
+from flashtile.backends.base import FEATURES
+from tests.cases import CASES, Case, build, judge
+
+
+@pytest.mark.parametrize("backend", [name for name in flashtile.backends() if name != "cpu"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gpu_backends_refuse_cpu_tensors(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    judge(build(case, torch.float32), backend)
+
+
+def test_the_table_uses_every_feature() -> None:
+    problems = [build(case, torch.float32).problem for case in CASES]
+    used = {f.name for f in FEATURES if any(f.used(p) for p in problems)}
+    assert used == {f.name for f in FEATURES} - {"deterministic", "unaligned"}
+
+
+def test_the_support_table_says_what_is_declared() -> None:
+    rows = {row.split(" | ")[0].strip("| "): row for row in flashtile.support_table().splitlines()}
+    for feature in FEATURES:
+        cells = [cell.strip() for cell in rows[feature.label].strip("|").split("|")][1:]
+        for name, cell in zip(dispatch.NAMES, cells, strict=True):
+            forward = dispatch.backend(name).capabilities("forward")
+            assert (cell == "no") == (forward is None or not getattr(forward, feature.name))

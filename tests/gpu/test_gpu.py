@@ -1,0 +1,268 @@
+"""On a GPU (``pytest -m gpu``): the case table at real sizes, and what only a device can show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import dispatch
+from flashtile.problem import Problem, Tensors, band_of
+from tests.cases import CASES, Case, build, judge
+from tests.poison import poisoned_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BACKENDS = [name for name in flashtile.backends() if name != "cpu"]
+SHORT = (torch.float16, torch.bfloat16)
+DTYPES = (*SHORT, torch.float32)
+
+
+def _id(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+LARGE = (
+    Case("large", seqlen_q=1024, seqlen_k=1024, heads=4, kv_heads=4, head_dim=128),
+    Case("large_causal", seqlen_q=2048, seqlen_k=2048, heads=4, kv_heads=4, head_dim=64, causal=True),
+    Case("large_causal_128", seqlen_q=1536, seqlen_k=1536, heads=4, kv_heads=2, head_dim=128, causal=True),
+    Case("large_256", seqlen_q=777, seqlen_k=1000, heads=2, kv_heads=2, head_dim=256, causal=True),
+    Case("large_odd", seqlen_q=1021, seqlen_k=997, heads=4, kv_heads=4, head_dim=64),
+    Case("large_dims_80", seqlen_q=500, seqlen_k=700, heads=4, kv_heads=4, head_dim=80, causal=True),
+    Case("large_dims_96", seqlen_q=512, seqlen_k=512, heads=4, kv_heads=4, head_dim=96),
+    Case("large_dims_192_128", seqlen_q=512, seqlen_k=512, head_dim=192, head_dim_v=128, causal=True),
+    Case("large_window", seqlen_q=2048, seqlen_k=2048, heads=4, kv_heads=4, head_dim=64, window=(256, 0)),
+    Case("large_window_both", seqlen_q=1000, seqlen_k=1300, heads=4, kv_heads=2, head_dim=128, window=(100, 77)),
+    Case("large_softcap", seqlen_q=1024, seqlen_k=1024, heads=4, kv_heads=4, head_dim=128, softcap=5.0, causal=True),
+    Case("large_alibi", seqlen_q=900, seqlen_k=900, heads=8, kv_heads=2, head_dim=64, alibi="bh", causal=True),
+    Case("large_bias", seqlen_q=700, seqlen_k=600, heads=4, kv_heads=4, head_dim=64, bias="hqk"),
+    Case("large_bias_batch", seqlen_q=700, seqlen_k=600, heads=4, kv_heads=2, head_dim=64, bias="bk", causal=True),
+    Case("large_mask", seqlen_q=700, seqlen_k=900, heads=4, kv_heads=4, head_dim=128, mask="bqk"),
+    Case("large_sinks", seqlen_q=1000, seqlen_k=1000, heads=8, kv_heads=2, head_dim=64, sinks=True, window=(128, 0)),
+    Case("large_dropout", seqlen_q=800, seqlen_k=800, heads=4, kv_heads=4, head_dim=64, dropout=0.2, causal=True),
+    Case("large_decode", seqlen_q=1, seqlen_k=4097, heads=8, kv_heads=2, head_dim=128, causal=True),
+    Case("large_few_rows", seqlen_q=7, seqlen_k=3000, heads=8, kv_heads=1, head_dim=128, causal=True),
+    Case("varlen_large", batch=4, lengths=((1000, 1000), (17, 17), (640, 640), (1, 1)), heads=4, kv_heads=4,
+         head_dim=128, causal=True, lse_grad=True),
+    Case("varlen_large_mixed", batch=3, lengths=((100, 900), (513, 300), (0, 64)), heads=8, kv_heads=2, head_dim=64,
+         causal=True, sinks=True, spare=33, say_longest=False),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=_id)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_small(case: Case, dtype: torch.dtype, backend: str) -> None:
+    judge(build(case, dtype, "cuda"), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("dtype", SHORT, ids=_id)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large(case: Case, dtype: torch.dtype, seed: int, backend: str) -> None:
+    judge(build(case, dtype, "cuda", seed), backend)
+
+
+def _can(backend: str, q: torch.Tensor, *, grad: bool = False, varlen: bool = False, **keywords: Any) -> bool:
+    problem = Problem.build(Tensors(q, q, q), band_of(keywords.get("causal", False), keywords.get("window_size")))
+    problem = replace(problem, varlen=varlen, softcap=keywords.get("softcap", 0.0), needs_grad=grad)
+    return not dispatch.reasons(backend, problem, "backward" if grad else "forward")
+
+
+def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> list[torch.Tensor]:
+    return [torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=grad) for _ in range(3)]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """A backend that runs on this device at all."""
+    name: str = request.param
+    if not _can(name, torch.empty(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)):
+        pytest.skip(f"{name} does not run on this device")
+    return name
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"causal": True, "window_size": (100, 0)}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_forward_is_the_same_alone_and_in_any_batch(backend: str, kwargs: dict[str, Any], head_dim: int) -> None:
+    q, k, v = _inputs(7, 1100, 4, head_dim)
+    if not _can(backend, q, **kwargs):
+        pytest.skip(f"{backend} declares that it cannot")
+    whole = flashtile.attention(q, k, v, backend=backend, **kwargs)
+    for b in (0, 5):
+        alone = flashtile.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], backend=backend, **kwargs)
+        assert torch.equal(alone[0], whole[b])
+    if _can(backend, q, varlen=True, **kwargs):
+        lengths = torch.arange(8, device="cuda", dtype=torch.int32) * 1100
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        packed = flashtile.attention_varlen(*rows, lengths, lengths, 1100, 1100, backend=backend, **kwargs)
+        assert torch.equal(packed.view_as(whole), whole)
+
+
+def test_the_forward_repeats_its_bits_beside_another_stream(backend: str) -> None:
+    q, k, v = _inputs(2, 1024, 8, 128)
+    want = flashtile.attention(q, k, v, causal=True, backend=backend)
+    busy = torch.randn(2048, 2048, device="cuda")
+    side = torch.cuda.Stream()
+    for _ in range(100):
+        with torch.cuda.stream(side):
+            busy = (busy @ busy).clamp(-1, 1)
+        with poisoned_memory():
+            got = flashtile.attention(q, k, v, causal=True, backend=backend)
+        assert torch.equal(got, want)
+
+
+def test_deterministic_gradients_repeat_their_bits(backend: str) -> None:
+    q, k, v = _inputs(2, 700, 4, 128, grad=True)
+    if not _can(backend, q, grad=True):
+        pytest.skip(f"{backend} has no backward for this")
+    bias = torch.randn(1, 4, 1, 700, device="cuda", requires_grad=True)
+    kwargs: dict[str, Any] = {"causal": True, "deterministic": True, "backend": backend}
+    if backend == "portable":
+        kwargs["attn_bias"] = bias
+    dout = torch.randn_like(q)
+    leaves = [q, k, v, *([bias] if "attn_bias" in kwargs else [])]
+    want = torch.autograd.grad(flashtile.attention(q, k, v, **kwargs), leaves, dout)
+    for _ in range(50):
+        got = torch.autograd.grad(flashtile.attention(q, k, v, **kwargs), leaves, dout)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_runs_on_a_second_stream(backend: str) -> None:
+    q, k, v = _inputs(2, 512, 4, 64)
+    want = flashtile.attention(q, k, v, backend=backend)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        late = q + 0
+        got = flashtile.attention(late, k, v, backend=backend)
+    side.synchronize()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cuda_graph_replays_on_new_data(backend: str, packed: bool) -> None:
+    shape = (900, 4, 64) if packed else (2, 450, 4, 64)
+    q, k, v = _inputs(*shape)
+    if not _can(backend, q.view(2, 450, 4, 64), varlen=packed, causal=True):
+        pytest.skip(f"{backend} declares that it cannot")
+    cu_seqlens = torch.tensor([0, 300, 900], device="cuda", dtype=torch.int32)
+
+    def run() -> torch.Tensor:
+        if packed:
+            return flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 900, 900, causal=True, backend=backend)
+        return flashtile.attention(q, k, v, causal=True, backend=backend)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for x in (q, k, v):
+        x.copy_(torch.randn_like(x))
+    if packed:
+        cu_seqlens.copy_(torch.tensor([0, 50, 777]))
+    graph.replay()
+    assert torch.equal(out, run())
+
+
+def test_cuda_graph_of_a_training_step() -> None:
+    q, k, v = _inputs(2, 256, 4, 64, grad=True)
+    dout = torch.randn_like(q)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = flashtile.attention(q, k, v, causal=True, dropout_p=0.1, deterministic=True)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step()
+    graph.replay()
+    first = [g.clone() for g in grads]
+    graph.replay()
+    assert all(torch.isfinite(g).all() for g in first)
+    assert not torch.equal(first[0], grads[0]), "each replay draws its own dropout"
+
+
+def test_compiles_whole_with_gradients() -> None:
+    torch._dynamo.reset()
+    q, k, v = _inputs(2, 384, 4, 64, grad=True)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (flashtile.attention(q * 1.5, k, v, causal=True, deterministic=True).float() ** 2).mean()
+
+    want = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v), (q, k, v))
+    torch.testing.assert_close(got, want)
+
+
+def test_more_than_two_to_the_31_elements(backend: str) -> None:
+    """Rows whose offset passes 2^31 elements: a view into a large tensor, checked against a copy of the same rows."""
+    if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GiB")
+    heads, head_dim, seqlen = 16, 128, 1_100_000
+    big = torch.empty(1, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    assert big.numel() > 2**31
+    tail = torch.randn(1, 300, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    big[:, -300:] = tail
+    got = flashtile.attention(tail, big, big, causal=True, window_size=(200, 0), backend=backend)
+    want = flashtile.attention(tail, tail, tail, causal=True, window_size=(200, 0), backend=backend)
+    torch.testing.assert_close(got[:, 200:], want[:, 200:])
+    wide = torch.empty(2, 1300, heads, 64, device="cuda", dtype=torch.bfloat16)
+    wide = torch.empty(3, 2**31 - 2**20, device="cuda", dtype=torch.bfloat16)
+    far = wide.as_strided((2, 256, heads, head_dim), (2**31 + 2**20, heads * head_dim, head_dim, 1))
+    far.copy_(torch.randn(2, 256, heads, head_dim, device="cuda"))
+    near = far.contiguous()
+    assert torch.equal(
+        flashtile.attention(far, far, far, backend=backend), flashtile.attention(near, near, near, backend=backend)
+    )
+
+
+def test_memory_is_linear(backend: str) -> None:
+    """Beyond inputs, output and lse, a forward keeps nothing that grows with the square of the length."""
+    extra = {}
+    for seqlen in (16384, 65536):
+        q, k, v = _inputs(1, seqlen, 2, 64)
+        flashtile.attention(q, k, v, causal=True, backend=backend)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = flashtile.attention(q, k, v, causal=True, backend=backend)
+        extra[seqlen] = torch.cuda.max_memory_allocated() - before - out.nbytes
+    assert extra[65536] <= 4 * extra[16384] + 2**22
+
+
+def test_a_poisoned_element_reaches_only_rows_that_attend_to_it(backend: str) -> None:
+    q, k, v = _inputs(1, 300, 2, 64)
+    clean = flashtile.attention(q, k, v, causal=True, backend=backend)
+    for x in (k, v):
+        kept = x[0, 200, 1, 5].clone()
+        x[0, 200, 1, 5] = torch.nan
+        dirty = flashtile.attention(q, k, v, causal=True, backend=backend)
+        x[0, 200, 1, 5] = kept
+        torch.testing.assert_close(dirty[:, :200], clean[:, :200])
+        torch.testing.assert_close(dirty[:, :, 0], clean[:, :, 0])
+        assert dirty[0, 200:, 1].isnan().any(dim=-1).all()
+
+
+def test_what_lies_beyond_a_length_is_never_read_into_a_result(backend: str) -> None:
+    rows = _inputs(700, 2, 64)
+    if not _can(backend, rows[0][None], varlen=True, causal=True):
+        pytest.skip(f"{backend} declares that it cannot")
+    cu_seqlens = torch.tensor([0, 100, 100, 613], device="cuda", dtype=torch.int32)
+    results = []
+    for junk in (0.0, torch.nan):
+        for x in rows:
+            x[613:] = junk
+        results.append(
+            flashtile.attention_varlen(*rows, cu_seqlens, cu_seqlens, 513, 513, causal=True, backend=backend)
+        )
+    assert torch.equal(*results) and (results[0][613:] == 0).all()
