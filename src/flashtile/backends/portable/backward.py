@@ -55,7 +55,7 @@ def probabilities(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr,
     DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The normalised probabilities of a block of ``q @ k^T`` in either orientation, and the score transform's derivative.
+    """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the score transform's derivative.
 
     With MASKED, the band and the end of the keys are selected out.
     """
@@ -77,7 +77,7 @@ def probabilities(
 
 @triton.jit
 def score_gradient(probs, dprobs, delta, derivative, SELECT: tl.constexpr):
-    """dscores of a block, in front of the score transform.
+    """The gradient of a block of scores, in front of the score transform.
 
     With SELECT, 0 wherever the probability is: a masked element's dprobs or delta may be NaN.
     """
@@ -147,7 +147,7 @@ def attention_backward_dkdv(
     SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
+    """The gradients dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
 
     dk and dv are contiguous. Arguments as the forward's; q_source and dout_source are descriptors with TMA.
     """
@@ -263,7 +263,7 @@ def attention_backward_dq(
     SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq, contiguous, of BLOCK_M rows of one head. Arguments as the forward's."""
+    """The gradient dq, contiguous, of BLOCK_M rows of one head. Arguments as the forward's."""
     b, h, m_block, start_q, length_q, start_k, length_k = locate(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, BLOCK_M, False, HAS_RIGHT
     )

@@ -1,7 +1,7 @@
 """The gradient of an additive bias: dscores, summed over every dimension the bias broadcasts.
 
-A program owns one tile of the bias and walks, in order, over all (sequence, head, rows, keys) that read it. So nothing of
-the scores' size is kept where the bias broadcasts, and the sum is bitwise repeatable.
+A program owns one tile of the bias and walks, in order, over all (sequence, head, rows, keys) that read it. So nothing
+of the scores' size is kept where the bias broadcasts, and the sum is bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def tile_gradient(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc plus dscores of tile (m, n) of one sequence and head; unchanged where the band or a length leaves it empty."""
+    """Adds dscores of tile (m, n) of one sequence and head, nothing where the band or a length leaves it empty."""
     VARLEN: tl.constexpr = cu_seqlens_q_ptr is not None
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
     start_q, length_q = sequence.sequence(cu_seqlens_q_ptr, b, batch, seqlen_q, VARLEN)

@@ -1,8 +1,8 @@
 """The forward in Triton: one kernel for dense and packed sequences and every feature.
 
-A program owns BLOCK_M query rows of one head and walks over the keys once, in base 2. Blocks of keys that every row keeps
-run through an instance of the loop without any mask; those on the band's edges and at the end of the keys run through
-a masked one. Mathematics: docs/algorithm.md. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
+A program owns BLOCK_M query rows of one head and walks over the keys once, in base 2. Blocks of keys that every row
+keeps run through an instance of the loop without any mask; those on the band's edges and at the end of the keys run
+through a masked one. Mathematics: docs/algorithm.md. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
 """
 
 from __future__ import annotations
@@ -199,10 +199,10 @@ def attention_forward(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BLOCK_M rows of one head.
+    """The output and lse of BLOCK_M rows of one head.
 
-    seqlen_q and seqlen_k are the rows of the packed tensors if there are cu_seqlens. The batch strides of packed tensors
-    are 0. k_source and v_source are pointers, or descriptors with TMA.
+    seqlen_q and seqlen_k are the rows of the packed tensors if there are cu_seqlens. The batch strides of packed
+    tensors are 0. k_source and v_source are pointers, or descriptors with TMA.
     """
     b, h, m_block, start_q, length_q, start_k, length_k = locate(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, BLOCK_M, False, HAS_RIGHT
@@ -294,7 +294,7 @@ def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor,
 
 
 def run(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """out and lse, as ``Backend.forward`` says."""
+    """The output and lse, as ``Backend.forward`` says."""
     q = tensors.q
     lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)

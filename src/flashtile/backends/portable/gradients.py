@@ -20,7 +20,7 @@ _PREPARE_ROWS = 32
 def prepare_launch(
     problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, origin: Tensor
 ) -> Launch:
-    """delta and origin, both like lse, from the forward's results and their gradients."""
+    """Computes delta and origin, both like lse, from the forward's results and their gradients."""
     varlen = problem.varlen
     rows = out.shape[0] if varlen else out.shape[0] * out.shape[1]
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if varlen else dlse.stride()
@@ -55,7 +55,7 @@ def _arguments(
 def dkdv_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], grads: Gradients, config: Config
 ) -> Launch:
-    """dk and dv; rows is (delta, origin)."""
+    """The launch for dk and dv; rows is (delta, origin)."""
     sources = {"q_source": tensors.q, "dout_source": dout}
     tma = config.tma and tensors.q.numel() > 0 and aligned(dout)
     if tma:
@@ -70,7 +70,7 @@ def dkdv_launch(
 def dq_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], grads: Gradients, config: Config
 ) -> Launch:
-    """dq; rows is (delta, origin)."""
+    """The launch for dq; rows is (delta, origin)."""
     sources = {"k_source": tensors.k, "v_source": tensors.v}
     tma = config.tma and tensors.k.numel() > 0
     if tma:
@@ -85,7 +85,7 @@ def dq_launch(
 def dbias_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], dbias: Tensor, config: Config
 ) -> Launch:
-    """dbias; rows is (delta, origin)."""
+    """The launch for dbias; rows is (delta, origin)."""
     shape = (1,) * (4 - dbias.dim()) + tuple(dbias.shape)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]

@@ -1,4 +1,4 @@
-"""From a problem's record to a kernel's arguments. What a launch passes and what a build without a GPU compiles are the same."""
+"""From a problem's record to a kernel's arguments: what a launch passes and what a build without a GPU compiles."""
 
 from __future__ import annotations
 
