@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import flashtile
 from benchmarks import results
 from benchmarks.cases import Case, Inputs, make_inputs
+from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.results import ROOT
 from benchmarks.timing import Call, Timing, summarise
 
@@ -145,13 +146,21 @@ def _child(name: str, direction: str, device_type: str) -> None:
     print(json.dumps({"ms": (time.perf_counter() - start_s) * 1e3}))
 
 
+def _present(device: torch.device) -> list[str]:
+    """Our providers that this machine has."""
+    return [p.name for p in PROVIDERS.values() if p.name.startswith(OURS) and p.missing("forward", device) is None]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and appends rows; returns the process's exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--providers", metavar="A,B", help="flashtile-BACKEND or sdpa, separated by commas")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=2, help="fresh processes a first-call figure")
+    parser.add_argument(
+        "--first-calls", metavar="A,B", help="providers whose first call is timed; all of ours by default"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="fresh processes a first-call figure")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows are appended here")
     parser.add_argument("--commit", help="of a copy of the sources that has no repository")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -163,13 +172,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("needs a CUDA device, or --device cpu", file=sys.stderr)
         return 2
     device = torch.device(args.device)
-    ours = "flashtile-portable,flashtile-hopper" if device.type == "cuda" else "flashtile-cpu"
-    names = (args.providers or f"{ours},sdpa").split(",")
+    ours = _present(device)
+    names = args.providers.split(",") if args.providers else [*ours, "sdpa"]
+    first_names = ours if args.first_calls is None else [name for name in args.first_calls.split(",") if name]
     run = results.new_run("host", device, args.commit)
     out = args.out or results.default_file("host", run.device)
     rows = warm_rows(run, names, device, args.rounds)
     results.append(out, rows)
-    first = first_call_rows(run, names, device, args.repeats)
+    first = first_call_rows(run, first_names, device, args.repeats)
     results.append(out, first)
     for row in rows + first:
         shown = f"{(row.median_ms or 0) * 1e3:12.1f} us  ±{100 * (row.spread or 0):.0f}%"
