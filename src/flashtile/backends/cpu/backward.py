@@ -56,14 +56,15 @@ def backward(
     bias = None if t.attn_bias is None or not problem.bias_grad else plan.four_dimensional(t.attn_bias)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (t.q, t.k, t.v))
     sums = _Sums(dq, dk, dv, None if bias is None else torch.zeros(bias.shape, dtype=dtype))
-    finite = cpu_forward.is_finite(problem, t, t.q, dout)
-    with_kernel = cpu_forward.kernel_fits(problem) and finite and dlse is None and not problem.bias_grad
+    with_kernel = cpu_forward.kernel_fits(problem) and dlse is None and not problem.bias_grad
     for seq in plan.sequences(problem, t, one_by_one=cpu_forward.splits_batch(problem, with_kernel)):
         rows = _Rows(seq.view(out), seq.view(dout), seq.lse_view(lse_or_inf), seq.lse_view(delta))
-        tile_rows = None if with_kernel and not seq.has_tile_bias else plan.tile_rows(problem.num_heads_q)
+        finite = cpu_forward.is_finite(problem, seq.q, seq.k, seq.v, rows.dout)
+        in_tiles = seq.has_tile_bias or not (with_kernel and finite)
+        tile_rows = plan.tile_rows(problem.num_heads_q) if in_tiles else None
         for block in plan.row_blocks(problem.band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
             for rectangle in block:
-                if with_kernel:
+                if with_kernel and finite:
                     _kernel_share(problem, seq, rows, rectangle, sums)
                 else:
                     _tile_share(problem, t, seq, rows, rectangle, sums, finite)

@@ -18,14 +18,14 @@ def forward(problem: Problem, tensors: Tensors) -> State:
     out = torch.zeros(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
     lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.full(lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    finite = is_finite(problem, tensors)
-    with_kernel = kernel_fits(problem) and finite
+    with_kernel = kernel_fits(problem)
     for seq in plan.sequences(problem, tensors, one_by_one=splits_batch(problem, with_kernel)):
-        rows = None if with_kernel and not seq.has_tile_bias else plan.tile_rows(problem.num_heads_q)
+        finite = is_finite(problem, seq.k, seq.v)
+        rows = plan.tile_rows(problem.num_heads_q) if seq.has_tile_bias or not (with_kernel and finite) else None
         out_rows, lse_rows = seq.view(out), seq.lse_view(lse)
         for block in plan.row_blocks(problem.band, seq.seqlen_q, seq.seqlen_k, tile_rows=rows):
             span = slice(*block[0].rows)
-            part, part_lse = _row_block(problem, tensors, seq, block, with_kernel, finite)
+            part, part_lse = _row_block(problem, tensors, seq, block, with_kernel and finite, finite)
             out_rows[:, :, span], lse_rows[:, :, span] = part, part_lse
         if tensors.sinks is not None:
             _add_sinks(out_rows, lse_rows, tensors.sinks)
@@ -33,8 +33,12 @@ def forward(problem: Problem, tensors: Tensors) -> State:
 
 
 def kernel_fits(problem: Problem) -> bool:
-    """Whether PyTorch's kernel knows the scores of this problem, tiles of biases given."""
-    return problem.softcap == 0 and problem.dropout_p == 0 and problem.head_dim == problem.head_dim_v
+    """Whether PyTorch's kernel knows the scores of this problem, tiles of biases given.
+
+    It multiplies -inf by the scale, so that scale has to be positive.
+    """
+    plain = problem.softcap == 0 and problem.dropout_p == 0 and problem.softmax_scale > 0
+    return plain and problem.head_dim == problem.head_dim_v
 
 
 def splits_batch(problem: Problem, with_kernel: bool) -> bool:
@@ -42,13 +46,13 @@ def splits_batch(problem: Problem, with_kernel: bool) -> bool:
     return not with_kernel or problem.mask or problem.alibi or problem.bias_dtype is not None
 
 
-def is_finite(problem: Problem, tensors: Tensors, *more: Tensor) -> bool:
+def is_finite(problem: Problem, *inputs: Tensor) -> bool:
     """Whether plain products are safe: nothing is masked, or no input holds an infinity or NaN.
 
     A masked pair has probability 0, and 0 times NaN is NaN: what a row does not attend to would reach it.
     """
     nothing_masked = problem.band.unbounded and not problem.mask and problem.bias_dtype is None
-    return nothing_masked or plan.all_finite(tensors.k, tensors.v, *more)
+    return nothing_masked or plan.all_finite(*inputs)
 
 
 def _row_block(
