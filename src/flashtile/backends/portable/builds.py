@@ -126,7 +126,7 @@ def _kernels(
 
 
 def _build(name: str, direction: str, launch: Any, config: dict[str, Any]) -> KernelBuild:
-    """Types and values as the launcher would find them: None and integers of 1 are values, multiples of 16 are marked."""
+    """Types and values as a launch would find them: None and integers of 1 are values, multiples of 16 are marked."""
     signature, constexprs, divisible = {}, {}, []
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]

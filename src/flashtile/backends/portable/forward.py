@@ -118,23 +118,41 @@ def store_rows(
 
 
 @triton.jit
-def poisoned_product(keep, probs, v, acc, INPUT_PRECISION: tl.constexpr):
-    """``acc + probs @ v`` where an infinity or NaN in v reaches only the rows that keep its key.
+def spread_poison(
+    out_at, v_ptr, v_stride_row, key_start, key_stop, m_first, good, length_q, length_k, left, right, out_stride_row,
+    mask_at, mask_stride_row, mask_stride_col,
+    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Stores what infinities and NaN of v make of the rows that keep their key; good rows alone are touched.
 
-    One product counts, for every output element, the kept keys whose value is +inf, -inf or NaN, in three digits of one
-    number: blocks have at most 128 keys, so base 256 holds a count, and every term is exact in each dtype.
+    Counts, by products with 0 and 1, the kept keys of each kind, STEP keys and columns at a time.
     """
-    is_nan = v != v
-    infinite = tl.abs(v.to(tl.float32)) == float("inf")
-    clean = tl.where(is_nan | infinite, 0.0, v).to(v.dtype)
-    acc = tl.dot(probs, clean, acc, input_precision=INPUT_PRECISION)
-    digit = tl.where(is_nan, 32768.0, tl.where(infinite, tl.where(v > 0, 1.0, 256.0), 0.0))
-    count = tl.dot(keep.to(v.dtype), digit.to(v.dtype), input_precision=INPUT_PRECISION)
-    negative = tl.floor(count * (1.0 / 256.0))
-    positive = count - negative * 256.0
-    acc = tl.where(negative > 0.0, tl.where(positive > 0.0, float("nan"), float("-inf")) + acc, acc)
-    acc = tl.where((positive > 0.0) & (negative == 0.0), float("inf") + acc, acc)
-    return tl.where(count >= 32768.0, float("nan"), acc)
+    rows = m_first + tl.arange(0, BLOCK_M)[:, None]
+    for column in range(0, HEAD_DIM_V, STEP):
+        col = column + tl.arange(0, STEP)[None, :]
+        nans = tl.zeros([BLOCK_M, STEP], tl.float32)
+        above = tl.zeros([BLOCK_M, STEP], tl.float32)
+        below = tl.zeros([BLOCK_M, STEP], tl.float32)
+        for first in range(key_start, key_stop, STEP):
+            cols = first + tl.arange(0, STEP)[None, :]
+            key = first + tl.arange(0, STEP)[:, None]
+            v_at = v_ptr + key.to(tl.int64) * v_stride_row + col
+            v = tl.load(v_at, mask=(key < length_k) & (col < HEAD_DIM_V), other=0.0).to(tl.float32)
+            keep = tl.full([BLOCK_M, STEP], 1.0, tl.float32)
+            position = rows + (length_k - length_q)
+            keep = mask.band_select(keep, position, cols, length_k, left, right, 0.0, HAS_LEFT, HAS_RIGHT)
+            keep = scores.select_mask(
+                keep, mask_at, mask_stride_row, mask_stride_col, rows, cols, length_q, length_k, 0.0
+            ).to(tl.float16)
+            nans = tl.dot(keep, (v != v).to(tl.float16), nans)
+            above = tl.dot(keep, (v == float("inf")).to(tl.float16), above)
+            below = tl.dot(keep, (v == float("-inf")).to(tl.float16), below)
+        poison = tl.where(above > 0.0, float("inf"), float("-inf"))
+        poison = tl.where((nans > 0.0) | ((above > 0.0) & (below > 0.0)), float("nan"), poison)
+        touched = good[:, None] & (nans + above + below > 0.0) & (rows < length_q) & (col < HEAD_DIM_V)
+        at = out_at + rows.to(tl.int64) * out_stride_row + col
+        tl.store(at, poison.to(out_at.dtype.element_ty), mask=touched)
 
 
 @triton.jit
@@ -150,8 +168,8 @@ def attend(
 ):  # fmt: skip
     """Takes key blocks n_start ... n_stop - 1 into the state of BLOCK_M rows.
 
-    MASKED applies the band and the end of the keys; without it every row keeps every key. CAREFUL also keeps infinities
-    and NaN in v from rows that mask their key, at several times the cost.
+    MASKED applies the band and the end of the keys; without it every row keeps every key. CAREFUL takes 0 for every
+    infinity and NaN of v; ``spread_poison`` then adds what they do.
     """
     for n in tl.range(n_start, n_stop):
         first = n * BLOCK_N
@@ -175,20 +193,17 @@ def attend(
             kept = dropout.keep(rng_state_ptr, dropout_threshold, head_index, rows, key_blocks)
             probs = tl.where(kept, probs, 0.0)
         v = load_rows(v_source, v_ptr, batch_index, head_kv, start_k, first, length_k, v_stride_row,
-                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
+                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA and not CAREFUL)  # fmt: skip
         acc = acc * rescale[:, None]
         if CAREFUL:
-            exists = first + tl.arange(0, BLOCK_N)[:, None] < length_k
-            v = tl.where(exists, v, 0.0).to(v.dtype)
-            acc = poisoned_product(x != float("-inf"), probs.to(v.dtype), v, acc, INPUT_PRECISION)
-        else:
-            acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+            v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)
+        acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
     return acc, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "left", "right", "dropout_threshold"])
 def attention_forward(
-    q_ptr, k_source, v_source, out_ptr, lse_ptr,
+    q_ptr, k_source, v_source, v_ptr, out_ptr, lse_ptr,
     alibi_ptr, mask_ptr, bias_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, alibi_stride_b,
@@ -202,7 +217,7 @@ def attention_forward(
     """The output and lse of BLOCK_M rows of one head.
 
     seqlen_q and seqlen_k are the rows of the packed tensors if there are cu_seqlens. The batch strides of packed
-    tensors are 0. k_source and v_source are pointers, or descriptors with TMA.
+    tensors are 0. k_source is a pointer, or with TMA a descriptor; v_source is used with TMA alone.
     """
     b, h, m_block, start_q, length_q, start_k, length_k = locate(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, BLOCK_M, False, HAS_RIGHT
@@ -220,10 +235,10 @@ def attention_forward(
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
-    k_ptr, v_ptr = k_source, v_source
+    k_at = k_source
     if not TMA:
-        k_ptr = sequence.base(k_source, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
-        v_ptr = sequence.base(v_source, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
+        k_at = sequence.base(k_source, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
+    v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
     mask_at, bias_at = mask_ptr, bias_ptr
     if mask_ptr is not None:
         mask_at = sequence.base(mask_ptr, b, 0, h, mask_stride_b, 0, mask_stride_head)
@@ -243,6 +258,7 @@ def attention_forward(
     # Where rows of one block keep different keys, 0 * NaN would carry a NaN of v into rows that mask its key; what a
     # descriptor loads behind the end of a packed sequence is such a key for every row. That always shows as a NaN in
     # the result, so the loops pay nothing for it: the rare tile that has one is computed again, carefully.
+    leaked = False
     MAY_LEAK: tl.constexpr = HAS_LEFT or HAS_RIGHT or (mask_ptr is not None) or (TMA and VARLEN)
     # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end, the careful repeat.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
@@ -258,7 +274,7 @@ def attention_forward(
             row_max = tl.where(leaked, float("-inf"), row_max)
             row_sum = tl.where(leaked, 0.0, row_sum)
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q, n_start, n_stop, k_source, k_ptr, k_stride_row, v_source, v_ptr, v_stride_row,
+            acc, row_max, row_sum, q, n_start, n_stop, k_source, k_at, k_stride_row, v_source, v_at, v_stride_row,
             batch_index, head_kv, start_k, b, h, b * num_heads_q + h, rows[:, None], length_q, length_k, left, right,
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
             rng_state_ptr, dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
@@ -280,16 +296,24 @@ def attention_forward(
     store_rows(out_at, m_first, length_q, out_stride_row, out, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     lse_at = lse_ptr + (tl.cast(batch_index, tl.int64) * num_heads_q + h) * seqlen_q + start_q
     tl.store(lse_at + rows, lse, mask=rows < length_q)
+    if leaked:
+        tl.debug_barrier()  # the same elements are stored again, perhaps by other threads
+        spread_poison(
+            out_at, v_at, v_stride_row, n_min * BLOCK_N, n_max * BLOCK_N, m_first, lse == lse, length_q, length_k,
+            left, right, out_stride_row, mask_at, mask_stride_row, mask_stride_col, HEAD_DIM_V, BLOCK_M, 16,
+            HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
 
 
 def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, config: Config) -> Launch:
     """The forward's launch: what ``run`` computes and what a build compiles."""
     arguments = common_arguments(problem, tensors, config)
     tma = config.tma and tensors.k.numel() > 0
-    sources = {"k_source": tensors.k, "v_source": tensors.v}
+    k_source, v_source = tensors.k, None
     if tma:
-        sources = {name: descriptor(tensor, config.block_n, problem.varlen) for name, tensor in sources.items()}
-    arguments |= {"q_ptr": tensors.q, **sources, "out_ptr": out, "lse_ptr": lse, "sinks_ptr": tensors.sinks, "TMA": tma}
+        k_source, v_source = (descriptor(t, config.block_n, problem.varlen) for t in (tensors.k, tensors.v))
+    arguments |= {"q_ptr": tensors.q, "k_source": k_source, "v_source": v_source, "v_ptr": tensors.v, "TMA": tma}
+    arguments |= {"out_ptr": out, "lse_ptr": lse, "sinks_ptr": tensors.sinks}
     return Launch(attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options())
 
 
