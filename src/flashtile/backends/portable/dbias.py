@@ -34,7 +34,7 @@ def tile_gradient(
     start_k, length_k = sequence.sequence(cu_seqlens_k_ptr, b, batch, seqlen_k, VARLEN)
     m_first, n_first = m * BLOCK_M, n * BLOCK_N
     m_last = tl.minimum(m_first + BLOCK_M, length_q) - 1
-    n_min, _, _, n_max = blocks.key_blocks(
+    n_min, _full_min, _full_max, n_max = blocks.key_blocks(
         m_first, m_last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     if (n >= n_min) & (n < n_max):
@@ -61,7 +61,7 @@ def tile_gradient(
         origin = tl.load(origin_ptr + row_offset + rows, mask=rows < length_q, other=float("inf"))
         delta = tl.load(delta_ptr + row_offset + rows, mask=rows < length_q, other=0.0)
         product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
-        probs, _ = probabilities(
+        probs, _derivative = probabilities(
             product, origin[:, None], rows[:, None], cols[None, :], length_q, length_k, b, h, left, right, scale, param,
             slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
             HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, None, TRANSFORMED, True,
