@@ -1,0 +1,31 @@
+"""The ``flashtile`` command. Importing flashtile never imports this package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+# What the extra brings, and what the newest Typer brings along.
+_EXTRA = ("typer", "click", "rich", "matplotlib")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: What stands behind ``flashtile``; that of the process by default.
+
+    Returns:
+        The exit code: 0, 2 for input that cannot be used or memory that is not there, 130 when interrupted, and 1 when
+        a check that the command makes does not hold.
+    """
+    try:
+        from flashtile.cli.app import run
+
+        return run(sys.argv[1:] if arguments is None else list(arguments))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRA:
+            raise
+        print(f'flashtile: {missing} is not installed: pip install "flashtile[cli]"', file=sys.stderr)
+        return 2

@@ -1,0 +1,5 @@
+"""``flashtile demo``: exactness, memory, time and training on the machine it runs on, and a report of them."""
+
+from flashtile.cli.demo.command import demo
+
+__all__ = ["demo"]

@@ -1,0 +1,129 @@
+"""``flashtile info``: the machine, the versions, and what each backend can do here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flashtile import __version__, dispatch
+from flashtile.backends.base import Capabilities
+from flashtile.masks import Band
+from flashtile.problem import Problem
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
+    """What this machine is, and which backends can run on it."""
+    facts = {**machine(), "backends": [_backend(name) for name in dispatch.NAMES]}
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    console = Console()
+    console.print(_machine_table(facts))
+    console.print(_backend_table(facts["backends"]))
+    console.print("Which one a call takes, and why not another: flashtile explain", style="dim")
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that matter, as JSON can carry them."""
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return {
+        "flashtile": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "triton": _version("triton"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_cores": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+        "gpus": gpus,
+    }
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _backend(name: str) -> dict[str, Any]:
+    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    reasons = min((why_unusable(name, device) for device in here), key=len)
+    return {"name": name, "runs_on": dispatch.backend(name).summary, "usable": not reasons, "reasons": reasons}
+
+
+def why_unusable(name: str, device_type: str) -> list[str]:
+    """Why a backend cannot run any call on a device of this machine, empty if it can.
+
+    Args:
+        name: The backend.
+        device_type: ``cpu``, or ``cuda`` on a machine that has it.
+    """
+    backend = dispatch.backend(name)
+    capabilities = backend.capabilities("forward")
+    if capabilities is None:
+        return ["has no kernels yet"]
+    if device_type not in capabilities.device_types:
+        missing = backend.missing()
+        return [missing or f"needs a {' or '.join(capabilities.device_types)} device"]
+    return dispatch.reasons(name, _simplest(capabilities, device_type), "forward")
+
+
+def _simplest(capabilities: Capabilities, device_type: str) -> Problem:
+    """A call that uses no feature, so that only the machine itself can stand against it."""
+    gpu = device_type == "cuda" and not torch.version.hip
+    return Problem(
+        device_type=device_type,
+        compute_capability=torch.cuda.get_device_capability() if gpu else None,
+        dtype=capabilities.dtypes[0],
+        batch=1,
+        seqlen_q=128,
+        seqlen_k=128,
+        num_heads_q=1,
+        num_heads_kv=1,
+        head_dim=64,
+        head_dim_v=64,
+        band=Band(),
+        softmax_scale=0.125,
+    )
+
+
+def _machine_table(facts: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for key in ("flashtile", "python", "torch", "triton"):
+        table.add_row(key, facts[key] or "not installed")
+    table.add_row("system", facts["system"])
+    table.add_row("cpu", f"{facts['cpu_cores']} cores, {facts['cpu_threads']} threads used by torch")
+    for gpu in facts["gpus"]:
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        table.add_row("gpu", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}")
+    if not facts["gpus"]:
+        table.add_row("gpu", "none that torch can use")
+    return table
+
+
+def _backend_table(backends: list[dict[str, Any]]) -> Table:
+    table = Table(title="Backends, fastest first", title_justify="left")
+    for column in ("backend", "runs on", "usable here", "why not"):
+        table.add_column(column)
+    for row in backends:
+        table.add_row(row["name"], row["runs_on"], "yes" if row["usable"] else "no", "; ".join(row["reasons"]) or "-")
+    return table

@@ -1,0 +1,1 @@
+"""Readable models built on flashtile, and the text they are trained on."""

@@ -1,0 +1,184 @@
+"""A small character GPT that takes its attention as a function.
+
+The whole model is plain PyTorch. Swapping ``standard_attention`` for ``flash_attention`` is the one line that a user of
+flashtile would change, so two models that differ in nothing else can be trained side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import flashtile
+from flashtile.nn import RotaryEmbedding
+
+# Causal self-attention: q, k, v and the result are (batch, seqlen, num_heads, head_dim).
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention as the textbooks write it, with the whole score matrix in memory.
+
+    Args:
+        q: ``(batch, seqlen, num_heads, head_dim)``.
+        k: Like q.
+        v: Like q.
+
+    Returns:
+        ``softmax(q @ k^T / sqrt(head_dim)) @ v``, shaped like q.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    # In place, so that two matrices of this size are alive at once and not three.
+    probs = scores.masked_fill_(future, -torch.inf).softmax(dim=-1)
+    return (probs @ v).transpose(1, 2)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same by flashtile, without the score matrix; shapes as in ``standard_attention``."""
+    out = flashtile.attention(q, k, v, causal=True)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a ``CharGPT``.
+
+    Attributes:
+        vocab_size: Different characters.
+        seqlen: Characters that the model sees at once.
+        num_layers: Transformer blocks.
+        num_heads: Attention heads a block.
+        d_model: Width, a multiple of ``num_heads``.
+    """
+
+    vocab_size: int
+    seqlen: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    d_model: int = 128
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each on a normalised copy of the stream and added back to it."""
+
+    def __init__(self, config: GPTConfig, attention: Attention) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.attention = attention
+        self.rotate = RotaryEmbedding(config.d_model // config.num_heads)
+        self.norm_attention = nn.LayerNorm(config.d_model)
+        self.norm_mlp = nn.LayerNorm(config.d_model)
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.up = nn.Linear(config.d_model, 4 * config.d_model)
+        self.down = nn.Linear(4 * config.d_model, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps the stream ``(batch, seqlen, d_model)`` to itself."""
+        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        x = x + self.out(self.attention(self.rotate(q), self.rotate(k), v).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
+
+
+class CharGPT(nn.Module):
+    """A decoder-only transformer over characters.
+
+    Args:
+        config: Its sizes.
+        attention: The function that every block calls.
+    """
+
+    def __init__(self, config: GPTConfig, attention: Attention = flash_attention) -> None:
+        super().__init__()
+        self.config = config
+        self.characters = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.d_model)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self._initialise()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits ``(batch, seqlen, vocab_size)`` of each next character, from tokens ``(batch, seqlen)`` int64."""
+        x = self.characters(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def _initialise(self) -> None:
+        """Linear maps keep the size of their input, but those that end a block start at 0: it begins as identity."""
+        ends: list[nn.Linear] = []
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if isinstance(module, Block):
+                ends += [module.out, module.down]
+        for end in ends:
+            nn.init.zeros_(end.weight)
+        nn.init.zeros_(self.head.weight)
+        nn.init.normal_(self.characters.weight, std=0.5)
+
+    @torch.no_grad()
+    def write(self, tokens: Tensor, count: int, temperature: float = 0.8) -> Tensor:
+        """Appends ``count`` sampled characters to a prompt.
+
+        Args:
+            tokens: ``(1, length)`` int64, length at least 1.
+            count: How many to sample, from PyTorch's generator.
+            temperature: Below 1 prefers likely characters.
+
+        Returns:
+            ``(1, length + count)`` int64.
+        """
+        for _ in range(count):
+            logits = self(tokens[:, -self.config.seqlen :])[:, -1].float()
+            chosen = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)
+            tokens = torch.cat([tokens, chosen], dim=1)
+        return tokens
+
+
+class Text:
+    """A text as characters, split into a training part and a held-out tail of one tenth.
+
+    Args:
+        text: At least a few thousand characters.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.alphabet = sorted(set(text))
+        self._index = {character: i for i, character in enumerate(self.alphabet)}
+        tokens = self.encode(text)
+        split = len(tokens) * 9 // 10
+        self.train, self.held_out = tokens[:split], tokens[split:]
+
+    def encode(self, text: str) -> Tensor:
+        """Tokens ``(len(text),)`` int64."""
+        return torch.tensor([self._index[character] for character in text])
+
+    def decode(self, tokens: Tensor) -> str:
+        """The characters of tokens ``(length,)``."""
+        return "".join(self.alphabet[token] for token in tokens.tolist())
+
+
+def shakespeare() -> Text:
+    """The tiny Shakespeare text that comes with the package: 1.1 million characters, 65 of them different."""
+    return Text(resources.files("flashtile.examples").joinpath("data/tinyshakespeare.txt").read_text(encoding="utf-8"))
+
+
+def batch_of(tokens: Tensor, seqlen: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random excerpts and the characters that follow each of theirs: two tensors ``(batch, seqlen)`` int64."""
+    starts = torch.randint(len(tokens) - seqlen, (batch, 1), generator=generator)
+    excerpts = tokens[starts + torch.arange(seqlen + 1)]
+    return excerpts[:, :-1], excerpts[:, 1:]
+
+
+def loss_of(model: nn.Module, excerpts: Tensor, following: Tensor) -> Tensor:
+    """Mean cross-entropy, nats a character: ``ln(vocab_size)`` for a model that knows nothing."""
+    return F.cross_entropy(model(excerpts).flatten(0, 1).float(), following.flatten())
