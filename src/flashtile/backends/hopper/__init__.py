@@ -1,29 +1,62 @@
-"""The hopper backend; its kernels are not in place yet, so it declares that it can do nothing."""
+"""The Hopper backend: Gluon kernels with TMA, WGMMA, mbarriers and warp specialisation, for compute capability 9.0."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
+import torch
 from torch import Tensor
 
 from flashtile.backends.base import Capabilities, Direction, Gradients
 from flashtile.errors import UnsupportedError
 from flashtile.problem import Problem, Tensors
 
+_FORWARD = Capabilities(
+    device_types=("cuda",),
+    dtypes=(torch.float16, torch.bfloat16),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    min_compute_capability=(9, 0),
+    max_compute_capability=(9, 0),
+    causal=True,
+    window=True,
+    grouped_heads=True,
+    varlen=True,
+    softcap=True,
+    sinks=True,
+    deterministic=True,
+)
+
+
+@functools.cache
+def _missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return "needs Triton 3.6 or later, which brings Gluon"
+    return None
+
 
 class _Backend:
     name = "hopper"
-    summary = "nothing yet"
+    summary = "NVIDIA Hopper (compute capability 9.0)"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        return None
+        return _FORWARD if direction == "forward" else None
 
     def missing(self) -> str | None:
-        return None
+        return _missing()
 
     def describe(self, problem: Problem, direction: Direction) -> str:
-        return "nothing"
+        from flashtile.backends.hopper import tiles
+
+        return f"TMA and WGMMA, warp-specialised and persistent, {tiles.choose(problem)}"
 
     def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        raise UnsupportedError("hopper has no forward")
+        from flashtile.backends.hopper import launch
+
+        return launch.forward(problem, tensors)
 
     def backward(
         self, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None

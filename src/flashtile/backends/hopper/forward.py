@@ -1,0 +1,438 @@
+"""Attention forward for Hopper: one warp loads by TMA, warpgroups of 64 rows compute with WGMMA.
+
+The mathematics is in docs/algorithm.md. For each block of keys a warpgroup starts the scores of the next block, then
+multiplies the probabilities of this block with its values; the softmax of the next scores runs under that product.
+At the end of a tile the first scores of the next tile stand in for the next block's, so the tensor cores have work
+while a tile's output is normalised and stored. Source of the schedule: Shah et al. 2024, FlashAttention-3,
+arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
+"""
+
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from flashtile.backends.hopper.gluon_compat import aggregate, tma_load, tma_store, tma_store_wait
+from flashtile.backends.hopper.inline_asm import hold, rescale
+from flashtile.backends.hopper.pipeline import make_ring
+from flashtile.backends.hopper.schedule import (
+    HEAD,
+    N_BLOCK_MAX,
+    N_BLOCK_MIN,
+    RECORD_SIZE,
+    ROW,
+    SEQLEN_K,
+    SEQLEN_Q,
+    SEQUENCE,
+    START_Q,
+    Sizes,
+    coordinates,
+    field,
+    group_blocks,
+    key_blocks,
+    next_tile,
+    publish_tile,
+)  # fmt: skip
+from flashtile.backends.vocab import lagging_softmax, mask, quick_scores, softmax
+
+LOG2_E = softmax.LOG2_E
+
+
+@aggregate
+class Transform:
+    """How products become exponents of 2, and what else shapes the code of a step; the same for every block."""
+
+    scale_log2: gl.tensor
+    softcap: gl.tensor
+    prescale: gl.tensor
+    has_softcap: gl.constexpr
+    scale_first: gl.constexpr
+    may_be_empty: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, scale_log2, softcap, prescale, has_softcap, scale_first, may_be_empty):
+        self.scale_log2 = scale_log2
+        self.softcap = softcap
+        self.prescale = prescale
+        self.has_softcap = gl.constexpr(has_softcap)
+        self.scale_first = gl.constexpr(scale_first)
+        self.may_be_empty = gl.constexpr(may_be_empty)
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+             BLOCK_D: gl.constexpr):  # fmt: skip
+    """Finds the tiles, and loads each one's queries and then its key and value blocks from the last to the first."""
+    q_bytes: gl.constexpr = sizes.block_m * BLOCK_D * 2
+    kv_bytes: gl.constexpr = sizes.block_n * BLOCK_D * 2
+    tiles = 0
+    used = 0
+    tile = next_tile(0, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+    while not tile.is_end:
+        n_block_min, n_block_max = key_blocks(tile, sizes)
+        publish_tile(tile_ring, tiles, tile, n_block_min, n_block_max)
+        for group in gl.static_range(sizes.groups):
+            q_row = tile.row + group * sizes.block_m
+            q_at = coordinates(tile.b, tile.start_q, tile.seqlen_q, q_row, tile.head, 0, sizes.varlen)
+            load(q_desc, q_at, q_rings[group], tiles, q_bytes)
+        head = tile.head // sizes.group_size
+        n_block = n_block_max
+        while n_block > n_block_min:
+            n_block -= 1
+            at = coordinates(tile.b, tile.start_k, tile.seqlen_k, n_block * sizes.block_n, head, 0, sizes.varlen)
+            load(k_desc, at, k_ring, used, kv_bytes)
+            load(v_desc, at, v_ring, used, kv_bytes)
+            used += 1
+        tiles += 1
+        tile = next_tile(tile.step + 1, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+    publish_tile(tile_ring, tiles, tile, 0, 0)
+
+
+@gluon.jit
+def as_box(buffer, desc):
+    """A two-dimensional tile in the shape of a descriptor's box, whose other sides are 1."""
+    return buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def load(desc, at, ring, use, num_bytes: gl.constexpr):
+    """Starts the load of a tile into a channel."""
+    full = ring.acquire(use, num_bytes)
+    tma_load(desc, at, full, as_box(ring.at(use), desc))
+
+
+# In a WGMMA accumulator four threads share a row, and column c belongs to thread c // 2 % 4 of them: seen as
+# [M, N // 8, 4, 2], an accumulator has its threads along dimension 2 and each thread's own columns along 1 and 3.
+
+
+@gluon.jit
+def lane_sums(x, M: gl.constexpr, N: gl.constexpr):
+    """[M, N] -> [M, 4]: each thread's sums of the columns it holds; the four are added at the end of a tile."""
+    return gl.sum(gl.sum(gl.reshape(x, [M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def lane_keys(keys, like, M: gl.constexpr, N: gl.constexpr):
+    """[M] -> [M, 4]: each row's key, counted from the first column of a block that the thread holds."""
+    layout: gl.constexpr = gl.reshape(like, [M, N // 8, 4, 2]).type.layout
+    flat: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, flat))
+    return gl.convert_layout(keys, gl.SliceLayout(1, flat))[:, None] - 2 * lane[None, :]
+
+
+@gluon.jit
+def keep_keys(s, start, first_keys, last_keys, HAS_LEFT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """The scores of keys ``start ...``, -inf outside the rows' first and last keys (``lane_keys``).
+
+    A thread compares one number a row with its column numbers, which are immediates.
+    """
+    t = gl.reshape(s, [M, N // 8, 4, 2])
+    layout: gl.constexpr = t.type.layout
+    tens = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    ones = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    cols = 8 * tens[None, :, None, None] + ones[None, None, None, :]
+    t = gl.where(cols <= (last_keys - start)[:, None, :, None], t, float("-inf"))
+    if HAS_LEFT:
+        t = gl.where(cols >= (first_keys - start)[:, None, :, None], t, float("-inf"))
+    return gl.convert_layout(gl.reshape(t, [M, N]), s.type.layout)
+
+
+@gluon.jit
+def shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, MASKED: gl.constexpr):
+    """Softcap and mask: what happens to the scores before the softmax."""
+    if transform.has_softcap:
+        s = quick_scores.softcap(s, transform.softcap, transform.prescale)
+    if transform.scale_first:
+        s = s * transform.prescale
+    # MASKED is decided when the kernel is compiled, is_edge when it runs.
+    if MASKED:  # noqa: SIM102
+        if is_edge:
+            start = n_block * sizes.block_n
+            s = keep_keys(s, start, first_keys, last_keys, sizes.has_left, sizes.block_m, sizes.block_n)
+    return s
+
+
+@gluon.jit
+def operand(probs, dtype: gl.constexpr, layout: gl.constexpr):
+    """Probabilities as the left operand of the product with the values."""
+    return gl.convert_layout(probs.to(dtype), layout)
+
+
+@gluon.jit
+def step(q_ring, tiles, k_ring, v_ring, used, probs, acc, origin, row_sum, zeros, sizes, transform, n_block, is_edge,
+         is_last, first_keys, last_keys, BLOCK_D: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    """Multiplies the probabilities of use ``used`` with its values while block ``n_block``, the next use, is scored.
+
+    One loop runs over masked and unmasked blocks: where packed probabilities are carried from one loop into another,
+    they are taken apart and put together by 64 byte permutes a step.
+    """
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    dtype: gl.constexpr = v_ring.buffers.dtype
+    # Without a band only the last keys of a sequence need a mask, and they come first.
+    masked: gl.constexpr = sizes.has_left or sizes.has_right
+    k_ring.wait(used + 1)
+    s = warpgroup_mma(q_ring.at(tiles), k_ring.at(used + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    v_ring.wait(used)
+    acc = warpgroup_mma(probs, v_ring.at(used), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    k_ring.release(used + 1)
+    if not OVERLAP:
+        # The only buffer of the queries: the next tile's are loaded while this one ends.
+        q_ring.release(tiles, is_last)
+
+    s = shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, masked)
+    origin, subtrahend, factor = lagging_softmax.raise_origin(origin, s, transform.scale_log2, masked)
+    e = lagging_softmax.exponentials(s, transform.scale_log2, subtrahend)
+    sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
+    row_sum = hold(row_sum * sum_factor[:, None] + lane_sums(e, sizes.block_m, sizes.block_n))
+    probs = operand(e, dtype, p_layout)
+
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    v_ring.release(used)
+    acc = rescale(acc, gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), BLOCK_D)
+    return probs, acc, origin, row_sum
+
+
+@gluon.jit
+def first_scores(q_ring, tiles, k_ring, used, skipped, is_tile, zeros):
+    """Starts a tile's first scores; without a tile, those of whatever the buffers hold."""
+    k_ring.skip(used, skipped, is_tile)
+    q_ring.wait(tiles, is_tile)
+    k_ring.wait(used + skipped, is_tile)
+    k_tile = k_ring.at(used + skipped).permute((1, 0))
+    return warpgroup_mma(q_ring.at(tiles), k_tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys):
+    """The softmax state after a tile's first block: (probs, origin, row_sum)."""
+    s = shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, True)
+    # A tile may have no key at all, whatever the mask.
+    origin, subtrahend = lagging_softmax.first_origin(s, transform.scale_log2, True)
+    e = lagging_softmax.exponentials(s, transform.scale_log2, subtrahend)
+    return e, origin, lane_sums(e, sizes.block_m, sizes.block_n)
+
+
+@gluon.jit
+def store(desc, at, buffer, tile):
+    """Stores a tile by TMA, once the store before it has left the buffer."""
+    tma_store_wait(0)
+    buffer.store(tile)
+    fence_async_shared()
+    tma_store(desc, at, as_box(buffer, desc))
+
+
+@gluon.jit
+def epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
+             GROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+    """Normalises a tile's output, stores it, in two halves if STAGED, and stores lse."""
+    rows_layout: gl.constexpr = origin.type.layout
+    out_layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    head = field(tile_ring, tiles, HEAD)
+    total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + head).to(gl.float32)
+        if sizes.varlen:
+            # Rows behind the last sequence belong to nobody.
+            sink = gl.where(field(tile_ring, tiles, SEQUENCE) < sizes.batch, sink, float("-inf"))
+        factor, origin, total = softmax.add_sink(origin, total, sink)
+        scale, lse = softmax.finalise(origin, total)
+        scale = scale * factor
+    else:
+        scale, lse = softmax.finalise(origin, total)
+    scale = gl.convert_layout(scale, out_layout)
+    out = acc * scale[:, None]
+    if transform.may_be_empty:
+        # A row without keys shares a block with rows that have some: 0 times a NaN value must not become its output.
+        out = gl.where(scale[:, None] == 0.0, 0.0, out)
+    row = field(tile_ring, tiles, ROW) + GROUP * sizes.block_m
+    b = field(tile_ring, tiles, SEQUENCE)
+    start_q, seqlen_q, _ = lengths(tile_ring, tiles, sizes)
+    out = out.to(out_desc.dtype)
+    if STAGED:
+        low, high = gl.split(gl.permute(gl.reshape(out, [sizes.block_m, 2, BLOCK_D // 2]), (0, 2, 1)))
+        at = coordinates(b, start_q, seqlen_q, row, head, 0, sizes.varlen)
+        store(out_desc, at, out_s, low)
+        at = coordinates(b, start_q, seqlen_q, row, head, BLOCK_D // 2, sizes.varlen)
+        store(out_desc, at, out_s, high)
+    else:
+        store(out_desc, coordinates(b, start_q, seqlen_q, row, head, 0, sizes.varlen), out_s, out)
+
+    rows = row + gl.arange(0, sizes.block_m, rows_layout)
+    if sizes.varlen:
+        offsets = head * sizes.seqlen_q + start_q + rows
+    else:
+        offsets = (b * sizes.num_heads_q + head) * sizes.seqlen_q + rows
+    gl.store(lse_ptr + offsets, lse, mask=rows < seqlen_q)
+
+
+@gluon.jit
+def lengths(tile_ring, tiles, sizes):
+    """(start_q, seqlen_q, seqlen_k) of a tile's sequence."""
+    if sizes.varlen:
+        return field(tile_ring, tiles, START_Q), field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
+    return 0, sizes.seqlen_q, sizes.seqlen_k
+
+
+@gluon.jit
+def open_tile(tile_ring, tiles, sizes, rows, like, GROUP: gl.constexpr):
+    """Waits for a tile's record and reads what its loop needs."""
+    tile_ring.wait(tiles)
+    n_block_max = field(tile_ring, tiles, N_BLOCK_MAX)
+    n_block_min = field(tile_ring, tiles, N_BLOCK_MIN)
+    row = field(tile_ring, tiles, ROW)
+    _, seqlen_q, seqlen_k = lengths(tile_ring, tiles, sizes)
+    n_full_min, n_full_max, skipped = group_blocks(row, seqlen_q, seqlen_k, n_block_min, n_block_max, sizes, GROUP)
+    positions = rows + (row + seqlen_k - seqlen_q)
+    n_block = n_block_max - skipped - 1
+    first_keys = mask.first_key(positions, sizes.left, sizes.has_left)
+    last_keys = mask.last_key(positions, seqlen_k, sizes.right, sizes.has_right)
+    first_keys = lane_keys(first_keys, like, sizes.block_m, sizes.block_n)
+    last_keys = lane_keys(last_keys, like, sizes.block_m, sizes.block_n)
+    return n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys
+
+
+@gluon.jit
+def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, out_s, sizes, transform,
+             GROUP: gl.constexpr, BLOCK_D: gl.constexpr, OVERLAP: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+    """One warpgroup: 64 rows of every tile."""
+    BLOCK_M: gl.constexpr = sizes.block_m
+    BLOCK_N: gl.constexpr = sizes.block_n
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    dtype: gl.constexpr = out_desc.dtype
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
+    rows = GROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
+
+    tiles = 0
+    used = 0
+    is_tile, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys = open_tile(
+        tile_ring, tiles, sizes, rows, zeros, GROUP
+    )
+    s = first_scores(q_ring, tiles, k_ring, used, skipped, is_tile, zeros)
+    s = warpgroup_mma_wait(0, deps=[s])
+    v_ring.skip(used, skipped, is_tile)
+    used += skipped
+    k_ring.release(used, is_tile)
+    if not OVERLAP:
+        q_ring.release(tiles, is_tile & (n_block == n_block_min))
+    is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
+    e, origin, row_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
+    probs = operand(e, dtype, p_layout)
+
+    while is_tile:
+        acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, out_layout)
+        while n_block > n_block_min:
+            n_block -= 1
+            is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
+            probs, acc, origin, row_sum = step(
+                q_ring, tiles, k_ring, v_ring, used, probs, acc, origin, row_sum, zeros, sizes, transform, n_block,
+                is_edge, n_block == n_block_min, first_keys, last_keys, BLOCK_D, OVERLAP,
+            )  # fmt: skip
+            used += 1
+
+        is_tile, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys = open_tile(
+            tile_ring, tiles + 1, sizes, rows, zeros, GROUP
+        )
+        ahead = used + 1 + skipped
+        is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
+        if OVERLAP:
+            # The next tile's first scores, under the last values and the epilogue of this one. Behind the last tile
+            # they are those of stale buffers, and nobody reads them.
+            s = first_scores(q_ring, tiles + 1, k_ring, used + 1, skipped, is_tile, zeros)
+            v_ring.wait(used)
+            acc = warpgroup_mma(probs, v_ring.at(used), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
+            k_ring.release(ahead, is_tile)
+            q_ring.release(tiles)
+            e, next_origin, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
+            next_sum = hold(next_sum)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            v_ring.release(used)
+            v_ring.skip(used + 1, skipped, is_tile)
+            probs = operand(e, dtype, p_layout)
+            epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
+                     GROUP, BLOCK_D, STAGED)  # fmt: skip
+        else:
+            v_ring.wait(used)
+            acc = warpgroup_mma(probs, v_ring.at(used), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            v_ring.release(used)
+            v_ring.skip(used + 1, skipped, is_tile)
+            epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
+                     GROUP, BLOCK_D, STAGED)  # fmt: skip
+            s = first_scores(q_ring, tiles + 1, k_ring, used + 1, skipped, is_tile, zeros)
+            s = warpgroup_mma_wait(0, deps=[s])
+            k_ring.release(ahead, is_tile)
+            q_ring.release(tiles + 1, is_tile & (n_block == n_block_min))
+            e, next_origin, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
+            probs = operand(e, dtype, p_layout)
+        tile_ring.release(tiles)
+        origin, row_sum = next_origin, next_sum
+        tiles += 1
+        used = ahead
+    tma_store_wait(0)
+
+
+# No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
+_RUN_TIME = [
+    "lse_ptr", "sinks_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "scale_log2", "softcap", "prescale", "seqlen_q",
+    "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_RUN_TIME)
+def attention_forward(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, OVERLAP: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr,
+    VARLEN: gl.constexpr,
+):  # fmt: skip
+    """Attention of every tile; a program an SM.
+
+    Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says; pointers to lse (float32,
+    natural log, as the backend returns it), sinks and cu_seqlens, the last three None if absent; the numbers of
+    ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN; the band; then ``tiles.Config`` and what
+    the call has.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    record_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_ring = make_ring(dtype, [BLOCK_N, BLOCK_D], kv_layout, STAGES, GROUPS)
+    v_ring = make_ring(dtype, [BLOCK_N, BLOCK_D], kv_layout, STAGES, GROUPS)
+    tile_ring = make_ring(gl.int32, [RECORD_SIZE], record_layout, 2, GROUPS)
+    # Where the output does not fit beside the rest, it goes through half its size.
+    out_width: gl.constexpr = BLOCK_D // 2 if STAGED else BLOCK_D
+    out_s = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, out_width], q_layout)
+    sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
+                  [HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS])  # fmt: skip
+    # Rows of a packed sequence or of a band can be without keys; those of a dense full call cannot.
+    transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST,
+                          HAS_LEFT or HAS_RIGHT or VARLEN)  # fmt: skip
+    q0 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
+    q1 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_ring, v_ring, out_s.index(0), sizes, transform,
+                        0, BLOCK_D, OVERLAP, STAGED)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), sizes, transform,
+                        1, BLOCK_D, OVERLAP, STAGED)),
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_ring, v_ring, sizes, cu_seqlens_q_ptr,
+                        cu_seqlens_k_ptr, BLOCK_D)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        q2 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
+        gl.warp_specialize([
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_ring, v_ring, out_s.index(0), sizes, transform,
+                        0, BLOCK_D, OVERLAP, STAGED)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), sizes, transform,
+                        1, BLOCK_D, OVERLAP, STAGED)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q2, k_ring, v_ring, out_s.index(2), sizes, transform,
+                        2, BLOCK_D, OVERLAP, STAGED)),
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_ring, v_ring, sizes, cu_seqlens_q_ptr,
+                        cu_seqlens_k_ptr, BLOCK_D)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

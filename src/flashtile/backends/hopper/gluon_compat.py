@@ -1,0 +1,13 @@
+"""The Gluon names that differ between Triton releases, under one name each (3.6.0, 3.7.1 and 3.9.0 are tried)."""
+
+import triton
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language import core
+
+# Renamed after 3.7; the old names raise in 3.9.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+# Public from 3.9 on.
+aggregate = triton.aggregate if hasattr(triton, "aggregate") else core._aggregate

@@ -1,0 +1,189 @@
+"""Which tile a persistent program works on next, where its rows and keys lie, and which key blocks it visits."""
+
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.gluon_compat import aggregate
+from flashtile.backends.vocab import balanced, blocks, scheduler, sequence
+
+# TMA bounds every dimension of a tensor, but knows nothing of the sequences packed into one. A descriptor of a packed
+# tensor has two dimensions more, whose strides cancel modulo 2**64, so that the row coordinate runs into its bound,
+# PACKED_ROWS, exactly where the sequence ends: loads are filled with zeros there and stores are dropped.
+PACKED_ROWS = gl.constexpr(2**30)
+
+
+@aggregate
+class Sizes:
+    """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``."""
+
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    batch: gl.tensor
+    num_heads_q: gl.tensor
+    group_size: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    has_left: gl.constexpr
+    has_right: gl.constexpr
+    varlen: gl.constexpr
+    block_m: gl.constexpr
+    block_n: gl.constexpr
+    groups: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right, flags):
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.batch = batch
+        self.num_heads_q = num_heads_q
+        self.group_size = group_size
+        self.left = left
+        self.right = right
+        for name, flag in zip(("has_left", "has_right", "varlen", "block_m", "block_n", "groups"), flags, strict=True):
+            setattr(self, name, gl.constexpr(flag))
+
+
+@aggregate
+class Tile:
+    """One tile: ``groups * block_m`` rows of one head of one sequence, from ``row`` on."""
+
+    step: gl.tensor
+    is_end: gl.tensor
+    b: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    start_q: gl.tensor
+    seqlen_q: gl.tensor
+    start_k: gl.tensor
+    seqlen_k: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, step, is_end, b, head, row, start_q, seqlen_q, start_k, seqlen_k):
+        self.step = step
+        self.is_end = is_end
+        self.b = b
+        self.head = head
+        self.row = row
+        self.start_q = start_q
+        self.seqlen_q = seqlen_q
+        self.start_k = start_k
+        self.seqlen_k = seqlen_k
+
+
+@gluon.jit
+def _place(step, sizes, cu_seqlens_q_ptr):
+    """(block, b, head, is_tile, is_end) of a step of this program."""
+    rows: gl.constexpr = sizes.groups * sizes.block_m
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    if sizes.varlen:
+        num_tiles = sizes.seqlen_q // rows + sizes.batch + 1
+        place = step * num_programs + program
+        is_end = place >= num_tiles * sizes.num_heads_q
+        place = gl.where(is_end, 0, place)
+        index = scheduler.longest_first(place // sizes.num_heads_q, num_tiles, sizes.has_right)
+        b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows)
+        _, length = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, True)
+        return block, b, place % sizes.num_heads_q, block * rows < length, is_end
+    num_blocks = (sizes.seqlen_q + rows - 1) // rows
+    num_heads = sizes.batch * sizes.num_heads_q
+    if sizes.has_right:
+        block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
+    else:
+        place = step * num_programs + program
+        block, head = place % num_blocks, place // num_blocks
+        is_tile, is_end = step >= 0, head >= num_heads
+    return block, head // sizes.num_heads_q, head % sizes.num_heads_q, is_tile, is_end
+
+
+@gluon.jit
+def next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
+    """The first tile of this program at ``step`` or behind it."""
+    step = gl.to_tensor(step)
+    block, b, head, is_tile, is_end = _place(step, sizes, cu_seqlens_q_ptr)
+    if sizes.varlen or sizes.has_right:
+        while not (is_tile | is_end):
+            step += 1
+            block, b, head, is_tile, is_end = _place(step, sizes, cu_seqlens_q_ptr)
+    start_q, seqlen_q = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, sizes.varlen)
+    start_k, seqlen_k = sequence.sequence(cu_seqlens_k_ptr, b, sizes.batch, sizes.seqlen_k, sizes.varlen)
+    if sizes.varlen:
+        # The rows behind the last sequence have no keys.
+        seqlen_k = gl.where(b < sizes.batch, seqlen_k, 0)
+    row = block * (sizes.groups * sizes.block_m)
+    start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
+    return Tile(step, is_end, b, head, row, start_q, seqlen_q, start_k, seqlen_k)
+
+
+@gluon.jit
+def key_blocks(tile, sizes):
+    """The key blocks [n_block_min, n_block_max) that a tile loads: at least one.
+
+    A tile without keys gets a block behind the end of the keys, which TMA fills with zeros: nothing that the tensors
+    hold can reach its rows.
+    """
+    last = gl.minimum(tile.row + sizes.groups * sizes.block_m, tile.seqlen_q) - 1
+    n_block_min, _, _, n_block_max = blocks.key_blocks(
+        tile.row, last, tile.seqlen_q, tile.seqlen_k, sizes.left, sizes.right, sizes.has_left, sizes.has_right,
+        sizes.block_n,
+    )  # fmt: skip
+    is_empty = n_block_min >= n_block_max
+    n_block_min = gl.where(is_empty, (tile.seqlen_k + sizes.block_n - 1) // sizes.block_n, n_block_min)
+    return n_block_min, gl.where(is_empty, n_block_min + 1, n_block_max)
+
+
+@gluon.jit
+def group_blocks(row, seqlen_q, seqlen_k, n_block_min, n_block_max, sizes, GROUP: gl.constexpr):
+    """What one warpgroup of a tile makes of the tile's key blocks [n_block_min, n_block_max).
+
+    Returns:
+        (n_full_min, n_full_max, skipped): blocks outside [n_full_min, n_full_max) need a mask. The warpgroup leaves
+        out ``skipped`` blocks at the upper end, 0 or 1: the producer goes through a tile from above, and waits for the
+        value block before last.
+    """
+    first = row + GROUP * sizes.block_m
+    last = gl.minimum(first + sizes.block_m, seqlen_q) - 1
+    _, n_full_min, n_full_max, own_max = blocks.key_blocks(
+        first, last, seqlen_q, seqlen_k, sizes.left, sizes.right, sizes.has_left, sizes.has_right, sizes.block_n
+    )
+    skipped = 0
+    if sizes.has_right:
+        skipped = gl.where((own_max < n_block_max) & (n_block_max - n_block_min > 1), 1, 0)
+    return n_full_min, n_full_max, skipped
+
+
+# What the producer tells the consumers of a tile, in this order, as int32. n_block_max is 0 behind the last tile. Read
+# from shared memory when needed, a tile costs the consumers no registers.
+RECORD_SIZE = gl.constexpr(8)
+N_BLOCK_MIN, N_BLOCK_MAX, ROW, HEAD, SEQUENCE, START_Q, SEQLEN_Q, SEQLEN_K = (gl.constexpr(i) for i in range(8))
+
+
+@gluon.jit
+def publish_tile(ring, use, tile, n_block_min, n_block_max):
+    """Writes a tile's record."""
+    ring.claim(use)
+    lane = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
+    record = gl.where(lane == N_BLOCK_MIN, n_block_min, gl.where(tile.is_end, 0, n_block_max))
+    record = gl.where(lane == ROW, tile.row, record)
+    record = gl.where(lane == HEAD, tile.head, record)
+    record = gl.where(lane == SEQUENCE, tile.b, record)
+    record = gl.where(lane == START_Q, tile.start_q, record)
+    record = gl.where(lane == SEQLEN_Q, tile.seqlen_q, record)
+    record = gl.where(lane == SEQLEN_K, tile.seqlen_k, record)
+    ring.at(use).store(record)
+    ring.publish(use)
+
+
+@gluon.jit
+def field(ring, use, FIELD: gl.constexpr):
+    """One number of a tile's record."""
+    one = ring.at(use).slice(FIELD, 1).load(gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.max(one, 0)
+
+
+@gluon.jit
+def coordinates(b, start, length, row, head, col, VARLEN: gl.constexpr):
+    """TMA coordinates of a row and column of one head of a sequence."""
+    if VARLEN:
+        return PACKED_ROWS, start + length, PACKED_ROWS - length + row, head, col
+    return b, row, head, col

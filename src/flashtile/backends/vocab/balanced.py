@@ -1,0 +1,70 @@
+"""A closed-form tile order that balances causal work over persistent programs: no table, no counter, no atomics.
+
+Rows near the end of a causal sequence see the most keys. Block m of M costs about m, so blocks m and M - 1 - m together
+cost the same for every m: most of the work is dealt out in such pairs, head by head, which keeps the keys and values of
+few heads in the L2 cache. The last rounds are dealt out one block at a time instead, longest first and back and forth
+over the programs (a boustrophedon), which evens out the ends.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TAIL_ROUNDS = tl.constexpr(2)
+
+
+@triton.jit
+def paired(step, program, num_programs, num_blocks, num_heads):
+    """The tile of a program's step.
+
+    Args:
+        step: 0, 1, 2, ...
+        program: This program, 0 <= program < num_programs.
+        num_programs: Programs that share the work.
+        num_blocks: Query blocks a head, >= 1; block m costs more than block m - 1.
+        num_heads: Heads of all sequences together.
+
+    Returns:
+        (block, head, is_tile, is_end): is_tile is False for a step that has nothing to do, is_end is True for every
+        step behind the last one.
+    """
+    # With an odd number of blocks two heads are dealt out together, so that the middle blocks have partners too.
+    span = 1 + (num_blocks & 1)
+    length = num_blocks * span
+    pairs = length // 2
+    num_spans = (num_heads + span - 1) // span
+    total = num_spans * pairs
+    rounds = tl.maximum(total // num_programs - TAIL_ROUNDS, 0)
+
+    if step < 2 * rounds:
+        item = (step // 2) * num_programs + program
+        which = item // pairs
+        pair = item % pairs
+        last_half = (step & 1) == 1
+        is_end = step < 0
+    else:
+        dealt = rounds * num_programs
+        in_tail = total - dealt
+        first_span = dealt // pairs
+        first_pair = dealt % pairs
+        tail_spans = num_spans - first_span
+        turn = step - 2 * rounds
+        place = turn * num_programs + tl.where((turn & 1) == 0, program, num_programs - 1 - program)
+        is_end = place >= 2 * in_tail
+        last_half = place >= in_tail
+        place = tl.where(last_half, 2 * in_tail - 1 - place, place)
+        place = tl.where(is_end, 0, place)
+        # The first span of the tail has lost its first pairs to the rounds before.
+        full_spans = tl.maximum(tail_spans - 1, 1)
+        before = first_pair * (tail_spans - 1)
+        if place < before:
+            pair = place // full_spans
+            which = first_span + 1 + place % full_spans
+        else:
+            pair = first_pair + (place - before) // tail_spans
+            which = first_span + (place - before) % tail_spans
+
+    position = tl.where(last_half, pair, length - 1 - pair)
+    head = which * span + position % span
+    return position // span, head, head < num_heads, is_end
