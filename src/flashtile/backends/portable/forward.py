@@ -268,7 +268,7 @@ def attention_forward(
         if phase == 2:
             n_start, n_stop = n_full_max, n_max
         if phase == 3:
-            leaked = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0) > 0
+            leaked = tl.max((acc != acc).to(tl.int32)) > 0
             n_start, n_stop = n_min, tl.where(leaked, n_max, n_min)
             acc = tl.where(leaked, 0.0, acc)
             row_max = tl.where(leaked, float("-inf"), row_max)

@@ -106,7 +106,7 @@ def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
     if arch == "interpreter":
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
-        return _float32(kernel, arch, dim)
+        return _float32(arch, dim)
     table = {"sm_90": _SM_90, "sm_100": _SM_90, "sm_80": _SM_80, "sm_86": _SM_86, "gfx942": _GFX942}[arch]
     config = table[kernel][dim]
     if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
@@ -114,9 +114,10 @@ def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
     return config
 
 
-def _float32(kernel: Kernel, arch: str, dim: int) -> Config:
+def _float32(arch: str, dim: int) -> Config:
     # True float32 products run on the plain FMA units from registers: small tiles keep their operands there.
-    return Config(32, 32 if dim <= 128 else 16, 4, 2 if dim <= 64 and arch != "gfx942" else 1)
+    size = 32 if dim <= 128 else 16
+    return Config(size, size, 4, 2 if dim <= 64 and arch != "gfx942" else 1)
 
 
 _Table = dict[str, dict[int, Config]]

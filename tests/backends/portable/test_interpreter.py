@@ -1,0 +1,117 @@
+"""The portable kernels in Triton's interpreter: the whole case table, and what no table of results shows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flashtile import reference
+from flashtile.backends.portable import forward, tiles
+from flashtile.backends.portable.tiles import Config
+from flashtile.masks import Band
+from flashtile.problem import Problem, Tensors
+from tests.cases import CASES, Case, build, judge
+from tests.poison import poisoned_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+LOW_PRECISION = [c for c in CASES if c.name in {"causal", "window", "everything", "varlen_features", "odd_dims"}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_case_table(case: Case) -> None:
+    judge(build(case, torch.float32), "portable")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LOW_PRECISION, ids=str)
+def test_low_precision(case: Case, dtype: torch.dtype) -> None:
+    judge(build(case, dtype), "portable")
+
+
+UNEVEN = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
+DESCRIPTORS = Config(32, 16, 4, 1, tma=True), Config(16, 32, 4, 1, tma=True)
+
+
+@pytest.mark.parametrize("pair", [UNEVEN, DESCRIPTORS], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize(
+    "name", ["causal", "more_keys_window", "group_causal", "varlen_spare", "varlen_window", "dropout"]
+)
+def test_tiles_of_other_shapes_and_descriptors(name: str, pair: tuple[Config, Config]) -> None:
+    case = dataclasses.replace(next(c for c in CASES if c.name == name), head_dim=16, head_dim_v=24)
+    wide, tall = pair
+    with tiles.override(forward=wide, dkdv=tall, dq=wide):
+        judge(build(case, torch.float32), "portable")
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("masked", [False, True], ids=["band alone", "with attn_mask"])
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(3, 2)], ids=str)
+def test_a_nan_reaches_only_the_rows_that_keep_it(band: Band, masked: bool, tma: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 33, 2, 24), torch.randn(1, 40, 1, 24), torch.randn(1, 40, 1, 24)
+    v[0, 11, 0, 5], v[0, 20, 0, 7], v[0, 22, 0, 7], v[0, 30, 0, 3] = torch.nan, torch.inf, -torch.inf, torch.inf
+    v[0, 39], k[0, 36] = torch.nan, torch.nan
+    tensors = Tensors(q, k, v, attn_mask=torch.rand(1, 1, 33, 40) > 0.5 if masked else None)
+    problem = Problem.build(tensors, band)
+    with tiles.override(forward=Config(16, 16, 4, 1, tma=tma)):
+        out, lse = forward.run(problem, tensors)
+    exact_out, exact_lse = reference.attention(problem, tensors)
+    torch.testing.assert_close(out.double(), exact_out, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert band.unbounded or not out.isnan().all()
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_lies_behind_a_length_reaches_nothing(causal: bool, tma: bool) -> None:
+    """NaN behind the last sequence and in the neighbours: gradients of the sequence in between stay exact."""
+    case = Case("varlen", batch=3, lengths=((7, 9), (21, 21), (5, 3)), spare=6, causal=causal, lse_grad=True)
+    config = Config(16, 16, 4, 1, tma=tma)
+
+    def run(poison: bool) -> list[torch.Tensor]:
+        call = build(case, torch.float32)
+        with torch.no_grad():
+            for name, bounds in (("q", (7, 28)), ("k", (9, 30)), ("v", (9, 30))):
+                leaf = call.leaves[name]
+                if poison:
+                    leaf[: bounds[0]] = torch.nan
+                    leaf[bounds[1] :] = torch.nan
+        with poisoned_memory(), tiles.override(forward=config, dkdv=config, dq=config):
+            out, lse = call.run("portable")
+            weight = torch.zeros_like(out)
+            weight[7:28] = torch.linspace(-1, 1, out[7:28].numel()).reshape_as(out[7:28])
+            if poison:
+                weight[:7], weight[28:] = torch.nan, torch.nan
+            grads = torch.autograd.grad(out, list(call.leaves.values()), weight)
+        return [out[7:28], lse[:, 7:28], grads[0][7:28], grads[1][9:30], grads[2][9:30]]
+
+    for clean, poisoned in zip(run(False), run(True), strict=True):
+        assert torch.isfinite(clean).all()
+        assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_is_bitwise_the_same_in_any_batch(causal: bool) -> None:
+    case = Case("batch", batch=3, seqlen_q=37, seqlen_k=41, causal=causal)
+    whole = build(case, torch.float16)
+    out, lse = whole.run("portable")
+    q, k, v = (whole.leaves[name] for name in ("q", "k", "v"))
+    for b in range(3):
+        tensors = Tensors(q[b : b + 1], k[b : b + 1], v[b : b + 1])
+        alone, alone_lse = forward.run(Problem.build(tensors, whole.problem.band), tensors)
+        assert torch.equal(alone[0], out[b])
+        assert torch.equal(alone_lse[0], lse[b])
+
+
+def test_the_backward_repeats_bitwise() -> None:
+    case = Case("repeat", kv_heads=1, causal=True, bias="h", sinks=True, dropout=0.2)
+    runs = []
+    for _ in range(2):
+        call = build(case, torch.float16)
+        out, _ = call.run("portable")
+        runs.append(torch.autograd.grad(out, list(call.leaves.values()), torch.ones_like(out)))
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)

@@ -1,0 +1,87 @@
+"""The tile table: legal, complete, blind to the batch; and the builds that are watched."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flashtile.backends.portable import BACKEND, tiles
+from flashtile.backends.portable.builds import builds
+from flashtile.backends.portable.tiles import Config
+from tests.cases import Case, build
+
+ARCHS = [*tiles.SHARED_BYTES]
+
+
+def _problem(head_dim: int, **changes: object):
+    return dataclasses.replace(build(Case("x", head_dim=head_dim), torch.float16).problem, **changes)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "dbias"])
+def test_every_head_dim_has_tiles_that_fit(arch: str, kernel: tiles.Kernel) -> None:
+    for head_dim in (1, 16, 24, 64, 80, 128, 192, 256):
+        for dtype in (torch.float16, torch.float32):
+            config = tiles.choose(_problem(head_dim, dtype=dtype), kernel, arch)
+            bytes_each = 4 if dtype == torch.float32 else 2
+            fixed, moving = {
+                "forward": (config.block_m, config.block_n),
+                "dq": (config.block_m, config.block_n),
+                "dkdv": (config.block_n, config.block_m),
+                "dbias": (0, config.block_m + config.block_n),
+            }[kernel]
+            # Two moving operands in num_stages tiles, and at least one fixed operand that matrix units read.
+            need = tiles.padded(head_dim) * bytes_each * (2 * moving * config.num_stages + fixed)
+            if kernel == "dbias":
+                need = tiles.padded(head_dim) * bytes_each * moving
+            assert need <= tiles.SHARED_BYTES[arch], (head_dim, dtype, config)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "dbias"])
+def test_tiles_ignore_batch_and_lengths(kernel: tiles.Kernel) -> None:
+    one = _problem(64)
+    many = dataclasses.replace(one, batch=512, seqlen_q=9, seqlen_k=70000, num_heads_q=64)
+    assert tiles.choose(one, kernel, "sm_90") == tiles.choose(many, kernel, "sm_90")
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), (48, 64), (512, 64), (64, 256)])
+def test_illegal_tiles_are_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="block_"):
+        Config(*sizes, 4, 1)
+
+
+def test_override_lasts_as_long_as_it_should() -> None:
+    problem = _problem(64)
+    before = tiles.choose(problem, "dq", "sm_80")
+    with tiles.override(dq=Config(16, 16, 1, 1)):
+        assert tiles.choose(problem, "dq", "sm_80") == Config(16, 16, 1, 1)
+    assert tiles.choose(problem, "dq", "sm_80") == before
+
+
+def test_unaligned_tensors_get_no_descriptors() -> None:
+    assert tiles.choose(_problem(64), "forward", "sm_90").tma
+    assert not tiles.choose(_problem(64, aligned=False), "forward", "sm_90").tma
+    assert not tiles.choose(_problem(20), "forward", "sm_90").tma
+
+
+def test_describe_names_the_tiles() -> None:
+    problem = _problem(64, bias_dtype=torch.float16, bias_grad=True)
+    assert BACKEND.describe(problem, "forward") == f"Triton, tiles {tiles.choose(problem, 'forward')}"
+    for kernel in ("dkdv", "dq", "dbias"):
+        assert str(tiles.choose(problem, kernel)) in BACKEND.describe(problem, "backward")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "gfx942"])
+def test_builds_name_every_argument_once(arch: str) -> None:
+    records = builds(arch)
+    assert {r.name for r in records} == {
+        "attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dq",
+        "attention_backward_dbias",
+    }  # fmt: skip
+    for record in records:
+        assert set(record.signature) | set(record.constexprs) == set(record.kernel.arg_names), record.label
+        assert not set(record.signature) & set(record.constexprs)
+        assert set(record.divisible) <= set(record.signature)
+    assert builds("sm_70") == []
