@@ -1,6 +1,6 @@
 """Tests that run kernels need Triton's interpreter, tests that build kernels must not have it.
 
-It is on or off for a whole process, from before Triton is imported. So the suite runs twice: once as it is, and once with
+It is on or off for a whole process, from before Triton is imported. So the suite runs twice: as it is, and once with
 ``TRITON_INTERPRET=1 pytest tests/backends/portable tests/backends/vocab``.
 """
 
