@@ -42,9 +42,8 @@ def main() -> None:
     # ALiBi, softcap and sinks combine with any mask.
     slopes = 2.0 ** -torch.arange(1.0, 5.0)
     out = flashtile.attention(q, k, v, causal=True, alibi_slopes=slopes, softcap=20.0, sinks=torch.zeros(4))
-    print(
-        f"with ALiBi, softcap and sinks: out {tuple(out.shape)}, first row shortened by its sink to {out[0, 0, 0, 0]:.3f}"
-    )
+    # Row 0 sees one key, so without its sink it would be that key's value.
+    print(f"with ALiBi, softcap and sinks: {out[0, 0, 0, 0]:.3f} of a value of {v[0, 0, 0, 0]:.3f} is left in row 0")
 
 
 if __name__ == "__main__":

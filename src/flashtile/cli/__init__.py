@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from flashtile.cli.app import run
 
         return run(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        return 130
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:

@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="flashtile", standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
+    except typer.Abort:
         return _fail("interrupted", 130)
     except _CommandError as error:
         return _usage(error)

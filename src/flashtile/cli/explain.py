@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from flashtile import dispatch
+from flashtile import dispatch, settings
 from flashtile.backends.base import Direction
 from flashtile.cli.choices import DeviceType, DtypeName
 from flashtile.errors import InvalidInputError, UnsupportedError
@@ -119,6 +119,7 @@ def _device(device: DeviceType, arch: str | None) -> tuple[str, tuple[int, int] 
 
 def _explain_elsewhere(problem: Problem, name: str | None) -> str:
     """As ``dispatch.explain``, whatever this machine lacks to run a backend: the call would run on another one."""
+    name = name or settings.BACKEND.get() or None
     lines = [f"{dispatch.describe_problem(problem)}, compute capability {'{}.{}'.format(*_known(problem))}"]
     directions: tuple[Direction, ...] = ("forward", "backward") if problem.needs_grad else ("forward",)
     for direction in directions:

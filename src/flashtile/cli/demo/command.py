@@ -63,7 +63,7 @@ _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIZES = {
     ("cpu", False): Size(
         seqlen=192, dtypes=_CPU_DTYPES, num_heads=4, head_dim=64, dtype="float32", first=512, beyond=2, patience_s=3.0,
-        recipe=training.Recipe(128, 4, 4, 128, 8, 4e-3, max_steps=400, min_steps=60, budget_s=25.0), sample_length=320,
+        recipe=training.Recipe(128, 4, 4, 128, 8, 4e-3, max_steps=400, min_steps=50, budget_s=25.0), sample_length=320,
     ),
     ("cpu", True): Size(
         seqlen=64, dtypes=_CPU_DTYPES[:2], num_heads=4, head_dim=64, dtype="float32", first=512, beyond=1,

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import re
 import resource
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,9 +83,9 @@ def measure(request: Request) -> Answer:
             memory.start()
             call()
             peak = memory.peak()
-            if peak > request.budget_bytes:
-                return Answer(fits=False, peak_bytes=peak, reusable=memory.reusable)
-            return Answer(True, peak, _median_time(call, request.device), memory.reusable)
+        if peak > request.budget_bytes:
+            return Answer(fits=False, peak_bytes=peak, reusable=memory.reusable)
+        return Answer(True, peak, _median_time(call), memory.reusable)
     except (MemoryError, torch.OutOfMemoryError):
         return Answer(fits=False, reusable=memory.reusable)
     except RuntimeError as error:
@@ -110,7 +112,7 @@ def _call(request: Request, seqlen: int) -> Callable[[], None]:
     return call
 
 
-def _median_time(call: Callable[[], None], device: str) -> float:
+def _median_time(call: Callable[[], None]) -> float:
     """Seconds: the median of up to seven runs, fewer where one takes long."""
     times: list[float] = []
     while len(times) < 7 and sum(times) < 0.6:
@@ -133,6 +135,9 @@ class _ProcessMemory:
         if not _STATUS.exists():
             yield
             return
+        # While memory is measured every tensor of a megabyte gets pages of its own, so that neither what the allocator
+        # keeps for later nor holes in its heap count. For times it keeps what it has, as in a long training run.
+        _malloc_option(_M_MMAP_THRESHOLD, 1 << 20)
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = _status_bytes("VmData") + budget_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
@@ -140,10 +145,11 @@ class _ProcessMemory:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            _malloc_option(_M_MMAP_THRESHOLD, 32 << 20)
+            _malloc_option(_M_TRIM_THRESHOLD, 256 << 20)
 
     def start(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
-            # What the allocator keeps for later would hide what the call takes.
             ctypes.CDLL(None).malloc_trim(0)
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -189,12 +195,52 @@ class _CudaMemory:
         return torch.cuda.max_memory_allocated() - self._base
 
 
+# Of glibc's mallopt(3).
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+def _malloc_option(option: int, value: int) -> None:
+    """Sets an option of glibc's allocator; others have no such function and need none here."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(option, value)
+
+
 def _status_bytes(field: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
 
 
-if __name__ == "__main__":
+def serve() -> None:
+    """Answers requests until standard input ends."""
     for line in sys.stdin:
-        print(json.dumps(asdict(measure(Request(**json.loads(line))))), flush=True)
+        request = Request(**json.loads(line))
+        apart = request.device == "cpu" and sys.platform == "linux"
+        print(json.dumps(asdict(_measure_apart(request) if apart else measure(request))), flush=True)
+
+
+def _measure_apart(request: Request) -> Answer:
+    """Measures in a fork, so that every call starts from the same state.
+
+    Buffers that mathematics libraries keep from one call would hide what the next one takes. The fork is safe because
+    this process itself never computes and so has no pool of threads to lose.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write_end, json.dumps(asdict(measure(request))).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answers:
+        answer = answers.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return Answer(fits=False)
+    if not answer:
+        sys.exit(1)
+    return Answer(**json.loads(answer))

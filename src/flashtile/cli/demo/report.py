@@ -84,7 +84,7 @@ def exactness_cells(rows: Iterable[Row]) -> list[list[str]]:
     return [
         [
             row.case,
-            row.dtype,
+            SHORT_DTYPES.get(row.dtype, row.dtype),
             *(error_text(e) for e in (row.flashtile_out, row.pytorch_out, row.flashtile_grad, row.pytorch_grad)),
             row.pytorch,
             "not run" if row.refused else "yes" if row.passed else "NO",
@@ -93,6 +93,7 @@ def exactness_cells(rows: Iterable[Row]) -> list[list[str]]:
     ]
 
 
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 EXACTNESS_COLUMNS = ("case", "dtype", "out", "PyTorch", "grads", "PyTorch", "by", "exact")
 
 

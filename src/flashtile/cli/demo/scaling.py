@@ -164,7 +164,7 @@ class _Probe:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flashtile.cli.demo.probe"],
+                [sys.executable, "-c", "from flashtile.cli.demo.probe import serve; serve()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

@@ -1,0 +1,205 @@
+"""The command itself: what it says about a machine and a call, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+import torch
+
+import flashtile
+from flashtile import dispatch
+from flashtile.cli import info, main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_info_says_what_torch_says(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "info", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["flashtile"] == flashtile.__version__
+    assert facts["torch"] == torch.__version__
+    assert facts["cpu_threads"] == torch.get_num_threads()
+    assert len(facts["gpus"]) == torch.cuda.device_count()
+    usable = {row["name"]: row["usable"] for row in facts["backends"]}
+    assert tuple(usable) == dispatch.NAMES
+    assert usable["cpu"]
+    # Usable and without a reason against it are one and the same.
+    assert all(row["usable"] == (not row["reasons"]) for row in facts["backends"])
+    if not torch.cuda.is_available():
+        assert not usable["hopper"] and not usable["portable"]
+    table = run(capsys, "info")[1]
+    assert all(word in table for word in (torch.__version__, *dispatch.NAMES))
+
+
+CALLS = [
+    (["--seqlen", "300", "--head-dim", "64"], {}, {}),
+    (["--causal", "--grad", "--deterministic"], {"causal": True, "deterministic": True}, {}),
+    (["--kv-heads", "2", "--window", "17", "-1", "--softcap", "30"], {"window_size": (17, -1), "softcap": 30.0}, {}),
+    (["--seqlen-q", "1", "--dtype", "bfloat16", "--dropout", "0.1"], {"dropout_p": 0.1}, {}),
+    (["--alibi", "--sinks", "--head-dim-v", "32"], {}, {"alibi_slopes": (4,), "sinks": (4,)}),
+    (["--bias", "--batch", "3"], {}, {"attn_bias": (1, 4, 1, 300)}),
+]
+
+
+@pytest.mark.parametrize(("flags", "keywords", "extras"), CALLS)
+def test_explain_says_what_the_library_says_of_real_tensors(
+    capsys: pytest.CaptureFixture[str], flags: list[str], keywords: dict, extras: dict
+) -> None:
+    given = dict(zip(flags, [*flags[1:], ""], strict=True))
+    dtype = getattr(torch, given.get("--dtype", "float32"))
+    batch, seqlen_q = int(given.get("--batch", 1)), int(given.get("--seqlen-q", 300))
+    grad = "--grad" in flags
+    q = torch.zeros(batch, seqlen_q, 4, 64, dtype=dtype, requires_grad=grad)
+    k = torch.zeros(batch, 300, int(given.get("--kv-heads", 4)), 64, dtype=dtype, requires_grad=grad)
+    v = torch.zeros(*k.shape[:3], int(given.get("--head-dim-v", 64)), dtype=dtype, requires_grad=grad)
+    tensors = {name: torch.zeros(shape) for name, shape in extras.items()}
+    base = ["--seqlen", "300", "--heads", "4", "--head-dim", "64", "--device", "cpu"]
+    code, out, _ = run(capsys, "explain", *base, *flags)
+    assert code == 0
+    assert out == flashtile.explain(q, k, v, **keywords, **tensors) + "\n"
+
+
+def test_explain_speaks_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", "--arch", "9.0", "--grad", "--dtype", "bfloat16")
+    assert code == 0
+    assert "compute capability 9.0" in out
+    assert out.count("not cpu: needs cpu tensors, these are on cuda") == 2
+    chosen = [line.split(":")[1].strip() for line in out.splitlines() if line.startswith(("forward", "backward"))]
+    assert set(chosen) <= {"hopper", "portable"}
+    code, _, err = run(capsys, "explain", "--arch", "7.0", "--backend", "portable")
+    assert code == 2
+    assert "needs compute capability 8.0 or later, this device is 7.0" in err
+
+
+BAD = [
+    (["--bogus"], "--bogus"),
+    (["nonsense"], "nonsense"),
+    (["info", "--bogus"], "--bogus"),
+    (["info", "more"], "more"),
+    (["explain", "--seqlen", "0"], "--seqlen"),
+    (["explain", "--seqlen", "-1"], "--seqlen"),
+    (["explain", "--seqlen", "1e3"], "integer"),
+    (["explain", "--seqlen-k", "0"], "--seqlen-k"),
+    (["explain", "--window", "5"], "--window"),
+    (["explain", "--window", "-2", "0"], "window_size"),
+    (["explain", "--heads", "4", "--kv-heads", "3"], "--kv-heads"),
+    (["explain", "--dropout", "1"], "dropout"),
+    (["explain", "--softcap", "nan"], "softcap"),
+    (["explain", "--dtype", "int8"], "int8"),
+    (["explain", "--backend", "warp"], "warp"),
+    (["explain", "--backend", "hopper", "--device", "cpu"], "hopper"),
+    (["explain", "--arch", "ninety"], "--arch"),
+    (["explain", "--arch", "9.0", "--device", "cpu"], "--device"),
+    (["explain", "--arch", "9.0", "--dtype", "float64"], "no float64"),
+    (["analyze", "memory", "--seqlen", "0"], "--seqlen"),
+    (["analyze", "nonsense"], "nonsense"),
+    (["kernels", "--arch", "z80"], "z80"),
+    (["demo", "--threads", "0"], "--threads"),
+    (["demo", "--device", "toaster"], "toaster"),
+    (["demo", "--memory-budget-mb", "0"], "--memory-budget-mb"),
+    (["demo", "--memory-budget-mb", "-5"], "--memory-budget-mb"),
+    (["demo", "--out"], "--out"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_bad_input_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str], word: str) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1 and err.startswith("flashtile")
+    assert word in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["-h"], ["info", "--help"], ["explain", "--help"], ["demo", "--help"], ["analyze"], ["kernels", "-h"]],
+)
+def test_help_shows_usage_and_examples(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: flashtile")
+    # One example a line, not wrapped into a paragraph.
+    if arguments != ["analyze"]:
+        assert any(line.strip().startswith("flashtile ") for line in out.splitlines())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, flashtile.__version__ + "\n", "")
+
+
+def _no_python_memory() -> None:
+    raise MemoryError
+
+
+def _no_torch_memory() -> None:
+    torch.empty(2**55)
+
+
+@pytest.mark.parametrize("failure", [_no_python_memory, _no_torch_memory])
+def test_no_memory_is_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failure: object
+) -> None:
+    monkeypatch.setattr(info, "machine", failure)
+    code, _, err = run(capsys, "info")
+    assert code == 2
+    assert err.startswith("flashtile: not enough memory") and err.count("\n") == 1
+
+
+def test_interruption_is_code_130_and_bugs_are_not_hidden(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "machine", interrupted)
+    code, out, err = run(capsys, "info")
+    assert code == 130 and "Traceback" not in out + err
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(info, "machine", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["info"])
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(("missing", "command"), [("typer", "info"), ("matplotlib", "demo")])
+def test_a_missing_extra_is_named_with_its_remedy(missing: str, command: str) -> None:
+    done = _python(
+        f"import sys; sys.modules[{missing!r}] = None; from flashtile.cli import main; sys.exit(main([{command!r}]))"
+    )
+    assert done.returncode == 2
+    assert done.stderr == f'flashtile: {missing} is not installed: pip install "flashtile[cli]"\n'
+
+
+def test_importing_the_library_loads_no_command() -> None:
+    optional = ("typer", "click", "rich", "matplotlib", "flashtile.cli", "flashtile.examples")
+    done = _python(f"import flashtile, sys; print([m for m in {optional} if m in sys.modules])")
+    assert done.stdout == "[]\n"
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flashtile", "explain", "--seqlen", "-1"], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--seqlen" in done.stderr and done.stderr.count("\n") == 1

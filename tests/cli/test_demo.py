@@ -1,0 +1,155 @@
+"""The demo, small but whole: its numbers, its files, and what it measures memory with."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import math
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+import torch
+from torch import Tensor
+
+from flashtile.cli import main
+from flashtile.cli.demo import exactness, probe, scaling
+from flashtile.cli.demo.probe import Request
+
+REQUEST = Request("standard", 256, 2, 16, "float32", "cpu", False, 64 << 20, 1)
+
+
+@dataclass
+class Demo:
+    code: int
+    printed: str
+    folder: Path
+    facts: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    printed, threads = io.StringIO(), torch.get_num_threads()
+    with contextlib.redirect_stdout(printed):
+        code = main(["demo", "--quick", "--device", "cpu", "--threads", "1", "--out", str(folder)])
+    torch.set_num_threads(threads)
+    yield Demo(code, printed.getvalue(), folder, json.loads((folder / "results.json").read_text()))
+
+
+def test_every_case_is_exact(demo: Demo) -> None:
+    rows = demo.facts["rows"]
+    assert demo.code == 0 and demo.facts["passed"] is True
+    assert len(rows) == 2 * len(exactness.CASES)
+    for row in rows:
+        limit = 5e-6 if row["dtype"] == "float32" else 2e-2
+        assert not row["refused"] and row["passed"]
+        assert 0 < row["flashtile_out"] < limit and 0 < row["flashtile_grad"] < 2 * limit
+        # The other column is a measurement of its own, not a copy of a bound.
+        assert 0 < row["pytorch_out"] < 5 * limit
+
+
+def test_standard_attention_runs_out_of_memory_and_flashtile_does_not(demo: Demo) -> None:
+    budget = demo.facts["budget_bytes"]
+    for backward in (False, True):
+        points = [p for p in demo.facts["points"] if p["backward"] == backward]
+        standard = {p["seqlen"]: p for p in points if p["method"] == "standard"}
+        tiled = {p["seqlen"]: p for p in points if p["method"] == "flashtile"}
+        last = max(standard)
+        assert [n for n, p in standard.items() if not p["fits"]] == [last]
+        assert all(p["fits"] and 0 < p["peak_bytes"] <= budget and p["time_s"] > 0 for p in tiled.values())
+        assert max(tiled) >= last
+        # Twice the length: four times the score matrix.
+        assert standard[last // 2]["peak_bytes"] > 3 * standard[last // 4]["peak_bytes"]
+        assert standard[last // 2]["peak_bytes"] >= 4 * (last // 2) ** 2 * 4
+        assert tiled[last]["peak_bytes"] < standard[last // 2]["peak_bytes"] / 3
+        # Twice the length: twice the rows, with room for what does not grow.
+        assert tiled[last]["peak_bytes"] < 2.5 * tiled[last // 2]["peak_bytes"]
+
+
+def test_both_runs_learn_the_same(demo: Demo) -> None:
+    standard, tiled = demo.facts["runs"]
+    assert (standard["method"], tiled["method"]) == ("standard", "flashtile")
+    assert standard["losses"][0] == pytest.approx(math.log(65), abs=1e-3)
+    for run in (standard, tiled):
+        assert sum(run["losses"][-5:]) / 5 < 3.0
+        assert run["held_out_loss"] < 3.0
+        assert run["tokens_per_s"] > 0
+    gaps = [abs(a - b) for a, b in zip(standard["losses"], tiled["losses"], strict=True)]
+    assert max(gaps) < 1e-3
+    assert demo.facts["loss_gap"] == max(gaps)
+    # A curve that is a copy of the other would have no rounding of its own.
+    assert max(gaps) > 0
+    assert len(tiled["sample"]) > 40 and tiled["sample"].startswith("ROMEO")
+
+
+def test_the_report_holds_everything_by_itself(demo: Demo) -> None:
+    page = (demo.folder / "report.html").read_text()
+    sources = re.findall(r'src="([^"]*)"', page)
+    pictures = [demo.folder / f"{name}.png" for name in ("exactness", "scaling", "training")]
+    for source, picture in zip(sources, pictures, strict=True):
+        assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == picture.read_bytes()
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+    assert "http" not in re.sub(r'src="[^"]*"', "", page)
+    assert "<link" not in page and "<script" not in page
+    assert str(demo.folder / "report.html") in demo.printed.replace("\n", "")
+    assert f"{demo.facts['runs'][1]['held_out_loss']:.3f}" in page
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--quick", "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
+    captured = capsys.readouterr()
+    assert "--out" in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("megabytes", "why"), [("1", "too small"), (str(2**30), "are free here")])
+def test_a_budget_that_cannot_work_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, megabytes: str, why: str
+) -> None:
+    monkeypatch.setattr(exactness, "CASES", exactness.CASES[:1])
+    arguments = ["demo", "--quick", "--device", "cpu", "--out", str(tmp_path), "--memory-budget-mb", megabytes]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert f"--memory-budget-mb: is {megabytes}" in captured.err and why in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def _allocate_64_mib(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q + torch.ones(16 << 20).sum()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are reset by Linux alone")
+def test_the_probe_measures_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(probe.METHODS, "flashtile", _allocate_64_mib)
+    threads = torch.get_num_threads()
+    enough = probe.measure(Request("flashtile", 8, 1, 8, "float32", "cpu", False, 128 << 20, threads))
+    assert enough.fits and enough.time_s > 0
+    assert 60 << 20 < enough.peak_bytes < 80 << 20
+    too_little = probe.measure(Request("flashtile", 8, 1, 8, "float32", "cpu", False, 32 << 20, threads))
+    assert not too_little.fits
+    # The limit is gone again.
+    assert torch.ones(32 << 20).sum() == 32 << 20
+
+
+def test_a_child_killed_for_memory_is_a_call_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nread request\nkill -9 $$\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(scaling.sys, "executable", str(script))
+    with scaling._Probe() as child:
+        assert child.ask(REQUEST) == probe.Answer(fits=False)
+    script.write_text("#!/bin/sh\nread request\necho broken >&2\nexit 3\n")
+    with scaling._Probe() as child, pytest.raises(RuntimeError, match="code 3:\nbroken"):
+        child.ask(REQUEST)
