@@ -7,6 +7,7 @@ while a tile's output is normalised and stored. Source of the schedule: Shah et 
 arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
 """
 
+# ruff: noqa: RET505 - Triton compiles what stands behind a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -271,7 +272,8 @@ def lengths(tile_ring, tiles, sizes):
     """(start_q, seqlen_q, seqlen_k) of a tile's sequence."""
     if sizes.varlen:
         return field(tile_ring, tiles, START_Q), field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
-    return 0, sizes.seqlen_q, sizes.seqlen_k
+    else:
+        return 0, sizes.seqlen_q, sizes.seqlen_k
 
 
 @gluon.jit

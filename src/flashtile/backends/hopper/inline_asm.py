@@ -1,5 +1,6 @@
 """The three things that tensor operations cannot say, in PTX: a hint to the assembler, a vote, a skipped product."""
 
+# ruff: noqa: RET505 - Triton compiles what stands behind a return, decided or not.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -54,7 +55,8 @@ def rescale(acc, factor, WIDTH: gl.constexpr):
             _RESCALE_32, _CONSTRAINTS_32, [acc, factor[:, None], needed[:, None]],
             dtype=gl.float32, is_pure=True, pack=32,
         )  # fmt: skip
-    return gl.inline_asm_elementwise(
-        _RESCALE_64, _CONSTRAINTS_64, [acc, factor[:, None], needed[:, None]],
-        dtype=gl.float32, is_pure=True, pack=64,
-    )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            _RESCALE_64, _CONSTRAINTS_64, [acc, factor[:, None], needed[:, None]],
+            dtype=gl.float32, is_pure=True, pack=64,
+        )  # fmt: skip

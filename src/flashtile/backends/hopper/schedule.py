@@ -1,5 +1,6 @@
 """Which tile a persistent program works on next, where its rows and keys lie, and which key blocks it visits."""
 
+# ruff: noqa: RET505 - Triton compiles what stands behind a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -85,15 +86,16 @@ def _place(step, sizes, cu_seqlens_q_ptr):
         b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows)
         _, length = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, True)
         return block, b, place % sizes.num_heads_q, block * rows < length, is_end
-    num_blocks = (sizes.seqlen_q + rows - 1) // rows
-    num_heads = sizes.batch * sizes.num_heads_q
-    if sizes.has_right:
-        block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
     else:
-        place = step * num_programs + program
-        block, head = place % num_blocks, place // num_blocks
-        is_tile, is_end = step >= 0, head >= num_heads
-    return block, head // sizes.num_heads_q, head % sizes.num_heads_q, is_tile, is_end
+        num_blocks = (sizes.seqlen_q + rows - 1) // rows
+        num_heads = sizes.batch * sizes.num_heads_q
+        if sizes.has_right:
+            block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
+        else:
+            place = step * num_programs + program
+            block, head = place % num_blocks, place // num_blocks
+            is_tile, is_end = step >= 0, head >= num_heads
+        return block, head // sizes.num_heads_q, head % sizes.num_heads_q, is_tile, is_end
 
 
 @gluon.jit
@@ -186,4 +188,5 @@ def coordinates(b, start, length, row, head, col, VARLEN: gl.constexpr):
     """TMA coordinates of a row and column of one head of a sequence."""
     if VARLEN:
         return PACKED_ROWS, start + length, PACKED_ROWS - length + row, head, col
-    return b, row, head, col
+    else:
+        return b, row, head, col

@@ -1,0 +1,106 @@
+"""The Hopper kernels in the configurations worth watching, for builds without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.backends.build import KernelBuild
+from flashtile.backends.hopper import tiles
+from flashtile.masks import Band
+from flashtile.problem import Problem
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+
+
+def builds(arch: str) -> list[KernelBuild]:
+    """The forward: both masks at the three usual head dims, then each feature; bf16 unless said otherwise."""
+    if arch != "sm_90a":
+        return []
+    usual = [_problem(dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
+    others = [
+        _problem(dim, band, **features)
+        for dim in (64, 128, 256)
+        for band, features in (
+            (_CAUSAL, {"dtype": torch.float16}),
+            (_WINDOW, {}),
+            (_CAUSAL, {"varlen": True}),
+            (_FULL, {"varlen": True}),
+            (_WINDOW, {"varlen": True, "softcap": 30.0, "sinks": True}),
+        )
+    ]
+    return [_forward(problem) for problem in usual + others]
+
+
+def _problem(dim: int, band: Band, **features: Any) -> Problem:
+    return Problem(
+        device_type="cuda",
+        compute_capability=(9, 0),
+        dtype=features.pop("dtype", torch.bfloat16),
+        batch=2,
+        seqlen_q=1024,
+        seqlen_k=1024,
+        num_heads_q=8,
+        num_heads_kv=8,
+        head_dim=dim,
+        head_dim_v=dim,
+        band=band,
+        softmax_scale=dim**-0.5,
+        **features,
+    )
+
+
+def _forward(problem: Problem) -> KernelBuild:
+    """Types and values as a launch would find them."""
+    from triton.experimental.gluon import language as gl
+
+    from flashtile.backends.hopper import launch
+    from flashtile.backends.hopper.forward import attention_forward
+
+    config = tiles.choose(problem)
+    dtype = _TYPES[problem.dtype]
+
+    def descriptor(rows: int, cols: int) -> str:
+        shape = launch.box(rows, cols, problem.varlen)
+        layout = gl.NVMMASharedLayout.get_default_for(shape, {"fp16": gl.float16, "bf16": gl.bfloat16}[dtype])
+        return f"tensordesc<{dtype}{shape},{layout!r}>"
+
+    keys = descriptor(config.block_n, config.block_d)
+    signature = {
+        "q_desc": descriptor(config.block_m, config.block_d),
+        "k_desc": keys,
+        "v_desc": keys,
+        "out_desc": descriptor(config.block_m, config.block_d // 2 if config.staged else config.block_d),
+        "lse_ptr": "*fp32",
+    }
+    signature |= dict.fromkeys(("scale_log2", "softcap", "prescale"), "fp32")
+    sizes = ("seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right")
+    signature |= dict.fromkeys(sizes, "i32")
+    constexprs = launch.constants(problem, config)
+    optional = {
+        "sinks_ptr": f"*{dtype}" if problem.sinks else None,
+        "cu_seqlens_q_ptr": "*i32" if problem.varlen else None,
+        "cu_seqlens_k_ptr": "*i32" if problem.varlen else None,
+    }
+    for name, kind in optional.items():
+        if kind is None:
+            constexprs[name] = None
+        else:
+            signature[name] = kind
+    features = [name for name in ("softcap", "sinks", "varlen") if getattr(problem, name)]
+    about = {"dtype": dtype, "head_dim": problem.head_dim, "mask": str(problem.band)}
+    if features:
+        about["features"] = "+".join(features)
+    return KernelBuild(
+        name="attention_forward",
+        backend="hopper",
+        direction="forward",
+        config=about | {"tiles": str(config)},
+        kernel=attention_forward,
+        signature={name: signature[name] for name in attention_forward.arg_names if name in signature},
+        constexprs=constexprs,
+        options={"num_warps": 4, "maxnreg": config.max_registers},
+        spill_limit=0,
+    )

@@ -1,0 +1,48 @@
+"""What the compiler makes of the Hopper forward, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flashtile import builds
+from flashtile.backends.build import KernelBuild
+
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile.backends.hopper import builds as hopper_builds
+
+BUILDS = hopper_builds.builds("sm_90a")
+
+
+def test_only_for_hopper() -> None:
+    assert [hopper_builds.builds(arch) for arch in ("sm_80", "sm_100", "gfx942")] == [[], [], []]
+    assert len(BUILDS) > 15
+
+
+@pytest.mark.parametrize("build", BUILDS[:6], ids=lambda b: f"{b.config['head_dim']}-{b.config['mask']}")
+def test_no_spill_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
+    report = builds.compile_build(build, "sm_90a")
+    assert report.problems == []
+    assert report.spill_bytes == 0
+    # Each warpgroup has the products with keys and with values three times: at the start, in the loop, between tiles.
+    groups, block_d = build.constexprs["GROUPS"], build.constexprs["BLOCK_D"]
+    steps = 3 * block_d // 16 + 2 * build.constexprs["BLOCK_N"] // 16
+    assert report.instructions["wgmma"] == groups * steps
+    # A load moves 64 columns: queries of each warpgroup, keys, values. A store's columns are spread over warps.
+    assert report.instructions["tma_load"] == (groups + 2) * block_d // 64
+    assert report.instructions["tma_store"] == groups * (2 if build.constexprs["STAGED"] else 1)
+    assert report.instructions["setmaxnreg"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS[6:], ids=lambda b: b.label.replace(" ", "-"))
+def test_no_feature_spills(build: KernelBuild) -> None:
+    assert builds.compile_build(build, "sm_90a").problems == []
+
+
+def test_spills_would_be_seen() -> None:
+    starved = dataclasses.replace(BUILDS[1], constexprs={**BUILDS[1].constexprs, "REGISTERS": 152})
+    report = builds.compile_build(starved, "sm_90a")
+    assert any("spills" in problem for problem in report.problems)

@@ -1,0 +1,73 @@
+"""The host side of the Hopper forward, as far as it can be checked without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile.backends.hopper import launch, tiles
+from flashtile.backends.hopper.builds import _problem
+from flashtile.masks import Band
+
+
+def _address(coordinate: tuple[int, ...], strides: list[int]) -> int:
+    """What the copy engine adds to the base address, in elements of 2 bytes; addresses have 64 bits."""
+    return sum(c * 2 * s for c, s in zip(coordinate, strides, strict=True)) % 2**64 // 2
+
+
+@pytest.mark.parametrize("start, length, row", [(0, 5, 0), (17, 1, 0), (1000, 300, 299), (2**29, 7, 3)])
+def test_packed_geometry_wraps_to_the_row(start: int, length: int, row: int) -> None:
+    heads, dim = 6, 72
+    shape, strides = launch.geometry((10**9, heads, dim), (heads * dim, dim, 1), True)
+    rows = 2**30
+    here = (rows, start + length, rows - length + row, 4, 8)
+    assert all(c < n for c, n in zip(here, shape, strict=True))
+    assert _address(here, strides) == (start + row) * heads * dim + 4 * dim + 8
+    behind = rows - length + length
+    assert behind >= shape[2]
+    assert all(s * 2 % 16 == 0 and s * 2 < 2**40 for s in strides[:-1])
+
+
+def test_dense_geometry_replaces_strides_of_single_elements() -> None:
+    x = torch.empty(1, 9, 1, 40)
+    strides = (3, 40, 7, 1)
+    assert launch.geometry(tuple(x.shape), strides, False) == ([1, 9, 1, 40], [40, 40, 40, 1])
+
+
+@pytest.mark.parametrize("head_dim, width", [(8, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)])
+def test_tiles_hold_a_row(head_dim: int, width: int) -> None:
+    assert tiles.choose(_problem(head_dim, Band())).block_d == width
+
+
+def test_configs_that_cannot_run_are_refused() -> None:
+    with pytest.raises(ValueError, match="shared memory"):
+        dataclasses.replace(tiles.TWO_GROUPS_128, stages=3)
+    with pytest.raises(ValueError, match="registers"):
+        dataclasses.replace(tiles.THREE_GROUPS_64, registers=168)
+    with pytest.raises(ValueError, match="two buffers"):
+        dataclasses.replace(tiles.TWO_GROUPS_64, q_stages=1)
+    with pytest.raises(ValueError, match="one key block"):
+        dataclasses.replace(tiles.THREE_GROUPS_64, block_n=64)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.25, 0.0, -0.25])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_scales_say_what_the_scores_mean(softmax_scale: float, softcap: float) -> None:
+    problem = dataclasses.replace(_problem(64, Band()), softmax_scale=softmax_scale, softcap=softcap)
+    scale_log2, cap, prescale = launch.scales(problem)
+    constants = launch.constants(problem, tiles.choose(problem))
+    assert scale_log2 > 0
+    for score in (-7.0, 0.3, 20.0):
+        exponent = score
+        if constants["HAS_SOFTCAP"]:
+            exponent = cap - 2 * cap / (2 ** (score * prescale) + 1)
+        elif constants["SCALE_FIRST"]:
+            exponent = score * prescale
+        natural = softmax_scale * score
+        expected = softcap * math.tanh(natural / softcap) if softcap else natural
+        assert exponent * scale_log2 * math.log(2) == pytest.approx(expected, abs=1e-9)

@@ -1,0 +1,50 @@
+"""The balanced tile order deals out every tile once, and evenly."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from flashtile.backends.vocab import balanced
+
+
+@triton.jit
+def _deal(out_ptr, num_programs, num_blocks, num_heads, STEPS: tl.constexpr):
+    program = tl.program_id(0)
+    for step in range(STEPS):
+        block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
+        at = out_ptr + (program * STEPS + step) * 4
+        tl.store(at, block)
+        tl.store(at + 1, head)
+        tl.store(at + 2, is_tile.to(tl.int32))
+        tl.store(at + 3, is_end.to(tl.int32))
+
+
+def _dealt(num_programs: int, num_blocks: int, num_heads: int) -> list[list[tuple[int, int]]]:
+    """(block, head) of each program's tiles in order."""
+    steps = 2 * (num_blocks + 1) * (num_heads + 1) // num_programs + 6
+    out = torch.full((num_programs, steps, 4), -1, dtype=torch.int32)
+    _deal[(num_programs,)](out, num_programs, num_blocks, num_heads, STEPS=steps)
+    tiles = []
+    for program in out.tolist():
+        ends = [is_end for *_, is_end in program]
+        assert ends == sorted(ends) and ends[-1] == 1
+        tiles.append([(block, head) for block, head, is_tile, is_end in program if is_tile and not is_end])
+    return tiles
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_blocks", "num_heads"),
+    [(1, 1, 1), (4, 1, 9), (4, 3, 5), (3, 4, 7), (7, 5, 3), (6, 2, 20), (2, 9, 1), (11, 7, 4)],
+)
+def test_every_tile_once(num_programs: int, num_blocks: int, num_heads: int) -> None:
+    dealt = [tile for program in _dealt(num_programs, num_blocks, num_heads) for tile in program]
+    assert sorted(dealt) == [(block, head) for block in range(num_blocks) for head in range(num_heads)]
+
+
+@pytest.mark.parametrize(("num_blocks", "num_heads"), [(8, 12), (7, 12), (3, 30)])
+def test_programs_get_the_same_work(num_blocks: int, num_heads: int) -> None:
+    num_programs = 6
+    work = [sum(block + 1 for block, _ in program) for program in _dealt(num_programs, num_blocks, num_heads)]
+    mean = num_heads * num_blocks * (num_blocks + 1) / 2 / num_programs
+    assert max(work) <= mean * 1.06
