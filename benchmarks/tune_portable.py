@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ from flashtile.backends.base import Gradients
 from flashtile.backends.portable.tiles import Config
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
+
+if TYPE_CHECKING:
+    from flashtile.backends.portable.launch import Launch
 
 TOKENS, HIDDEN = 16384, 2048
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +81,7 @@ def operands(cell: Cell, batch: int, heads: int, seqlen: int, device: str) -> Op
     return Operands(problem, tensors, out, lse, dout, rows, Gradients(dq, dk, dv))
 
 
-def launch_of(cell: Cell, x: Operands, config: Config):
+def launch_of(cell: Cell, x: Operands, config: Config) -> Launch:
     """The kernel of a cell with a candidate's tiles."""
     from flashtile.backends.portable import forward, gradients
 
@@ -218,8 +222,8 @@ def sweep(cell: Cell, configs: list[Config], rounds: int, out: Path) -> None:
         print(f"  {ms:7.3f} ms {tera[name]:6.0f} TFLOPS  fa2/it {peer / ms:5.2f}  {name}", flush=True)
     with out.open("a") as file:
         for name, timing in timings.items():
-            config = asdict(by_name[name]) if name in by_name else None
-            row = {"cell": asdict(cell), "config": config, "median_ms": timing.median_ms, "spread": timing.spread}
+            tiles = asdict(by_name[name]) if name in by_name else None
+            row = {"cell": asdict(cell), "config": tiles, "median_ms": timing.median_ms, "spread": timing.spread}
             file.write(json.dumps(row) + "\n")
 
 

@@ -96,7 +96,7 @@ def over_queries(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds what query blocks m_start ... m_stop - 1 of one head give to dk and dv; scores lie keys first."""
     SELECT: tl.constexpr = MASKED or (mask_at is not None)
@@ -104,7 +104,7 @@ def over_queries(
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         q = load_rows(q_source, q_at, batch_index, h, start_q, first, length_q, q_stride_row,
-                      BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA, VARLEN)  # fmt: skip
+                      BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA)  # fmt: skip
         if MASKED:
             # Rows behind the end have origin +inf: probability 0.
             origin = tl.load(origin_at + rows, mask=rows < length_q, other=float("inf"))
@@ -119,7 +119,7 @@ def over_queries(
             HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, MASKED,
         )  # fmt: skip
         dout = load_rows(dout_source, dout_at, batch_index, h, start_q, first, length_q, dout_stride_row,
-                         BLOCK_M, HEAD_DIM_V, BLOCK_DV, MASKED, TMA, VARLEN)  # fmt: skip
+                         BLOCK_M, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
         dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
         kept_probs = probs
         if rng_state_ptr is not None:
@@ -135,7 +135,7 @@ def over_queries(
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "left", "right", "dropout_threshold"])
 def attention_backward_dkdv(
-    q_source, k_ptr, v_ptr, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
@@ -149,7 +149,7 @@ def attention_backward_dkdv(
 ):  # fmt: skip
     """The gradients dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
 
-    dk and dv are contiguous. Arguments as the forward's; q_source and dout_source are descriptors with TMA.
+    dk and dv are contiguous. Arguments as the forward's; q_source and dout_source are descriptors with TMA, else None.
     """
     num_heads_kv = num_heads_q // group_size
     b, head_kv, n_block, start_q, length_q, start_k, length_k = locate(
@@ -186,10 +186,8 @@ def attention_backward_dkdv(
             mask_at = sequence.base(mask_ptr, b, 0, h, mask_stride_b, 0, mask_stride_head)
         if bias_ptr is not None:
             bias_at = sequence.base(bias_ptr, b, 0, h, bias_stride_b, 0, bias_stride_head)
-        q_at, dout_at = q_source, dout_source
-        if not TMA:
-            q_at = sequence.base(q_source, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
-            dout_at = sequence.base(dout_source, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
+        q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
+        dout_at = sequence.base(dout_ptr, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
         row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * seqlen_q + start_q
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end.
         for phase in tl.static_range(0 if HAS_RIGHT else 1, 3):
@@ -204,7 +202,7 @@ def attention_backward_dkdv(
                 length_q, length_k, left, right, scale, param, slope, bias_at, bias_stride_row, bias_stride_col,
                 mask_at, mask_stride_row, mask_stride_col, rng_state_ptr, dropout_threshold, keep_scale, n_first,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD,
-                DERIVATIVE, TRANSFORMED, INPUT_PRECISION, TMA, VARLEN, MASKED=phase != 1,
+                DERIVATIVE, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), MASKED=phase != 1,
             )  # fmt: skip
     at = (tl.cast(batch_index, tl.int64) * seqlen_k + start_k) * num_heads_kv + head_kv
     store_rows(dk_ptr + at * HEAD_DIM, n_first, length_k, num_heads_kv * HEAD_DIM, dk * scale,
@@ -222,7 +220,7 @@ def over_keys(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds what key blocks n_start ... n_stop - 1 give to dq."""
     SELECT: tl.constexpr = MASKED or (mask_at is not None)
@@ -230,7 +228,7 @@ def over_keys(
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         k = load_rows(k_source, k_at, batch_index, head_kv, start_k, first, length_k, k_stride_row,
-                      BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, TMA, VARLEN)  # fmt: skip
+                      BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, TMA)  # fmt: skip
         product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         probs, derivative = probabilities(
             product, origin[:, None], rows[:, None], cols, length_q, length_k, b, h, left, right, scale, param, slope,
@@ -238,7 +236,7 @@ def over_keys(
             HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, MASKED,
         )  # fmt: skip
         v = load_rows(v_source, v_at, batch_index, head_kv, start_k, first, length_k, v_stride_row,
-                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA, False)  # fmt: skip
+                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
         dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
         if rng_state_ptr is not None:
             key_blocks = n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
@@ -251,7 +249,7 @@ def over_keys(
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "left", "right", "dropout_threshold"])
 def attention_backward_dq(
-    q_ptr, k_source, v_source, dout_ptr, origin_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, k_source, v_source, origin_ptr, delta_ptr, dq_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
@@ -284,10 +282,8 @@ def attention_backward_dq(
         mask_at = sequence.base(mask_ptr, b, 0, h, mask_stride_b, 0, mask_stride_head)
     if bias_ptr is not None:
         bias_at = sequence.base(bias_ptr, b, 0, h, bias_stride_b, 0, bias_stride_head)
-    k_at, v_at = k_source, v_source
-    if not TMA:
-        k_at = sequence.base(k_source, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
-        v_at = sequence.base(v_source, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
+    k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
+    v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
     q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
     dout_at = sequence.base(dout_ptr, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
     q = load_rows(q_at, q_at, b, h, start_q, m_first, length_q, q_stride_row,
@@ -315,8 +311,8 @@ def attention_backward_dq(
             batch_index, head_kv, start_k, b, h, b * num_heads_q + h, rows, length_q, length_k, left, right,
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
             rng_state_ptr, dropout_threshold, keep_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
-            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION, TMA, VARLEN,
-            MASKED=phase != 1,
+            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
+            TMA and not (VARLEN and phase != 1), MASKED=phase != 1,
         )  # fmt: skip
     at = ((tl.cast(batch_index, tl.int64) * seqlen_q + start_q) * num_heads_q + h) * HEAD_DIM
     store_rows(dq_ptr + at, m_first, length_q, num_heads_q * HEAD_DIM, dq * scale, BLOCK_M, HEAD_DIM, BLOCK_D)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.portable.launch import Launch, common_arguments, descriptor, num_programs
+from flashtile.backends.portable.launch import Launch, common_arguments, describable, descriptor, num_programs
 from flashtile.backends.portable.tiles import Config, choose
 from flashtile.backends.vocab import blocks, dropout, mask, scheduler, scores, sequence, softmax
 from flashtile.problem import Problem, Tensors
@@ -65,13 +65,12 @@ def locate(
 def load_rows(
     source, base_ptr, b, head, start, first, length, stride_row,
     BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
-    SELECT: tl.constexpr = False,
 ):  # fmt: skip
     """A [BLOCK, BLOCK_DIM] tile of rows first ... of a sequence; columns at or behind DIM are 0.
 
     Args:
-        source: With TMA, a descriptor over (batch, rows, heads, DIM).
-        base_ptr: Without TMA, the address of (b, start, head).
+        source: A descriptor over (batch, rows, heads, DIM), used with TMA.
+        base_ptr: The address of (b, start, head), used without TMA.
         b: Index of the batch entry, 0 for packed tensors.
         head: Head.
         start: First row of the sequence in its batch entry.
@@ -81,15 +80,12 @@ def load_rows(
         BLOCK: Rows of the tile.
         DIM: Columns of the tensor.
         BLOCK_DIM: Columns of the tile.
-        CHECK: Whether the tile may reach behind the sequence, where its rows are then 0; with TMA, which knows only the
-            end of the whole tensor, they are so with SELECT alone.
-        TMA: Whether source is a descriptor.
-        SELECT: Pass the tile through a select, which costs a round trip through registers.
+        CHECK: Whether the tile may reach behind the sequence, where its rows are then 0. With TMA, which knows the end
+            of the whole tensor alone, that holds for dense tensors only.
+        TMA: Whether to use the descriptor.
     """
     if TMA:
         tile = source.load([b, start + first, head, 0]).reshape(BLOCK, BLOCK_DIM)
-        if CHECK and SELECT:
-            tile = tl.where(first + tl.arange(0, BLOCK)[:, None] < length, tile, 0.0).to(tile.dtype)
     else:
         row = tl.arange(0, BLOCK)[:, None]
         col = tl.arange(0, BLOCK_DIM)[None, :]
@@ -203,7 +199,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "left", "right", "dropout_threshold"])
 def attention_forward(
-    q_ptr, k_source, v_source, v_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_source, v_source, out_ptr, lse_ptr,
     alibi_ptr, mask_ptr, bias_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, alibi_stride_b,
@@ -217,7 +213,7 @@ def attention_forward(
     """The output and lse of BLOCK_M rows of one head.
 
     seqlen_q and seqlen_k are the rows of the packed tensors if there are cu_seqlens. The batch strides of packed
-    tensors are 0. k_source is a pointer, or with TMA a descriptor; v_source is used with TMA alone.
+    tensors are 0. k_source and v_source are descriptors of k and v with TMA, else None.
     """
     b, h, m_block, start_q, length_q, start_k, length_k = locate(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, BLOCK_M, False, HAS_RIGHT
@@ -235,9 +231,7 @@ def attention_forward(
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
-    k_at = k_source
-    if not TMA:
-        k_at = sequence.base(k_source, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
+    k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
     v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
     mask_at, bias_at = mask_ptr, bias_ptr
     if mask_ptr is not None:
@@ -255,11 +249,11 @@ def attention_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Where rows of one block keep different keys, 0 * NaN would carry a NaN of v into rows that mask its key; what a
-    # descriptor loads behind the end of a packed sequence is such a key for every row. That always shows as a NaN in
-    # the result, so the loops pay nothing for it: the rare tile that has one is computed again, carefully.
+    # Where rows of one block keep different keys, 0 * NaN would carry a NaN of v into rows that mask its key. That
+    # always shows as a NaN in the result, so the loops pay nothing for it: the rare tile that has one is computed
+    # again, carefully.
     leaked = False
-    MAY_LEAK: tl.constexpr = HAS_LEFT or HAS_RIGHT or (mask_ptr is not None) or (TMA and VARLEN)
+    MAY_LEAK: tl.constexpr = HAS_LEFT or HAS_RIGHT or (mask_ptr is not None)
     # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end, the careful repeat.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
         n_start, n_stop = n_min, n_full_min
@@ -278,7 +272,8 @@ def attention_forward(
             batch_index, head_kv, start_k, b, h, b * num_heads_q + h, rows[:, None], length_q, length_k, left, right,
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
             rng_state_ptr, dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-            HAS_ALIBI, SCORE_MOD, TRANSFORMED, INPUT_PRECISION, TMA, MASKED=phase != 1, CAREFUL=phase == 3,
+            HAS_ALIBI, SCORE_MOD, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), MASKED=phase != 1,
+            CAREFUL=phase == 3,
         )  # fmt: skip
 
     if sinks_ptr is not None:
@@ -308,11 +303,10 @@ def attention_forward(
 def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, config: Config) -> Launch:
     """The forward's launch: what ``run`` computes and what a build compiles."""
     arguments = common_arguments(problem, tensors, config)
-    tma = config.tma and tensors.k.numel() > 0
-    k_source, v_source = tensors.k, None
-    if tma:
-        k_source, v_source = (descriptor(t, config.block_n, problem.varlen) for t in (tensors.k, tensors.v))
-    arguments |= {"q_ptr": tensors.q, "k_source": k_source, "v_source": v_source, "v_ptr": tensors.v, "TMA": tma}
+    tma = config.tma and describable(tensors.k) and describable(tensors.v)
+    for name, tensor in (("k", tensors.k), ("v", tensors.v)):
+        arguments[f"{name}_source"] = descriptor(tensor, config.block_n, problem.varlen) if tma else None
+    arguments |= {"q_ptr": tensors.q, "k_ptr": tensors.k, "v_ptr": tensors.v, "TMA": tma}
     arguments |= {"out_ptr": out, "lse_ptr": lse, "sinks_ptr": tensors.sinks}
     return Launch(attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options())
 

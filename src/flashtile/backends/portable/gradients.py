@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -9,7 +11,14 @@ from torch import Tensor
 from flashtile.backends.base import Gradients
 from flashtile.backends.portable import backward
 from flashtile.backends.portable.dbias import attention_backward_dbias
-from flashtile.backends.portable.launch import Launch, common_arguments, descriptor, num_programs, row_strides
+from flashtile.backends.portable.launch import (
+    Launch,
+    common_arguments,
+    describable,
+    descriptor,
+    num_programs,
+    row_strides,
+)
 from flashtile.backends.portable.tiles import Config, choose, padded
 from flashtile.backends.vocab import scores
 from flashtile.problem import Problem, Tensors
@@ -46,9 +55,10 @@ def prepare_launch(
 
 def _arguments(
     problem: Problem, tensors: Tensors, dout: Tensor, delta: Tensor, origin: Tensor, config: Config
-) -> dict[str, object]:
+) -> dict[str, Any]:
     arguments = common_arguments(problem, tensors, config)
     arguments |= row_strides("dout", dout, problem.varlen)
+    arguments |= {"q_ptr": tensors.q, "k_ptr": tensors.k, "v_ptr": tensors.v, "dout_ptr": dout}
     return arguments | {"origin_ptr": origin, "delta_ptr": delta}
 
 
@@ -56,12 +66,11 @@ def dkdv_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], grads: Gradients, config: Config
 ) -> Launch:
     """The launch for dk and dv; rows is (delta, origin)."""
-    sources = {"q_source": tensors.q, "dout_source": dout}
-    tma = config.tma and tensors.q.numel() > 0 and aligned(dout)
-    if tma:
-        sources = {name: descriptor(t, config.block_m, problem.varlen) for name, t in sources.items()}
-    arguments = _arguments(problem, tensors, dout, *rows, config) | sources
-    arguments |= {"k_ptr": tensors.k, "v_ptr": tensors.v, "dk_ptr": grads.dk, "dv_ptr": grads.dv, "TMA": tma}
+    tma = config.tma and describable(tensors.q) and describable(dout)
+    arguments = _arguments(problem, tensors, dout, *rows, config)
+    for name, tensor in (("q", tensors.q), ("dout", dout)):
+        arguments[f"{name}_source"] = descriptor(tensor, config.block_m, problem.varlen) if tma else None
+    arguments |= {"dk_ptr": grads.dk, "dv_ptr": grads.dv, "TMA": tma}
     arguments["DERIVATIVE"] = scores.softcap_derivative if problem.softcap > 0 else None
     programs = num_programs(problem, tensors, config.block_n, over_keys=True)
     return Launch(backward.attention_backward_dkdv, programs, arguments, config.options())
@@ -71,12 +80,11 @@ def dq_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], grads: Gradients, config: Config
 ) -> Launch:
     """The launch for dq; rows is (delta, origin)."""
-    sources = {"k_source": tensors.k, "v_source": tensors.v}
-    tma = config.tma and tensors.k.numel() > 0
-    if tma:
-        sources = {name: descriptor(t, config.block_n, problem.varlen) for name, t in sources.items()}
-    arguments = _arguments(problem, tensors, dout, *rows, config) | sources
-    arguments |= {"q_ptr": tensors.q, "dout_ptr": dout, "dq_ptr": grads.dq, "TMA": tma}
+    tma = config.tma and describable(tensors.k) and describable(tensors.v)
+    arguments = _arguments(problem, tensors, dout, *rows, config)
+    for name, tensor in (("k", tensors.k), ("v", tensors.v)):
+        arguments[f"{name}_source"] = descriptor(tensor, config.block_n, problem.varlen) if tma else None
+    arguments |= {"dq_ptr": grads.dq, "TMA": tma}
     arguments["DERIVATIVE"] = scores.softcap_derivative if problem.softcap > 0 else None
     programs = num_programs(problem, tensors, config.block_m)
     return Launch(backward.attention_backward_dq, programs, arguments, config.options())
@@ -90,7 +98,7 @@ def dbias_launch(
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
     arguments = _arguments(problem, tensors, dout, *rows, config)
-    arguments |= {"q_ptr": tensors.q, "k_ptr": tensors.k, "v_ptr": tensors.v, "dout_ptr": dout, "dbias_ptr": dbias}
+    arguments["dbias_ptr"] = dbias
     arguments |= dict(zip(("bias_batch", "bias_heads", "bias_rows", "bias_cols"), shape, strict=True))
     arguments |= dict(zip(("SUM_BATCH", "SUM_HEADS", "SUM_ROWS", "SUM_COLS"), sums, strict=True))
     arguments |= {"max_rows": full[2], "max_cols": full[3]}
@@ -104,12 +112,6 @@ def sinks_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) 
         lse, delta = lse[None], delta[None]
     weight = torch.exp(sinks.float()[:, None] - torch.where(lse == -torch.inf, torch.inf, lse))
     return -(weight * delta).sum(dim=(0, 2)).to(sinks.dtype)
-
-
-def aligned(tensor: Tensor) -> bool:
-    """Whether a tensor starts and strides on 16 bytes, as descriptors need."""
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in tensor.stride()[:-1])
 
 
 def run(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:

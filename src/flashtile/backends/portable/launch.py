@@ -113,7 +113,16 @@ def input_precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def describable(tensor: Tensor) -> bool:
+    """Whether a tensor descriptor can read it: something there, on 16 bytes, and no dimension expanded."""
+    size = tensor.element_size()
+    strides = [stride * size for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+
+
 def descriptor(tensor: Tensor, block: int, varlen: bool) -> TensorDescriptor:
     """A tensor descriptor over (batch, rows, heads, dim) whose box is ``block`` rows of one head."""
     whole = tensor[None] if varlen else tensor
-    return TensorDescriptor.from_tensor(whole, [1, block, 1, padded(tensor.shape[-1])])
+    # The stride of a dimension of size 1 is never used, but must be legal.
+    strides = [s if n > 1 else 16 for s, n in zip(whole.stride()[:-1], whole.shape[:-1], strict=True)]
+    return TensorDescriptor(tensor, list(whole.shape), [*strides, 1], [1, block, 1, padded(tensor.shape[-1])])
