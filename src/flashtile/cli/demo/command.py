@@ -267,7 +267,7 @@ def _print_results(console: Console, results: Any, report: ModuleType) -> None:
 
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_edge=False, pad_edge=False
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_edge=False, padding=(0, 1, 0, 0)
     )
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)

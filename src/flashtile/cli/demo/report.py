@@ -141,7 +141,7 @@ def _page(results: Results, pictures: dict[str, Path]) -> str:
             "Exact",
             f"{worst} Every method gets the same rounded inputs and is compared with attention in float64. A result "
             "counts as exact if flashtile's error is at most twice that of standard attention in the same dtype, plus "
-            "one unit of rounding. Where PyTorch's scaled_dot_product_attention (SDPA) cannot say a case, standard "
+            "one unit of rounding. Where PyTorch's scaled_dot_product_attention (SDPA) cannot express a case, standard "
             "attention in PyTorch stands beside it.",
             _image(pictures["exactness"], "errors of flashtile and PyTorch by case and dtype"),
             _details("The numbers", _table(EXACTNESS_COLUMNS, exactness_cells(results.rows))),
@@ -178,7 +178,7 @@ def _machine_line(machine: dict[str, Any]) -> str:
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"])
     return (
         f"flashtile {machine['flashtile']}, PyTorch {machine['torch']}, Python {machine['python']}, "
-        f"{machine['system']}, {machine['cpu_threads']} CPU threads" + (f", {gpus}" if gpus else "")
+        f"{machine['system']}, CPU threads: {machine['cpu_threads']}" + (f", {gpus}" if gpus else "")
     )
 
 

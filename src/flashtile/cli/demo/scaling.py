@@ -101,7 +101,7 @@ def points(plan: Plan) -> Iterator[Point]:
 def _curve(plan: Plan, probe: _Probe, backward: bool) -> Iterator[Point]:
     left = {"standard": 1, "flashtile": plan.beyond + 1}
     seqlen = plan.first
-    while left["flashtile"] > 0:
+    while max(left.values()) > 0:
         for method in ("standard", "flashtile"):
             if left[method] <= 0:
                 continue
