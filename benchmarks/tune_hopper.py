@@ -22,7 +22,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ DEVICE = "cuda"
 TOKENS, HIDDEN = 16384, 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128, 256)
+WRONG = 3
 
 
 # ---- checks
@@ -138,8 +139,8 @@ def smoke_cases(dim: int) -> Iterator[Case]:
         yield Case(head_dim=dim, lengths=((1000, 300),) * 5, heads=(8, 8), band=band)
 
 
-def check_cases(dim: int, count: int) -> Iterator[Case]:
-    """Every feature on its own and in the mixtures that share a build, over awkward lengths."""
+def check_cases(dim: int, count: int, shards: Iterable[int] = range(4)) -> Iterator[Case]:
+    """Every feature on its own and in the mixtures that share a build, over awkward lengths; a shard has its builds."""
     pick = random.Random(dim)
     lengths = (1, 2, 17, 63, 64, 65, 127, 128, 129, 191, 193, 255, 257, 383, 511, 640, 777, 1025)
     bands = (
@@ -161,7 +162,7 @@ def check_cases(dim: int, count: int) -> Iterator[Case]:
         pair = (pick.choice(lengths), pick.choice(lengths))
         many = tuple((pick.choice((0, *lengths)), pick.choice((0, *lengths))) for _ in range(batch))
         some = all(sum(pair[side] for pair in many) for side in (0, 1))
-        yield Case(
+        case = Case(
             head_dim=pick.choice(narrow) if extra in (0, 1) else dim,
             lengths=many if varlen and some else (pair,) * batch,
             heads=pick.choice(((2, 2), (4, 2), (6, 1), (3, 3))),
@@ -174,6 +175,8 @@ def check_cases(dim: int, count: int) -> Iterator[Case]:
             layout=pick.choice(("contiguous", "contiguous", "heads_first", "padded", "expanded")),
             outliers=extra == 0 and index % 3 == 0,
         )
+        if extra in shards:
+            yield case
 
 
 def run_checks(cases: Iterator[Case], config: tiles.Config | None, limit_s: float) -> bool:
@@ -353,6 +356,7 @@ def main() -> None:
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--cases", type=int, default=64)
+    parser.add_argument("--shards", nargs="+", type=int, default=[0, 1, 2, 3], help="of the checks")
     parser.add_argument("--limit-s", type=float, default=110.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only-table", action="store_true", help="time the table's choice and the peers alone")
@@ -361,40 +365,51 @@ def main() -> None:
     if args.stage == "all":
         run_all(args)
         return
+    right = True
     for dim in args.head_dims if args.stage in ("smoke", "check") else ():
         print(f"{args.stage} head_dim {dim}", flush=True)
         if args.stage == "smoke":
-            run_checks(smoke_cases(dim), None, args.limit_s)
+            right &= run_checks(smoke_cases(dim), None, args.limit_s)
         else:
-            run_checks(check_cases(dim, args.cases), None, args.limit_s)
-            check_bits(dim, 20)
-            check_poison(dim)
+            right &= run_checks(check_cases(dim, args.cases, args.shards), None, args.limit_s)
+            if 0 in args.shards:
+                check_bits(dim, 20)
+                check_poison(dim)
     if args.stage == "time":
         rows = args.out / "tune_hopper.jsonl"
         time_cells(args.head_dims, getattr(torch, args.dtype), args.rounds, not args.only_table, rows)
     if args.stage == "host":
         time_host()
+    if not right:
+        sys.exit(WRONG)
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Smoke and checks by head_dim side by side, times one after the other."""
+    """Smoke, checks and times; a head_dim that hangs or breaks in its smoke stage goes no further."""
     start_s = time.perf_counter()
-    for name, limit_s in (("smoke", 60.0), ("check", args.limit_s + 30.0)):
-        if name == "check" and args.cases == 0:
-            continue
-        running = [
-            stage(["--stage", name, "--head-dims", str(d), "--cases", str(args.cases), "--limit-s", str(args.limit_s)],
-                  limit_s)
-            for d in args.head_dims
-        ]  # fmt: skip
-        codes = [process.wait() for process in running]
+
+    def report(name: str, codes: dict[str, int]) -> None:
         print(f"{name}: exit codes {codes} after {time.perf_counter() - start_s:.0f} s", flush=True)
+
+    smoke = {dim: stage(["--stage", "smoke", "--head-dims", str(dim)], 60.0) for dim in args.head_dims}
+    codes = {dim: process.wait() for dim, process in smoke.items()}
+    report("smoke", {f"d{dim}": code for dim, code in codes.items()})
+    alive = [dim for dim, code in codes.items() if code in (0, WRONG)]
+    if args.cases:
+        options = ["--cases", str(args.cases), "--limit-s", str(args.limit_s)]
+        checks = {
+            f"d{dim}/{shard}": stage(
+                ["--stage", "check", "--head-dims", str(dim), "--shards", str(shard), *options], args.limit_s + 30.0
+            )
+            for dim, shard in itertools.product(alive, range(4))
+        }
+        report("check", {name: process.wait() for name, process in checks.items()})
     options = ["--dtype", args.dtype, "--rounds", str(args.rounds), "--out", str(args.out)]
     options += ["--only-table"] if args.only_table else []
-    for dim in args.head_dims:
-        code = stage(["--stage", "time", "--head-dims", str(dim), *options], 70.0).wait()
-        print(f"time head_dim {dim}: exit code {code} after {time.perf_counter() - start_s:.0f} s", flush=True)
-    stage(["--stage", "host"], 60.0).wait()
+    for dim in alive:
+        code = stage(["--stage", "time", "--head-dims", str(dim), *options], 80.0).wait()
+        report("time", {f"d{dim}": code})
+    report("host", {"host": stage(["--stage", "host"], 60.0).wait()})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.hopper.gluon_compat import aggregate, tma_load, tma_store, tma_store_wait
+from flashtile.backends.hopper.gluon_compat import aggregate, as_box, tma_load, tma_store, tma_store_wait
 from flashtile.backends.hopper.inline_asm import hold, rescale
 from flashtile.backends.hopper.pipeline import make_ring
 from flashtile.backends.hopper.schedule import (
@@ -68,31 +68,28 @@ def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, 
     kv_bytes: gl.constexpr = sizes.block_n * BLOCK_D * 2
     tiles = 0
     used = 0
-    tile = next_tile(0, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
-    while not tile.is_end:
-        n_block_min, n_block_max = key_blocks(tile, sizes)
-        publish_tile(tile_ring, tiles, tile, n_block_min, n_block_max)
-        for group in gl.static_range(sizes.groups):
-            q_row = tile.row + group * sizes.block_m
-            q_at = coordinates(tile.b, tile.start_q, tile.seqlen_q, q_row, tile.head, 0, sizes.varlen)
-            load(q_desc, q_at, q_rings[group], tiles, q_bytes)
-        head = tile.head // sizes.group_size
-        n_block = n_block_max
-        while n_block > n_block_min:
-            n_block -= 1
-            at = coordinates(tile.b, tile.start_k, tile.seqlen_k, n_block * sizes.block_n, head, 0, sizes.varlen)
-            load(k_desc, at, k_ring, used, kv_bytes)
-            load(v_desc, at, v_ring, used, kv_bytes)
-            used += 1
-        tiles += 1
-        tile = next_tile(tile.step + 1, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
-    publish_tile(tile_ring, tiles, tile, 0, 0)
-
-
-@gluon.jit
-def as_box(buffer, desc):
-    """A two-dimensional tile in the shape of a descriptor's box, whose other sides are 1."""
-    return buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    step = 0
+    is_end = False
+    while not is_end:
+        tile = next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+        step = tile.step
+        is_end = tile.is_end
+        n_block_min, n_block = key_blocks(tile, sizes)
+        publish_tile(tile_ring, tiles, tile, n_block_min, n_block)
+        if not is_end:
+            for group in gl.static_range(sizes.groups):
+                row = tile.row + group * sizes.block_m
+                q_at = coordinates(tile.b, tile.start_q, tile.seqlen_q, row, tile.head, 0, sizes.varlen)
+                load(q_desc, q_at, q_rings[group], tiles, q_bytes)
+            head = tile.head // sizes.group_size
+            while n_block > n_block_min:
+                n_block -= 1
+                key = n_block * sizes.block_n
+                at = coordinates(tile.b, tile.start_k, tile.seqlen_k, key, head, 0, sizes.varlen)
+                load(k_desc, at, k_ring, used, kv_bytes)
+                load(v_desc, at, v_ring, used, kv_bytes)
+                used += 1
+            tiles += 1
 
 
 @gluon.jit

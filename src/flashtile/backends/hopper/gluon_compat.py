@@ -1,6 +1,8 @@
 """The Gluon names that differ between Triton releases, under one name each (3.6.0, 3.7.1 and 3.9.0 are tried)."""
 
 import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
@@ -11,3 +13,18 @@ tma_store_wait = tma.store_wait
 
 # Public from 3.9 on.
 aggregate = triton.aggregate if hasattr(triton, "aggregate") else core._aggregate
+
+# Public from 3.9 on, and renamed with that.
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def as_box(buffer, desc):
+        """A two-dimensional tile in the shape of a descriptor's box, whose other sides are 1."""
+        return buffer.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+
+else:
+
+    @gluon.jit
+    def as_box(buffer, desc):
+        """A two-dimensional tile in the shape of a descriptor's box, whose other sides are 1."""
+        return buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)

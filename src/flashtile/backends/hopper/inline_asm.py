@@ -7,13 +7,12 @@ from triton.experimental.gluon import language as gl
 
 def _rescale_ptx(pack: int) -> str:
     """Multiplies ``pack`` elements ($pack ...) by their factors ($2 * pack ...) unless the flag ($3 * pack) is 0."""
-    moves = "".join(f"mov.f32 ${i}, ${pack + i}; " for i in range(pack))
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i}; " for i in range(pack))
-    return f"{{ .reg .pred p; setp.eq.s32 p, ${3 * pack}, 0; {moves} @p bra DONE; {products} DONE: }}"
+    return f"{{ .reg .pred p; setp.eq.s32 p, ${3 * pack}, 0; @p bra DONE; {products} DONE: }}"
 
 
 def _rescale_constraints(pack: int) -> str:
-    return ",".join(["=f"] * pack + ["f"] * (2 * pack) + ["r"] * pack)
+    return ",".join(["=f"] * pack + [str(i) for i in range(pack)] + ["f"] * pack + ["r"] * pack)
 
 
 _RESCALE_32 = gl.constexpr(_rescale_ptx(32))

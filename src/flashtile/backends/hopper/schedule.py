@@ -47,7 +47,7 @@ class Sizes:
 
 @aggregate
 class Tile:
-    """One tile: ``groups * block_m`` rows of one head of one sequence, from ``row`` on."""
+    """One tile: ``groups * block_m`` rows of one head of one sequence, from ``row`` on; ``step`` comes after it."""
 
     step: gl.tensor
     is_end: gl.tensor
@@ -102,11 +102,10 @@ def _place(step, sizes, cu_seqlens_q_ptr):
 def next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
     """The first tile of this program at ``step`` or behind it."""
     step = gl.to_tensor(step)
-    block, b, head, is_tile, is_end = _place(step, sizes, cu_seqlens_q_ptr)
-    if sizes.varlen or sizes.has_right:
-        while not (is_tile | is_end):
-            step += 1
-            block, b, head, is_tile, is_end = _place(step, sizes, cu_seqlens_q_ptr)
+    block, b, head, is_tile, is_end = step, step, step, step < 0, step < 0
+    while not (is_tile | is_end):
+        block, b, head, is_tile, is_end = _place(step, sizes, cu_seqlens_q_ptr)
+        step += 1
     start_q, seqlen_q = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, sizes.varlen)
     start_k, seqlen_k = sequence.sequence(cu_seqlens_k_ptr, b, sizes.batch, sizes.seqlen_k, sizes.varlen)
     if sizes.varlen:
