@@ -45,9 +45,6 @@ HEAD_DIMS = (64, 128, 256)
 WRONG = 3
 
 
-# ---- checks
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One call. ``lengths`` holds (seqlen_q, seqlen_k) of each sequence; dense calls repeat one pair."""
@@ -242,9 +239,6 @@ def check_poison(dim: int) -> None:
     print(f"  NaN stays in its sequence: {kept}; and fills it: {bool(out[200:350].isnan().all())}")
 
 
-# ---- times
-
-
 def candidates(dim: int) -> dict[str, tiles.Config | None]:
     """By name; None is what the table chooses."""
     if dim == 64:
@@ -339,9 +333,6 @@ def time_host() -> None:
             best = min(best, time.perf_counter() - start_s)
             torch.cuda.synchronize()
         print(f"  {name}: {best * 1e4:.1f} us", flush=True)
-
-
-# ---- stages
 
 
 def stage(arguments: list[str], limit_s: float) -> subprocess.Popen[bytes]:
