@@ -17,7 +17,7 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/backends/portable tests/backends/vocab -m interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/backends/portable tests/backends/vocab
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from flashtile.backends.base import Gradients
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
+from flashtile.backends.cpu.paths import kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
 
@@ -21,14 +23,23 @@ class _Rows:
     Attributes:
         out: ``(batch, num_heads_q, seqlen_q, head_dim_v)``.
         dout: Like out.
+        dlse: Like lse, None for zero.
         lse: ``(batch, num_heads_q, seqlen_q)``, +inf for an empty row.
-        delta: ``rowsum(dout * out) - dlse``, like lse.
     """
 
     out: Tensor
     dout: Tensor
+    dlse: Tensor | None
     lse: Tensor
-    delta: Tensor
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """``rowsum(dout * out) - dlse``, 0 for an empty row; like lse."""
+        dtype = self.lse.dtype
+        delta = (self.dout.to(dtype) * self.out.to(dtype)).sum(dim=-1)
+        if self.dlse is not None:
+            delta = delta - self.dlse.to(dtype)
+        return torch.where(self.lse == torch.inf, 0.0, delta)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,44 +56,52 @@ def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """See ``Backend.backward``."""
-    dtype = problem.lse_dtype
     t = tensors
-    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1).transpose(-1, -2)
-    if dlse is not None:
-        delta = delta - dlse.to(dtype)
-    lse_or_inf = torch.where(lse == -torch.inf, torch.inf, lse)
-    empty = lse == -torch.inf
-    delta = torch.where(empty, 0.0, delta)
-    bias = None if t.attn_bias is None or not problem.bias_grad else plan.four_dimensional(t.attn_bias)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (t.q, t.k, t.v))
-    sums = _Sums(dq, dk, dv, None if bias is None else torch.zeros(bias.shape, dtype=dtype))
-    with_kernel = cpu_forward.kernel_fits(problem) and dlse is None and not problem.bias_grad
-    for seq in plan.sequences(problem, t, one_by_one=cpu_forward.splits_batch(problem, with_kernel)):
-        rows = _Rows(seq.view(out), seq.view(dout), seq.lse_view(lse_or_inf), seq.lse_view(delta))
-        finite = cpu_forward.is_finite(problem, seq.q, seq.k, seq.v, rows.dout)
-        in_tiles = seq.has_tile_bias or not (with_kernel and finite)
-        tile_rows = plan.tile_rows(problem.num_heads_q) if in_tiles else None
-        for block in plan.row_blocks(problem.band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
-            for rectangle in block:
-                if with_kernel and finite:
-                    _kernel_share(problem, seq, rows, rectangle, sums)
-                else:
-                    _tile_share(problem, t, seq, rows, rectangle, sums, finite)
-    dbias = None if sums.dbias is None or t.attn_bias is None else sums.dbias.view(t.attn_bias.shape)
-    return Gradients(
-        sums.dq.to(problem.dtype),
-        sums.dk.to(problem.dtype),
-        sums.dv.to(problem.dtype),
-        None if dbias is None or t.attn_bias is None else dbias.to(t.attn_bias.dtype),
-        None if t.sinks is None else _sinks_gradient(t.sinks, lse, delta),
-    )
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    sums: _Sums | None = None
+    dsinks = None if t.sinks is None else torch.zeros(t.sinks.shape, dtype=problem.lse_dtype)
+    kernel = kernel_fits(problem) and dlse is None and not problem.bias_grad
+    for path in paths(problem, t, kernel, lambda seq: (seq.q, seq.k, seq.v, seq.view(dout))):
+        seq = path.seq
+        rows = _Rows(seq.view(out), seq.view(dout), None if dlse is None else seq.lse_view(dlse), seq.lse_view(lse))
+        if dsinks is not None and t.sinks is not None:
+            dsinks += _sinks_gradient(t.sinks, rows)
+        whole = path.whole()
+        if whole is not None:
+            dq, dk, dv = (x.transpose(1, 2).contiguous() for x in _kernel_shares(problem, seq, rows, whole))
+            return Gradients(dq, dk, dv, None, None if dsinks is None or t.sinks is None else dsinks.to(t.sinks.dtype))
+        sums = sums or _zeros(problem, t)
+        for rectangle in (rectangle for block in path.blocks for rectangle in block):
+            if path.kernel:
+                _add_kernel_shares(problem, seq, rows, rectangle, sums)
+            else:
+                _add_tile_shares(problem, t, seq, rows, rectangle, sums, path.finite)
+    return _rounded(problem, t, sums or _zeros(problem, t), dsinks)
 
 
-def _kernel_share(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
+def _zeros(problem: Problem, t: Tensors) -> _Sums:
+    dq, dk, dv = (torch.zeros(x.shape, dtype=problem.lse_dtype) for x in (t.q, t.k, t.v))
+    if t.attn_bias is None or not problem.bias_grad:
+        return _Sums(dq, dk, dv, None)
+    shape = plan.four_dimensional(t.attn_bias).shape
+    return _Sums(dq, dk, dv, torch.zeros(shape, dtype=problem.lse_dtype))
+
+
+def _rounded(problem: Problem, t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
+    """The sums in the dtypes and shapes of their inputs."""
+    dq, dk, dv = (x.to(problem.dtype) for x in (sums.dq, sums.dk, sums.dv))
+    dbias = None
+    if sums.dbias is not None and t.attn_bias is not None:
+        dbias = sums.dbias.view(t.attn_bias.shape).to(t.attn_bias.dtype)
+    return Gradients(dq, dk, dv, dbias, None if dsinks is None or t.sinks is None else dsinks.to(t.sinks.dtype))
+
+
+def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rectangle adds to dq, dk and dv, heads first, by PyTorch's kernel."""
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
     bias = None if triangle else plan.tile_bias(problem, seq, rectangle, flash.bias_dtype(problem.dtype))
-    dq, dk, dv = flash.backward(
+    return flash.backward(
         rows.dout[:, :, span],
         seq.q[:, :, span],
         seq.k[:, :, keys],
@@ -93,12 +112,17 @@ def _kernel_share(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Recta
         triangle,
         problem.softmax_scale,
     )
+
+
+def _add_kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
+    span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
+    dq, dk, dv = _kernel_shares(problem, seq, rows, rectangle)
     seq.view(sums.dq)[:, :, span] += dq
     seq.key_view(sums.dk)[:, :, keys] += dk
     seq.key_view(sums.dv)[:, :, keys] += dv
 
 
-def _tile_share(
+def _add_tile_shares(
     problem: Problem,
     tensors: Tensors,
     seq: Sequence,
@@ -156,17 +180,15 @@ def _add_reduced(total: Tensor, dscores: Tensor, rectangle: Rectangle) -> None:
     total[:, :, rows, keys] += dscores.sum(dim=broadcast, keepdim=True) if broadcast else dscores
 
 
-def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def _sinks_gradient(sinks: Tensor, rows: _Rows) -> Tensor:
     """``-sum over rows of P_sink * delta``: a sink is a score whose value is 0."""
-    logits = sinks.to(lse.dtype)[:, None]
-    probs = torch.where(lse == -torch.inf, 0.0, torch.exp(logits - lse))
-    share = -(probs * delta).sum(dim=-1)
-    return (share if share.dim() == 1 else share.sum(dim=0)).to(sinks.dtype)
+    probs = torch.exp(sinks.to(rows.lse.dtype)[:, None] - rows.lse)
+    return -(probs * rows.delta).sum(dim=(0, 2))
 
 
 def describe(problem: Problem) -> str:
     """The path in one line, for finite inputs and no gradient of lse."""
-    if problem.bias_grad or not cpu_forward.kernel_fits(problem):
+    if problem.bias_grad or not kernel_fits(problem):
         rows = plan.tile_rows(problem.num_heads_q)
         return f"tiles of {rows} x {plan.TILE_KEYS} scores recomputed from lse through matrix products"
     return cpu_forward.describe(problem).replace("flash kernel", "flash backward kernel")

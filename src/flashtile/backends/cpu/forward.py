@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import flash, plan, tiles
+from flashtile.backends.cpu.paths import Path, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
 
@@ -15,55 +16,36 @@ State = tuple[Tensor, Tensor]
 def forward(problem: Problem, tensors: Tensors) -> State:
     """See ``Backend.forward``."""
     q = tensors.q
-    out = torch.zeros(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
-    lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.full(lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    with_kernel = kernel_fits(problem)
-    for seq in plan.sequences(problem, tensors, one_by_one=splits_batch(problem, with_kernel)):
-        finite = is_finite(problem, seq.k, seq.v)
-        rows = plan.tile_rows(problem.num_heads_q) if seq.has_tile_bias or not (with_kernel and finite) else None
-        out_rows, lse_rows = seq.view(out), seq.lse_view(lse)
-        for block in plan.row_blocks(problem.band, seq.seqlen_q, seq.seqlen_k, tile_rows=rows):
+    state: State | None = None
+    for path in paths(problem, tensors, kernel_fits(problem), lambda seq: (seq.k, seq.v)):
+        whole = path.whole()
+        if whole is not None and tensors.sinks is None:
+            out, lse = _kernel_state(problem, path.seq, whole)
+            return out.transpose(1, 2).contiguous(), lse.contiguous()
+        state = state or _empty_state(problem, q)
+        out_rows, lse_rows = path.seq.view(state[0]), path.seq.lse_view(state[1])
+        for block in path.blocks:
             span = slice(*block[0].rows)
-            part, part_lse = _row_block(problem, tensors, seq, block, with_kernel and finite, finite)
-            out_rows[:, :, span], lse_rows[:, :, span] = part, part_lse
+            out_rows[:, :, span], lse_rows[:, :, span] = _row_block(problem, tensors, path, block)
         if tensors.sinks is not None:
             _add_sinks(out_rows, lse_rows, tensors.sinks)
-    return out, lse
+    return state or _empty_state(problem, q)
 
 
-def kernel_fits(problem: Problem) -> bool:
-    """Whether PyTorch's kernel knows the scores of this problem, tiles of biases given.
-
-    It multiplies -inf by the scale, so that scale has to be positive.
-    """
-    plain = problem.softcap == 0 and problem.dropout_p == 0 and problem.softmax_scale > 0
-    return plain and problem.head_dim == problem.head_dim_v
+def _empty_state(problem: Problem, q: Tensor) -> State:
+    """What rows without keys have: 0 and -inf."""
+    lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
+    out = torch.zeros(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    return out, torch.full(lse_shape, -torch.inf, dtype=problem.lse_dtype)
 
 
-def splits_batch(problem: Problem, with_kernel: bool) -> bool:
-    """Whether sequences of a dense batch go one by one: tiles of scores or biases are bounded for one sequence."""
-    return not with_kernel or problem.mask or problem.alibi or problem.bias_dtype is not None
-
-
-def is_finite(problem: Problem, *inputs: Tensor) -> bool:
-    """Whether plain products are safe: nothing is masked, or no input holds an infinity or NaN.
-
-    A masked pair has probability 0, and 0 times NaN is NaN: what a row does not attend to would reach it.
-    """
-    nothing_masked = problem.band.unbounded and not problem.mask and problem.bias_dtype is None
-    return nothing_masked or plan.all_finite(*inputs)
-
-
-def _row_block(
-    problem: Problem, tensors: Tensors, seq: Sequence, block: list[Rectangle], with_kernel: bool, finite: bool
-) -> State:
+def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Rectangle]) -> State:
     state: State | None = None
     for rectangle in block:
-        if with_kernel:
-            part = _kernel_state(problem, seq, rectangle)
+        if path.kernel:
+            part = _kernel_state(problem, path.seq, rectangle)
         else:
-            part = tiles.forward(problem, tensors, seq, rectangle, finite)
+            part = tiles.forward(problem, tensors, path.seq, rectangle, path.finite)
         state = part if state is None else _merge(state, part)
     assert state is not None
     return state
@@ -101,7 +83,7 @@ def describe(problem: Problem) -> str:
     if not kernel_fits(problem):
         rows = plan.tile_rows(problem.num_heads_q)
         return f"tiles of {rows} x {plan.TILE_KEYS} scores through matrix products, merged by log-sum-exp"
-    if splits_batch(problem, True):
+    if problem.mask or problem.alibi or problem.bias_dtype is not None:
         rows = plan.tile_rows(problem.num_heads_q)
         return f"PyTorch's CPU flash kernel on blocks of {rows} x {plan.TILE_KEYS}, merged by log-sum-exp"
     if problem.band.left is not None:

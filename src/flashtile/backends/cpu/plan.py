@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from flashtile.problem import Problem, Tensors
 # Rows a block has under a narrow and a wide window: few rows waste less of a narrow band, many cost fewer calls.
 NARROW_ROWS, WIDE_ROWS = 128, 256
 NARROW_WINDOW = 512
+# Fewer rows than this make no block of their own where there are more.
+SHORTEST_ROWS = 32
 # Keys a rectangle has where scores pass through PyTorch tensors, and the tile's size in numbers over all heads.
 TILE_KEYS, TILE_NUMBERS = 512, 2**20
 
@@ -168,11 +171,14 @@ def row_blocks(band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | Non
         yield _without_left_bound(band, start, stop, seqlen_q, seqlen_k)
         return
     rows = tile_rows or _window_rows(band, seqlen_k)
-    for first in range(start, stop, rows):
-        last = min(first + rows, stop)
+    first = start
+    while first < stop:
+        # A short rest joins the block before it.
+        last = stop if stop - first < rows + SHORTEST_ROWS else first + rows
         rectangles = _row_block(band, first, last, seqlen_q, seqlen_k, TILE_KEYS if tile_rows else None)
         if rectangles:
             yield rectangles
+        first = last
 
 
 def _window_rows(band: Band, seqlen_k: int) -> int:
@@ -237,12 +243,25 @@ def tile_keep(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Tensor |
     """Which pairs of a rectangle the band and the mask keep: four dimensions of bool, or None for all."""
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
-        lengths = seq.seqlen_q, seq.seqlen_k
-        keep = problem.band.dense(*lengths, rows=rectangle.rows, keys=rectangle.keys)[None, None]
+        # The band looks the same everywhere but for where it stands: blocks share one tile.
+        (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
+        keep = _band_tile(problem.band, row + seq.seqlen_k - seq.seqlen_q - key, row_stop - row, key_stop - key)
     if seq.mask is not None:
         part = _part(seq.mask, rectangle)
         keep = part if keep is None else keep & part
     return keep
+
+
+@functools.lru_cache(maxsize=8)
+def _band_tile(band: Band, diagonal: int, rows: int, keys: int) -> Tensor:
+    """Which pairs the band keeps where row m meets its diagonal at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
+    offset = torch.arange(keys) - torch.arange(rows)[:, None] - diagonal
+    keep = torch.ones(rows, keys, dtype=torch.bool)
+    if band.left is not None:
+        keep &= offset >= -band.left
+    if band.right is not None:
+        keep &= offset <= band.right
+    return keep[None, None]
 
 
 def _part(x: Tensor, rectangle: Rectangle) -> Tensor:
