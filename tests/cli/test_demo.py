@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from flashtile.cli import main
-from flashtile.cli.demo import exactness, probe, scaling
+from flashtile.cli.demo import exactness, probe, scaling, training
 from flashtile.cli.demo.probe import Request
 
 REQUEST = Request("standard", 256, 2, 16, "float32", "cpu", False, 64 << 20, 1)
@@ -153,3 +153,15 @@ def test_a_child_killed_for_memory_is_a_call_that_does_not_fit(tmp_path: Path, m
     script.write_text("#!/bin/sh\nread request\necho broken >&2\nexit 3\n")
     with scaling._Probe() as child, pytest.raises(RuntimeError, match="code 3:\nbroken"):
         child.ask(REQUEST)
+
+
+def test_threads_are_halved_while_that_is_faster_and_steps_fit_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {8: 4.0, 4: 2.0, 2: 1.0, 1: 1.5}
+    now = [8]
+    monkeypatch.setattr(training.torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(training.torch, "set_num_threads", lambda threads: now.__setitem__(0, threads))
+    monkeypatch.setattr(training, "step_seconds", lambda *_: seconds[now[0]])
+    recipe = training.Recipe(32, 2, 2, 64, 8, 8e-3, max_steps=60, min_steps=30, budget_s=50.0)
+    assert training.choose_threads(recipe, None) == 1.0
+    assert now == [2]
+    assert [training.choose_steps(recipe, s) for s in (1.0, 0.1, 10.0)] == [50, 60, 30]

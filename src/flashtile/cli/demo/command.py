@@ -63,7 +63,7 @@ _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIZES = {
     ("cpu", False): Size(
         seqlen=192, dtypes=_CPU_DTYPES, num_heads=4, head_dim=64, dtype="float32", first=512, beyond=2, patience_s=3.0,
-        recipe=training.Recipe(128, 4, 4, 128, 8, 4e-3, max_steps=400, min_steps=50, budget_s=25.0), sample_length=320,
+        recipe=training.Recipe(128, 4, 4, 128, 8, 4e-3, max_steps=400, min_steps=50, budget_s=20.0), sample_length=320,
     ),
     ("cpu", True): Size(
         seqlen=64, dtypes=_CPU_DTYPES[:2], num_heads=4, head_dim=64, dtype="float32", first=512, beyond=1,
@@ -73,7 +73,7 @@ _SIZES = {
     ("cuda", False): Size(
         seqlen=512, dtypes=(torch.bfloat16, torch.float16), num_heads=16, head_dim=128, dtype="bfloat16", first=1024,
         beyond=3, patience_s=3.0,
-        recipe=training.Recipe(256, 6, 6, 384, 64, 2e-3, max_steps=600, min_steps=60, budget_s=25.0), sample_length=320,
+        recipe=training.Recipe(256, 6, 6, 384, 64, 2e-3, max_steps=600, min_steps=60, budget_s=20.0), sample_length=320,
     ),
     ("cuda", True): Size(
         seqlen=128, dtypes=(torch.bfloat16,), num_heads=4, head_dim=64, dtype="bfloat16", first=1024, beyond=1,
@@ -103,7 +103,13 @@ def demo(
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, max=4096, metavar="N", show_default="PyTorch's own choice", help="CPU threads to use."),
+        typer.Option(
+            min=1,
+            max=4096,
+            metavar="N",
+            show_default="PyTorch's choice, or fewer if faster",
+            help="CPU threads to use.",
+        ),
     ] = None,
 ) -> None:
     """See flashtile at work on this machine, in under two minutes on two CPU cores.
@@ -125,11 +131,13 @@ def demo(
     text = shakespeare()
     with _progress(console) as progress:
         bars = [
-            progress.add_task(name, total=None, start=False, note="") for name in ("exactness", "scaling", "training")
+            progress.add_task(name, total=None, start=False, note="")
+            for name in ("warm-up", "exactness", "scaling", "training")
         ]
-        rows = _exactness(size, where, progress, bars[0])
-        points = _scaling(size, where, budget, progress, bars[1])
-        runs = _training(size, text, where, progress, bars[2])
+        steps = _warm_up(size, text, where, threads, progress, bars[0])
+        rows = _exactness(size, where, progress, bars[1])
+        points = _scaling(size, where, budget, progress, bars[2])
+        runs = _training(size, text, where, steps, progress, bars[3])
     results = report.Results(
         machine=machine(),
         setting=f"causal, {size.num_heads} heads, head_dim {size.head_dim}, {size.dtype} on {where.type}",
@@ -182,6 +190,19 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
+def _warm_up(size: Size, text: Text, device: torch.device, threads: int | None, progress: Progress, bar: TaskID) -> int:
+    """Settles what depends on the machine: CPU threads, unless they were given, and the steps of the training."""
+    progress.start_task(bar)
+    if device.type == "cpu" and threads is None:
+        seconds = training.choose_threads(size.recipe, text)
+    else:
+        seconds = training.step_seconds(size.recipe, text, device)
+    steps = training.choose_steps(size.recipe, seconds)
+    note = f"CPU threads: {torch.get_num_threads()}, training steps: {steps}"
+    progress.update(bar, total=1, completed=1, note=note)
+    return steps
+
+
 def _exactness(size: Size, device: torch.device, progress: Progress, bar: TaskID) -> list[exactness.Row]:
     progress.start_task(bar)
     progress.update(bar, total=len(exactness.CASES) * len(size.dtypes))
@@ -224,21 +245,17 @@ def _reach(points: Sequence[scaling.Point], budget: int) -> str:
     return f"standard: no room in {budget / 1e6:,.0f} MB at {failed[0]:,} tokens"
 
 
-def _training(size: Size, text: Text, device: torch.device, progress: Progress, bar: TaskID) -> list[training.Run]:
+def _training(
+    size: Size, text: Text, device: torch.device, steps: int, progress: Progress, bar: TaskID
+) -> list[training.Run]:
     progress.start_task(bar)
-    progress.update(bar, note="choosing the number of steps")
-    steps = training.choose_steps(size.recipe, text, device)
-    progress.update(bar, total=2 * steps)
-    runs = []
-    for method in training.ATTENTIONS:
+    progress.update(bar, total=steps)
 
-        def on_step(loss: float, method: str = method) -> None:
-            progress.update(bar, advance=1, note=f"{method}: loss {loss:.2f}")
+    def on_step(losses: dict[str, float]) -> None:
+        note = ", ".join(f"{method}: loss {loss:.3f}" for method, loss in losses.items())
+        progress.update(bar, advance=1, note=note)
 
-        length = size.sample_length if method == "flashtile" else 0
-        runs.append(training.train(method, size.recipe, text, device, steps, length, on_step))
-    progress.update(bar, note=", ".join(f"{run.method}: loss {run.losses[-1]:.3f}" for run in runs))
-    return runs
+    return training.train(size.recipe, text, device, steps, size.sample_length, on_step)
 
 
 def _print_results(console: Console, results: Any, report: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,52 +83,85 @@ class Run:
 PROMPT = "\nROMEO:\n"
 
 
-def choose_steps(recipe: Recipe, text: Text, device: torch.device) -> int:
-    """As many steps as fit the recipe's seconds, judged by a few that are thrown away."""
+def choose_threads(recipe: Recipe, text: Text) -> float:
+    """Halves PyTorch's CPU threads as long as that makes steps faster.
+
+    It does where other programs keep the cores busy, or where a container may use fewer cores than it sees: threads
+    that wait for one another then cost more than they give.
+
+    Returns:
+        Seconds of a step with the threads that are now set.
+    """
+    cpu = torch.device("cpu")
+    seconds = step_seconds(recipe, text, cpu)
+    while (threads := torch.get_num_threads()) > 1:
+        torch.set_num_threads(threads // 2)
+        fewer_s = step_seconds(recipe, text, cpu)
+        if fewer_s >= seconds:
+            torch.set_num_threads(threads)
+            break
+        seconds = fewer_s
+    return seconds
+
+
+def step_seconds(recipe: Recipe, text: Text, device: torch.device) -> float:
+    """The median of a few steps of a model that is thrown away."""
     trainer = _Trainer(recipe, text, device, standard_attention, steps=1000)
-    times = sorted(trainer.step(i)[1] for i in range(5))
-    return max(recipe.min_steps, min(recipe.max_steps, int(recipe.budget_s / times[2])))
+    times: list[float] = []
+    while len(times) < 5 and sum(times) < 2:
+        times.append(trainer.step(len(times))[1])
+    return statistics.median(times)
+
+
+def choose_steps(recipe: Recipe, seconds: float) -> int:
+    """As many steps of so many seconds as fit the recipe's time, within its bounds."""
+    return max(recipe.min_steps, min(recipe.max_steps, int(recipe.budget_s / seconds)))
 
 
 def train(
-    method: str,
     recipe: Recipe,
     text: Text,
     device: torch.device,
     steps: int,
     sample_length: int,
-    on_step: Callable[[float], None],
-) -> Run:
-    """Trains one model: the same first weights and the same excerpts whatever the method.
+    on_step: Callable[[dict[str, float]], None],
+) -> list[Run]:
+    """Trains one model by each method: the same first weights and the same excerpts.
+
+    The runs know nothing of each other, but take their steps in turn, so that whatever else the machine does slows
+    both alike.
 
     Args:
-        method: A key of ``ATTENTIONS``.
         recipe: How.
-        text: What it learns.
+        text: What they learn.
         device: Where.
         steps: How many steps.
-        sample_length: Characters to write at the end; 0 for none.
-        on_step: Told the loss after each step.
+        sample_length: Characters that each writes at the end.
+        on_step: Told the losses by method after each step.
 
     Returns:
-        The run.
+        A run for each of ``ATTENTIONS``.
     """
-    trainer = _Trainer(recipe, text, device, ATTENTIONS[method], steps)
-    losses, times = [], []
+    trainers = {method: _Trainer(recipe, text, device, each, steps) for method, each in ATTENTIONS.items()}
+    losses: dict[str, list[float]] = {method: [] for method in trainers}
+    times: dict[str, list[float]] = {method: [] for method in trainers}
     for i in range(steps):
-        loss, seconds = trainer.step(i)
-        losses.append(loss)
-        times.append(seconds)
-        on_step(loss)
-    median_s = sorted(times)[len(times) // 2]
-    return Run(
-        method=method,
-        losses=losses,
-        held_out_loss=trainer.held_out_loss(),
-        tokens_per_s=recipe.tokens_per_step / median_s,
-        parameters=sum(p.numel() for p in trainer.model.parameters()),
-        sample=trainer.sample(sample_length) if sample_length else "",
-    )
+        for method, trainer in trainers.items():
+            loss, seconds = trainer.step(i)
+            losses[method].append(loss)
+            times[method].append(seconds)
+        on_step({method: losses[method][-1] for method in trainers})
+    return [
+        Run(
+            method=method,
+            losses=losses[method],
+            held_out_loss=trainer.held_out_loss(),
+            tokens_per_s=recipe.tokens_per_step / statistics.median(times[method]),
+            parameters=sum(p.numel() for p in trainer.model.parameters()),
+            sample=trainer.sample(sample_length),
+        )
+        for method, trainer in trainers.items()
+    ]
 
 
 class _Trainer:
