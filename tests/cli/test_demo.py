@@ -107,6 +107,15 @@ def test_the_report_holds_everything_by_itself(demo: Demo) -> None:
     assert f"{demo.facts['runs'][1]['held_out_loss']:.3f}" in page
 
 
+def test_a_forced_backend_that_cannot_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
+    assert main(["demo", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert "hopper" in captured.err and captured.err.count("\n") == 1
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["demo", "--quick", "--device", "cpu", "--out", str(tmp_path / "file")]) == 2

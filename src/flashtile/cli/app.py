@@ -97,7 +97,7 @@ def run(arguments: list[str]) -> int:
     except (InvalidInputError, UnsupportedError) as error:
         return _fail(str(error))
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return _fail(f"not enough memory: {error or 'an allocation failed'}")
+        return _fail(f"not enough memory: {str(error) or 'an allocation failed'}")
     except RuntimeError as error:
         # PyTorch's CPU allocator has no error class of its own.
         if "DefaultCPUAllocator" not in str(error):

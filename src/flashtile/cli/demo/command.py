@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text as RichText
 
-from flashtile import dispatch
+from flashtile import dispatch, settings
 from flashtile.cli.choices import DeviceType
 from flashtile.cli.demo import exactness, scaling, training
 from flashtile.cli.demo.probe import Request
@@ -157,17 +157,19 @@ def demo(
 
 def _device(asked: DeviceType, console: Console) -> torch.device:
     """The device to show; auto leaves a GPU that no backend can use, and says so."""
-    if asked == DeviceType.cpu or (asked == DeviceType.auto and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if asked == DeviceType.cuda and not torch.cuda.is_available():
         raise InvalidInputError("--device", "is cuda, but torch finds no GPU here")
-    against = {name: why_unusable(name, "cuda") for name in dispatch.NAMES}
-    if all(against.values()):
-        if asked == DeviceType.cuda:
-            raise UnsupportedError("no backend can use this GPU", against)
-        console.print("No backend can use this machine's GPU (see flashtile info), so the CPU is shown.")
-        return torch.device("cpu")
-    return torch.device("cuda")
+    here = ["cuda"] if torch.cuda.is_available() and asked != DeviceType.cpu else []
+    here += ["cpu"] if asked != DeviceType.cuda else []
+    forced = settings.BACKEND.get()
+    names = (forced,) if forced else dispatch.NAMES
+    against = {device: {name: why_unusable(name, device) for name in names} for device in here}
+    for device in here:
+        if not all(against[device].values()):
+            return torch.device(device)
+        if device != here[-1]:
+            console.print("No backend can use this machine's GPU (see flashtile info), so the CPU is shown.")
+    raise UnsupportedError(f"no backend can run the demo on {here[-1]}", against[here[-1]])
 
 
 def _claim_folder(out: Path) -> None:
