@@ -15,8 +15,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError, dispatch, reference
+from flashtile.arguments import band_of
 from flashtile.backends.base import Direction
-from flashtile.problem import Problem, Tensors, band_of
+from flashtile.problem import Problem, Tensors
 from tests.poison import poisoned_memory
 
 
@@ -263,7 +264,10 @@ def results(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | N
 
 
 def judge(call: Call, backend: str) -> None:
-    """Runs a backend under the rule, or asserts that it refuses with the reasons it declares. Never skips."""
+    """Runs a backend under the rule, or asserts that it refuses with the reasons it declares. Never skips.
+
+    A backend without a backward is judged by its forward.
+    """
     directions: tuple[Direction, ...] = ("forward", "backward")
     against = {each: dispatch.reasons(backend, call.problem, each) for each in directions}
     if not any(against.values()):
@@ -273,6 +277,17 @@ def judge(call: Call, backend: str) -> None:
     with pytest.raises((UnsupportedError, InvalidInputError)) as caught:
         call.run(backend)
     assert any(all(reason in str(caught.value) for reason in why) for why in against.values() if why)
+    if not against["forward"]:
+        with poisoned_memory(), torch.no_grad():
+            _judge_forward(call, backend)
+
+
+def _judge_forward(call: Call, backend: str) -> None:
+    got = dict(zip(("out", "lse"), call.run(backend), strict=True))
+    exact = reference.attention(call.problem, call.upcast().tensors)
+    plain = reference.attention(call.problem, call.tensors, call.problem.dtype)
+    for name, want, low in zip(got, exact, plain, strict=True):
+        assert_close(name, got[name], want, low, call.case.magnitude)
 
 
 def _judge_numbers(call: Call, backend: str) -> None:

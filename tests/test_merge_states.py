@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -58,7 +60,7 @@ def test_keys_split_anywhere_merge_to_one_call(cuts: list[int], seed: int) -> No
     whole = flashtile.attention(q, k, v, return_lse=True)
     state = torch.zeros_like(q), torch.full((2, 4, 9), -torch.inf, dtype=torch.float64)
     bounds = [0, *sorted(cuts), 40]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         part = flashtile.attention(q, k[:, start:stop], v[:, start:stop], return_lse=True)
         state = flashtile.merge_states(*state, *part)
     assert_same(state, whole)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from flashtile import dispatch, ops
+from flashtile.arguments import band_of, check_numbers, check_tensors, window_bounds
 from flashtile.errors import InvalidInputError
-from flashtile.problem import Tensors, band_of, check_arguments, check_values
+from flashtile.problem import Tensors, check_values
 
 
 def attention(
@@ -150,49 +152,98 @@ def attention_varlen(
     )
 
 
-def _options(
-    tensors: Tensors,
-    causal: bool,
-    window_size: Sequence[int | None] | None,
-    backend: str | None,
-    numbers: dict[str, object],
-) -> ops.Options:
-    """Checks the plain arguments and puts them into the operator's order."""
-    check_arguments(tensors, numbers)
-    if backend is not None:
-        dispatch.backend(backend)
-    band = band_of(causal, window_size)
-    values = {name: value for name, value in numbers.items() if name != "return_lse"}
-    for name in ("softmax_scale", "softcap", "dropout_p"):
-        if values.get(name) is not None:
-            values[name] = float(values[name])  # type: ignore[arg-type]
-    wants_grad = torch.is_grad_enabled()
-    inputs = (tensors.q, tensors.k, tensors.v, tensors.attn_bias, tensors.sinks)
-    return ops.Options(
-        window_left=band.left,
-        window_right=band.right,
-        needs_grad=wants_grad and any(t is not None and t.requires_grad for t in inputs),
-        bias_grad=wants_grad and tensors.attn_bias is not None and tensors.attn_bias.requires_grad,
-        backend=backend or "",
-        **values,  # type: ignore[arg-type]
-    )
-
-
 def _attention(
     tensors: Tensors,
     *,
     causal: bool,
     window_size: Sequence[int | None] | None,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
     return_lse: bool,
     backend: str | None,
-    **numbers: object,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    options = _options(tensors, causal, window_size, backend, {**numbers, "return_lse": return_lse})
-    if options.dropout_p > 0:
+    check_tensors(tensors)
+    left, right = window_bounds(window_size)
+    make = _make_options if torch.compiler.is_compiling() else _options
+    options = make(
+        causal,
+        left,
+        right,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        deterministic,
+        return_lse,
+        backend,
+        max_seqlen_q,
+        max_seqlen_k,
+        *_wanted_gradients(tensors),
+    )
+    if dropout_p > 0:
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensors.q.device)
         tensors = dataclasses.replace(tensors, rng_state=state)
     out, lse = ops.attention(tensors, options)
     return (out, lse) if return_lse else out
+
+
+def _wanted_gradients(t: Tensors) -> tuple[bool, bool]:
+    """Whether any input, and whether the bias, needs a gradient."""
+    if not torch.is_grad_enabled():
+        return False, False
+    bias = t.attn_bias is not None and t.attn_bias.requires_grad
+    inputs = t.q.requires_grad or t.k.requires_grad or t.v.requires_grad
+    return inputs or bias or (t.sinks is not None and t.sinks.requires_grad), bias
+
+
+def _make_options(
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    return_lse: bool,
+    backend: str | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    needs_grad: bool,
+    bias_grad: bool,
+) -> ops.Options:
+    """Checks the plain arguments and puts them into the operator's order."""
+    check_numbers(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    band = band_of(causal, (left, right))
+    if backend is not None:
+        dispatch.backend(backend)
+    return ops.Options(
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        window_left=band.left,
+        window_right=band.right,
+        softmax_scale=None if softmax_scale is None else float(softmax_scale),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        deterministic=deterministic,
+        needs_grad=needs_grad,
+        bias_grad=bias_grad,
+        backend=backend or "",
+    )
+
+
+# Typed, since True == 1 == 1.0 and only one of them is right in each place.
+_options = functools.lru_cache(maxsize=4096, typed=True)(_make_options)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,15 +328,20 @@ def explain(
         A few lines of text.
     """
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)
-    numbers: dict[str, object] = {
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "deterministic": deterministic,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    options = _options(tensors, causal, window_size, backend, numbers)
+    check_tensors(tensors)
+    options = _make_options(
+        causal,
+        *window_bounds(window_size),
+        softmax_scale,
+        softcap,
+        dropout_p,
+        deterministic,
+        False,
+        backend,
+        max_seqlen_q,
+        max_seqlen_k,
+        *_wanted_gradients(tensors),
+    )
     problem = options.problem(tensors)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile import dispatch, flops, settings
+from flashtile.backends.base import Backend, Direction
 from flashtile.errors import UnsupportedError
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, check_values
@@ -86,11 +87,13 @@ _OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options))
 
 
 def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Calls the forward operator.
+    """Calls the forward operator, or where nothing would notice its implementation.
 
     Returns:
         out and lse, as ``Backend.forward`` says.
     """
+    if not options.needs_grad and _nobody_watches(tensors.q):
+        return _run_forward(tensors, options)
     t, o = tensors, options
     return torch.ops.flashtile.attention_forward(
         t.q,
@@ -107,6 +110,21 @@ def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     )
 
 
+def _nobody_watches(q: Tensor) -> bool:
+    """Whether the dispatcher would do nothing but call the implementation, which takes it as long as a kernel's launch.
+
+    Someone watches while a program is traced, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform
+    or the profiler, and where q is of a subclass.
+    """
+    return (
+        type(q) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.autograd.profiler._is_profiler_enabled
+    )
+
+
 def _unflatten(args: tuple[Any, ...]) -> tuple[Tensors, Options]:
     return Tensors(*args[:_NUM_TENSORS]), Options(*args[_NUM_TENSORS:])
 
@@ -119,24 +137,32 @@ def _readable(tensors: Tensors) -> Tensors:
     return dataclasses.replace(tensors, **copies)
 
 
-# Problems that passed every check, by all that the checks look at: a training loop asks the same few over and over.
-_KNOWN: dict[tuple[Any, ...], Problem] = {}
+# Calls that passed every check, by all that the checks look at: a training loop asks the same few over and over.
+_KNOWN: dict[tuple[Any, ...], tuple[Problem, Backend]] = {}
 _MOST_KNOWN = 4096
 
 
-def _problem(tensors: Tensors, options: Options) -> Problem:
-    """The checked record of a call, looked up if a call like it has been checked before."""
+def _resolve(tensors: Tensors, options: Options, direction: Direction) -> tuple[Problem, Backend]:
+    """The checked record of a call and who runs it, looked up if a call like it has been resolved before."""
     t = tensors
     key = (
+        direction,
+        settings.BACKEND.get(),
         options,
-        *(_layout(x) for x in (t.q, t.k, t.v)),
+        _layout(t.q),
+        _layout(t.k),
+        _layout(t.v),
         *(_kind(x) for x in (t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k)),
     )
     known = _KNOWN.get(key)
     if known is None:
+        problem = options.problem(tensors)
+        chosen = dispatch.select(problem, direction, options.backend or None)
+        if problem.needs_grad:
+            dispatch.select(problem, "backward", options.backend or None)
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
-        known = _KNOWN[key] = options.problem(tensors)
+        known = _KNOWN[key] = problem, chosen
     return known
 
 
@@ -149,14 +175,14 @@ def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, options = _unflatten(args)
+    return _run_forward(*_unflatten(args))
+
+
+def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     tensors = _readable(tensors)
-    problem = _problem(tensors, options)
+    problem, chosen = _resolve(tensors, options, "forward")
     if problem.varlen and (problem.device_type == "cpu" or settings.CHECK.enabled()):
         check_values(problem, tensors)
-    chosen = dispatch.select(problem, "forward", options.backend or None)
-    if problem.needs_grad:
-        dispatch.select(problem, "backward", options.backend or None)
     return chosen.forward(problem, tensors)
 
 
@@ -174,8 +200,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors, options = _unflatten(args)
     tensors = _readable(tensors)
-    problem = _problem(tensors, options)
-    chosen = dispatch.select(problem, "backward", options.backend or None)
+    problem, chosen = _resolve(tensors, options, "backward")
     grads = chosen.backward(problem, tensors, out, lse, dout, dlse)
     nothing = (tensors.q.new_empty(0) for _ in range(2))
     dbias, dsinks = (g if g is not None else next(nothing) for g in (grads.dbias, grads.dsinks))

@@ -1,16 +1,13 @@
-"""Problem: one frozen record of a call, and the only place that refuses arguments.
+"""Problem: one frozen record of a call, and with ``arguments`` the only place that refuses any.
 
-``check_arguments`` looks at types and plain numbers before anything touches a tensor; ``Problem.build`` checks shapes,
-dtypes and devices by named axes; ``check_values`` looks into index tensors where that costs no synchronisation.
-Everything below this layer may assume that the arguments are right.
+``Problem.build`` checks shapes, dtypes and devices by named axes; ``check_values`` looks into index tensors where that
+costs no synchronisation. Everything below this layer may assume that the arguments are right.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,101 +175,6 @@ class Problem:
             needs_grad=needs_grad,
             aligned=q.device.type == "cpu" or all(_aligned(t) for t in (q, tensors.k, tensors.v)),
         )
-
-
-def band_of(causal: bool, window_size: Sequence[int | None] | None) -> Band:
-    """The Band of the keywords ``causal`` and ``window_size``; causal overrides the right bound.
-
-    Raises:
-        InvalidInputError: If either is not what it must be.
-    """
-    if not isinstance(causal, bool):
-        raise InvalidInputError("causal", f"is {causal!r}, must be True or False")
-    left, right = (None, None) if window_size is None else _window(window_size)
-    return Band(left, 0 if causal else right)
-
-
-def _window(window_size: Sequence[int | None]) -> tuple[int | None, int | None]:
-    must = "must be a pair (left, right) of integers >= 0, with -1 or None for unbounded"
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise InvalidInputError("window_size", f"is {window_size!r}, {must}")
-    for bound in window_size:
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < -1):
-            raise InvalidInputError("window_size", f"has {bound!r}, {must}")
-    left, right = (None if bound == -1 else bound for bound in window_size)
-    return left, right
-
-
-def check_arguments(tensors: Tensors, numbers: dict[str, object]) -> None:
-    """Refuses what is not a tensor, a number or a flag where one is needed.
-
-    Args:
-        tensors: Whatever the caller passed in the places of tensors.
-        numbers: The plain arguments by name: ``softmax_scale``, ``softcap``, ``dropout_p``, ``deterministic``,
-            ``return_lse``, ``max_seqlen_q``, ``max_seqlen_k``; those absent are not checked.
-
-    Raises:
-        InvalidInputError: Naming the argument.
-    """
-    for name in ("q", "k", "v"):
-        if not isinstance(getattr(tensors, name), Tensor):
-            raise InvalidInputError(name, f"is a {type(getattr(tensors, name)).__name__}, must be a torch.Tensor")
-    for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks", "cu_seqlens_q", "cu_seqlens_k"):
-        value = getattr(tensors, name)
-        if value is not None and not isinstance(value, Tensor):
-            raise InvalidInputError(name, f"is a {type(value).__name__}, must be a torch.Tensor or None")
-    for name, value in numbers.items():
-        _NUMBER_CHECKS[name](name, value)
-    if tensors.alibi_slopes is not None and tensors.alibi_slopes.requires_grad:
-        raise InvalidInputError(
-            "alibi_slopes", "requires grad, but slopes have no gradient; detach them or use attn_bias"
-        )
-
-
-def _finite(name: str, value: object) -> float:
-    # Comparisons rather than math.isfinite, which a compiler cannot trace on a symbolic number.
-    is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
-    if not is_number or value != value or value in (math.inf, -math.inf):
-        raise InvalidInputError(name, f"is {value!r}, must be a finite number")
-    return value  # type: ignore[return-value]
-
-
-def _check_scale(name: str, value: object) -> None:
-    if value is not None:
-        _finite(name, value)
-
-
-def _check_softcap(name: str, value: object) -> None:
-    if _finite(name, value) < 0:
-        raise InvalidInputError(name, f"is {value!r}, must be 0 (none) or positive")
-
-
-def _check_dropout(name: str, value: object) -> None:
-    if not 0 <= _finite(name, value) < 1:
-        raise InvalidInputError(name, f"is {value!r}, must be at least 0 and less than 1")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidInputError(name, f"is {value!r}, must be True or False")
-
-
-def _check_length(name: str, value: object) -> None:
-    if value is None or isinstance(value, torch.SymInt):
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInputError(name, f"is {value!r}, must be an integer >= 0 or None")
-
-
-_NUMBER_CHECKS = {
-    "softmax_scale": _check_scale,
-    "softcap": _check_softcap,
-    "dropout_p": _check_dropout,
-    "deterministic": _check_flag,
-    "return_lse": _check_flag,
-    "max_seqlen_q": _check_length,
-    "max_seqlen_k": _check_length,
-}
 
 
 class _Axes:

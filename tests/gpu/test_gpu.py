@@ -10,7 +10,8 @@ import torch
 
 import flashtile
 from flashtile import dispatch
-from flashtile.problem import Problem, Tensors, band_of
+from flashtile.arguments import band_of
+from flashtile.problem import Problem, Tensors
 from tests.cases import CASES, Case, build, judge
 from tests.poison import poisoned_memory
 

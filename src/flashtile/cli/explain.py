@@ -9,10 +9,11 @@ import torch
 import typer
 
 from flashtile import dispatch, settings
+from flashtile.arguments import band_of, check_numbers
 from flashtile.backends.base import Direction
 from flashtile.cli.choices import DeviceType, DtypeName
 from flashtile.errors import InvalidInputError, UnsupportedError
-from flashtile.problem import Problem, Tensors, band_of, check_arguments
+from flashtile.problem import Problem
 
 _MAX = 2**40
 
@@ -65,8 +66,7 @@ def explain(
     """
     device_type, capability = _device(device, arch)
     default_dtype = DtypeName.float32 if device_type == "cpu" else DtypeName.bfloat16
-    nothing = torch.empty(0)
-    check_arguments(Tensors(nothing, nothing, nothing), {"softcap": softcap, "dropout_p": dropout})
+    check_numbers(softcap=softcap, dropout_p=dropout)
     if backend is not None:
         dispatch.backend(backend)
     kv_heads = kv_heads or heads

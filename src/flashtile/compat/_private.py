@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flashtile import ops
+from flashtile.arguments import band_of, check_numbers, check_tensors
 from flashtile.compat._arguments import bound, length, refuse
 from flashtile.errors import InvalidInputError, UnsupportedError
-from flashtile.problem import Tensors, band_of, check_arguments
+from flashtile.problem import Tensors
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -211,7 +212,8 @@ def _options(
     window_size_right: int,
     softcap: float,
 ) -> ops.Options:
-    check_arguments(tensors, {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p})
+    check_tensors(tensors)
+    check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
     band = band_of(causal, (bound(window_size_left), bound(window_size_right)))
     return ops.Options(
         window_left=band.left,

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile import reference
+from flashtile.arguments import band_of
 from flashtile.errors import UnsupportedError
-from flashtile.problem import Problem, Tensors, band_of
+from flashtile.problem import Problem, Tensors
 
 HEAD_DIM = 64
 NUM_HEADS = 4
