@@ -33,11 +33,13 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
 
 UNEVEN = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
 DESCRIPTORS = Config(32, 16, 4, 1, tma=True), Config(16, 32, 4, 1, tma=True)
+ONE_LOOP = Config(32, 16, 4, 1, tma=True, one_loop=True), Config(16, 32, 4, 1, one_loop=True)
 
 
-@pytest.mark.parametrize("pair", [UNEVEN, DESCRIPTORS], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("pair", [UNEVEN, DESCRIPTORS, ONE_LOOP], ids=["pointers", "descriptors", "one loop"])
 @pytest.mark.parametrize(
-    "name", ["causal", "more_keys_window", "group_causal", "varlen_spare", "varlen_window", "dropout"]
+    "name",
+    ["causal", "more_keys_window", "more_rows_window", "group_causal", "varlen_spare", "varlen_window", "dropout"],
 )
 def test_tiles_of_other_shapes_and_descriptors(name: str, pair: tuple[Config, Config]) -> None:
     case = dataclasses.replace(next(c for c in CASES if c.name == name), head_dim=16, head_dim_v=24)
@@ -104,6 +106,20 @@ def test_a_sequence_is_bitwise_the_same_in_any_batch(causal: bool) -> None:
         alone, alone_lse = forward.run(Problem.build(tensors, whole.problem.band), tensors)
         assert torch.equal(alone[0], out[b])
         assert torch.equal(alone_lse[0], lse[b])
+
+
+@pytest.mark.parametrize("name", ["causal", "more_rows_window", "masked_out", "prime"])
+def test_one_loop_is_bitwise_the_same(name: str) -> None:
+    case = next(c for c in CASES if c.name == name)
+    runs = []
+    for one_loop in (False, True):
+        config = Config(16, 16, 4, 1, one_loop=one_loop)
+        with tiles.override(forward=config, dkdv=config, dq=config), poisoned_memory():
+            call = build(case, torch.float16)
+            out, lse = call.run("portable")
+            runs.append([out, lse, *torch.autograd.grad(out, list(call.leaves.values()), torch.ones_like(out))])
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
 
 
 def test_the_backward_repeats_bitwise() -> None:

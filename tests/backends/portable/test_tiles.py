@@ -10,6 +10,7 @@ import torch
 from flashtile.backends.portable import BACKEND, tiles
 from flashtile.backends.portable.builds import builds
 from flashtile.backends.portable.tiles import Config
+from flashtile.masks import Band
 from tests.cases import Case, build
 
 ARCHS = [*tiles.SHARED_BYTES]
@@ -37,6 +38,24 @@ def test_every_head_dim_has_tiles_that_fit(arch: str, kernel: tiles.Kernel) -> N
             if kernel == "dbias":
                 need = tiles.padded(head_dim) * bytes_each * moving
             assert need <= tiles.SHARED_BYTES[arch], (head_dim, dtype, config)
+
+
+@pytest.mark.parametrize(
+    ("dims", "want"),
+    [((64, 64), (64, 64)), ((33, 7), (64, 64)), ((20, 12), (32, 32)), ((8, 24), (32, 32)), ((192, 128), (256, 128)),
+     ((256, 16), (256, 64)), ((16, 200), (64, 256)), ((1, 1), (16, 16))],
+)  # fmt: skip
+def test_tiles_of_two_swizzles_are_never_mixed(dims: tuple[int, int], want: tuple[int, int]) -> None:
+    assert tiles.padded_dims(*dims) == want
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+def test_a_mask_kind_has_its_own_tiles(kernel: tiles.Kernel) -> None:
+    full, causal = _problem(128), _problem(128, band=Band(None, 0))
+    assert tiles.choose(causal, kernel, "sm_90") == tiles.choose(_problem(128, band=Band(9, 4)), kernel, "sm_90")
+    featured = [{"softcap": 2.0}, {"alibi": True}, {"mask": True}, {"bias_dtype": torch.float16}, {"dropout_p": 0.1}]
+    assert len({tiles.choose(dataclasses.replace(causal, **f), kernel, "sm_90") for f in featured}) == 1
+    assert kernel != "dkdv" or tiles.choose(full, kernel, "sm_90") != tiles.choose(causal, kernel, "sm_90")
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "dbias"])

@@ -195,6 +195,22 @@ def test_packed_tiles_reach_every_row_once(lengths: list[int], behind: int) -> N
 
 
 @triton.jit
+def _grouped_kernel(out_ptr, num_blocks, num_heads, heads_at_once):
+    pid = tl.program_id(0)
+    block, head = scheduler.grouped_tile(pid, num_blocks, num_heads, heads_at_once)
+    tl.store(out_ptr + pid * 2, head)
+    tl.store(out_ptr + pid * 2 + 1, block)
+
+
+@pytest.mark.parametrize(("blocks", "heads", "at_once"), [(3, 5, 2), (1, 4, 3), (4, 3, 1), (2, 3, 100)])
+def test_grouped_tiles_finish_a_group_of_heads_block_by_block(blocks: int, heads: int, at_once: int) -> None:
+    out = torch.full((blocks * heads, 2), -1, dtype=torch.int32)
+    _grouped_kernel[(blocks * heads,)](out, blocks, heads, at_once)
+    groups = [range(first, min(first + at_once, heads)) for first in range(0, heads, at_once)]
+    assert out.tolist() == [[head, block] for group in groups for block in range(blocks) for head in group]
+
+
+@triton.jit
 def _order_kernel(out_ptr, R: tl.constexpr):
     pid = tl.program_id(0)
     tl.store(out_ptr + pid, scheduler.longest_first(pid, tl.num_programs(0), R))

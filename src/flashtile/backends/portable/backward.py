@@ -5,7 +5,9 @@
     dv = probs^T @ dout    dk = dscores^T @ q    dq = dscores @ k    dbias = dscores, summed over what broadcasts
 
 One kernel owns blocks of keys and makes dk and dv, one owns blocks of queries and makes dq, one owns tiles of the bias:
-each gradient is written by one program, in one order, so the result is bitwise repeatable without any atomics.
+each gradient is written by one program, in one order, so the result is bitwise repeatable without any atomics. The
+gradients of a block that holds a NaN or an infinity in a valid element may be NaN for all its rows and keys: only the
+forward keeps those to the rows that attend to them.
 Mathematics: docs/algorithm.md. Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4.
 """
 
@@ -21,43 +23,47 @@ from flashtile.backends.vocab import blocks, dropout, mask, scores, sequence, so
 @triton.jit
 def prepare_rows(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, origin_ptr, dout_stride_b, dout_stride_row, dout_stride_head,
-    dlse_stride_b, dlse_stride_head, dlse_stride_row, num_rows, seqlen_q, num_heads_q,
+    dlse_stride_b, dlse_stride_head, dlse_stride_row, batch, seqlen_q, num_heads_q, row_pitch,
     HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """delta, and what the backward subtracts from base-2 scores, of BLOCK_M rows of one head.
 
-    Rows count through batch and sequence; out is contiguous ``(num_rows, num_heads_q, HEAD_DIM_V)``; delta and origin
-    have lse's layout. An empty row's origin is +inf, so that its probabilities are 0 without a mask.
+    out is contiguous ``(batch, seqlen_q, num_heads_q, HEAD_DIM_V)``; delta and origin are ``(batch, num_heads_q,
+    row_pitch)``, row_pitch a multiple of BLOCK_M. The origin of an empty row and of the rows from seqlen_q on is +inf,
+    so that their probabilities are 0 without a mask; their delta is 0.
     """
-    num_blocks = (num_rows + BLOCK_M - 1) // BLOCK_M
-    h = tl.program_id(0) // num_blocks
-    row = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    exists = row < num_rows
-    b, i = row // seqlen_q, row % seqlen_q
+    num_blocks = row_pitch // BLOCK_M
+    pid = tl.program_id(0)
+    h = pid // num_blocks % num_heads_q
+    b = (pid // num_blocks // num_heads_q).to(tl.int64)
+    i = (pid % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = i < seqlen_q
     col = tl.arange(0, BLOCK_DV)[None, :]
     inside = exists[:, None] & (col < HEAD_DIM_V)
-    out = tl.load(out_ptr + (row * num_heads_q + h)[:, None] * HEAD_DIM_V + col, mask=inside, other=0.0)
+    out_at = out_ptr + ((b * seqlen_q + i) * num_heads_q + h)[:, None] * HEAD_DIM_V + col
+    out = tl.load(out_at, mask=inside, other=0.0)
     dout_at = dout_ptr + (b * dout_stride_b + i * dout_stride_row + h * dout_stride_head)[:, None] + col
     dout = tl.load(dout_at, mask=inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
         dlse_at = dlse_ptr + b * dlse_stride_b + h * dlse_stride_head + i * dlse_stride_row
         delta -= tl.load(dlse_at, mask=exists, other=0.0)
-    at = (b * num_heads_q + h) * seqlen_q + i
-    tl.store(delta_ptr + at, delta, mask=exists)
-    tl.store(origin_ptr + at, softmax.backward_origin(tl.load(lse_ptr + at, mask=exists, other=0.0)), mask=exists)
+    lse = tl.load(lse_ptr + (b * num_heads_q + h) * seqlen_q + i, mask=exists, other=float("-inf"))
+    at = (b * num_heads_q + h) * row_pitch + i
+    tl.store(delta_ptr + at, delta)
+    tl.store(origin_ptr + at, softmax.backward_origin(lse))
 
 
 @triton.jit
 def probabilities(
-    product, origin, rows, cols, length_q, length_k, b, h, left, right, scale, param, slope,
+    product, origin, rows, cols, edge, length_q, length_k, b, h, left, right, scale, param, slope,
     bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr,
-    DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, MASKED: tl.constexpr,
+    DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
 ):  # fmt: skip
     """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the score transform's derivative.
 
-    With MASKED, the band and the end of the keys are selected out.
+    With ``edge``, which may be known at compile time, the band and the end of the keys are selected out.
     """
     derivative = 1.0
     if TRANSFORMED:
@@ -68,7 +74,7 @@ def probabilities(
         probs = tl.exp2(x * softmax.LOG2_E - origin)
     else:
         probs = tl.exp2(product * (scale * softmax.LOG2_E) - origin)
-    if MASKED:
+    if edge:
         i = rows + (length_k - length_q)
         probs = mask.band_select(probs, i, cols, length_k, left, right, 0.0, HAS_LEFT, HAS_RIGHT)
     probs = scores.select_mask(probs, mask_at, mask_stride_row, mask_stride_col, rows, cols, length_q, length_k, 0.0)
@@ -76,47 +82,58 @@ def probabilities(
 
 
 @triton.jit
-def score_gradient(probs, dprobs, delta, derivative, SELECT: tl.constexpr):
+def score_gradient(probs, dprobs, delta, derivative, select):
     """The gradient of a block of scores, in front of the score transform.
 
-    With SELECT, 0 wherever the probability is: a masked element's dprobs or delta may be NaN.
+    With ``select``, 0 wherever the probability is: a masked element's dprobs or delta may be NaN.
     """
     dscores = probs * (dprobs - delta)
-    if SELECT:
+    if select:
         dscores = tl.where(probs == 0.0, 0.0, dscores)
     return dscores * derivative
 
 
 @triton.jit
 def over_queries(
-    dk, dv, k, v, m_start, m_stop, q_source, q_at, q_stride_row, dout_source, dout_at, dout_stride_row, origin_at,
+    dk, dv, k, v, m_start, m_stop, full_start, full_stop, q_source, q_at, q_stride_row, dout_source, dout_at,
+    dout_stride_row, origin_at,
     delta_at, batch_index, start_q, b, h, head_index, cols, length_q, length_k, left, right, scale, param, slope,
     bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col, rng_state_ptr,
     dropout_threshold, keep_scale, n_first,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Adds what query blocks m_start ... m_stop - 1 of one head give to dk and dv; scores lie keys first."""
-    SELECT: tl.constexpr = MASKED or (mask_at is not None)
+    """Adds what query blocks m_start ... m_stop - 1 of one head give to dk and dv; scores lie keys first.
+
+    Without MASKED the blocks need no mask; with it, those from full_start to full_stop - 1 do not.
+    """
     for m in tl.range(m_start, m_stop):
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
+        edge = MASKED
+        if ONE_LOOP:
+            edge = (m < full_start) | (m >= full_stop)
+        select = edge
+        if mask_at is not None:
+            select = True
         q = load_rows(q_source, q_at, batch_index, h, start_q, first, length_q, q_stride_row,
                       BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA)  # fmt: skip
-        if MASKED:
-            # Rows behind the end have origin +inf: probability 0.
-            origin = tl.load(origin_at + rows, mask=rows < length_q, other=float("inf"))
-            delta = tl.load(delta_at + rows, mask=rows < length_q, other=0.0)
-        else:
-            origin = tl.load(origin_at + rows)
-            delta = tl.load(delta_at + rows)
+        # Rows behind the end have origin +inf, so probability 0: written there behind dense sequences, selected behind
+        # packed ones.
+        origin = tl.load(origin_at + first + tl.arange(0, BLOCK_M))
+        delta = tl.load(delta_at + first + tl.arange(0, BLOCK_M))
+        if VARLEN and MASKED:
+            origin = tl.where(rows < length_q, origin, float("inf"))
+            delta = tl.where(rows < length_q, delta, 0.0)
         product = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         probs, derivative = probabilities(
-            product, origin[None, :], rows[None, :], cols, length_q, length_k, b, h, left, right, scale, param, slope,
+            product, origin[None, :], rows[None, :], cols, edge, length_q, length_k, b, h, left, right, scale, param,
+            slope,
             bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, MASKED,
+            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED,
         )  # fmt: skip
         dout = load_rows(dout_source, dout_at, batch_index, h, start_q, first, length_q, dout_stride_row,
                          BLOCK_M, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
@@ -128,12 +145,12 @@ def over_queries(
             kept_probs = tl.where(kept, probs, 0.0)
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
-        dscores = score_gradient(probs, dprobs, delta[None, :], derivative, SELECT)
+        dscores = score_gradient(probs, dprobs, delta[None, :], derivative, select)
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "left", "right", "dropout_threshold"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "heads_at_once", "left", "right", "dropout_threshold"])
 def attention_backward_dkdv(
     q_ptr, k_ptr, v_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
@@ -141,20 +158,22 @@ def attention_backward_dkdv(
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
+    dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """The gradients dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
 
-    dk and dv are contiguous. Arguments as the forward's; q_source and dout_source are descriptors with TMA, else None.
+    dk and dv are contiguous. Arguments as the forward's; row_pitch is that of delta and origin.
     """
     num_heads_kv = num_heads_q // group_size
     b, head_kv, n_block, start_q, length_q, start_k, length_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_kv, BLOCK_N, True, HAS_RIGHT
-    )
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_kv, heads_at_once,
+        BLOCK_N, True, HAS_RIGHT,
+    )  # fmt: skip
     n_first = n_block * BLOCK_N
     if n_first >= length_k:
         return
@@ -188,21 +207,24 @@ def attention_backward_dkdv(
             bias_at = sequence.base(bias_ptr, b, 0, h, bias_stride_b, 0, bias_stride_head)
         q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
         dout_at = sequence.base(dout_ptr, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
-        row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * seqlen_q + start_q
-        # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end.
-        for phase in tl.static_range(0 if HAS_RIGHT else 1, 3):
+        row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * row_pitch + start_q
+        # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
+        for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_RIGHT else 1, 3):
             m_start, m_stop = m_min, m_full_min
             if phase == 1:
                 m_start, m_stop = m_full_min, m_full_max
             if phase == 2:
-                m_start, m_stop = m_full_max, m_max
+                m_start, m_stop = m_min if ONE_LOOP else m_full_max, m_max
             dk, dv = over_queries(
-                dk, dv, k, v, m_start, m_stop, q_source, q_at, q_stride_row, dout_source, dout_at, dout_stride_row,
+                dk, dv, k, v, m_start, m_stop, m_full_min, m_full_max, q_source, q_at, q_stride_row, dout_source,
+                dout_at, dout_stride_row,
                 origin_ptr + row_offset, delta_ptr + row_offset, batch_index, start_q, b, h, b * num_heads_q + h, cols,
                 length_q, length_k, left, right, scale, param, slope, bias_at, bias_stride_row, bias_stride_col,
                 mask_at, mask_stride_row, mask_stride_col, rng_state_ptr, dropout_threshold, keep_scale, n_first,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD,
-                DERIVATIVE, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), MASKED=phase != 1,
+                DERIVATIVE, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), VARLEN,
+                MASKED=phase != 1,
+                ONE_LOOP=ONE_LOOP,
             )  # fmt: skip
     at = (tl.cast(batch_index, tl.int64) * seqlen_k + start_k) * num_heads_kv + head_kv
     store_rows(dk_ptr + at * HEAD_DIM, n_first, length_k, num_heads_kv * HEAD_DIM, dk * scale,
@@ -213,27 +235,34 @@ def attention_backward_dkdv(
 
 @triton.jit
 def over_keys(
-    dq, q, dout, origin, delta, n_start, n_stop, k_source, k_at, k_stride_row, v_source, v_at, v_stride_row,
+    dq, q, dout, origin, delta, n_start, n_stop, full_start, full_stop, k_source, k_at, k_stride_row, v_source, v_at,
+    v_stride_row,
     batch_index, head_kv, start_k, b, h, head_index, rows, length_q, length_k, left, right, scale, param, slope,
     bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col, rng_state_ptr,
     dropout_threshold, keep_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Adds what key blocks n_start ... n_stop - 1 give to dq."""
-    SELECT: tl.constexpr = MASKED or (mask_at is not None)
+    """Adds what key blocks n_start ... n_stop - 1 give to dq; MASKED, full_start and full_stop as ``over_queries``."""
     for n in tl.range(n_start, n_stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
+        edge = MASKED
+        if ONE_LOOP:
+            edge = (n < full_start) | (n >= full_stop)
+        select = edge
+        if mask_at is not None:
+            select = True
         k = load_rows(k_source, k_at, batch_index, head_kv, start_k, first, length_k, k_stride_row,
                       BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, TMA)  # fmt: skip
         product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         probs, derivative = probabilities(
-            product, origin[:, None], rows[:, None], cols, length_q, length_k, b, h, left, right, scale, param, slope,
+            product, origin[:, None], rows[:, None], cols, edge, length_q, length_k, b, h, left, right, scale, param,
+            slope,
             bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, MASKED,
+            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED,
         )  # fmt: skip
         v = load_rows(v_source, v_at, batch_index, head_kv, start_k, first, length_k, v_stride_row,
                       BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
@@ -242,12 +271,12 @@ def over_keys(
             key_blocks = n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
             kept = dropout.keep(rng_state_ptr, dropout_threshold, head_index, rows[:, None], key_blocks)
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
-        dscores = score_gradient(probs, dprobs, delta[:, None], derivative, SELECT)
+        dscores = score_gradient(probs, dprobs, delta[:, None], derivative, select)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=INPUT_PRECISION)
     return dq
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "left", "right", "dropout_threshold"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "heads_at_once", "left", "right", "dropout_threshold"])
 def attention_backward_dq(
     q_ptr, k_ptr, v_ptr, dout_ptr, k_source, v_source, origin_ptr, delta_ptr, dq_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
@@ -255,16 +284,18 @@ def attention_backward_dq(
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
+    dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient dq, contiguous, of BLOCK_M rows of one head. Arguments as the forward's."""
+    """The gradient dq, contiguous, of BLOCK_M rows of one head. Arguments as for dk and dv."""
     b, h, m_block, start_q, length_q, start_k, length_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, BLOCK_M, False, HAS_RIGHT
-    )
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, heads_at_once,
+        BLOCK_M, False, HAS_RIGHT,
+    )  # fmt: skip
     m_first = m_block * BLOCK_M
     if m_first >= length_q:
         return
@@ -291,7 +322,7 @@ def attention_backward_dq(
     dout = load_rows(dout_at, dout_at, b, h, start_q, m_first, length_q, dout_stride_row,
                      BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False)  # fmt: skip
     rows = m_first + tl.arange(0, BLOCK_M)
-    row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * seqlen_q + start_q
+    row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * row_pitch + start_q
     origin = tl.load(origin_ptr + row_offset + rows, mask=rows < length_q, other=float("inf"))
     delta = tl.load(delta_ptr + row_offset + rows, mask=rows < length_q, other=0.0)
     m_last = tl.minimum(m_first + BLOCK_M, length_q) - 1
@@ -299,20 +330,21 @@ def attention_backward_dq(
         m_first, m_last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end.
-    for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
+    # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all.
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 3):
         n_start, n_stop = n_min, n_full_min
         if phase == 1:
             n_start, n_stop = n_full_min, n_full_max
         if phase == 2:
-            n_start, n_stop = n_full_max, n_max
+            n_start, n_stop = n_min if ONE_LOOP else n_full_max, n_max
         dq = over_keys(
-            dq, q, dout, origin, delta, n_start, n_stop, k_source, k_at, k_stride_row, v_source, v_at, v_stride_row,
+            dq, q, dout, origin, delta, n_start, n_stop, n_full_min, n_full_max, k_source, k_at, k_stride_row,
+            v_source, v_at, v_stride_row,
             batch_index, head_kv, start_k, b, h, b * num_heads_q + h, rows, length_q, length_k, left, right,
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
             rng_state_ptr, dropout_threshold, keep_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
             HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
-            TMA and not (VARLEN and phase != 1), MASKED=phase != 1,
+            TMA and not (VARLEN and phase != 1), MASKED=phase != 1, ONE_LOOP=ONE_LOOP,
         )  # fmt: skip
     at = ((tl.cast(batch_index, tl.int64) * seqlen_q + start_q) * num_heads_q + h) * HEAD_DIM
     store_rows(dq_ptr + at, m_first, length_q, num_heads_q * HEAD_DIM, dq * scale, BLOCK_M, HEAD_DIM, BLOCK_D)

@@ -110,7 +110,7 @@ def _kernels(
 
     out = torch.empty((*tensors.q.shape[:-1], problem.head_dim_v), dtype=problem.dtype, device="meta")
     grads = Gradients(*(torch.empty_like(t) for t in (tensors.q, tensors.k, tensors.v)))
-    rows = (lse, lse)
+    rows = gradients.row_workspace(lse)
     launch = forward.forward_launch(problem, tensors, out, lse, chosen("forward"))
     yield _build("attention_forward", "forward", launch, config | {"tiles": str(chosen("forward"))})
     launch = gradients.prepare_launch(problem, out, lse, out, None, *rows)

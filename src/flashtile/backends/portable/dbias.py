@@ -22,7 +22,8 @@ def tile_gradient(
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold,
+    keep_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
@@ -57,14 +58,14 @@ def tile_gradient(
         k = load_rows(k_at, k_at, b, h, 0, n_first, length_k, k_stride_row, BLOCK_N, HEAD_DIM, BLOCK_D, True, False)
         rows = m_first + tl.arange(0, BLOCK_M)
         cols = n_first + tl.arange(0, BLOCK_N)
-        row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * seqlen_q + start_q
+        row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * row_pitch + start_q
         origin = tl.load(origin_ptr + row_offset + rows, mask=rows < length_q, other=float("inf"))
         delta = tl.load(delta_ptr + row_offset + rows, mask=rows < length_q, other=0.0)
         product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
         probs, _derivative = probabilities(
-            product, origin[:, None], rows[:, None], cols[None, :], length_q, length_k, b, h, left, right, scale, param,
-            slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, None, TRANSFORMED, True,
+            product, origin[:, None], rows[:, None], cols[None, :], True, length_q, length_k, b, h, left, right, scale,
+            param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
+            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, None, TRANSFORMED,
         )  # fmt: skip
         dout = load_rows(dout_at, dout_at, b, h, 0, m_first, length_q, dout_stride_row,
                          BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False)  # fmt: skip
@@ -87,7 +88,8 @@ def attention_backward_dbias(
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold,
+    keep_scale,
     bias_batch, bias_heads, bias_rows, bias_cols, max_rows, max_cols,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -128,7 +130,7 @@ def attention_backward_dbias(
                         v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head,
                         alibi_stride_b, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
                         bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-                        batch, seqlen_q, seqlen_k, num_heads_q, group_size, left, right, scale, param,
+                        batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param,
                         dropout_threshold, keep_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                         HAS_LEFT, HAS_RIGHT, SCORE_MOD, TRANSFORMED, INPUT_PRECISION,
                     )  # fmt: skip

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.portable.launch import Launch, common_arguments, describable, descriptor, num_programs
+from flashtile.backends.portable import warm
+from flashtile.backends.portable.launch import (
+    Launch,
+    common_arguments,
+    common_operands,
+    descriptors,
+    heads_at_once,
+    num_programs,
+)
 from flashtile.backends.portable.tiles import Config, choose
 from flashtile.backends.vocab import blocks, dropout, mask, scheduler, scores, sequence, softmax
 from flashtile.problem import Problem, Tensors
@@ -20,12 +28,13 @@ from flashtile.problem import Problem, Tensors
 
 @triton.jit
 def locate(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads, heads_at_once,
     BLOCK: tl.constexpr, OVER_KEYS: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """The tile of this program: sequence, head, block, and where its queries and keys lie.
 
-    Programs count blocks first, then heads, then sequences, so that neighbours share keys and values in the cache.
+    Programs of packed sequences count blocks first, then heads. Dense ones take heads_at_once heads (of all sequences
+    together) after one another, so that those share the cache, and of those the longest blocks of all heads first.
 
     Returns:
         (b, head, block, start_q, length_q, start_k, length_k); b == batch for rows behind the last packed sequence,
@@ -43,9 +52,9 @@ def locate(
         head = pid // num_tiles
     else:
         num_tiles = (total + BLOCK - 1) // BLOCK
-        block = pid % num_tiles
-        head = (pid // num_tiles) % num_heads
-        b = pid // num_tiles // num_heads
+        block, head = scheduler.grouped_tile(pid, num_tiles, batch * num_heads, heads_at_once)
+        b = head // num_heads
+        head = head % num_heads
     start_q, length_q = sequence.sequence(cu_seqlens_q_ptr, b, batch, seqlen_q, VARLEN)
     start_k, length_k = sequence.sequence(cu_seqlens_k_ptr, b, batch, seqlen_k, VARLEN)
     if VARLEN:
@@ -153,18 +162,20 @@ def spread_poison(
 
 @triton.jit
 def attend(
-    acc, row_max, row_sum, q, n_start, n_stop, k_source, k_ptr, k_stride_row, v_source, v_ptr, v_stride_row,
+    acc, row_max, row_sum, q, n_start, n_stop, full_start, full_stop, k_source, k_ptr, k_stride_row, v_source, v_ptr,
+    v_stride_row,
     batch_index, head_kv, start_k, b, h, head_index, rows, length_q, length_k, left, right,
     scale, param, slope, bias_ptr, bias_stride_row, bias_stride_col, mask_ptr, mask_stride_row, mask_stride_col,
     rng_state_ptr, dropout_threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_ALIBI: tl.constexpr,
     SCORE_MOD: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    MASKED: tl.constexpr, ONE_LOOP: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Takes key blocks n_start ... n_stop - 1 into the state of BLOCK_M rows.
 
-    MASKED applies the band and the end of the keys; without it every row keeps every key. CAREFUL takes 0 for every
+    MASKED applies the band and the end of the keys, with ONE_LOOP outside blocks full_start ... full_stop - 1 only;
+    without MASKED every row keeps every key. CAREFUL takes 0 for every
     infinity and NaN of v; ``spread_poison`` then adds what they do.
     """
     for n in tl.range(n_start, n_stop):
@@ -178,7 +189,10 @@ def attend(
             x, _ = scores.transform(x, scale, param, slope, bias_ptr, bias_stride_row, bias_stride_col, b, h, rows,
                                     cols, length_q, length_k, SCORE_MOD, None, HAS_ALIBI)  # fmt: skip
             scale_log2 = softmax.LOG2_E
-        if MASKED:
+        edge = MASKED
+        if ONE_LOOP:
+            edge = (n < full_start) | (n >= full_stop)
+        if edge:
             x = mask.band_scores(x, rows + (length_k - length_q), cols, length_k, left, right, HAS_LEFT, HAS_RIGHT)
         x = scores.select_mask(
             x, mask_ptr, mask_stride_row, mask_stride_col, rows, cols, length_q, length_k, float("-inf")
@@ -197,7 +211,7 @@ def attend(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "left", "right", "dropout_threshold"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "heads_at_once", "left", "right", "dropout_threshold"])
 def attention_forward(
     q_ptr, k_ptr, v_ptr, k_source, v_source, out_ptr, lse_ptr,
     alibi_ptr, mask_ptr, bias_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
@@ -205,10 +219,11 @@ def attention_forward(
     v_stride_b, v_stride_row, v_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    batch, seqlen_q, seqlen_k, num_heads_q, group_size, heads_at_once, left, right, scale, param, dropout_threshold,
+    keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """The output and lse of BLOCK_M rows of one head.
 
@@ -216,8 +231,9 @@ def attention_forward(
     tensors are 0. k_source and v_source are descriptors of k and v with TMA, else None.
     """
     b, h, m_block, start_q, length_q, start_k, length_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, BLOCK_M, False, HAS_RIGHT
-    )
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, heads_at_once,
+        BLOCK_M, False, HAS_RIGHT,
+    )  # fmt: skip
     m_first = m_block * BLOCK_M
     if m_first >= length_q:
         return
@@ -239,6 +255,7 @@ def attention_forward(
     if bias_ptr is not None:
         bias_at = sequence.base(bias_ptr, b, 0, h, bias_stride_b, 0, bias_stride_head)
     q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
+    # Not by descriptor, here and in the backward: what that brings before a loop stays in registers all along.
     q = load_rows(q_at, q_at, batch_index, h, start_q, m_first, length_q, q_stride_row,
                   BLOCK_M, HEAD_DIM, BLOCK_D, True, False)  # fmt: skip
 
@@ -255,12 +272,13 @@ def attention_forward(
     leaked = False
     MAY_LEAK: tl.constexpr = HAS_LEFT or HAS_RIGHT or (mask_ptr is not None)
     # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end, the careful repeat.
-    for phase in tl.static_range(0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
+    # ONE_LOOP takes the first three together.
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
         n_start, n_stop = n_min, n_full_min
         if phase == 1:
             n_start, n_stop = n_full_min, n_full_max
         if phase == 2:
-            n_start, n_stop = n_full_max, n_max
+            n_start, n_stop = n_min if ONE_LOOP else n_full_max, n_max
         if phase == 3:
             leaked = tl.max((acc != acc).to(tl.int32)) > 0
             n_start, n_stop = n_min, tl.where(leaked, n_max, n_min)
@@ -268,12 +286,13 @@ def attention_forward(
             row_max = tl.where(leaked, float("-inf"), row_max)
             row_sum = tl.where(leaked, 0.0, row_sum)
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q, n_start, n_stop, k_source, k_at, k_stride_row, v_source, v_at, v_stride_row,
+            acc, row_max, row_sum, q, n_start, n_stop, n_full_min, n_full_max, k_source, k_at, k_stride_row, v_source,
+            v_at, v_stride_row,
             batch_index, head_kv, start_k, b, h, b * num_heads_q + h, rows[:, None], length_q, length_k, left, right,
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
             rng_state_ptr, dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
             HAS_ALIBI, SCORE_MOD, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), MASKED=phase != 1,
-            CAREFUL=phase == 3,
+            ONE_LOOP=ONE_LOOP and phase != 3, CAREFUL=phase == 3,
         )  # fmt: skip
 
     if sinks_ptr is not None:
@@ -300,14 +319,18 @@ def attention_forward(
         )  # fmt: skip
 
 
+def _operands(tensors: Tensors, out: Tensor, lse: Tensor) -> dict[str, Tensor | None]:
+    return {**common_operands(tensors), "out_ptr": out, "lse_ptr": lse, "sinks_ptr": tensors.sinks}
+
+
 def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, config: Config) -> Launch:
     """The forward's launch: what ``run`` computes and what a build compiles."""
     arguments = common_arguments(problem, tensors, config)
-    tma = config.tma and describable(tensors.k) and describable(tensors.v)
-    for name, tensor in (("k", tensors.k), ("v", tensors.v)):
-        arguments[f"{name}_source"] = descriptor(tensor, config.block_n, problem.varlen) if tma else None
-    arguments |= {"q_ptr": tensors.q, "k_ptr": tensors.k, "v_ptr": tensors.v, "TMA": tma}
-    arguments |= {"out_ptr": out, "lse_ptr": lse, "sinks_ptr": tensors.sinks}
+    sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
+    arguments |= descriptors(sources, config.block_n, config.tma, problem.varlen)
+    arguments["ONE_LOOP"] = config.one_loop and not problem.varlen
+    arguments["heads_at_once"] = heads_at_once(tensors.k, tensors.v)
+    arguments |= _operands(tensors, out, lse)
     return Launch(attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options())
 
 
@@ -317,5 +340,7 @@ def run(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    forward_launch(problem, tensors, out, lse, choose(problem, "forward")).run()
+    config = choose(problem, "forward")
+    warm.launch("forward", problem, config, _operands(tensors, out, lse),
+                lambda: forward_launch(problem, tensors, out, lse, config))  # fmt: skip
     return out, lse

@@ -9,13 +9,14 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.base import Gradients
-from flashtile.backends.portable import backward
+from flashtile.backends.portable import backward, warm
 from flashtile.backends.portable.dbias import attention_backward_dbias
 from flashtile.backends.portable.launch import (
     Launch,
     common_arguments,
-    describable,
-    descriptor,
+    common_operands,
+    descriptors,
+    heads_at_once,
     num_programs,
     row_strides,
 )
@@ -24,14 +25,15 @@ from flashtile.backends.vocab import scores
 from flashtile.problem import Problem, Tensors
 
 _PREPARE_ROWS = 32
+_MAX_TILE = 128
 
 
 def prepare_launch(
     problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, origin: Tensor
 ) -> Launch:
-    """Computes delta and origin, both like lse, from the forward's results and their gradients."""
+    """Computes delta and origin, of ``row_workspace``, from the forward's results and their gradients."""
     varlen = problem.varlen
-    rows = out.shape[0] if varlen else out.shape[0] * out.shape[1]
+    batch = 1 if varlen else out.shape[0]
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if varlen else dlse.stride()
     arguments = {
         "out_ptr": out,
@@ -42,15 +44,27 @@ def prepare_launch(
         "origin_ptr": origin,
         **row_strides("dout", dout, varlen),
         **dict(zip(("dlse_stride_b", "dlse_stride_head", "dlse_stride_row"), dlse_strides, strict=True)),
-        "num_rows": rows,
+        "batch": batch,
         "seqlen_q": out.shape[0 if varlen else 1],
         "num_heads_q": problem.num_heads_q,
+        "row_pitch": delta.shape[-1],
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_M": _PREPARE_ROWS,
         "BLOCK_DV": padded(problem.head_dim_v),
     }
-    programs = triton.cdiv(rows, _PREPARE_ROWS) * problem.num_heads_q
+    programs = batch * problem.num_heads_q * (delta.shape[-1] // _PREPARE_ROWS)
     return Launch(backward.prepare_rows, programs, arguments, {"num_warps": 4, "num_stages": 1})
+
+
+def row_workspace(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for delta and origin, like lse, but with room behind the rows for all tiles of rows to end in.
+
+    A dense sequence's tiles start on multiples of their size, so with the largest size's multiples as pitch no load
+    needs a mask, and all are aligned. A packed sequence's start anywhere.
+    """
+    pitch = triton.cdiv(lse.shape[-1] + (_MAX_TILE if lse.dim() == 2 else 0), _MAX_TILE) * _MAX_TILE
+    whole = torch.empty(2, *lse.shape[:-1], pitch, dtype=torch.float32, device=lse.device)
+    return whole[0], whole[1]
 
 
 def _arguments(
@@ -58,20 +72,23 @@ def _arguments(
 ) -> dict[str, Any]:
     arguments = common_arguments(problem, tensors, config)
     arguments |= row_strides("dout", dout, problem.varlen)
-    arguments |= {"q_ptr": tensors.q, "k_ptr": tensors.k, "v_ptr": tensors.v, "dout_ptr": dout}
-    return arguments | {"origin_ptr": origin, "delta_ptr": delta}
+    return arguments | {"dout_ptr": dout, "origin_ptr": origin, "delta_ptr": delta, "row_pitch": delta.shape[-1]}
+
+
+def _loop_arguments(problem: Problem, config: Config) -> dict[str, Any]:
+    derivative = scores.softcap_derivative if problem.softcap > 0 else None
+    return {"ONE_LOOP": config.one_loop and not problem.varlen, "DERIVATIVE": derivative}
 
 
 def dkdv_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], grads: Gradients, config: Config
 ) -> Launch:
-    """The launch for dk and dv; rows is (delta, origin)."""
-    tma = config.tma and describable(tensors.q) and describable(dout)
+    """The launch for dk and dv; rows is (delta, origin), of ``row_workspace``."""
     arguments = _arguments(problem, tensors, dout, *rows, config)
-    for name, tensor in (("q", tensors.q), ("dout", dout)):
-        arguments[f"{name}_source"] = descriptor(tensor, config.block_m, problem.varlen) if tma else None
-    arguments |= {"dk_ptr": grads.dk, "dv_ptr": grads.dv, "TMA": tma}
-    arguments["DERIVATIVE"] = scores.softcap_derivative if problem.softcap > 0 else None
+    sources = {"q": (tensors.q, arguments["BLOCK_D"]), "dout": (dout, arguments["BLOCK_DV"])}
+    arguments |= descriptors(sources, config.block_m, config.tma, problem.varlen)
+    arguments |= _loop_arguments(problem, config)
+    arguments |= {"dk_ptr": grads.dk, "dv_ptr": grads.dv, "heads_at_once": heads_at_once(tensors.q, dout)}
     programs = num_programs(problem, tensors, config.block_n, over_keys=True)
     return Launch(backward.attention_backward_dkdv, programs, arguments, config.options())
 
@@ -79,13 +96,12 @@ def dkdv_launch(
 def dq_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], grads: Gradients, config: Config
 ) -> Launch:
-    """The launch for dq; rows is (delta, origin)."""
-    tma = config.tma and describable(tensors.k) and describable(tensors.v)
+    """The launch for dq; rows is (delta, origin), of ``row_workspace``."""
     arguments = _arguments(problem, tensors, dout, *rows, config)
-    for name, tensor in (("k", tensors.k), ("v", tensors.v)):
-        arguments[f"{name}_source"] = descriptor(tensor, config.block_n, problem.varlen) if tma else None
-    arguments |= {"dq_ptr": grads.dq, "TMA": tma}
-    arguments["DERIVATIVE"] = scores.softcap_derivative if problem.softcap > 0 else None
+    sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
+    arguments |= descriptors(sources, config.block_n, config.tma, problem.varlen)
+    arguments |= _loop_arguments(problem, config)
+    arguments |= {"dq_ptr": grads.dq, "heads_at_once": heads_at_once(tensors.k, tensors.v)}
     programs = num_programs(problem, tensors, config.block_m)
     return Launch(backward.attention_backward_dq, programs, arguments, config.options())
 
@@ -93,7 +109,7 @@ def dq_launch(
 def dbias_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], dbias: Tensor, config: Config
 ) -> Launch:
-    """The launch for dbias; rows is (delta, origin)."""
+    """The launch for dbias; rows is (delta, origin), of ``row_workspace``."""
     shape = (1,) * (4 - dbias.dim()) + tuple(dbias.shape)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
@@ -119,18 +135,27 @@ def run(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tens
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     bias, sinks = tensors.attn_bias, tensors.sinks
-    rows = (torch.empty_like(lse), torch.empty_like(lse))
-    prepare_launch(problem, out, lse, dout, dlse, *rows).run()
+    rows = row_workspace(lse)
+    prepared = {"out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse}
+    prepared |= {"delta_ptr": rows[0], "origin_ptr": rows[1]}
+    warm.launch("prepare_rows", problem, None, prepared, lambda: prepare_launch(problem, out, lse, dout, dlse, *rows))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (tensors.q, tensors.k, tensors.v))
     dbias = (
         torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         if bias is not None and problem.bias_grad
         else None
     )
-    dsinks = None if sinks is None else sinks_gradient(problem, sinks, lse, rows[0])
+    dsinks = None if sinks is None else sinks_gradient(problem, sinks, lse, rows[0][..., : lse.shape[-1]])
     grads = Gradients(dq, dk, dv, dbias, dsinks)
-    dkdv_launch(problem, tensors, dout, rows, grads, choose(problem, "dkdv")).run()
-    dq_launch(problem, tensors, dout, rows, grads, choose(problem, "dq")).run()
+    inputs = {**common_operands(tensors), "dout_ptr": dout, "delta_ptr": rows[0], "origin_ptr": rows[1]}
+    common = problem, tensors, dout, rows
+
+    tiles = choose(problem, "dkdv")
+    results = {"dk_ptr": dk, "dv_ptr": dv}
+    warm.launch("dkdv", problem, tiles, inputs | results, lambda: dkdv_launch(*common, grads, tiles))
+    dq_tiles = choose(problem, "dq")
+    warm.launch("dq", problem, dq_tiles, inputs | {"dq_ptr": dq}, lambda: dq_launch(*common, grads, dq_tiles))
     if dbias is not None:
-        dbias_launch(problem, tensors, dout, rows, dbias, choose(problem, "dbias")).run()
+        bias_tiles, bias_result = choose(problem, "dbias"), inputs | {"dbias_ptr": dbias}
+        warm.launch("dbias", problem, bias_tiles, bias_result, lambda: dbias_launch(*common, dbias, bias_tiles))
     return grads

@@ -11,9 +11,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashtile import philox
-from flashtile.backends.portable.tiles import Config, padded
+from flashtile.backends.portable.tiles import Config, padded_dims
 from flashtile.backends.vocab import dropout, scheduler, scores
 from flashtile.problem import Problem, Tensors
+
+# Half of an H200's 50 MB of L2; the order of the tiles changes no result, so other chips may share the number.
+_CACHE_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +35,9 @@ class Launch:
     arguments: dict[str, Any]
     options: dict[str, int]
 
-    def run(self) -> None:
-        """Launches on the current stream; nothing to do is done without a launch."""
-        if self.programs:
-            self.kernel[(self.programs,)](**self.arguments, **self.options)
+    def run(self) -> Any:
+        """Launches on the current stream and returns the compiled kernel; nothing to do is done without a launch."""
+        return self.kernel[(self.programs,)](**self.arguments, **self.options) if self.programs else None
 
 
 def num_programs(problem: Problem, tensors: Tensors, block: int, *, over_keys: bool = False) -> int:
@@ -64,21 +66,32 @@ def score_strides(name: str, tensor: Tensor | None) -> dict[str, int]:
     return dict(zip((f"{name}_stride_{axis}" for axis in ("b", "head", "row", "col")), strides, strict=True))
 
 
+def common_operands(tensors: Tensors) -> dict[str, Tensor | None]:
+    """The inputs, by the argument that the forward and every kernel of the backward take them as."""
+    t = tensors
+    return {
+        "q_ptr": t.q,
+        "k_ptr": t.k,
+        "v_ptr": t.v,
+        "alibi_ptr": t.alibi_slopes,
+        "mask_ptr": None if t.attn_mask is None else t.attn_mask.view(torch.uint8),
+        "bias_ptr": t.attn_bias,
+        "cu_seqlens_q_ptr": t.cu_seqlens_q,
+        "cu_seqlens_k_ptr": t.cu_seqlens_k,
+        "rng_state_ptr": t.rng_state,
+    }
+
+
 def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
     """The arguments that the forward and every kernel of the backward share."""
     p, t = problem, tensors
     seqlen_q, seqlen_k = t.q.shape[0 if p.varlen else 1], t.k.shape[0 if p.varlen else 1]
     span = seqlen_q + seqlen_k  # a bound further off than this changes nothing and could overflow
     left, right = (0 if bound is None else max(-span, min(span, bound)) for bound in (p.band.left, p.band.right))
-    slopes = t.alibi_slopes
+    block_d, block_dv = padded_dims(p.head_dim, p.head_dim_v)
     arguments: dict[str, Any] = {
-        "alibi_ptr": slopes,
-        "mask_ptr": None if t.attn_mask is None else t.attn_mask.view(torch.uint8),
-        "bias_ptr": t.attn_bias,
-        "cu_seqlens_q_ptr": t.cu_seqlens_q,
-        "cu_seqlens_k_ptr": t.cu_seqlens_k,
-        "rng_state_ptr": t.rng_state,
-        "alibi_stride_b": p.num_heads_q if slopes is not None and slopes.dim() == 2 else 0,
+        **common_operands(t),
+        "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
         "batch": p.batch,
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,
@@ -94,8 +107,8 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict
         "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": padded(p.head_dim),
-        "BLOCK_DV": padded(p.head_dim_v),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         "HAS_LEFT": p.band.left is not None,
         "HAS_RIGHT": p.band.right is not None,
         "SCORE_MOD": scores.softcap if p.softcap > 0 else None,
@@ -106,6 +119,13 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict
     for name in ("q", "k", "v"):
         arguments |= row_strides(name, getattr(t, name), p.varlen)
     return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
+
+
+def heads_at_once(first: Tensor, second: Tensor) -> int:
+    """Heads whose tensors of the inner loop, (batch, rows, heads, dim), fit the caches beside everything else."""
+    rows = first.shape[-3]
+    a_head = rows * (first.shape[-1] + second.shape[-1]) * first.element_size()
+    return max(1, _CACHE_BYTES // max(1, a_head))
 
 
 def input_precision(dtype: torch.dtype) -> str:
@@ -120,9 +140,18 @@ def describable(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
 
 
-def descriptor(tensor: Tensor, block: int, varlen: bool) -> TensorDescriptor:
-    """A tensor descriptor over (batch, rows, heads, dim) whose box is ``block`` rows of one head."""
+def descriptors(sources: dict[str, tuple[Tensor, int]], rows: int, wanted: bool, varlen: bool) -> dict[str, Any]:
+    """Descriptors of the tensors, each with its columns, that a kernel's loop loads: all of them or none."""
+    tma = wanted and all(describable(tensor) for tensor, _ in sources.values())
+    return {"TMA": tma} | {
+        f"{name}_source": descriptor(tensor, rows, columns, varlen) if tma else None
+        for name, (tensor, columns) in sources.items()
+    }
+
+
+def descriptor(tensor: Tensor, rows: int, columns: int, varlen: bool) -> TensorDescriptor:
+    """A tensor descriptor over (batch, rows, heads, dim) whose box is so many rows and columns of one head."""
     whole = tensor[None] if varlen else tensor
     # The stride of a dimension of size 1 is never used, but must be legal.
     strides = [s if n > 1 else 16 for s, n in zip(whole.stride()[:-1], whole.shape[:-1], strict=True)]
-    return TensorDescriptor(tensor, list(whole.shape), [*strides, 1], [1, block, 1, padded(tensor.shape[-1])])
+    return TensorDescriptor(tensor, list(whole.shape), [*strides, 1], [1, rows, 1, columns])

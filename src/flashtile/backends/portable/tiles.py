@@ -31,6 +31,9 @@ class Config:
         num_warps: Warps a program, of 32 threads (64 on AMD).
         num_stages: Tiles in flight of the pipelined loads.
         tma: Load by tensor descriptors where the tensors allow it (sm_90 and later).
+        one_loop: Mask every block of dense sequences in one loop, instead of one loop for the blocks that need it and
+            one for those that do not: a select an element more, one pipeline to fill instead of two, and the registers
+            of one loop alone. Bitwise the same result.
         maxnreg: Most registers a thread, None for the compiler's choice.
     """
 
@@ -39,6 +42,7 @@ class Config:
     num_warps: int
     num_stages: int
     tma: bool = False
+    one_loop: bool = False
     maxnreg: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,12 +60,24 @@ class Config:
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
-        return text + (", TMA" if self.tma else "")
+        return text + (", TMA" if self.tma else "") + (", one loop" if self.one_loop else "")
 
 
 def padded(dim: int) -> int:
     """The power of two, at least 16, that holds a head dimension: what matrix instructions take."""
     return max(16, 1 << (dim - 1).bit_length())
+
+
+def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """``padded`` of both head dimensions, the smaller one at least as large as the other up to 64.
+
+    Tiles of 16, 32 and from 64 columns differ in their swizzle, so in the upper half of their matrix descriptors. Where
+    K and V take turns in one place of shared memory, ptxas 12.8 loses the lower half when it makes the second
+    descriptor (seen in the SASS for sm_90a: the addresses come from a register nothing has written). Tiles of one
+    swizzle share their descriptors.
+    """
+    dim, dim_v = padded(head_dim), padded(head_dim_v)
+    return max(dim, min(dim_v, 64)), max(dim_v, min(dim, 64))
 
 
 def arch_of(problem: Problem) -> str:
@@ -107,11 +123,20 @@ def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
         return _float32(arch, dim)
-    table = {"sm_90": _SM_90, "sm_100": _SM_90, "sm_80": _SM_80, "sm_86": _SM_86, "gfx942": _GFX942}[arch]
-    config = table[kernel][dim]
+    if arch in ("sm_90", "sm_100"):
+        config = _hopper_table(problem, kernel)[kernel][max(64, dim)]
+    else:
+        config = {"sm_80": _SM_80, "sm_86": _SM_86, "gfx942": _GFX942}[arch][kernel][dim]
     if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
         config = dataclasses.replace(config, tma=False)
     return config
+
+
+def _hopper_table(problem: Problem, kernel: Kernel) -> _Table:
+    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None
+    if kernel == "dbias" or transformed or problem.mask or problem.dropout_p > 0:
+        return _FEATURED_SM_90
+    return _DENSE_SM_90 if problem.band.unbounded else _BANDED_SM_90
 
 
 def _float32(arch: str, dim: int) -> Config:
@@ -122,31 +147,66 @@ def _float32(arch: str, dim: int) -> Config:
 
 _Table = dict[str, dict[int, Config]]
 
-# Descriptors free the registers that addresses took: without them the forward's d 128 loop needs 255 of 255, with them
-# 226. Chosen by registers and spills of builds for sm_90a (none in any loop but one reload in dkdv at d 128).
-_SM_90: _Table = {
+# Measured on an H200 (sm_90, Triton 3.6.0, bf16, 16k tokens of hidden size 2048, lengths 512, 2048 and 8192; 2026-11),
+# against the flash kernel of PyTorch's SDPA in the same rounds; a row is the best over the three lengths together.
+# - Four warps over 64 rows beat eight over 128: two or three programs share a multiprocessor, so one computes
+#   exponentials while another multiplies, which nothing inside a program does here.
+# - Descriptors free the registers that addresses took, and lose where the tiles are small anyway.
+_DENSE_SM_90: _Table = {
     "forward": {
-        16: Config(128, 128, 8, 3, tma=True),
-        32: Config(128, 128, 8, 3, tma=True),
-        64: Config(128, 128, 8, 3, tma=True),
-        128: Config(128, 128, 8, 2, tma=True),
+        64: Config(64, 128, 4, 2, tma=True),
+        128: Config(64, 64, 4, 3, tma=True),
         256: Config(128, 64, 8, 2, tma=True),
     },
     "dkdv": {
-        16: Config(64, 128, 4, 3, tma=True),
-        32: Config(64, 128, 4, 3, tma=True),
-        64: Config(64, 128, 8, 3, tma=True),
-        128: Config(64, 128, 8, 2, tma=True),
-        256: Config(32, 64, 8, 2, tma=True),
+        64: Config(128, 64, 4, 2, tma=True),
+        128: Config(64, 64, 4, 2, tma=True),
+        256: Config(64, 64, 8, 2, tma=True, one_loop=True),
     },
     "dq": {
-        16: Config(128, 64, 4, 3, tma=True),
-        32: Config(128, 64, 4, 3, tma=True),
-        64: Config(128, 64, 8, 3, tma=True),
-        128: Config(128, 64, 8, 2, tma=True),
-        256: Config(64, 64, 8, 2, tma=True),
+        64: Config(64, 64, 4, 3, tma=True),
+        128: Config(128, 64, 8, 3),
+        256: Config(128, 32, 8, 2, tma=True),
     },
-    "dbias": {dim: Config(64, 64, 4, 2 if dim < 256 else 1) for dim in (16, 32, 64, 128, 256)},
+}
+# Under a band, smaller query tiles waste less of the diagonal. One loop instead of three takes the spills out of dkdv's
+# hot loop: 87 reloads at d 128 and 213 at d 256 become 3 and none.
+_BANDED_SM_90: _Table = {
+    "forward": {
+        64: Config(64, 64, 4, 3),
+        128: Config(64, 64, 4, 3, tma=True),
+        256: Config(128, 64, 8, 2, tma=True),
+    },
+    "dkdv": {
+        64: Config(64, 64, 4, 2, tma=True, one_loop=True),
+        128: Config(64, 64, 4, 2, tma=True, one_loop=True),
+        256: Config(64, 64, 8, 2, tma=True, one_loop=True),
+    },
+    "dq": {
+        64: Config(64, 64, 4, 3),
+        128: Config(128, 64, 8, 3),
+        256: Config(128, 32, 8, 2, tma=True),
+    },
+}
+# Transforms, masks, bias and dropout take registers of their own; chosen by builds, where no loop spills more than a
+# few reloads, not by time.
+_FEATURED_SM_90: _Table = {
+    "forward": {
+        64: Config(128, 64, 8, 3, tma=True, one_loop=True),
+        128: Config(128, 64, 8, 2, tma=True, one_loop=True),
+        256: Config(128, 32, 8, 2, tma=True, one_loop=True),
+    },
+    "dkdv": {
+        64: Config(64, 128, 8, 2, tma=True, one_loop=True),
+        128: Config(64, 64, 8, 2, tma=True, one_loop=True),
+        256: Config(32, 64, 8, 2, tma=True, one_loop=True),
+    },
+    "dq": {
+        64: Config(128, 64, 8, 2, tma=True, one_loop=True),
+        128: Config(128, 64, 8, 2, tma=True, one_loop=True),
+        256: Config(128, 32, 8, 2, tma=True, one_loop=True),
+    },
+    "dbias": {dim: Config(64, 64, 4, 2 if dim < 256 else 1) for dim in (64, 128, 256)},
 }
 _SM_80: _Table = {
     "forward": {

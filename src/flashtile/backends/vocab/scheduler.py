@@ -15,6 +15,29 @@ def longest_first(block, num_blocks, HAS_RIGHT: tl.constexpr):
 
 
 @triton.jit
+def grouped_tile(pid, num_blocks, num_heads, heads_at_once):
+    """The block and the head of a program: groups of heads in turn, in a group the first blocks of all heads first.
+
+    So blocks that cost about the same run side by side, the last ones to start are short if the longest come first, and
+    the heads of a group share the cache.
+
+    Args:
+        pid: 0 <= pid < num_blocks * num_heads.
+        num_blocks: Blocks a head.
+        num_heads: Heads of all sequences together.
+        heads_at_once: Heads of a group, >= 1; the last group may have fewer.
+
+    Returns:
+        (block, head).
+    """
+    group = tl.minimum(heads_at_once, num_heads)
+    first = pid // (group * num_blocks) * group
+    group_here = tl.minimum(group, num_heads - first)
+    place = pid - first * num_blocks
+    return place // group_here, first + place % group_here
+
+
+@triton.jit
 def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr):
     """The sequence and the block of a tile of packed sequences, in O(log num_sequences) reads and no prefix sums.
 
