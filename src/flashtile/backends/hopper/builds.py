@@ -83,7 +83,6 @@ def _forward(problem: Problem) -> KernelBuild:
         "sinks_ptr": f"*{dtype}" if problem.sinks else None,
         "cu_seqlens_q_ptr": "*i32" if problem.varlen else None,
         "cu_seqlens_k_ptr": "*i32" if problem.varlen else None,
-        "counter_ptr": "*i32" if config.dynamic else None,
     }
     for name, kind in optional.items():
         if kind is None:

@@ -82,7 +82,6 @@ def constants(problem: Problem, config: tiles.Config) -> dict[str, Any]:
         "GROUPS": config.groups,
         "STAGES": config.stages,
         "Q_STAGES": config.q_stages,
-        "TILE_STAGES": config.tile_stages,
         "OVERLAP": config.overlap,
         "STAGED": config.staged,
         "REGISTERS": config.registers,
@@ -143,9 +142,8 @@ class _Plan:
         rows_q, rows_k = (q.shape[0], k.shape[0]) if self.varlen else (q.shape[1], k.shape[1])
         blocks = rows_q // self.rows + self.batch + 1 if self.varlen else -(-rows_q // self.rows) * self.batch
         grid = (min(self.num_sms, blocks * self.heads[0]), 1, 1)
-        counter = torch.zeros((), dtype=torch.int32, device=lse.device) if self.config.dynamic else None
         args = (
-            *descriptors, lse, tensors.sinks, tensors.cu_seqlens_q, tensors.cu_seqlens_k, counter, *self.scalars,
+            *descriptors, lse, tensors.sinks, tensors.cu_seqlens_q, tensors.cu_seqlens_k, *self.scalars,
             rows_q, rows_k, self.batch, *self.heads, *self.bounds, *self.constants,
         )  # fmt: skip
         # The kernel's arguments are declared unspecialised, so nothing else decides which build a call needs.

@@ -8,7 +8,7 @@ from flashtile.problem import Problem
 
 SHARED_BYTES = 227 * 1024
 REGISTERS_PER_LANE = 64 * 1024 // 128
-PRODUCER_REGISTERS = 32
+PRODUCER_REGISTERS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,6 @@ class Config:
         groups: Warpgroups that compute, so a tile has ``groups * block_m`` rows.
         stages: Buffers each for keys and values.
         q_stages: Buffers for queries.
-        tile_stages: How many tiles a program finds ahead of working on them.
-        dynamic: Whether programs take tiles from a shared counter, not from an order fixed beforehand.
         overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
         staged: Whether the output leaves in two halves through a buffer of half its size.
         registers: What setmaxnreg gives a computing warpgroup's threads.
@@ -36,8 +34,6 @@ class Config:
     groups: int = 2
     stages: int = 2
     q_stages: int = 2
-    tile_stages: int = 4
-    dynamic: bool = False
     overlap: bool = True
     staged: bool = False
     registers: int = 240
@@ -66,10 +62,9 @@ class Config:
         return f"tiles {rows} x {self.block_n}, head_dim {self.block_d}, {self.stages} stages"
 
 
-# Two warpgroups of 64 rows; registers allow three only where a row is short. All of a head_dim agree in block_m and
-# block_n, see choose.
-THREE_GROUPS_64 = Config(block_d=64, groups=3, stages=3, registers=160, max_registers=128)
-TWO_GROUPS_64 = Config(block_d=64, stages=4)
+# Two warpgroups of 64 rows; registers allow three only where a row is short.
+THREE_GROUPS_64 = Config(block_d=64, groups=3, registers=160, max_registers=128)
+TWO_GROUPS_64 = Config(block_d=64)
 TWO_GROUPS_128 = Config(block_d=128)
 # 64 keys a block: 128 rows of queries, two stages of keys and of values and half an output fill the shared memory.
 TWO_GROUPS_256 = Config(block_d=256, block_n=64, q_stages=1, overlap=False, staged=True)
@@ -81,18 +76,10 @@ def block_d(head_dim: int) -> int:
 
 
 def choose(problem: Problem) -> Config:
-    """The configuration of a problem, from head_dim, the kind of mask and the length: never from the batch.
-
-    A row's result depends on ``block_d``, ``block_m`` and ``block_n`` alone, which are the same for all configurations
-    of a head_dim: each row meets the same blocks of keys in the same order and does the same arithmetic with them, and
-    a block that is masked for all of a row adds exact zeros. So the choice may differ between a sequence alone and in
-    a batch, packed or dense, and the bits do not.
-    """
+    """The configuration of a problem, from head_dim and the kind of mask alone: never from the batch."""
     width = block_d(problem.head_dim)
     if width == 64:
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
         wide = problem.varlen or problem.softcap > 0 or problem.band.left is not None
-        # Tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
-        short = problem.band.right is not None and problem.seqlen_q <= 1024
-        return TWO_GROUPS_64 if wide or short else THREE_GROUPS_64
+        return TWO_GROUPS_64 if wide else THREE_GROUPS_64
     return TWO_GROUPS_128 if width == 128 else TWO_GROUPS_256
