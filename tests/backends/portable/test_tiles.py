@@ -53,6 +53,9 @@ def test_tiles_of_two_swizzles_are_never_mixed(dims: tuple[int, int], want: tupl
 def test_a_mask_kind_has_its_own_tiles(kernel: tiles.Kernel) -> None:
     full, causal = _problem(128), _problem(128, band=Band(None, 0))
     assert tiles.choose(causal, kernel, "sm_90") == tiles.choose(_problem(128, band=Band(9, 4)), kernel, "sm_90")
+    assert kernel != "dkdv" or tiles.choose(_problem(128, varlen=True), kernel, "sm_90") != tiles.choose(
+        causal, kernel, "sm_90"
+    )
     featured = [{"softcap": 2.0}, {"alibi": True}, {"mask": True}, {"bias_dtype": torch.float16}, {"dropout_p": 0.1}]
     assert len({tiles.choose(dataclasses.replace(causal, **f), kernel, "sm_90") for f in featured}) == 1
     assert kernel != "dkdv" or tiles.choose(full, kernel, "sm_90") != tiles.choose(causal, kernel, "sm_90")

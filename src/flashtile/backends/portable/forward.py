@@ -327,8 +327,8 @@ def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor,
     """The forward's launch: what ``run`` computes and what a build compiles."""
     arguments = common_arguments(problem, tensors, config)
     sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
-    arguments |= descriptors(sources, config.block_n, config.tma, problem.varlen)
-    arguments["ONE_LOOP"] = config.one_loop and not problem.varlen
+    arguments |= descriptors(sources, config.block_n, config, problem.varlen)
+    arguments["ONE_LOOP"] = config.one_loop
     arguments["heads_at_once"] = heads_at_once(tensors.k, tensors.v)
     arguments |= _operands(tensors, out, lse)
     return Launch(attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options())

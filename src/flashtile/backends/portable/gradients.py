@@ -77,7 +77,7 @@ def _arguments(
 
 def _loop_arguments(problem: Problem, config: Config) -> dict[str, Any]:
     derivative = scores.softcap_derivative if problem.softcap > 0 else None
-    return {"ONE_LOOP": config.one_loop and not problem.varlen, "DERIVATIVE": derivative}
+    return {"ONE_LOOP": config.one_loop, "DERIVATIVE": derivative}
 
 
 def dkdv_launch(
@@ -86,7 +86,7 @@ def dkdv_launch(
     """The launch for dk and dv; rows is (delta, origin), of ``row_workspace``."""
     arguments = _arguments(problem, tensors, dout, *rows, config)
     sources = {"q": (tensors.q, arguments["BLOCK_D"]), "dout": (dout, arguments["BLOCK_DV"])}
-    arguments |= descriptors(sources, config.block_m, config.tma, problem.varlen)
+    arguments |= descriptors(sources, config.block_m, config, problem.varlen)
     arguments |= _loop_arguments(problem, config)
     arguments |= {"dk_ptr": grads.dk, "dv_ptr": grads.dv, "heads_at_once": heads_at_once(tensors.q, dout)}
     programs = num_programs(problem, tensors, config.block_n, over_keys=True)
@@ -99,7 +99,7 @@ def dq_launch(
     """The launch for dq; rows is (delta, origin), of ``row_workspace``."""
     arguments = _arguments(problem, tensors, dout, *rows, config)
     sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
-    arguments |= descriptors(sources, config.block_n, config.tma, problem.varlen)
+    arguments |= descriptors(sources, config.block_n, config, problem.varlen)
     arguments |= _loop_arguments(problem, config)
     arguments |= {"dq_ptr": grads.dq, "heads_at_once": heads_at_once(tensors.k, tensors.v)}
     programs = num_programs(problem, tensors, config.block_m)

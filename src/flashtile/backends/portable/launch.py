@@ -140,8 +140,9 @@ def describable(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
 
 
-def descriptors(sources: dict[str, tuple[Tensor, int]], rows: int, wanted: bool, varlen: bool) -> dict[str, Any]:
+def descriptors(sources: dict[str, tuple[Tensor, int]], rows: int, config: Config, varlen: bool) -> dict[str, Any]:
     """Descriptors of the tensors, each with its columns, that a kernel's loop loads: all of them or none."""
+    wanted = config.tma and not (varlen and config.one_loop)
     tma = wanted and all(describable(tensor) for tensor, _ in sources.values())
     return {"TMA": tma} | {
         f"{name}_source": descriptor(tensor, rows, columns, varlen) if tma else None

@@ -31,9 +31,9 @@ class Config:
         num_warps: Warps a program, of 32 threads (64 on AMD).
         num_stages: Tiles in flight of the pipelined loads.
         tma: Load by tensor descriptors where the tensors allow it (sm_90 and later).
-        one_loop: Mask every block of dense sequences in one loop, instead of one loop for the blocks that need it and
-            one for those that do not: a select an element more, one pipeline to fill instead of two, and the registers
-            of one loop alone. Bitwise the same result.
+        one_loop: Visit every block in one loop with the mask under a branch, instead of one loop for the blocks that
+            need it and one for those that do not: one pipeline to fill instead of two, and the registers of one loop
+            alone; but packed sequences then load nothing by descriptors. Bitwise the same result.
         maxnreg: Most registers a thread, None for the compiler's choice.
     """
 
@@ -136,6 +136,8 @@ def _hopper_table(problem: Problem, kernel: Kernel) -> _Table:
     transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None
     if kernel == "dbias" or transformed or problem.mask or problem.dropout_p > 0:
         return _FEATURED_SM_90
+    if problem.varlen:
+        return _PACKED_SM_90
     return _DENSE_SM_90 if problem.band.unbounded else _BANDED_SM_90
 
 
@@ -186,6 +188,25 @@ _BANDED_SM_90: _Table = {
         64: Config(64, 64, 4, 3),
         128: Config(128, 64, 8, 3),
         256: Config(128, 32, 8, 2, tma=True),
+    },
+}
+# Descriptors know the end of the whole packed tensor alone, so masked blocks load by pointers, which takes registers:
+# of the rows above those that stay without spills (dkdv at d 128 would spill 1888 bytes), else the next best.
+_PACKED_SM_90: _Table = {
+    "forward": {
+        64: Config(64, 64, 4, 3),
+        128: Config(64, 64, 4, 3, tma=True),
+        256: Config(128, 64, 8, 2, tma=True),
+    },
+    "dkdv": {
+        64: Config(64, 64, 4, 2, one_loop=True),
+        128: Config(32, 128, 8, 3, one_loop=True),
+        256: Config(64, 64, 8, 2, one_loop=True),
+    },
+    "dq": {
+        64: Config(64, 64, 4, 3),
+        128: Config(128, 64, 8, 3),
+        256: Config(128, 32, 8, 2, one_loop=True),
     },
 }
 # Transforms, masks, bias and dropout take registers of their own; chosen by builds, where no loop spills more than a
