@@ -329,7 +329,7 @@ def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor,
     sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
     arguments |= descriptors(sources, config.block_n, config, problem.varlen)
     arguments["ONE_LOOP"] = config.one_loop
-    arguments["heads_at_once"] = heads_at_once(tensors.k, tensors.v)
+    arguments["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
     arguments |= _operands(tensors, out, lse)
     return Launch(attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options())
 

@@ -88,7 +88,7 @@ def dkdv_launch(
     sources = {"q": (tensors.q, arguments["BLOCK_D"]), "dout": (dout, arguments["BLOCK_DV"])}
     arguments |= descriptors(sources, config.block_m, config, problem.varlen)
     arguments |= _loop_arguments(problem, config)
-    arguments |= {"dk_ptr": grads.dk, "dv_ptr": grads.dv, "heads_at_once": heads_at_once(tensors.q, dout)}
+    arguments |= {"dk_ptr": grads.dk, "dv_ptr": grads.dv, "heads_at_once": heads_at_once(problem, tensors.q, dout)}
     programs = num_programs(problem, tensors, config.block_n, over_keys=True)
     return Launch(backward.attention_backward_dkdv, programs, arguments, config.options())
 
@@ -101,7 +101,7 @@ def dq_launch(
     sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
     arguments |= descriptors(sources, config.block_n, config, problem.varlen)
     arguments |= _loop_arguments(problem, config)
-    arguments |= {"dq_ptr": grads.dq, "heads_at_once": heads_at_once(tensors.k, tensors.v)}
+    arguments |= {"dq_ptr": grads.dq, "heads_at_once": heads_at_once(problem, tensors.k, tensors.v)}
     programs = num_programs(problem, tensors, config.block_m)
     return Launch(backward.attention_backward_dq, programs, arguments, config.options())
 

@@ -121,8 +121,13 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict
     return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
 
 
-def heads_at_once(first: Tensor, second: Tensor) -> int:
-    """Heads whose tensors of the inner loop, (batch, rows, heads, dim), fit the caches beside everything else."""
+def heads_at_once(problem: Problem, first: Tensor, second: Tensor) -> int:
+    """Heads whose tensors of the inner loop, (batch, rows, heads, dim), fit the caches beside everything else.
+
+    One if all blocks of a head cost the same: neighbours then read the same rows at the same time.
+    """
+    if problem.band.unbounded:
+        return 1
     rows = first.shape[-3]
     a_head = rows * (first.shape[-1] + second.shape[-1]) * first.element_size()
     return max(1, _CACHE_BYTES // max(1, a_head))
