@@ -103,6 +103,7 @@ _SHAPES = (
     Case("more_keys_window", seqlen_q=19, seqlen_k=47, window=(3, 0)),
     Case("group", heads=4, kv_heads=2),
     Case("group_causal", heads=6, kv_heads=2, causal=True, seqlen_k=44),
+    Case("many_in_a_group", heads=14, kv_heads=1, seqlen_q=300, seqlen_k=300, causal=True),
     Case("one_kv_head", heads=4, kv_heads=1, window=(8, 0)),
     Case("wider_v", head_dim=8, head_dim_v=24),
     Case("narrower_v", head_dim=24, head_dim_v=8, causal=True),

@@ -31,6 +31,7 @@ def packed(**changes: object) -> Callable[[], object]:
 BAD = {
     "q is a list": ("q", call(q=[1.0])),
     "k is None": ("k", call(k=None)),
+    "q of rank 0": ("q", call(q=torch.tensor(1.0))),
     "q of rank 3": ("q", call(q=Q[0])),
     "v of rank 5": ("v", call(v=K[None])),
     "integer q": ("q", call(q=Q.int(), k=K.int(), v=K.int())),
@@ -114,3 +115,9 @@ def test_nobody_supports_it() -> None:
         dispatch.select(Problem.build(Tensors(meta, meta, meta), Band()))
     assert set(caught.value.reasons) == set(flashtile.backends())
     assert all(caught.value.reasons.values())
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    got = flashtile.attention(Q, K, K, window_size=(numpy.int64(2), numpy.int32(-1)), softmax_scale=numpy.float32(0.5))
+    assert torch.equal(got, flashtile.attention(Q, K, K, window_size=(2, None), softmax_scale=0.5))

@@ -74,6 +74,32 @@ def test_the_forward_is_the_same_alone_and_in_any_batch(kwargs: dict, dtype: tor
     assert torch.equal(packed.view_as(whole), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("seqlen_k", [1, 5, 17])
+def test_nan_is_not_lost_among_few_keys(seqlen_k: int, where: str, dtype: torch.dtype) -> None:
+    data = {"q": torch.randn(1, 3, 2, 8), "k": torch.randn(1, seqlen_k, 2, 8), "v": torch.randn(1, seqlen_k, 2, 8)}
+    data = {name: x.to(dtype) for name, x in data.items()}
+    data[where][0, 0, 1, 2] = torch.nan
+    out, lse = flashtile.attention(**data, return_lse=True)
+    reached = slice(0, 1) if where == "q" else slice(None)
+    assert out[0, reached, 1, 2].isnan().all() and not out[:, :, 0].isnan().any()
+    assert where == "v" or lse[0, 1, reached].isnan().all()
+
+
+def test_gradients_of_keys_behind_a_poisoned_row_stay_clean() -> None:
+    q, k, v = (torch.randn(1, 20, 1, 8) for _ in range(3))
+    grads = []
+    for value in (q[0, 5, 0, 0].item(), torch.nan):
+        q = q.clone()
+        q[0, 5, 0, 0] = value
+        leaves = [k.clone().requires_grad_(), v.clone().requires_grad_()]
+        grads.append(torch.autograd.grad(flashtile.attention(q, *leaves, causal=True).sum(), leaves))
+    for clean, dirty in zip(*grads, strict=True):
+        torch.testing.assert_close(dirty[:, 6:], clean[:, 6:])
+        assert dirty[:, :6].isnan().all()
+
+
 def test_seeded_dropout_repeats_and_unseeded_does_not() -> None:
     q = torch.randn(1, 30, 2, 8)
     results = []

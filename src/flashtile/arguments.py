@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -37,9 +38,9 @@ def window_bounds(window_size: Sequence[int | None] | None) -> tuple[int | None,
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise InvalidInputError("window_size", f"is {window_size!r}, {must}")
     for bound in window_size:
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < -1):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, numbers.Integral) or bound < -1):
             raise InvalidInputError("window_size", f"has {bound!r}, {must}")
-    left, right = (None if bound == -1 else bound for bound in window_size)
+    left, right = (None if bound is None or bound == -1 else int(bound) for bound in window_size)
     return left, right
 
 
@@ -78,7 +79,7 @@ def check_numbers(**numbers: object) -> None:
 
 def _finite(name: str, value: object) -> float:
     # Comparisons rather than math.isfinite, which a compiler cannot trace on a symbolic number.
-    is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
     if not is_number or value != value or value in (math.inf, -math.inf):
         raise InvalidInputError(name, f"is {value!r}, must be a finite number")
     return value  # type: ignore[return-value]
@@ -107,7 +108,7 @@ def _check_flag(name: str, value: object) -> None:
 def _check_length(name: str, value: object) -> None:
     if value is None or isinstance(value, torch.SymInt):
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
         raise InvalidInputError(name, f"is {value!r}, must be an integer >= 0 or None")
 
 

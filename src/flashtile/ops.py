@@ -131,10 +131,15 @@ def _unflatten(args: tuple[Any, ...]) -> tuple[Tensors, Options]:
 
 def _readable(tensors: Tensors) -> Tensors:
     """The tensors with the strides that kernels rely on: q, k and v contiguous in their last dimension."""
-    if all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (tensors.q, tensors.k, tensors.v)):
-        return tensors
-    copies = {n: getattr(tensors, n).contiguous() for n in ("q", "k", "v") if getattr(tensors, n).stride(-1) != 1}
-    return dataclasses.replace(tensors, **copies)
+    t = tensors
+    if _is_readable(t.q) and _is_readable(t.k) and _is_readable(t.v):
+        return t
+    copies = {n: getattr(t, n).contiguous() for n in ("q", "k", "v") if not _is_readable(getattr(t, n))}
+    return dataclasses.replace(t, **copies)
+
+
+def _is_readable(x: Tensor) -> bool:
+    return x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] == 1
 
 
 # Calls that passed every check, by all that the checks look at: a training loop asks the same few over and over.

@@ -15,6 +15,11 @@ from flashtile.backends.cpu.paths import kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
 
+# PyTorch's kernel sums dk and dv in the inputs' dtype. So that short floats are summed in float32, it gets few rows at
+# a time and one query head a key head, and the sums are made here.
+SHORT_FLOATS = (torch.bfloat16, torch.float16)
+SHORT_FLOAT_ROWS = 512
+
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
@@ -61,13 +66,14 @@ def backward(
     sums: _Sums | None = None
     dsinks = None if t.sinks is None else torch.zeros(t.sinks.shape, dtype=problem.lse_dtype)
     kernel = kernel_fits(problem) and dlse is None and not problem.bias_grad
-    for path in paths(problem, t, kernel, lambda seq: (seq.q, seq.k, seq.v, seq.view(dout))):
+    most_rows = SHORT_FLOAT_ROWS if problem.dtype in SHORT_FLOATS else None
+    for path in paths(problem, t, kernel, lambda seq: (seq.q, seq.k, seq.v, seq.view(dout)), most_rows=most_rows):
         seq = path.seq
         rows = _Rows(seq.view(out), seq.view(dout), None if dlse is None else seq.lse_view(dlse), seq.lse_view(lse))
         if dsinks is not None and t.sinks is not None:
             dsinks += _sinks_gradient(t.sinks, rows)
         whole = path.whole()
-        if whole is not None:
+        if whole is not None and problem.dtype not in SHORT_FLOATS:
             dq, dk, dv = (x.transpose(1, 2).contiguous() for x in _kernel_shares(problem, seq, rows, whole))
             return Gradients(dq, dk, dv, None, None if dsinks is None or t.sinks is None else dsinks.to(t.sinks.dtype))
         sums = sums or _zeros(problem, t)
@@ -101,17 +107,25 @@ def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rect
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
     bias = None if triangle else plan.tile_bias(problem, seq, rectangle, flash.bias_dtype(problem.dtype))
-    return flash.backward(
+    k, v = seq.k[:, :, keys], seq.v[:, :, keys]
+    apart = problem.group_size > 1 and problem.dtype in SHORT_FLOATS
+    if apart:
+        k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))
+    dq, dk, dv = flash.backward(
         rows.dout[:, :, span],
         seq.q[:, :, span],
-        seq.k[:, :, keys],
-        seq.v[:, :, keys],
+        k,
+        v,
         rows.out[:, :, span],
         rows.lse[:, :, span],
         bias,
         triangle,
         problem.softmax_scale,
     )
+    if apart:
+        groups = problem.num_heads_kv, problem.group_size
+        dk, dv = (x.unflatten(1, groups).sum(dim=2, dtype=problem.lse_dtype) for x in (dk, dv))
+    return dq, dk, dv
 
 
 def _add_kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
@@ -136,14 +150,17 @@ def _add_tile_shares(
     q, k, v = tiles.operands(problem, seq, rectangle)
     dout = rows.dout[:, :, span].to(q.dtype)
     probs = torch.exp(s.final - rows.lse[:, :, span, None])
+    pairs = None
+    if not finite:
+        # Selected: the lse of a row that met a NaN is NaN for its masked pairs too.
+        pairs = s.final != -torch.inf
+        probs = torch.where(pairs, probs, 0.0)
     kept = probs if s.dropout is None else probs * s.dropout
     dprobs = tiles.per_query_head(tiles.per_key_head(dout, problem) @ v.transpose(-1, -2), problem)
     if s.dropout is not None:
         dprobs = dprobs * s.dropout
     dscores = probs * (dprobs - rows.delta[:, :, span, None])
-    pairs = None
-    if not finite:
-        pairs = s.final != -torch.inf
+    if pairs is not None:
         dscores = torch.where(pairs, dscores, 0.0)
     if sums.dbias is not None and seq.bias is not None:
         _add_reduced(sums.dbias[seq.bias_place], dscores, rectangle)

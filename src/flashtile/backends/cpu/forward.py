@@ -17,7 +17,7 @@ def forward(problem: Problem, tensors: Tensors) -> State:
     """See ``Backend.forward``."""
     q = tensors.q
     state: State | None = None
-    for path in paths(problem, tensors, kernel_fits(problem), lambda seq: (seq.k, seq.v)):
+    for path in paths(problem, tensors, kernel_fits(problem), lambda seq: (seq.q, seq.k, seq.v)):
         whole = path.whole()
         if whole is not None and tensors.sinks is None:
             out, lse = _kernel_state(problem, path.seq, whole)

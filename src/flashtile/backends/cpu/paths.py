@@ -14,6 +14,8 @@ from flashtile.problem import Problem, Tensors
 # Under so many rows the kernel's scratch memory is no multiple of a cache line, and its matrix products round by where
 # a thread's share begins: how many sequences share the call would show in the bits.
 FEW_ROWS = 32
+# Under so many keys the kernel takes a row whose scores are all NaN for one without keys.
+FEW_KEYS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,12 @@ def one_by_one(problem: Problem, kernel: bool) -> bool:
 
 
 def paths(
-    problem: Problem, tensors: Tensors, kernel: bool, inputs: Callable[[Sequence], tuple[Tensor, ...]]
+    problem: Problem,
+    tensors: Tensors,
+    kernel: bool,
+    inputs: Callable[[Sequence], tuple[Tensor, ...]],
+    *,
+    most_rows: int | None = None,
 ) -> Iterator[Path]:
     """Every sequence of a call with its path.
 
@@ -67,27 +74,31 @@ def paths(
         tensors: Its tensors.
         kernel: Whether PyTorch's kernel can do what is asked, finite inputs given.
         inputs: The tensors of a sequence whose infinities and NaN must not spread.
+        most_rows: Rows that PyTorch's kernel may get at once, None for any number.
 
     Yields:
         Paths; together they hold every row that keeps a key.
     """
     for seq in plan.sequences(problem, tensors, one_by_one=one_by_one(problem, kernel)):
-        path = _path(problem, seq, kernel, inputs(seq))
+        path = _path(problem, seq, kernel, inputs(seq), most_rows)
         if path.finite or len(seq.batch) <= 1:
             yield path
             continue
         for single in plan.sequences(problem, tensors, one_by_one=True):
-            yield _path(problem, single, kernel, inputs(single))
+            yield _path(problem, single, kernel, inputs(single), most_rows)
 
 
-def _path(problem: Problem, seq: Sequence, kernel: bool, inputs: tuple[Tensor, ...]) -> Path:
+def _path(problem: Problem, seq: Sequence, kernel: bool, inputs: tuple[Tensor, ...], most_rows: int | None) -> Path:
     rows = plan.tile_rows(problem.num_heads_q)
     lengths = seq.seqlen_q, seq.seqlen_k
-    blocks = list(plan.row_blocks(problem.band, *lengths, tile_rows=rows if seq.has_tile_bias or not kernel else None))
+    tile_rows = rows if seq.has_tile_bias or not kernel else None
+    blocks = list(plan.row_blocks(problem.band, *lengths, tile_rows=tile_rows, most_rows=most_rows))
     # A masked pair has probability 0, and 0 times NaN is NaN: what a row does not attend to would reach it.
     masked = seq.mask is not None or seq.bias is not None
-    masked = masked or any(rectangle.kind is not Kind.FULL for block in blocks for rectangle in block)
-    finite = not masked or plan.all_finite(*inputs)
+    rectangles = [rectangle for block in blocks for rectangle in block]
+    masked = masked or any(r.kind is not Kind.FULL for r in rectangles)
+    trusted = not masked and all(r.keys[1] - r.keys[0] >= FEW_KEYS for r in rectangles)
+    finite = trusted or plan.all_finite(*inputs)
     if kernel and not finite and not seq.has_tile_bias:
         blocks = list(plan.row_blocks(problem.band, *lengths, tile_rows=rows))
     return Path(seq, blocks, kernel and finite, finite)

@@ -155,7 +155,9 @@ def four_dimensional(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-def row_blocks(band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
+def row_blocks(
+    band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | None, most_rows: int | None = None
+) -> Iterator[list[Rectangle]]:
     """Blocks of rows, each as its rectangles from left to right; rows that keep no key are in none.
 
     Args:
@@ -163,19 +165,21 @@ def row_blocks(band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | Non
         seqlen_q: Rows.
         seqlen_k: Keys.
         tile_rows: Cut into tiles of so many rows and ``TILE_KEYS`` keys; None cuts only where the band asks for it.
+        most_rows: Without tiles, also cut where a block would have more rows than about so many.
     """
     start, stop = band.any_rows(seqlen_q, seqlen_k)
     if stop <= start:
         return
-    if tile_rows is None and band.left is None:
-        yield _without_left_bound(band, start, stop, seqlen_q, seqlen_k)
-        return
-    rows = tile_rows or _window_rows(band, seqlen_k)
+    open_left = tile_rows is None and band.left is None
+    rows = (most_rows or stop - start) if open_left else tile_rows or _window_rows(band, seqlen_k)
     first = start
     while first < stop:
         # A short rest joins the block before it.
         last = stop if stop - first < rows + SHORTEST_ROWS else first + rows
-        rectangles = _row_block(band, first, last, seqlen_q, seqlen_k, TILE_KEYS if tile_rows else None)
+        if open_left:
+            rectangles = _without_left_bound(band, first, last, seqlen_q, seqlen_k)
+        else:
+            rectangles = _row_block(band, first, last, seqlen_q, seqlen_k, TILE_KEYS if tile_rows else None)
         if rectangles:
             yield rectangles
         first = last
