@@ -15,7 +15,13 @@ def bias_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, triangle: bool, softmax_scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    triangle: bool,
+    softmax_scale: float,
+    has_empty_rows: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a rectangle.
 
@@ -26,12 +32,13 @@ def forward(
         bias: ``(batch or 1, num_heads_q or 1, rows, keys)`` in ``bias_dtype``, or None.
         triangle: Keep key n for row m if ``n <= m``.
         softmax_scale: Factor of the scores.
+        has_empty_rows: Whether some row's biases may all be -inf.
 
     Returns:
         out ``(batch, num_heads_q, rows, head_dim)`` and lse ``(batch, num_heads_q, rows)``, (0, -inf) for empty rows.
     """
     out, lse = _FORWARD(q, k, v, 0.0, triangle, attn_mask=bias, scale=softmax_scale)
-    if bias is None:
+    if bias is None or not has_empty_rows:
         return out, lse
     # The kernel writes lse 0 for a row whose biases are all -inf.
     empty = (bias == -torch.inf).all(dim=-1)

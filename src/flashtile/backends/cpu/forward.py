@@ -56,7 +56,8 @@ def _kernel_state(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Stat
     triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
     bias = None if triangle else plan.tile_bias(problem, seq, rectangle, flash.bias_dtype(problem.dtype))
     q, k, v = seq.q[:, :, rows], seq.k[:, :, keys], seq.v[:, :, keys]
-    return flash.forward(q, k, v, bias, triangle, problem.softmax_scale)
+    has_empty_rows = bias is not None and plan.has_empty_rows(problem, seq, rectangle)
+    return flash.forward(q, k, v, bias, triangle, problem.softmax_scale, has_empty_rows)
 
 
 def _merge(a: State, b: State) -> State:

@@ -56,7 +56,7 @@ def kernel_fits(problem: Problem) -> bool:
 def one_by_one(problem: Problem, kernel: bool) -> bool:
     """Whether the sequences of a dense batch go one by one: tiles are bounded for one, and few rows round by place."""
     tiled = not kernel or problem.mask or problem.alibi or problem.bias_dtype is not None
-    return tiled or problem.seqlen_q < FEW_ROWS
+    return problem.batch > 1 and (tiled or problem.seqlen_q < FEW_ROWS)
 
 
 def paths(

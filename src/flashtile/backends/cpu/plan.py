@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -225,6 +226,8 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
         ``(batch or 1, num_heads_q or 1, rows, keys)`` in ``dtype``, or None where nothing is added.
     """
     (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
+    if not seq.has_tile_bias:
+        return None if rectangle.kind is Kind.FULL else _band_bias(problem.band, *_place(seq, rectangle), dtype)
     total: Tensor | None = None
     if seq.bias is not None:
         total = _part(seq.bias, rectangle).to(dtype)
@@ -247,13 +250,35 @@ def tile_keep(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Tensor |
     """Which pairs of a rectangle the band and the mask keep: four dimensions of bool, or None for all."""
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
-        # The band looks the same everywhere but for where it stands: blocks share one tile.
-        (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
-        keep = _band_tile(problem.band, row + seq.seqlen_k - seq.seqlen_q - key, row_stop - row, key_stop - key)
+        keep = _band_tile(problem.band, *_place(seq, rectangle))
     if seq.mask is not None:
         part = _part(seq.mask, rectangle)
         keep = part if keep is None else keep & part
     return keep
+
+
+def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:
+    """Whether a row of the rectangle may keep none of its keys."""
+    if seq.mask is not None or seq.bias is not None:
+        return True
+    return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(seq, rectangle))
+
+
+def _place(seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int]:
+    """What the band looks like in a rectangle: where row 0 meets its diagonal, rows, keys. Many blocks share one."""
+    (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
+    return row + seq.seqlen_k - seq.seqlen_q - key, row_stop - row, key_stop - key
+
+
+@functools.lru_cache(maxsize=8)
+def _band_bias(band: Band, diagonal: int, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """0 where the band keeps a pair, -inf where it drops one; ``(1, 1, rows, keys)``."""
+    return torch.zeros(1, 1, rows, keys, dtype=dtype).masked_fill_(~_band_tile(band, diagonal, rows, keys), -torch.inf)
+
+
+@functools.lru_cache(maxsize=64)
+def _band_has_empty_rows(band: Band, diagonal: int, rows: int, keys: int) -> bool:
+    return not bool(_band_tile(band, diagonal, rows, keys).any(dim=-1).all())
 
 
 @functools.lru_cache(maxsize=8)
@@ -280,10 +305,12 @@ def tile_rows(num_heads_q: int) -> int:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether no element is an infinity or NaN. One pass, no copies."""
-    for tensor in tensors:
-        if tensor.numel():
-            low, high = torch.aminmax(tensor)
-            if not (torch.isfinite(low) and torch.isfinite(high)):
-                return False
-    return True
+    """Whether no element is an infinity or NaN: one pass each, no copies.
+
+    A sum is quick and finite only if every term is; one that overflows makes the answer False, which is safe.
+    """
+    return all(math.isfinite(x.sum(dtype=_SUM_DTYPES.get(x.dtype)).item()) for x in tensors)
+
+
+# bfloat16 has float32's range, and its own sum is quicker than one that converts; float16 would overflow at once.
+_SUM_DTYPES = {torch.float16: torch.float32}
