@@ -200,7 +200,8 @@ def parse(text: str) -> Config:
     """A candidate from "rows x keys x warps x stages", then T for descriptors, O for one loop, a limit of registers."""
     sizes, *rest = text.split()
     flags, limit = "".join(word for word in rest if word.isalpha()), next((int(w) for w in rest if w.isdigit()), None)
-    return Config(*map(int, sizes.split("x")), tma="T" in flags, one_loop="O" in flags, maxnreg=limit)
+    block_m, block_n, num_warps, num_stages = map(int, sizes.split("x"))
+    return Config(block_m, block_n, num_warps, num_stages, tma="T" in flags, one_loop="O" in flags, maxnreg=limit)
 
 
 def candidates(kernel: str, dim: int) -> list[Config]:
