@@ -211,6 +211,19 @@ def attend(
     return acc, row_max, row_sum
 
 
+@triton.jit
+def finish(acc, row_max, row_sum, sinks_ptr, h, in_sequence, keep_scale):
+    """The output and lse of rows whose keys have all been taken in; no sink for rows that are in no sequence."""
+    if sinks_ptr is not None:
+        sink = tl.where(in_sequence, tl.load(sinks_ptr + h).to(tl.float32), float("-inf"))
+        rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink)
+        acc = acc * rescale[:, None]
+    out_scale, lse = softmax.finalise(row_max, row_sum)
+    out_scale = out_scale * keep_scale
+    # An empty row's accumulator is 0 * 0, whatever it met: selected, so that nothing can turn it into NaN.
+    return tl.where(out_scale[:, None] == 0.0, 0.0, acc * out_scale[:, None]), lse
+
+
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "heads_at_once", "left", "right", "dropout_threshold"])
 def attention_forward(
     q_ptr, k_ptr, v_ptr, k_source, v_source, out_ptr, lse_ptr,
@@ -295,18 +308,9 @@ def attention_forward(
             ONE_LOOP=ONE_LOOP and phase != 3, CAREFUL=phase == 3,
         )  # fmt: skip
 
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + h).to(tl.float32)
-        if VARLEN:
-            sink = tl.where(b < batch, sink, float("-inf"))
-        rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink)
-        acc = acc * rescale[:, None]
-    out_scale, lse = softmax.finalise(row_max, row_sum)
-    # An empty row's accumulator is 0 * 0, whatever it met: selected, so that nothing can turn it into NaN.
-    out_scale = out_scale * keep_scale
+    out, lse = finish(acc, row_max, row_sum, sinks_ptr, h, b < batch, keep_scale)
     out_stride_row = num_heads_q * HEAD_DIM_V
     out_at = out_ptr + (tl.cast(batch_index, tl.int64) * seqlen_q + start_q) * out_stride_row + h * HEAD_DIM_V
-    out = tl.where(out_scale[:, None] == 0.0, 0.0, acc * out_scale[:, None])
     store_rows(out_at, m_first, length_q, out_stride_row, out, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     lse_at = lse_ptr + (tl.cast(batch_index, tl.int64) * num_heads_q + h) * seqlen_q + start_q
     tl.store(lse_at + rows, lse, mask=rows < length_q)
