@@ -18,7 +18,7 @@ from flashtile.problem import Problem, Tensors
 # PyTorch's kernel sums dk and dv in the inputs' dtype. So that short floats are summed in float32, it gets few rows at
 # a time and one query head a key head, and the sums are made here.
 SHORT_FLOATS = (torch.bfloat16, torch.float16)
-SHORT_FLOAT_ROWS = 512
+SHORT_FLOAT_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def backward(
         if dsinks is not None and t.sinks is not None:
             dsinks += _sinks_gradient(t.sinks, rows)
         whole = path.whole()
-        if whole is not None and problem.dtype not in SHORT_FLOATS:
+        if whole is not None and not _one_head_apart(problem):
             dq, dk, dv = (x.transpose(1, 2).contiguous() for x in _kernel_shares(problem, seq, rows, whole))
             return Gradients(dq, dk, dv, None, None if dsinks is None or t.sinks is None else dsinks.to(t.sinks.dtype))
         sums = sums or _zeros(problem, t)
@@ -102,13 +102,18 @@ def _rounded(problem: Problem, t: Tensors, sums: _Sums, dsinks: Tensor | None) -
     return Gradients(dq, dk, dv, dbias, None if dsinks is None or t.sinks is None else dsinks.to(t.sinks.dtype))
 
 
+def _one_head_apart(problem: Problem) -> bool:
+    """Whether the kernel gets every query head its own copy of its key head."""
+    return problem.group_size > 1 and problem.dtype in SHORT_FLOATS
+
+
 def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
     """What a rectangle adds to dq, dk and dv, heads first, by PyTorch's kernel."""
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
     bias = None if triangle else plan.tile_bias(problem, seq, rectangle, flash.bias_dtype(problem.dtype))
     k, v = seq.k[:, :, keys], seq.v[:, :, keys]
-    apart = problem.group_size > 1 and problem.dtype in SHORT_FLOATS
+    apart = _one_head_apart(problem)
     if apart:
         k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))
     dq, dk, dv = flash.backward(
