@@ -48,14 +48,15 @@ def test_a_poisoned_element_reaches_only_rows_that_attend_to_it(spec: dict, pois
         assert torch.isnan(dirty[0, reached, 1]).all()
 
 
-def test_gradients_of_rows_before_a_poisoned_key_stay_clean() -> None:
-    q, k, v = (torch.randn(1, 20, 1, 8) for _ in range(3))
+@pytest.mark.parametrize("where", [0, 1])
+def test_gradients_of_rows_before_a_poisoned_key_stay_clean(where: int) -> None:
+    q, *keys = (torch.randn(1, 20, 1, 8) for _ in range(3))
     grads = []
-    for value in (k[0, 15, 0, 0].item(), torch.nan):
-        k = k.clone()
-        k[0, 15, 0, 0] = value
+    for value in (keys[where][0, 15, 0, 0].item(), torch.nan):
+        keys[where] = keys[where].clone()
+        keys[where][0, 15, 0, 0] = value
         leaf = q.clone().requires_grad_()
-        grads.append(torch.autograd.grad(flashtile.attention(leaf, k, v, causal=True).sum(), leaf)[0])
+        grads.append(torch.autograd.grad(flashtile.attention(leaf, *keys, causal=True).sum(), leaf)[0])
     torch.testing.assert_close(grads[1][:, :15], grads[0][:, :15])
     assert grads[1][:, 15:].isnan().all()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtile.backends.base import Gradients
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
-from flashtile.backends.cpu.paths import kernel_fits, paths
+from flashtile.backends.cpu.paths import Path, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
 
@@ -77,11 +77,12 @@ def backward(
             dq, dk, dv = (x.transpose(1, 2).contiguous() for x in _kernel_shares(problem, seq, rows, whole))
             return Gradients(dq, dk, dv, None, None if dsinks is None or t.sinks is None else dsinks.to(t.sinks.dtype))
         sums = sums or _zeros(problem, t)
-        for rectangle in (rectangle for block in path.blocks for rectangle in block):
-            if path.kernel:
-                _add_kernel_shares(problem, seq, rows, rectangle, sums)
-            else:
-                _add_tile_shares(problem, t, seq, rows, rectangle, sums, path.finite)
+        for block in path.blocks:
+            for rectangle in block:
+                if path.kernel:
+                    _add_kernel_shares(problem, seq, rows, rectangle, sums)
+                else:
+                    _add_tile_shares(problem, t, path, rows, rectangle, sums, whole_rows=len(block) == 1)
     return _rounded(problem, t, sums or _zeros(problem, t), dsinks)
 
 
@@ -144,19 +145,21 @@ def _add_kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: 
 def _add_tile_shares(
     problem: Problem,
     tensors: Tensors,
-    seq: Sequence,
+    path: Path,
     rows: _Rows,
     rectangle: Rectangle,
     sums: _Sums,
-    finite: bool,
+    *,
+    whole_rows: bool,
 ) -> None:
+    seq = path.seq
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     s = tiles.scores(problem, tensors, seq, rectangle)
     q, k, v = tiles.operands(problem, seq, rectangle)
     dout = rows.dout[:, :, span].to(q.dtype)
     probs = torch.exp(s.final - rows.lse[:, :, span, None])
     pairs = None
-    if not finite:
+    if not path.finite:
         # Selected: the lse of a row that met a NaN is NaN for its masked pairs too.
         pairs = s.final != -torch.inf
         probs = torch.where(pairs, probs, 0.0)
@@ -164,7 +167,13 @@ def _add_tile_shares(
     dprobs = tiles.per_query_head(tiles.per_key_head(dout, problem) @ v.transpose(-1, -2), problem)
     if s.dropout is not None:
         dprobs = dprobs * s.dropout
-    dscores = probs * (dprobs - rows.delta[:, :, span, None])
+    delta = rows.delta[:, :, span]
+    if whole_rows:
+        # The same sum from probabilities, all of which are here: out was rounded to its dtype.
+        shares = probs * dprobs
+        delta = (shares if pairs is None else torch.where(pairs, shares, 0.0)).sum(dim=-1)
+        delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
+    dscores = probs * (dprobs - delta[..., None])
     if pairs is not None:
         dscores = torch.where(pairs, dscores, 0.0)
     if sums.dbias is not None and seq.bias is not None:
