@@ -74,6 +74,22 @@ def test_fake_tensors_have_the_real_shapes_and_strides() -> None:
     assert on_gpu.shape == (2, 6, 4, 5) and on_gpu.dtype == torch.bfloat16 and on_gpu.device.type == "cuda"
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_meta_tensors_show_shapes(grad: bool) -> None:
+    q = torch.empty(2, 6, 4, 8, device="meta", requires_grad=grad)
+    out, lse = flashtile.attention(q, q, q, causal=True, return_lse=True)
+    assert out.is_meta and out.shape == q.shape and lse.shape == (2, 4, 6)
+    if grad:
+        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
+def test_the_profiler_names_the_operator() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        flashtile.attention(q, q, q)
+    assert any(event.key == "flashtile::attention_forward" for event in profile.key_averages())
+
+
 def test_compiles_whole_and_once_for_all_lengths() -> None:
     torch._dynamo.reset()
     graphs = []

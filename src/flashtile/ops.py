@@ -114,10 +114,11 @@ def _nobody_watches(q: Tensor) -> bool:
     """Whether the dispatcher would do nothing but call the implementation, which takes it as long as a kernel's launch.
 
     Someone watches while a program is traced, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform
-    or the profiler, and where q is of a subclass.
+    or the profiler, and where q is of a subclass or has no data.
     """
     return (
         type(q) is Tensor
+        and not q.is_meta
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
