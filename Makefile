@@ -10,7 +10,8 @@ export TRITON_DEFAULT_FP_FUSION := 1
 
 # Which build of PyTorch: on Linux without an NVIDIA driver the pinned one avoids gigabytes of GPU libraries.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
-TRITON ?= triton==3.7.1
+# Triton exists for Linux alone.
+TRITON ?= $(shell test "$$(uname)" = Linux && echo 'triton==3.7.1')
 OTHER_TRITONS := 3.6.0 3.9.0
 
 .PHONY: demo test check docs kernels interpreter clean
@@ -47,12 +48,12 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet '$(TORCH)' '$(TRITON)'
+	$(BIN)/python -m pip install --quiet '$(TORCH)' $(TRITON)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $@
 
 $(VENV)/triton-%/.done:
-	$(PYTHON) -m pip --version >/dev/null && $(BIN)/python -m pip install --quiet --no-deps --target $(@D) triton==$*
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) triton==$*
 	touch $@
 
 clean:

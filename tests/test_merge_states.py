@@ -92,3 +92,17 @@ def test_refuses_by_name(name: str) -> None:
         flashtile.merge_states(**(good | {name: torch.ones(2, 2)}))
     with pytest.raises(InvalidInputError, match=f"^{name}: "):
         flashtile.merge_states(**(good | {name: None}))
+
+
+@pytest.mark.parametrize("lse_a", [-torch.inf, 0.5])
+@pytest.mark.parametrize("lse_b", [-torch.inf, 0.5])
+def test_gradients_of_empty_states_are_zero_and_never_nan(lse_a: float, lse_b: float) -> None:
+    lse = [torch.full((1, 1, 1), x, dtype=torch.float64, requires_grad=True) for x in (lse_a, lse_b)]
+    out = [torch.randn(1, 1, 1, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    merged, merged_lse = flashtile.merge_states(out[0], lse[0], out[1], lse[1])
+    total = merged.sum() + torch.where(torch.isfinite(merged_lse), merged_lse, 0.0).sum()
+    grads = torch.autograd.grad(total, (*out, *lse))
+    assert all(torch.isfinite(g).all() for g in grads)
+    for part, own in ((0, lse_a), (1, lse_b)):
+        if own == -torch.inf:
+            assert not grads[part].any() and not grads[2 + part].any()

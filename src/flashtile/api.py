@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashtile import dispatch, ops
+from flashtile import dispatch, ops, states
 from flashtile.arguments import band_of, check_numbers, check_tensors, window_bounds
 from flashtile.errors import InvalidInputError
 from flashtile.problem import Tensors, check_values
@@ -267,15 +267,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Source: docs/algorithm.md, "The monoid"; Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     _check_states(out_a, lse_a, out_b, lse_b)
-    empty = torch.maximum(lse_a, lse_b) == -torch.inf
-    lse = torch.logaddexp(lse_a, lse_b)
-    safe = torch.where(empty, torch.zeros_like(lse), lse)
-    out = torch.zeros_like(out_a, dtype=lse.dtype)
-    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
-        weight = torch.exp(part_lse - safe).transpose(-1, -2)[..., None]
-        # Select, so that what an empty part holds never reaches the result.
-        out = out + torch.where(weight == 0, torch.zeros_like(out), part.to(lse.dtype) * weight)
-    return out.to(out_a.dtype), torch.where(empty, torch.full_like(lse, -torch.inf), lse)
+    out, lse = states.merge(out_a.transpose(-2, -3), lse_a, out_b.transpose(-2, -3), lse_b)
+    return out.transpose(-2, -3).to(out_a.dtype), lse
 
 
 def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

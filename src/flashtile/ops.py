@@ -92,7 +92,7 @@ def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     Returns:
         out and lse, as ``Backend.forward`` says.
     """
-    if not options.needs_grad and _nobody_watches(tensors.q):
+    if not options.needs_grad and _nobody_watches(tensors):
         return _run_forward(tensors, options)
     t, o = tensors, options
     return torch.ops.flashtile.attention_forward(
@@ -110,15 +110,15 @@ def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     )
 
 
-def _nobody_watches(q: Tensor) -> bool:
+def _nobody_watches(t: Tensors) -> bool:
     """Whether the dispatcher would do nothing but call the implementation, which takes it as long as a kernel's launch.
 
     Someone watches while a program is traced, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform
-    or the profiler, and where q is of a subclass or has no data.
+    or the profiler, and where a tensor is of a subclass or has no data.
     """
     return (
-        type(q) is Tensor
-        and not q.is_meta
+        type(t.q) is type(t.k) is type(t.v) is Tensor
+        and not t.q.is_meta
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -197,8 +197,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     problem = options.problem(tensors)
     q, v = tensors.q, tensors.v
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
-    return out, q.new_empty(lse_shape, dtype=problem.lse_dtype)
+    return out, q.new_empty(problem.lse_shape(q), dtype=problem.lse_dtype)
 
 
 def _backward(

@@ -113,6 +113,10 @@ class Problem:
         """float32, the dtype of the softmax state; float64 for float64 inputs."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    def lse_shape(self, q: Tensor) -> tuple[int, ...]:
+        """Of lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; total_q is known to q alone."""
+        return (q.shape[1], q.shape[0]) if self.varlen else (q.shape[0], q.shape[2], q.shape[1])
+
     @classmethod
     def build(
         cls,

@@ -217,7 +217,6 @@ def test_more_than_two_to_the_31_elements(backend: str) -> None:
     got = flashtile.attention(tail, big, big, causal=True, window_size=(200, 0), backend=backend)
     want = flashtile.attention(tail, tail, tail, causal=True, window_size=(200, 0), backend=backend)
     torch.testing.assert_close(got[:, 200:], want[:, 200:], rtol=2e-2, atol=1e-3)
-    wide = torch.empty(2, 1300, heads, 64, device="cuda", dtype=torch.bfloat16)
     wide = torch.empty(3, 2**31 - 2**20, device="cuda", dtype=torch.bfloat16)
     far = wide.as_strided((2, 256, heads, head_dim), (2**31 + 2**20, heads * head_dim, head_dim, 1))
     far.copy_(torch.randn(2, 256, heads, head_dim, device="cuda"))

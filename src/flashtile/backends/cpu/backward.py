@@ -75,7 +75,7 @@ def backward(
         whole = path.whole()
         if whole is not None and not _one_head_apart(problem):
             dq, dk, dv = (x.transpose(1, 2).contiguous() for x in _kernel_shares(problem, seq, rows, whole))
-            return Gradients(dq, dk, dv, None, None if dsinks is None or t.sinks is None else dsinks.to(t.sinks.dtype))
+            return Gradients(dq, dk, dv, None, _stored(dsinks, t.sinks))
         sums = sums or _zeros(problem, t)
         for block in path.blocks:
             for rectangle in block:
@@ -97,10 +97,12 @@ def _zeros(problem: Problem, t: Tensors) -> _Sums:
 def _rounded(problem: Problem, t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
     """The sums in the dtypes and shapes of their inputs."""
     dq, dk, dv = (x.to(problem.dtype) for x in (sums.dq, sums.dk, sums.dv))
-    dbias = None
-    if sums.dbias is not None and t.attn_bias is not None:
-        dbias = sums.dbias.view(t.attn_bias.shape).to(t.attn_bias.dtype)
-    return Gradients(dq, dk, dv, dbias, None if dsinks is None or t.sinks is None else dsinks.to(t.sinks.dtype))
+    return Gradients(dq, dk, dv, _stored(sums.dbias, t.attn_bias), _stored(dsinks, t.sinks))
+
+
+def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """A sum in the shape and dtype of the input whose gradient it is."""
+    return None if total is None or like is None else total.view(like.shape).to(like.dtype)
 
 
 def _one_head_apart(problem: Problem) -> bool:
@@ -222,4 +224,12 @@ def describe(problem: Problem) -> str:
     if problem.bias_grad or not kernel_fits(problem):
         rows = plan.tile_rows(problem.num_heads_q)
         return f"tiles of {rows} x {plan.TILE_KEYS} scores recomputed from lse through matrix products"
-    return cpu_forward.describe(problem).replace("flash kernel", "flash backward kernel")
+    if _in_row_blocks(problem):
+        return f"PyTorch's CPU flash kernel on blocks of {SHORT_FLOAT_ROWS} rows, sums in float32"
+    return cpu_forward.describe(problem)
+
+
+def _in_row_blocks(problem: Problem) -> bool:
+    """Whether only the length makes more than one call of the kernel."""
+    cut = problem.mask or problem.alibi or problem.bias_dtype is not None or problem.band.left is not None
+    return not cut and problem.dtype in SHORT_FLOATS and problem.seqlen_q > SHORT_FLOAT_ROWS

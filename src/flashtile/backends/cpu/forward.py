@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile import states
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu.paths import Path, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
@@ -34,9 +35,8 @@ def forward(problem: Problem, tensors: Tensors) -> State:
 
 def _empty_state(problem: Problem, q: Tensor) -> State:
     """What rows without keys have: 0 and -inf."""
-    lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
     out = torch.zeros(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
-    return out, torch.full(lse_shape, -torch.inf, dtype=problem.lse_dtype)
+    return out, torch.full(problem.lse_shape(q), -torch.inf, dtype=problem.lse_dtype)
 
 
 def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Rectangle]) -> State:
@@ -46,7 +46,7 @@ def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Recta
             part = _kernel_state(problem, path.seq, rectangle)
         else:
             part = tiles.forward(problem, tensors, path.seq, rectangle, path.finite)
-        state = part if state is None else _merge(state, part)
+        state = part if state is None else states.merge(*state, *part)
     assert state is not None
     return state
 
@@ -58,15 +58,6 @@ def _kernel_state(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Stat
     q, k, v = seq.q[:, :, rows], seq.k[:, :, keys], seq.v[:, :, keys]
     has_empty_rows = bias is not None and plan.has_empty_rows(problem, seq, rectangle)
     return flash.forward(q, k, v, bias, triangle, problem.softmax_scale, has_empty_rows)
-
-
-def _merge(a: State, b: State) -> State:
-    """Joins two states of the same rows, heads first; docs/algorithm.md, "The monoid"."""
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    lse = torch.logaddexp(lse_a, lse_b)
-    safe = torch.where(lse == -torch.inf, 0.0, lse)
-    weight_a, weight_b = torch.exp(lse_a - safe)[..., None], torch.exp(lse_b - safe)[..., None]
-    return out_a * weight_a + out_b * weight_b, lse
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:

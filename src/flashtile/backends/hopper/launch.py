@@ -39,8 +39,7 @@ def forward(problem: Problem, tensors: Tensors, config: tiles.Config | None = No
     """
     q, k = tensors.q, tensors.k
     out = q.new_empty(q.shape)
-    lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
-    lse = q.new_empty(lse_shape, dtype=torch.float32)
+    lse = q.new_empty(problem.lse_shape(q), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     if k.numel() == 0:

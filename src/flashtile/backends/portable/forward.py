@@ -341,9 +341,8 @@ def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor,
 def run(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """The output and lse, as ``Backend.forward`` says."""
     q = tensors.q
-    lse_shape = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(problem.lse_shape(q), dtype=torch.float32, device=q.device)
     config = choose(problem, "forward")
     warm.launch("forward", problem, config, _operands(tensors, out, lse),
                 lambda: forward_launch(problem, tensors, out, lse, config))  # fmt: skip

@@ -37,9 +37,3 @@ def base(ptr, b, start, head, stride_b, stride_row, stride_head):
     """Address of (sequence b, its first row, head); every product is 64 bits wide."""
     offset = tl.cast(b, tl.int64) * stride_b + tl.cast(start, tl.int64) * stride_row
     return ptr + offset + tl.cast(head, tl.int64) * stride_head
-
-
-@triton.jit
-def tile_offsets(rows, cols, stride_row):
-    """Offsets of a tile whose last dimension is contiguous: rows [M, 1], cols [1, N] -> [M, N] int64."""
-    return rows.to(tl.int64) * stride_row + cols
