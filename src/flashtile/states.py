@@ -19,7 +19,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         out in the wider dtype of out_a and lse_a, and lse.
     """
     empty = torch.maximum(lse_a, lse_b) == -torch.inf
-    # Where both are empty the logarithms are replaced before any arithmetic: -inf - -inf is NaN, and so is its gradient.
+    # Where both are empty the logarithms are replaced first: -inf - -inf is NaN, and so is its gradient.
     lse_a, lse_b = (torch.where(empty, 0.0, lse) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
     out = _share(out_a, lse_a, lse, empty) + _share(out_b, lse_b, lse, empty)
