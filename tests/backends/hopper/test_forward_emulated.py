@@ -1,0 +1,72 @@
+"""The Hopper forward's own source, run on the CPU: the case table, and what no table of results shows."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+import flashtile
+from tests.backends.hopper.emulated import on_cpu
+from tests.cases import CASES, Case, build, judge
+
+# Alignment is not looked at on a CPU, where nothing needs it.
+TABLE = [case for case in CASES if case.name != "sliced"]
+
+# Several tiles and key blocks a program, ends of sequences inside blocks.
+LONG = (
+    Case("full", batch=1, seqlen_q=300, seqlen_k=420, head_dim=64),
+    Case("causal", batch=2, seqlen_q=513, seqlen_k=513, heads=3, kv_heads=1, head_dim=64, causal=True),
+    Case("causal_128", batch=1, seqlen_q=260, seqlen_k=390, heads=2, kv_heads=2, head_dim=128, causal=True, sinks=True),
+    Case("causal_256", batch=1, seqlen_q=300, seqlen_k=200, heads=2, kv_heads=1, head_dim=256, causal=True),
+    Case("full_256", batch=1, seqlen_q=130, seqlen_k=200, head_dim=200),
+    Case("window", batch=1, seqlen_q=700, seqlen_k=650, head_dim=64, window=(130, 20), softcap=5.0),
+    Case("window_left", batch=1, seqlen_q=400, seqlen_k=700, head_dim=72, window=(200, None)),
+    Case("negative_scale", batch=1, seqlen_q=200, seqlen_k=330, head_dim=96, scale=-0.1, causal=True),
+    Case("varlen", batch=4, lengths=((200, 200), (1, 400), (0, 7), (333, 333)), head_dim=64, causal=True, spare=70),
+    Case("varlen_128", batch=3, lengths=((130, 260), (300, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
+    Case("varlen_256", batch=3, lengths=((130, 260), (300, 0), (64, 128)), head_dim=256, spare=3),
+)
+
+
+def _seed(case: Case) -> int:
+    return zlib.crc32(case.name.encode())
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_the_case_table(case: Case) -> None:
+    with on_cpu(_seed(case)):
+        judge(build(case, torch.bfloat16), "hopper")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_sms", [1, 2, 5])
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_many_tiles_a_program(case: Case, num_sms: int, dtype: torch.dtype) -> None:
+    with on_cpu(_seed(case) + num_sms, num_sms):
+        judge(build(case, dtype), "hopper")
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_bits_depend_neither_on_the_order_of_events_nor_on_the_programs(case: Case) -> None:
+    runs = []
+    for seed, num_sms in ((0, 1), (1, 4), (2, 4)):
+        with on_cpu(seed, num_sms), torch.no_grad():
+            runs.append(build(case, torch.bfloat16).run("hopper"))
+    for out, lse in runs[1:]:
+        assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
+
+
+@pytest.mark.parametrize("case", [case for case in LONG if case.batch == 1], ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(case: Case) -> None:
+    alone = build(case, torch.bfloat16)
+    q, k, v = (alone.leaves[name].detach() for name in "qkv")
+    others = [torch.randn_like(x) for x in (q, k, v)]
+    whole = [torch.cat([b, a, b]) for a, b in zip((q, k, v), others, strict=True)]
+    with on_cpu(num_sms=4), torch.no_grad():
+        out, lse = alone.run("hopper")
+        got, got_lse = flashtile.attention(*whole, return_lse=True, backend="hopper", **alone.keywords)
+    assert torch.equal(got[1], out[0]) and torch.equal(got_lse[1], lse[0])

@@ -1,0 +1,187 @@
+"""Runs Gluon kernels for Hopper on a CPU, as they stand in the source: their numbers, and what they do to each other.
+
+``launch`` takes a kernel, a grid and the arguments of a launch. Every partition of ``gl.warp_specialize`` in every
+program becomes a task; tasks take turns in an order drawn from a seed, and copies and matrix products complete at some
+moment between their start and the wait for them. It raises ``EmulatorError`` for
+
+- a deadlock, with what each task waits for,
+- a race: an access to shared memory that no barrier, wait or fence orders behind a conflicting one, whatever the order
+  was in this run,
+- a product read before its wait, a partition that ends with copies or products in flight, more arrivals at a barrier
+  than it counts, an access outside a tensor's memory.
+
+It does not model layouts, registers or time, nor races between the threads of one partition: the compiler answers for
+those. Shared memory starts as NaN.
+
+Plain ``@triton.jit`` helpers that a kernel calls run here too. Inline assembly does not: ``replacements`` gives such
+functions a meaning.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from tests.emulator.language import Language
+from tests.emulator.machine import DeadlockError, EmulatorError, Machine, RaceError
+from tests.emulator.values import Descriptor, Pointer, Value, value_of
+
+__all__ = ["DeadlockError", "EmulatorError", "RaceError", "Value", "launch"]
+
+
+def launch(
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Sequence[Any],
+    *,
+    replacements: Mapping[Any, Callable[..., Any]] | None = None,
+    seed: int = 0,
+    resident: int | None = None,
+) -> None:
+    """Runs a kernel to its end.
+
+    Args:
+        kernel: A ``@gluon.jit`` function.
+        grid: Programs along each axis.
+        arguments: As for a launch, in order; tensors must be on the CPU.
+        replacements: What to call instead of some of the functions that the kernel calls.
+        seed: Draws the order of events.
+        resident: Programs that run at once, all of them if not given; the others start in order.
+
+    Raises:
+        EmulatorError: The kernel does what hardware does not forgive.
+    """
+    num_programs = tuple(int(n) for n in grid)
+    total = torch.Size(num_programs).numel()
+    machine = Machine(seed, resident or total)
+    binding = _Binding(Language(machine, num_programs), replacements or {})
+    function = binding.of(kernel)
+    constants = {name for name, each in zip(kernel.arg_names, kernel.params, strict=True) if each.is_constexpr}
+    given = [
+        value if name in constants else _argument(value)
+        for name, value in zip(kernel.arg_names, arguments, strict=True)
+    ]
+    machine.run([lambda: function(*given)] * total)
+
+
+def _argument(x: Any) -> Any:
+    if x is None:
+        return None
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(x)
+    if isinstance(x, torch.Tensor):
+        return Pointer.to_tensor(x)
+    return value_of(x)
+
+
+class _Function:
+    """A device function, bound to the emulator when first called."""
+
+    def __init__(self, source: FunctionType, binding: _Binding) -> None:
+        self._source = source
+        self._binding = binding
+        self._bound: FunctionType | None = None
+        self.name = source.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._bound is None:
+            self._bound = self._binding.rebuilt(self._source)
+        return self._bound(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else lambda *args, **kwargs: self(instance, *args, **kwargs)
+
+
+class _Binding:
+    """Gives functions written for the compiler the emulator's names instead of its own."""
+
+    def __init__(self, language: Language, replacements: Mapping[Any, Callable[..., Any]]) -> None:
+        self._known: dict[int, Any] = {}
+        self._kept: list[Any] = []
+        for original, name in ((tl, "triton"), (gl, "gluon"), (mbarrier, "barriers")):
+            self._learn(original, getattr(language, name)())
+        for original, mine in {
+            hopper.fence_async_shared: language.fence,
+            hopper.warpgroup_mma: language.product,
+            hopper.warpgroup_mma_wait: language.product_wait,
+            tma.store_wait: language.copy_out_wait,
+            **{getattr(tma, name): language.copy_in for name in ("async_load", "async_copy_global_to_shared")
+               if hasattr(tma, name)},
+            **{getattr(tma, name): language.copy_out for name in ("async_store", "async_copy_shared_to_global")
+               if hasattr(tma, name)},
+            **replacements,
+        }.items():  # fmt: skip
+            self._learn(original, mine)
+
+    def _learn(self, original: Any, mine: Any) -> None:
+        self._known[id(original)] = mine
+        # An id is only good while its object lives.
+        self._kept.append(original)
+
+    def of(self, x: Any) -> Any:
+        """The emulator's counterpart of anything a device function may name."""
+        if id(x) in self._known:
+            return self._known[id(x)]
+        if isinstance(x, tl.constexpr):
+            return self.of(x.value)
+        if isinstance(x, JITFunction):
+            mine: Any = _Function(x.fn, self)
+        elif inspect.isclass(x) and getattr(x, "__triton_aggregate__", False):
+            mine = self._aggregate(x)
+        elif isinstance(x, ModuleType):
+            mine = _Module(x, self)
+        elif isinstance(x, tuple):
+            mine = tuple(self.of(each) for each in x)
+        else:
+            return x
+        self._learn(x, mine)
+        return mine
+
+    def rebuilt(self, source: FunctionType) -> FunctionType:
+        names = {name: self.of(source.__globals__[name]) for name in _names(source.__code__)
+                 if name in source.__globals__}  # fmt: skip
+        names["__builtins__"] = source.__builtins__
+        closure = None
+        if source.__closure__:
+            closure = tuple(type(cell)(self.of(cell.cell_contents)) for cell in source.__closure__)
+        function = FunctionType(source.__code__, names, source.__name__, source.__defaults__, closure)
+        function.__kwdefaults__ = source.__kwdefaults__
+        return function
+
+    def _aggregate(self, wrapped: Any) -> Any:
+        """The class behind Triton's wrapper, its methods bound."""
+        plain = inspect.getclosurevars(wrapped.__new__).nonlocals["cls"]
+        body: dict[str, Any] = {}
+        for name, member in vars(plain).items():
+            if isinstance(member, JITFunction):
+                body[name] = self.of(member)
+            elif hasattr(member, "fn"):
+                body[name] = _Function(member.fn, self)
+        return type(plain.__name__, (), body)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Every name that a function and the functions inside it look up."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*(_names(each) for each in inner))
+
+
+class _Module:
+    """A module of device functions, its names bound when asked for."""
+
+    def __init__(self, module: ModuleType, binding: _Binding) -> None:
+        self._module = module
+        self._binding = binding
+
+    def __getattr__(self, name: str) -> Any:
+        return self._binding.of(getattr(self._module, name))

@@ -1,0 +1,315 @@
+"""Triton's and Gluon's functions, as far as the kernels use them, on the emulator's values.
+
+What is missing here raises an AttributeError that names it: add it when a kernel needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from tests.emulator.machine import Barrier, EmulatorError, Machine, Operation, Task
+from tests.emulator.values import (
+    LAYOUT,
+    TORCH_DTYPES,
+    Anything,
+    Barriers,
+    Descriptor,
+    Operand,
+    Pending,
+    Pointer,
+    SharedMemory,
+    Value,
+    pair,
+    value_of,
+)
+
+_NAMES_OF_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+_LAYOUTS = (
+    "NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout",
+    "SwizzledSharedLayout", "AutoLayout",
+)  # fmt: skip
+
+
+class BarrierLayout(Anything):
+    """Marks shared memory as barriers."""
+
+
+def elementwise(compute: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Operand], Value]:
+    return lambda x: Value(compute(value_of(x).data))
+
+
+def select(condition: Operand, x: Operand, y: Operand) -> Value:
+    a, b = pair(x, y)
+    return Value(torch.where(value_of(condition).data, a, b))
+
+
+def _reduce(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    def reduce(x: Value, axis: int | None = None) -> Value:
+        data = x.data.reshape(-1) if axis is None else x.data
+        return Value(compute(data, dim=0 if axis is None else axis))
+
+    return reduce
+
+
+def _reduced_max(data: torch.Tensor, dim: int) -> torch.Tensor:
+    """The maximum, NaN only where there is nothing else."""
+    if not data.dtype.is_floating_point:
+        return data.amax(dim)
+    is_nan = data.isnan()
+    top = torch.where(is_nan, -torch.inf, data).amax(dim)
+    return torch.where(is_nan.all(dim), torch.nan, top)
+
+
+def _sum(data: torch.Tensor, dim: int) -> torch.Tensor:
+    return data.sum(dim, dtype=data.dtype)
+
+
+class Language:
+    """The functions that need to know which task calls them, and the names under which kernels find all of them."""
+
+    def __init__(self, machine: Machine, num_programs: tuple[int, ...]) -> None:
+        self.machine = machine
+        self.num_programs = num_programs
+        self._barrier_names = (f"barrier {n}" for n in itertools.count())
+        self._buffer_names = (f"buffer {n}" for n in itertools.count())
+
+    @property
+    def task(self) -> Task:
+        return self.machine.running
+
+    # Programs.
+
+    def program_id(self, axis: int) -> Value:
+        place = self.task.program
+        for size in self.num_programs[:axis]:
+            place //= size
+        return value_of(place % self.num_programs[axis] if axis < len(self.num_programs) else 0)
+
+    def count_programs(self, axis: int) -> Value:
+        return value_of(self.num_programs[axis] if axis < len(self.num_programs) else 1)
+
+    def warp_specialize(self, partitions: Sequence[tuple[Any, tuple]], num_warps: Any, registers: Any = None) -> None:
+        """The first partition goes on in this task, the others get tasks of their own, and all end together."""
+        first, *others = partitions
+        here = self.task
+        started = []
+        for number, (function, arguments) in enumerate(others, 1):
+
+            def body(function: Any = function, arguments: tuple = arguments) -> None:
+                function(*arguments)
+                self._end(self.task)
+
+            name = f"{function.name} (partition {number} of program {here.program})"
+            started.append(self.machine.spawn(name, here.program, body, here.know.copy()))
+        here.name = f"{first[0].name} (partition 0 of program {here.program})"
+        first[0](*first[1])
+        self._end(here)
+        here.wait(lambda: all(task.greenlet.dead for task in started), "the other partitions")
+        for task in started:
+            here.know.join(task.know)
+
+    def _end(self, task: Task) -> None:
+        if task.products:
+            raise EmulatorError(f"{task.name} ends with a product in flight")
+        if task.stores:
+            raise EmulatorError(f"{task.name} ends before its copies have left shared memory")
+
+    # Global memory.
+
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False, **_: Any) -> Value:
+        if volatile:
+            self.task.pause()
+        return pointer.load(mask, other)
+
+    def store(self, pointer: Pointer, value: Operand, mask: Any = None, **_: Any) -> None:
+        pointer.store(value, mask)
+
+    def atomic_add(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
+        self.task.pause()
+        old = pointer.load(mask, 0)
+        pointer.store(old + value_of(value), mask)
+        return old
+
+    def atomic_xchg(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
+        self.task.pause()
+        old = pointer.load(mask, 0)
+        pointer.store(value, mask)
+        return old
+
+    # Shared memory.
+
+    def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Barriers | SharedMemory:
+        if isinstance(layout, BarrierLayout):
+            return Barriers([Barrier(next(self._barrier_names)) for _ in range(shape[0])])
+        return SharedMemory.allocate(self.machine, dtype, shape, next(self._buffer_names))
+
+    # Barriers.
+
+    def barrier_init(self, barrier: Barriers, count: int) -> None:
+        barrier.one.init(count)
+
+    def barrier_wait(self, barrier: Barriers, parity: Operand, pred: Operand = True) -> None:
+        if not value_of(pred):
+            return
+        one, over = barrier.one, int(value_of(parity))
+        if one.is_over(over):
+            self.task.pause()
+        else:
+            self.task.wait(lambda: one.is_over(over), f"phase {one.phase} of {one.name}, parity {over}")
+        self.task.know.join(one.passed())
+
+    def barrier_arrive(self, barrier: Barriers, *, count: int = 1, pred: Operand = True) -> None:
+        if value_of(pred):
+            barrier.one.arrive(count, self.task.know)
+            self.task.pause()
+
+    def barrier_expect(self, barrier: Barriers, num_bytes: int, pred: Operand = True) -> None:
+        if value_of(pred):
+            barrier.one.expect(num_bytes, self.task.know)
+
+    def fence(self, cluster: bool = False) -> None:
+        self.task.fence()
+
+    def thread_barrier(self) -> None:
+        """The warps of a partition are one task here."""
+
+    # Copies.
+
+    def copy_in(self, desc: Descriptor, at: Any, barrier: Barriers, memory: SharedMemory, pred: Operand = True) -> None:
+        if not value_of(pred):
+            return
+        _check_box(desc, memory)
+
+        def finish(operation: Operation) -> None:
+            memory.data.copy_(desc.load(at))
+            barrier.one.land(desc.num_bytes, operation.know)
+
+        self.machine.loads.append(self.task.start([], memory.slots, finish, "a copy"))
+        self.task.pause()
+
+    def copy_out(self, desc: Descriptor, at: Any, memory: SharedMemory) -> None:
+        self._leave(memory, desc, lambda: desc.store(at, memory.data))
+
+    def reduce_out(self, desc: Descriptor, at: Any, memory: SharedMemory) -> None:
+        self._leave(memory, desc, lambda: desc.add(at, memory.data))
+
+    def _leave(self, memory: SharedMemory, desc: Descriptor, move: Callable[[], None]) -> None:
+        _check_box(desc, memory)
+        self.task.stores.append(self.task.start(memory.slots, [], lambda _: move(), "a copy"))
+        self.task.pause()
+
+    def copy_out_wait(self, outstanding: int) -> None:
+        self.task.drain(self.task.stores, outstanding)
+        self.task.pause()
+
+    # Matrix products.
+
+    def product(
+        self, a: Value | SharedMemory, b: SharedMemory, acc: Value | Pending, *, use_acc: Operand = True,
+        is_async: bool = False, **_: Any
+    ) -> Value | Pending:  # fmt: skip
+        adds = bool(value_of(use_acc))
+        pending = Pending((a.shape[0], b.shape[1]))
+        if a.data.dtype != b.data.dtype:
+            raise EmulatorError(f"a product of {a.dtype} and {b.dtype}")
+
+        def finish(_: Operation) -> None:
+            product = a.data.float() @ b.data.float()
+            if adds:
+                product = product + (acc.result if isinstance(acc, Pending) else acc).data
+            pending.set(Value(product))
+
+        slots = [*(a.slots if isinstance(a, SharedMemory) else ()), *b.slots]
+        self.task.products.append(self.task.start(slots, [], finish, "a product"))
+        self.task.pause()
+        if is_async:
+            return pending
+        self.task.drain(self.task.products, 0)
+        return pending.result
+
+    def product_wait(self, outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
+        self.task.drain(self.task.products, outstanding)
+        self.task.pause()
+        given = [x.result if isinstance(x, Pending) and x.is_complete else x for x in deps]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    # Names.
+
+    def shared_names(self) -> dict[str, Any]:
+        """What ``tl`` and ``gl`` have in common."""
+        return {_NAMES_OF_DTYPES.get(dtype.name, dtype.name): dtype for dtype in TORCH_DTYPES} | {
+            "constexpr": lambda x: x,
+            "tensor": Value,
+            "where": select,
+            "exp2": elementwise(torch.exp2),
+            "log2": elementwise(torch.log2),
+            "abs": elementwise(torch.abs),
+            # A NaN gives way to a number, as in the instructions.
+            "maximum": lambda a, b: Value(torch.fmax(*pair(a, b))),
+            "minimum": lambda a, b: Value(torch.fmin(*pair(a, b))),
+            "fma": lambda a, b, c: a * b + c,
+            "cdiv": lambda a, b: (a + b - 1) // b,
+            "max": _reduce(_reduced_max),
+            "sum": _reduce(_sum),
+            "arange": lambda start, stop, layout=None: Value(torch.arange(start, stop, dtype=torch.int32)),
+            "full": _full,
+            "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype),
+            "cast": lambda x, dtype: value_of(x).to(dtype),
+            "reshape": lambda x, shape: x.reshape(*shape),
+            "permute": lambda x, order: x.permute(*order),
+            "join": lambda a, b: Value(torch.stack(pair(a, b), -1)),
+            "split": lambda x: tuple(Value(each) for each in x.data.unbind(-1)),
+            "expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis)),
+            "static_range": range,
+            "static_assert": _static_assert,
+            "program_id": self.program_id,
+            "num_programs": self.count_programs,
+            "load": self.load,
+            "store": self.store,
+            "atomic_add": self.atomic_add,
+            "atomic_xchg": self.atomic_xchg,
+            "multiple_of": lambda x, _: x,
+        }
+
+    def triton(self) -> SimpleNamespace:
+        return SimpleNamespace(**self.shared_names())
+
+    def gluon(self) -> SimpleNamespace:
+        layouts = dict.fromkeys(_LAYOUTS, LAYOUT)
+        return SimpleNamespace(
+            **self.shared_names() | layouts,
+            to_tensor=value_of,
+            convert_layout=lambda x, layout: x,
+            set_auto_layout=lambda x, layout: x,
+            shared_memory_descriptor=SharedMemory,
+            allocate_shared_memory=self.allocate_shared_memory,
+            warp_specialize=self.warp_specialize,
+            barrier=self.thread_barrier,
+            thread_barrier=self.thread_barrier,
+        )
+
+    def barriers(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            init=self.barrier_init, wait=self.barrier_wait, arrive=self.barrier_arrive, expect=self.barrier_expect,
+            MBarrierLayout=BarrierLayout,
+        )  # fmt: skip
+
+
+def _full(shape: Sequence[int], value: Operand, dtype: Any, layout: Any = None) -> Value:
+    return Value(value_of(value).data.to(TORCH_DTYPES[dtype]).expand(tuple(int(n) for n in shape)).clone())
+
+
+def _static_assert(condition: Any, message: str = "") -> None:
+    if not condition:
+        raise EmulatorError(message or "a static assertion does not hold")
+
+
+def _check_box(desc: Descriptor, memory: SharedMemory) -> None:
+    if tuple(memory.shape) != desc.block_shape or memory.dtype != desc.dtype:
+        raise EmulatorError(f"a box of {desc.dtype}{desc.block_shape} into memory of {memory.dtype}{memory.shape}")

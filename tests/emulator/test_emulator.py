@@ -1,0 +1,187 @@
+"""The emulator finds what it says it finds, and computes what the compiler would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashtile.backends.hopper.gluon_compat import tma_load, tma_store
+from tests import emulator
+
+SIDE = 16
+
+
+@gluon.jit
+def load_tiles(x_desc, tiles, full, empty, NUM_TILES: gl.constexpr, STAGES: gl.constexpr):
+    for i in range(NUM_TILES):
+        mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(i % STAGES), 16 * 16 * 4)
+        tma_load(x_desc, [i * 16, 0], full.index(i % STAGES), tiles.index(i % STAGES))
+
+
+@gluon.jit
+def double_tiles(
+    out_desc, tiles, full, empty, out_s, NUM_TILES: gl.constexpr, STAGES: gl.constexpr, FAULT: gl.constexpr
+):
+    for i in range(NUM_TILES):
+        if FAULT != "no wait":
+            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+        if FAULT == "early release":
+            mbarrier.arrive(empty.index(i % STAGES), count=1)
+        x = tiles.index(i % STAGES).load(gl.AutoLayout())
+        if FAULT == "two releases":
+            mbarrier.arrive(empty.index(i % STAGES), count=2)
+        elif FAULT != "no release" and FAULT != "early release":
+            mbarrier.arrive(empty.index(i % STAGES), count=1)
+        if FAULT != "buffer in use":
+            tma.store_wait(0)
+        out_s.store(x + x)
+        if FAULT != "no fence":
+            fence_async_shared()
+        tma_store(out_desc, [i * 16, 0], out_s)
+    if FAULT != "leaves early":
+        tma.store_wait(0)
+
+
+@gluon.jit
+def doubled(x_desc, out_desc, NUM_TILES: gl.constexpr, STAGES: gl.constexpr, FAULT: gl.constexpr):
+    tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 16, 16], x_desc.layout)
+    out_s = gl.allocate_shared_memory(gl.float32, [16, 16], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    gl.warp_specialize([
+        (double_tiles, (out_desc, tiles, full, empty, out_s, NUM_TILES, STAGES, FAULT)),
+        (load_tiles, (x_desc, tiles, full, empty, NUM_TILES, STAGES)),
+    ], [1], [24])  # fmt: skip
+
+
+def _described(x: torch.Tensor) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], gl.float32)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [SIDE, SIDE], layout)
+
+
+def _double(fault: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(5 * SIDE, SIDE)
+    out = torch.full_like(x, torch.nan)
+    emulator.launch(doubled, (1,), (_described(x), _described(out), 5, 2, fault), seed=seed)
+    return x, out
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tiles_go_through_a_ring(seed: int) -> None:
+    x, out = _double("", seed)
+    assert torch.equal(out, 2 * x)
+
+
+# Each of these may work on a GPU, and mostly does.
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("no wait", "reads buffer"),
+        ("early release", "buffer 0"),
+        ("no release", "every task waits(.|\n)*load_tiles"),
+        ("two releases", "2 arrivals where 1 of 1"),
+        ("no fence", "not fenced"),
+        ("buffer in use", "still being read"),
+        ("leaves early", "before its copies have left"),
+    ],
+)
+def test_every_fault_is_found_in_any_order(fault: str, message: str, seed: int) -> None:
+    with pytest.raises(emulator.EmulatorError, match=message):
+        _double(fault, seed)
+
+
+@gluon.jit
+def multiplied(x_desc, out_ptr, FAULT: gl.constexpr):
+    x_s = gl.allocate_shared_memory(gl.float32, [16, 16], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.expect(full.index(0), 16 * 16 * 4)
+    tma_load(x_desc, [0, 0], full.index(0), x_s)
+    mbarrier.wait(full.index(0), 0)
+    zeros = gl.zeros([16, 16], gl.float32, gl.AutoLayout())
+    first = warpgroup_mma(x_s, x_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    second = warpgroup_mma(x_s, x_s, first, is_async=True)
+    if FAULT == "written while read":
+        x_s.store(zeros)
+    if FAULT != "no wait":
+        second = warpgroup_mma_wait(0, deps=[second])
+    rows = gl.arange(0, 16, gl.AutoLayout())
+    gl.store(out_ptr + rows[:, None] * 16 + rows[None, :], second)
+
+
+def test_products_add_up_in_order_and_are_waited_for() -> None:
+    x, out = torch.randn(SIDE, SIDE), torch.full((SIDE, SIDE), torch.nan)
+    emulator.launch(multiplied, (1,), (_described(x), out, ""))
+    torch.testing.assert_close(out, x @ x.T + x @ x)
+    with pytest.raises(emulator.EmulatorError, match="register"):
+        emulator.launch(multiplied, (1,), (_described(x), out, "no wait"))
+    with pytest.raises(emulator.RaceError, match="still being read"):
+        emulator.launch(multiplied, (1,), (_described(x), out, "written while read"))
+
+
+@triton.jit
+def scalar_arithmetic(out_ptr, a, b, x):
+    tl.store(out_ptr + 0, a // b)
+    tl.store(out_ptr + 1, a % b)
+    tl.store(out_ptr + 2, tl.maximum(x, 3.0).to(tl.int32))
+    tl.store(out_ptr + 3, (a * 2147483647).to(tl.int32))
+    tl.store(out_ptr + 4, tl.where(a < 0, a, 7))
+
+
+def test_numbers_are_those_of_c() -> None:
+    out = torch.zeros(5, dtype=torch.int32)
+    emulator.launch(scalar_arithmetic, (1,), (out, -7, 2, float("nan")))
+    assert out.tolist() == [-3, -1, 3, (-7 * 2147483647 + 2**31) % 2**32 - 2**31, -7]
+
+
+def test_memory_has_ends() -> None:
+    with pytest.raises(emulator.EmulatorError, match="element 4 of memory that has 4"):
+        emulator.launch(scalar_arithmetic, (1,), (torch.zeros(4, dtype=torch.int32), 1, 1, 1.0))
+
+
+@gluon.jit
+def in_turn(turn_ptr, out_ptr):
+    program = gl.program_id(0)
+    while gl.load(turn_ptr, volatile=True) < program:
+        pass
+    gl.store(out_ptr + program, gl.load(turn_ptr))
+    gl.atomic_add(turn_ptr, 1)
+
+
+@pytest.mark.parametrize("resident", [1, 2, 5])
+def test_programs_can_wait_for_those_before_them(resident: int) -> None:
+    turn, out = torch.zeros(1, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
+    emulator.launch(in_turn, (5,), (turn, out), resident=resident)
+    assert out.tolist() == [0, 1, 2, 3, 4]
+
+
+@gluon.jit
+def unspecialised_branch(x_ptr):
+    x = gl.load(x_ptr + gl.arange(0, 4, gl.AutoLayout()))
+    if x > 0:
+        gl.store(x_ptr, 0)
+
+
+def test_a_branch_on_a_tensor_is_refused() -> None:
+    with pytest.raises(emulator.EmulatorError, match="branch on a tensor"):
+        emulator.launch(unspecialised_branch, (1,), (torch.ones(4),))

@@ -1,0 +1,404 @@
+"""What kernels compute with: tensors that promote and divide as Triton does, pointers, shared memory, descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from tests.emulator.machine import Barrier, EmulatorError, Machine, Slot
+
+TORCH_DTYPES: dict[Any, torch.dtype] = {
+    tl.int1: torch.bool,
+    tl.int8: torch.int8,
+    tl.uint8: torch.uint8,
+    tl.int16: torch.int16,
+    tl.int32: torch.int32,
+    tl.int64: torch.int64,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float32: torch.float32,
+    tl.float64: torch.float64,
+}
+TRITON_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+
+
+class Anything:
+    """Stands for layouts, which say which thread holds what: numbers do not depend on it, and the compiler checks it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Anything:
+        return self
+
+    def __getattr__(self, name: str) -> Anything:
+        return self
+
+
+LAYOUT = Anything()
+
+
+@dataclass(frozen=True)
+class TypeOf:
+    """``x.type`` of a value."""
+
+    element_ty: Any
+    shape: tuple[int, ...]
+    layout: Any = LAYOUT
+
+    @property
+    def scalar(self) -> Any:
+        return self.element_ty
+
+
+def _promoted(a: torch.Tensor, b: torch.Tensor) -> torch.dtype:
+    """The dtype of an operation on two Triton values, which does not ask which of them is a scalar."""
+    if a.dtype == b.dtype:
+        return a.dtype
+    if {a.dtype, b.dtype} == {torch.float16, torch.bfloat16}:
+        return torch.float32
+    return torch.promote_types(a.dtype, b.dtype)
+
+
+def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Integer division rounds towards zero, as it does in C."""
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+class Value:
+    """A tensor or scalar in registers."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    @property
+    def dtype(self) -> Any:
+        return TRITON_DTYPES[self.data.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def type(self) -> TypeOf:
+        return TypeOf(self.dtype, self.shape)
+
+    def __bool__(self) -> bool:
+        if self.data.dim():
+            raise EmulatorError("a branch on a tensor")
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        if self.data.dim():
+            raise EmulatorError("an index that is a tensor")
+        return int(self.data)
+
+    def __getitem__(self, index: Any) -> Value:
+        return Value(self.data[index])
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        target = TORCH_DTYPES[dtype]
+        return Value(self.data.view(target) if bitcast else self.data.to(target))
+
+    def reshape(self, *shape: Any) -> Value:
+        return Value(self.data.reshape(*shape))
+
+    def permute(self, *order: Any) -> Value:
+        return Value(self.data.permute(*order))
+
+    def trans(self) -> Value:
+        return Value(self.data.T)
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+    def __invert__(self) -> Value:
+        return Value(~self.data)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+Scalar = bool | int | float
+Operand = Value | Scalar
+
+
+def value_of(x: Any) -> Value:
+    """A Python number as Triton takes one that stands alone."""
+    if isinstance(x, Value):
+        return x
+    if isinstance(x, bool):
+        return Value(torch.tensor(x))
+    if isinstance(x, int):
+        return Value(torch.tensor(x, dtype=torch.int32 if -(2**31) <= x < 2**31 else torch.int64))
+    if isinstance(x, float):
+        return Value(torch.tensor(x, dtype=torch.float32))
+    raise EmulatorError(f"a register cannot hold {type(x).__name__}")
+
+
+def pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands in the dtype of their operation; a Python number takes the other's dtype where that can hold it."""
+    if not isinstance(a, Value):
+        if not isinstance(b, Value):
+            return pair(value_of(a), value_of(b))
+        second, first = pair(b, a)
+        return first, second
+    if isinstance(b, Value):
+        dtype = _promoted(a.data, b.data)
+        return a.data.to(dtype), b.data.to(dtype)
+    own = a.data.dtype
+    if isinstance(b, float) and not own.is_floating_point:
+        own = torch.float32
+    elif own == torch.bool and not isinstance(b, bool):
+        own = torch.int32
+    return a.data.to(own), torch.tensor(b, dtype=own)
+
+
+def _binary(name: str, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def forward(self: Value, other: Operand) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        return Value(compute(*pair(self, other)))
+
+    def reflected(self: Value, other: Operand) -> Any:
+        return Value(compute(*pair(other, self)))
+
+    setattr(Value, f"__{name}__", forward)
+    setattr(Value, f"__r{name}__", reflected)
+
+
+for _name, _compute in {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "truediv": torch.true_divide,
+    "floordiv": _divide,
+    "mod": torch.fmod,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "lshift": torch.bitwise_left_shift,
+    "rshift": torch.bitwise_right_shift,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "eq": torch.eq,
+    "ne": torch.ne,
+}.items():
+    _binary(_name, _compute)
+
+
+class Pointer:
+    """Elements of a tensor's memory: a base and offsets, checked against the memory's ends when used."""
+
+    def __init__(self, memory: torch.Tensor, offsets: Value) -> None:
+        self.memory = memory
+        self.offsets = offsets
+
+    @classmethod
+    def to_tensor(cls, tensor: torch.Tensor) -> Pointer:
+        memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        return cls(memory, Value(torch.tensor(tensor.storage_offset())))
+
+    @property
+    def dtype(self) -> Any:
+        return TRITON_DTYPES[self.memory.dtype]
+
+    def __add__(self, offsets: Operand) -> Pointer:
+        return Pointer(self.memory, self.offsets + value_of(offsets).to(tl.int64))
+
+    __radd__ = __add__
+
+    def _places(self, mask: Operand | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Offsets, and whether each is used."""
+        offsets = self.offsets.data
+        used = torch.ones_like(offsets, dtype=torch.bool) if mask is None else value_of(mask).data.expand_as(offsets)
+        outside = used & ((offsets < 0) | (offsets >= self.memory.numel()))
+        if outside.any():
+            raise EmulatorError(f"element {offsets[outside][0]} of memory that has {self.memory.numel()}")
+        return torch.where(used, offsets, 0), used
+
+    def load(self, mask: Operand | None = None, other: Operand | None = None) -> Value:
+        places, used = self._places(mask)
+        loaded = self.memory[places] if used.any() else torch.zeros(places.shape, dtype=self.memory.dtype)
+        if mask is None:
+            return Value(loaded)
+        # What a masked load leaves without ``other`` is undefined: make it hurt.
+        fill = (torch.nan if loaded.dtype.is_floating_point else 1 << 6) if other is None else other
+        filling = fill.data.to(loaded.dtype) if isinstance(fill, Value) else torch.tensor(fill).to(loaded.dtype)
+        return Value(torch.where(used, loaded, filling))
+
+    def store(self, value: Operand, mask: Operand | None = None) -> None:
+        places, used = self._places(mask)
+        data = value_of(value).data.to(self.memory.dtype).expand_as(places)
+        self.memory[places[used]] = data[used]
+
+
+class SharedMemory:
+    """A shared_memory_descriptor: a view of an allocation, and the slots it lies in."""
+
+    def __init__(self, machine: Machine, data: torch.Tensor, slots: list[Slot], is_part: bool = False) -> None:
+        self.data = data
+        self.slots = slots
+        self._machine = machine
+        self._is_part = is_part
+
+    @classmethod
+    def allocate(cls, machine: Machine, dtype: Any, shape: Sequence[int], name: str) -> SharedMemory:
+        """Uninitialised memory: NaN, or numbers that nothing expects."""
+        kind = TORCH_DTYPES[dtype]
+        data = torch.full(tuple(shape), torch.nan if kind.is_floating_point else -(2**30) + 7, dtype=kind)
+        # The first dimension of a small one counts buffers; anything else is a buffer of its own.
+        num_slots = shape[0] if len(shape) > 1 and shape[0] <= 16 else 1
+        return cls(machine, data, [Slot(f"{name}[{i}]") for i in range(num_slots)])
+
+    @property
+    def dtype(self) -> Any:
+        return TRITON_DTYPES[self.data.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def type(self) -> TypeOf:
+        return TypeOf(self.dtype, self.shape)
+
+    @property
+    def layout(self) -> Any:
+        return LAYOUT
+
+    def load(self, layout: Any) -> Value:
+        self._machine.running.read(self.slots)
+        return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        if value.data.dtype != self.data.dtype:
+            raise EmulatorError(f"a store of {value.dtype} to shared memory of {self.dtype}")
+        if value.shape != self.shape:
+            raise EmulatorError(f"a store of {value.shape} to shared memory of {self.shape}")
+        self._machine.running.write(self.slots)
+        self.data.copy_(value.data)
+        self._machine.running.pause()
+
+    def index(self, index: Any) -> SharedMemory:
+        i = _checked(int(value_of(index)), self.data.shape[0])
+        slots = self.slots if self._is_part or len(self.slots) == 1 else [self.slots[i]]
+        return SharedMemory(self._machine, self.data[i], slots, True)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
+        _checked(start, self.data.shape[dim] - length + 1)
+        return self._part(self.data.narrow(dim, start, length))
+
+    def permute(self, order: Sequence[int]) -> SharedMemory:
+        return self._part(self.data.permute(*order))
+
+    def reshape(self, shape: Sequence[int]) -> SharedMemory:
+        return self._part(self.data.view(*shape))
+
+    def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any = None) -> SharedMemory:
+        return self._part(self.data.view(TORCH_DTYPES[dtype]).view(*shape))
+
+    _reinterpret = reinterpret
+
+    def _part(self, data: torch.Tensor) -> SharedMemory:
+        return SharedMemory(self._machine, data, self.slots, True)
+
+
+def _checked(index: int, size: int) -> int:
+    if not 0 <= index < size:
+        raise EmulatorError(f"buffer {index} of {size}")
+    return index
+
+
+class Barriers:
+    """Shared memory that holds mbarriers."""
+
+    def __init__(self, barriers: list[Barrier]) -> None:
+        self._barriers = barriers
+
+    def index(self, index: Any) -> Barriers:
+        return Barriers([self._barriers[_checked(int(value_of(index)), len(self._barriers))]])
+
+    @property
+    def one(self) -> Barrier:
+        if len(self._barriers) != 1:
+            raise EmulatorError("several barriers where one is meant")
+        return self._barriers[0]
+
+
+class Descriptor:
+    """A TMA descriptor of a tensor: boxes of it, with zeros for what lies outside, where nothing is stored."""
+
+    def __init__(self, host: Any) -> None:
+        self._pointer = Pointer.to_tensor(host.base)
+        self._shape = [int(n) for n in host.shape]
+        self._strides = [int(n) for n in host.strides]
+        self.block_shape = tuple(int(n) for n in host.block_shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self._pointer.dtype
+
+    @property
+    def block_type(self) -> TypeOf:
+        return TypeOf(self.dtype, self.block_shape)
+
+    @property
+    def layout(self) -> Any:
+        return LAYOUT
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.block_shape).numel() * self._pointer.memory.element_size()
+
+    def box(self, coordinates: Sequence[Any]) -> tuple[Pointer, Value]:
+        """Pointers to a box, and whether each element exists. Addresses wrap at 2**64, as they do in the engine."""
+        if len(coordinates) != len(self._shape):
+            raise EmulatorError(f"{len(coordinates)} coordinates for a descriptor of {len(self._shape)} dimensions")
+        places = torch.zeros((), dtype=torch.int64)
+        exists = torch.ones((), dtype=torch.bool)
+        for at, size, stride, side in zip(coordinates, self._shape, self._strides, self.block_shape, strict=True):
+            along = int(value_of(at)) + torch.arange(side)
+            places = places[..., None] + along * stride
+            exists = exists[..., None] & (along >= 0) & (along < size)
+        return self._pointer + Value(places), Value(exists)
+
+    def load(self, coordinates: Sequence[Any]) -> torch.Tensor:
+        pointers, exists = self.box(coordinates)
+        return pointers.load(exists, 0).data
+
+    def store(self, coordinates: Sequence[Any], data: torch.Tensor) -> None:
+        pointers, exists = self.box(coordinates)
+        pointers.store(Value(data), exists)
+
+    def add(self, coordinates: Sequence[Any], data: torch.Tensor) -> None:
+        pointers, exists = self.box(coordinates)
+        pointers.store(Value(pointers.load(exists, 0).data + data), exists)
+
+
+class Pending:
+    """The result of a matrix product in flight: not to be touched before the wait for it."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._result: Value | None = None
+
+    def set(self, result: Value) -> None:
+        self._result = result
+
+    @property
+    def type(self) -> TypeOf:
+        return TypeOf(tl.float32, self._shape)
+
+    @property
+    def result(self) -> Value:
+        if self._result is None:
+            raise EmulatorError("a product is read before it was waited for")
+        return self._result
+
+    @property
+    def is_complete(self) -> bool:
+        return self._result is not None
