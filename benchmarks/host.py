@@ -7,13 +7,14 @@ host takes to queue it. First call: fresh processes, once with an empty Triton c
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 
 import flashtile
 from benchmarks import results
+from benchmarks.budget import hard_stop
 from benchmarks.cases import Case, Inputs, make_inputs
 from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.results import ROOT
@@ -75,9 +77,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def warm_rows(run: results.Run, names: Sequence[str], device: torch.device, rounds: int) -> list[results.Row]:
-    """A row a provider and direction."""
-    rows = []
+def warm_rows(run: results.Run, names: Sequence[str], device: torch.device, rounds: int) -> Iterator[list[results.Row]]:
+    """A row a provider, direction after direction."""
     inputs = make_inputs(TINY, device)
     for direction, build in CALLS.items():
         case = {"measure": "host time of a warm call", "direction": direction, **_shape(TINY)}
@@ -89,19 +90,19 @@ def warm_rows(run: results.Run, names: Sequence[str], device: torch.device, roun
             except Exception as error:
                 failed[name] = f"failed: {error}"[:600]
                 calls.pop(name, None)
-        for name, timing in host_times(calls, device, rounds).items():
-            rows.append(run.row(case, name, median_ms=timing.median_ms, spread=timing.spread))
-        rows += [run.row(case, name, error=error) for name, error in failed.items()]
-    return rows
+        timings = host_times(calls, device, rounds)
+        rows = [run.row(case, name, median_ms=t.median_ms, spread=t.spread) for name, t in timings.items()]
+        yield rows + [run.row(case, name, error=error) for name, error in failed.items()]
 
 
 def _shape(case: Case) -> dict[str, Any]:
     return {name: value for name, value in case.to_dict().items() if name != "direction"}
 
 
-def first_call_rows(run: results.Run, names: Sequence[str], device: torch.device, repeats: int) -> list[results.Row]:
-    """A row a provider, direction and state of the cache; each sample is a process of its own."""
-    rows = []
+def first_call_rows(
+    run: results.Run, names: Sequence[str], device: torch.device, repeats: int
+) -> Iterator[list[results.Row]]:
+    """A row a state of the cache, provider and direction one after the other; each sample is a process of its own."""
     for name in names:
         for direction in CALLS:
             samples: dict[str, list[float]] = {"empty cache": [], "warm disk cache": []}
@@ -113,12 +114,13 @@ def first_call_rows(run: results.Run, names: Sequence[str], device: torch.device
                         error = answer.get("error", error)
                         if "ms" in answer:
                             times.append(answer["ms"])
+            rows = []
             for state, times in samples.items():
                 case = {"measure": f"first call, {state}", "direction": direction, **_shape(FIRST)}
                 timing = summarise(times) if times else None
                 measured: dict[str, Any] = {"error": error} if timing is None else vars(timing)
                 rows.append(run.row(case, name, **measured))
-    return rows
+            yield rows
 
 
 def _fresh_process(name: str, direction: str, device: torch.device, cache: str) -> dict[str, Any]:
@@ -162,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes a first-call figure")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows are appended here")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="end within so many seconds, by force")
     parser.add_argument("--commit", help="of a copy of the sources that has no repository")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -177,15 +180,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     first_names = ours if args.first_calls is None else [name for name in args.first_calls.split(",") if name]
     run = results.new_run("host", device, args.commit)
     out = args.out or results.default_file("host", run.device)
-    rows = warm_rows(run, names, device, args.rounds)
-    results.append(out, rows)
-    first = first_call_rows(run, first_names, device, args.repeats)
-    results.append(out, first)
-    for row in rows + first:
-        shown = f"{(row.median_ms or 0) * 1e3:12.1f} us  ±{100 * (row.spread or 0):.0f}%"
-        shown = shown if row.median_ms is not None else str(row.error)
-        print(f"{row.case['measure']:28} {row.case['direction']:22} {row.provider:20} {shown}")
-    print(f"\n{len(rows) + len(first)} rows appended to {out}")
+    count = 0
+    with hard_stop(args.budget_s):
+        for rows in itertools.chain(
+            warm_rows(run, names, device, args.rounds), first_call_rows(run, first_names, device, args.repeats)
+        ):
+            results.append(out, rows)
+            count += len(rows)
+            for row in rows:
+                shown = f"{(row.median_ms or 0) * 1e3:12.1f} us  ±{100 * (row.spread or 0):.0f}%"
+                shown = shown if row.median_ms is not None else str(row.error)
+                print(f"{row.case['measure']:28} {row.case['direction']:22} {row.provider:20} {shown}", flush=True)
+    print(f"\n{count} rows appended to {out}")
     return 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import results
+from benchmarks.budget import hard_stop
 from benchmarks.cases import Case, Direction, Inputs, make_inputs
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.run import choose_providers
@@ -54,8 +55,8 @@ def growth(points: Sequence[tuple[int, int]]) -> float | None:
     return math.log(b1 / b0) / math.log(n1 / n0) if b0 > 0 and b1 > 0 and n1 > n0 else None
 
 
-def measure_rows(run: results.Run, chosen: Sequence[Provider], direction: Direction) -> list[results.Row]:
-    """A row a case and provider; what does not fit says so."""
+def measure_rows(run: results.Run, chosen: Sequence[Provider], direction: Direction, out: Path) -> list[results.Row]:
+    """A row a case and provider, saved as each case ends; what does not fit says so."""
     rows = []
     device = torch.device("cuda")
     for case in memory_cases(direction):
@@ -70,6 +71,7 @@ def measure_rows(run: results.Run, chosen: Sequence[Provider], direction: Direct
                 measured = {"error": f"failed: {error}"[:600]}
             torch.cuda.empty_cache()
             rows.append(run.row(case.to_dict(), provider.name, **measured))
+        results.append(out, rows[-len(chosen) :])
         print(f"{case.name}  " + " | ".join(_shown(row) for row in rows[-len(chosen) :]), flush=True)
     return rows
 
@@ -98,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--providers", default=",".join(PROVIDER_NAMES), metavar="A,B")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows are appended here")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="end within so many seconds, by force")
     parser.add_argument("--commit", help="of a copy of the sources that has no repository")
     args = parser.parse_args(argv)
     unknown = [name for name in args.providers.split(",") if name not in PROVIDERS]
@@ -109,12 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or results.default_file("memory", run.device)
     rows: list[results.Row] = []
     directions: tuple[Direction, ...] = ("forward", "backward")
-    with torch.no_grad():
+    with torch.no_grad(), hard_stop(args.budget_s):
         for direction in directions:
             chosen = choose_providers(args.providers.split(","), direction, device)
             if chosen:
-                rows += measure_rows(run, chosen, direction)
-    results.append(out, rows)
+                rows += measure_rows(run, chosen, direction, out)
     print(f"\n{to_text(growth_table(rows))}\n\n{len(rows)} rows appended to {out}")
     return 0 if rows else 1
 

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
 from benchmarks.cases import Case, Direction, Inputs
-from benchmarks.checks import Outputs
+from benchmarks.plain import Call, Eager, SdpaCpu, to_bshd
 from flashtile import dispatch, ops
 from flashtile.problem import Tensors
-
-Call = Callable[[], Outputs]
 
 
 class Provider(Protocol):
@@ -36,6 +33,9 @@ class Provider(Protocol):
     """
 
     name: str
+
+    def runs(self, direction: Direction) -> str:
+        """Which code runs a direction, in one phrase; nothing else may run in its place."""
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         """Why it cannot run on this machine at all, or None."""
@@ -58,6 +58,10 @@ class Flashtile:
         self.backend = backend
         self.name = f"flashtile-{backend}"
 
+    def runs(self, direction: Direction) -> str:
+        forward = f"forward by backend {self.backend}"
+        return forward if direction == "forward" else f"backward by backend {self.backend} (untimed: {forward})"
+
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         chosen = dispatch.backend(self.backend)
         capabilities = chosen.capabilities(direction)
@@ -69,7 +73,10 @@ class Flashtile:
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         problem = self._options(case).problem(self._tensors(inputs))
-        return "; ".join(dispatch.reasons(self.backend, problem, case.direction)) or None
+        # A backward needs the results of a forward, which the same backend must give.
+        directions: tuple[Direction, ...] = ("forward", "backward") if case.direction == "backward" else ("forward",)
+        reasons = [reason for each in directions for reason in dispatch.reasons(self.backend, problem, each)]
+        return "; ".join(dict.fromkeys(reasons)) or None
 
     def prepare(self, case: Case, inputs: Inputs) -> Call:
         if case.direction == "backward":
@@ -111,6 +118,9 @@ class FlashAttention3:
     """
 
     name = "fa3"
+
+    def runs(self, direction: Direction) -> str:
+        return f"torch.ops.flash_attn_3.{'fwd' if direction == 'forward' else 'bwd'}"
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -160,6 +170,10 @@ class Sdpa:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def runs(self, direction: Direction) -> str:
+        kernel = "flash" if self.name == "fa2" else "cudnn"
+        return f"aten._scaled_dot_product_{kernel}_attention" + ("_backward" if direction == "backward" else "")
+
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"does not run on {device.type}"
@@ -168,8 +182,10 @@ class Sdpa:
         return None
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
-        if case.window is not None or case.lengths is not None:
-            return "no windows and no packed sequences"
+        if case.window is not None:
+            return "no windows"
+        if case.lengths is not None and self.name != "fa2":
+            return "no packed sequences"
         if case.num_heads_q != case.num_heads_kv:
             return "no grouped heads"
         if case.causal and case.seqlen_q != case.seqlen_k:
@@ -177,6 +193,8 @@ class Sdpa:
         return None if case.dtype in ("float16", "bfloat16") else f"no {case.dtype}"
 
     def prepare(self, case: Case, inputs: Inputs) -> Call:
+        if inputs.cu_seqlens is not None:
+            return self._packed(case, inputs, inputs.cu_seqlens)
         q, k, v, dout = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
         aten = torch.ops.aten
         backward = case.direction == "backward"
@@ -189,7 +207,7 @@ class Sdpa:
             )
         out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _first_call(forward)
         if not backward:
-            return lambda: _to_bshd(forward()[:1])
+            return lambda: to_bshd(forward()[:1])
         saved = (dout, q, k, v, out, lse)
         if self.name == "fa2":
             plain = (cum_q, cum_k, max_q, max_k, 0.0, case.causal, seed, offset)
@@ -198,83 +216,21 @@ class Sdpa:
             biased = (seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, case.causal)
             grad = functools.partial(aten._scaled_dot_product_cudnn_attention_backward, *saved, *biased)
         _first_call(grad)
-        return lambda: _to_bshd(grad()[:3])
+        return lambda: to_bshd(grad()[:3])
 
-
-class SdpaCpu:
-    """PyTorch's scaled_dot_product_attention as a CPU user would best call it.
-
-    A window needs a boolean mask of the whole score matrix; packed sequences are called one by one, which takes less
-    work than one call under a mask.
-    """
-
-    name = "sdpa"
-
-    def missing(self, direction: Direction, device: torch.device) -> str | None:
-        return None if device.type == "cpu" else f"measured on the cpu only, not on {device.type}"
-
-    def refusal(self, case: Case, inputs: Inputs) -> str | None:
-        if case.direction == "backward" and case.lengths is not None:
-            return "no gradients over packed sequences"
-        return None
-
-    def prepare(self, case: Case, inputs: Inputs) -> Call:
-        grouped = case.num_heads_q != case.num_heads_kv
-        if case.lengths is not None:
-            packed = _split(inputs, case.lengths)
-            return lambda: (
-                torch.cat([_attend(q, k, v, is_causal=case.causal, enable_gqa=grouped) for q, k, v in packed]),
-            )
-        q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-        square = case.seqlen_q == case.seqlen_k
-        mask = None
-        if case.window is not None or (case.causal and not square):
-            mask = case.band.dense(case.seqlen_q, case.seqlen_k)
-        features: dict[str, Any] = {"is_causal": case.causal and mask is None, "attn_mask": mask, "enable_gqa": grouped}
-        if case.direction == "backward":
-            return _autograd_call(
-                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **features), q, k, v, inputs.dout
-            )
-        return lambda: _to_bshd((F.scaled_dot_product_attention(q, k, v, **features),))
-
-
-class Eager:
-    """Standard attention: the whole score matrix in memory, in the input dtype."""
-
-    name = "eager"
-
-    def missing(self, direction: Direction, device: torch.device) -> str | None:
-        return None
-
-    def refusal(self, case: Case, inputs: Inputs) -> str | None:
-        if case.lengths is not None:
-            return "no packed sequences"
-        scores = case.batch * case.num_heads_q * case.seqlen_q * case.seqlen_k * case.torch_dtype.itemsize
-        need = scores * (4 if case.direction == "forward" else 8)
-        free = _free_bytes(inputs.q.device)
-        if need > free:
-            return f"does not fit: {need / 2**30:.0f} GiB of scores, {free / 2**30:.0f} GiB free"
-        return None
-
-    def prepare(self, case: Case, inputs: Inputs) -> Call:
-        q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-        scale = case.head_dim**-0.5
-        group = case.num_heads_q // case.num_heads_kv
-        drop = None
-        if not case.band.unbounded:
-            drop = ~case.band.dense(case.seqlen_q, case.seqlen_k, device=q.device)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if group > 1:
-                k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-            scores = (q * scale) @ k.transpose(-1, -2)
-            if drop is not None:
-                scores = scores.masked_fill_(drop, -torch.inf)
-            return torch.softmax(scores, dim=-1) @ v
-
-        if case.direction == "backward":
-            return _autograd_call(attend, q, k, v, inputs.dout)
-        return lambda: _to_bshd((attend(q, k, v),))
+    def _packed(self, case: Case, inputs: Inputs, cu_seqlens: Tensor) -> Call:
+        """The flash kernel under the operator above, which takes packed sequences in the layout of q, k and v."""
+        aten = torch.ops.aten
+        q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+        plain = (cu_seqlens, cu_seqlens, case.seqlen_q, case.seqlen_k, 0.0, case.causal)
+        forward = functools.partial(aten._flash_attention_forward, q, k, v, *plain, False)
+        out, lse, seed, offset = _first_call(forward)[:4]
+        if case.direction == "forward":
+            return lambda: (forward()[0],)
+        saved = (dout, q, k, v, out, lse)
+        grad = functools.partial(aten._flash_attention_backward, *saved, *plain, seed, offset)
+        _first_call(grad)
+        return lambda: grad()[:3]
 
 
 PROVIDERS: dict[str, Provider] = {
@@ -304,10 +260,6 @@ def _only(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     return result
 
 
-def _to_bshd(outputs: tuple[Tensor, ...]) -> Outputs:
-    return tuple(x.transpose(1, 2) for x in outputs)
-
-
 def _first_call(call: Callable[[], Any]) -> Any:
     """Calls an operator and, if that fails, says what its schema is: the peers' signatures move between versions."""
     try:
@@ -316,37 +268,6 @@ def _first_call(call: Callable[[], Any]) -> Any:
         packet = getattr(call, "func", None)
         schema = getattr(getattr(packet, "default", None), "_schema", "unknown")
         raise RuntimeError(f"{error}\nschema: {schema}") from error
-
-
-def _autograd_call(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> Call:
-    """The backward alone of a differentiable function of (batch, heads, seqlen, head_dim) tensors."""
-    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad():
-        out = attend(*leaves)
-    dout = dout.transpose(1, 2)
-    return lambda: _to_bshd(torch.autograd.grad(out, leaves, dout, retain_graph=True))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, **features)[0].transpose(0, 1)
-
-
-def _split(inputs: Inputs, lengths: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
-    """``(1, heads, seqlen, head_dim)`` views of q, k and v for every sequence."""
-    parts = (x.split(lengths) for x in (inputs.q, inputs.k, inputs.v))
-    return [tuple(x.transpose(0, 1)[None] for x in sequence) for sequence in zip(*parts, strict=True)]
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that an allocation could still get."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 2**32
 
 
 @functools.cache

@@ -24,7 +24,7 @@ class Row:
     """One provider on one cell.
 
     Attributes:
-        suite: ``forward``, ``backward``, ``cpu``, ``host`` or ``memory``.
+        suite: ``forward``, ``backward``, ``cpu``, ``host``, ``memory``, ``accuracy``, ``varlen`` or ``train``.
         run: The process that measured it; only rows of one run may be divided by one another.
         device: Name of the GPU, or of the CPU with its threads.
         versions: Of Python, torch, triton, CUDA and cuDNN.
@@ -37,6 +37,7 @@ class Row:
         error: Relative error against float64 of a right result, None if not checked; text, and no time, if the provider
             refused the case, failed or was wrong.
         extra_bytes: Peak memory of a call beyond inputs and outputs; in rows of suite ``memory`` alone.
+        values: What else was measured, by name; in rows of suites ``accuracy`` and ``train`` alone.
     """
 
     suite: str
@@ -51,13 +52,18 @@ class Row:
     tflops: float | None
     error: float | str | None
     extra_bytes: int | None = None
+    values: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """The row as one line."""
         fields = asdict(self)
-        if self.suite != "memory":
-            del fields["extra_bytes"]
+        for name, suites in _FIELDS_OF_SUITES.items():
+            if self.suite not in suites:
+                del fields[name]
         return json.dumps(fields, allow_nan=False)
+
+
+_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": ("accuracy", "train")}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """``python -m benchmarks.run forward|backward|cpu``: times the providers side by side and appends rows.
 
 Every provider's numbers are checked before its time is taken; one that is wrong gets no time. Rows are written as each
-cell ends, and a table is printed last.
+cell ends, and a table is printed last, also when the budget ends the run in the middle of a cell.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 
 from benchmarks import results, table
-from benchmarks.cases import Case, Inputs, make_inputs, select, suite
+from benchmarks.budget import hard_stop
+from benchmarks.cases import Case, Direction, Inputs, make_inputs, select, suite
 from benchmarks.checks import Reference, poison
+from benchmarks.plain import Call
 from benchmarks.progress import Progress
-from benchmarks.providers import PROVIDERS, Call, Provider
-from benchmarks.timing import measure
+from benchmarks.providers import PROVIDERS, Provider
+from benchmarks.timing import OutOfTimeError, measure
 
 DEFAULT_PROVIDERS = {
     "forward": ("flashtile-portable", "flashtile-hopper", "fa3", "cudnn", "fa2", "eager"),
@@ -28,6 +30,8 @@ DEFAULT_PROVIDERS = {
     "cpu": ("flashtile-cpu", "sdpa"),
 }
 _ERROR_CHARACTERS = 600
+# Rounds end so long before the budget does, and the process need not be stopped.
+_RESERVE_S = 3.0
 
 
 class DeviceLostError(RuntimeError):
@@ -43,6 +47,7 @@ def run_cell(
     rounds: int,
     burst_ms: float,
     on_round: Callable[[int], None] = lambda _: None,
+    deadline_s: float | None = None,
 ) -> list[results.Row]:
     """Checks and times one cell.
 
@@ -51,6 +56,7 @@ def run_cell(
 
     Raises:
         DeviceLostError: If a provider broke the device.
+        OutOfTimeError: If the deadline, an instant of ``time.monotonic()``, left no time for three rounds.
     """
     inputs = make_inputs(case, device)
     reference = Reference(case, inputs)
@@ -70,7 +76,7 @@ def run_cell(
         except Exception as error:  # one provider's failure must not cost the others their row
             _synchronize(device, provider.name)
             errors[provider.name] = _failure(error)
-    timings = measure(calls, device, rounds=rounds, burst_ms=burst_ms, on_round=on_round)
+    timings = measure(calls, device, rounds=rounds, burst_ms=burst_ms, on_round=on_round, deadline_s=deadline_s)
     rows = []
     for name, verdict in errors.items():
         measured: dict[str, object] = {"error": verdict}
@@ -124,18 +130,19 @@ def run_suite(
         out: File the rows are appended to.
         rounds: Samples a provider and cell.
         burst_ms: About how long one sample takes.
-        budget_s: No cell is started that might end after so many seconds, judged by the longest so far.
+        budget_s: No cell is started that might end after so many seconds, judged by the longest so far, and no round
+            within a cell; a cell without three whole rounds gives no rows.
 
     Returns:
         All rows of this run.
     """
     rows: list[results.Row] = []
-    start_s = time.monotonic()
+    deadline_s = None if budget_s is None else time.monotonic() + budget_s
     longest_s = 0.0
     with Progress(len(cases)) as progress, torch.no_grad():
         for case in cases:
             cell_start_s = time.monotonic()
-            if budget_s is not None and cell_start_s - start_s + longest_s > budget_s:
+            if deadline_s is not None and cell_start_s + longest_s > deadline_s:
                 progress.note(f"budget of {budget_s:g} s: stopped after {progress.done} of {len(cases)} cells")
                 break
             progress.begin(case.name)
@@ -144,9 +151,21 @@ def run_suite(
                 progress.part(done / rounds)
 
             try:
-                cell = run_cell(case, chosen, run, device, rounds=rounds, burst_ms=burst_ms, on_round=on_round)
+                cell = run_cell(
+                    case,
+                    chosen,
+                    run,
+                    device,
+                    rounds=rounds,
+                    burst_ms=burst_ms,
+                    on_round=on_round,
+                    deadline_s=deadline_s,
+                )
             except DeviceLostError as error:
                 progress.note(f"{case.name}: {error}\nstopped: the device is lost")
+                break
+            except OutOfTimeError as error:
+                progress.note(f"{case.name}: {error}; budget of {budget_s:g} s: stopped after {progress.done} cells")
                 break
             results.append(out, cell)
             rows += cell
@@ -182,6 +201,33 @@ def choose_providers(names: Sequence[str], direction: str, device: torch.device)
     return found
 
 
+def done_before(path: Path, run: results.Run, names: Sequence[str], cases: Sequence[Case]) -> list[results.Row]:
+    """Rows of cells that a file already holds from the same sources and device, in which no provider failed.
+
+    Args:
+        path: The file; it need not exist.
+        run: This process, which says what the same is. Sources that no commit names are never the same.
+        names: Providers that must each have a row, all of one run.
+        cases: The cells that count.
+
+    Returns:
+        The rows of the cells that need not be measured again.
+    """
+    if not path.exists() or run.commit == "unknown" or run.commit.endswith("-dirty"):
+        return []
+    same = [
+        row
+        for row in results.read([path])
+        if (row.suite, row.commit, row.device) == (run.suite, run.commit, run.device) and row.provider in names
+    ]
+    found = []
+    for cell in table.cells(same):
+        failed = any(str(row.error).startswith("failed") for row in cell.rows.values())
+        if cell.case in cases and set(cell.rows) == set(names) and not failed:
+            found += list(cell.rows.values())
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("suite", choices=("forward", "backward", "cpu"))
@@ -191,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=12, help="samples a provider and cell")
     parser.add_argument("--burst-ms", type=float, default=6.0, help="about how long one sample takes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows are appended here")
-    parser.add_argument("--budget-s", type=float, metavar="S", help="start no cell that might end later")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="end within so many seconds, by force if need be")
+    parser.add_argument("--resume", action="store_true", help="leave out cells that FILE has from these sources")
     parser.add_argument("--commit", help="of a copy of the sources that has no repository")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     return parser
@@ -199,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one suite; returns the process's exit code."""
+    start_s = time.monotonic()
     args = _parser().parse_args(argv)
     cases = select(suite(args.suite, args.dtype), args.cells)
     if args.list or not cases:
@@ -219,12 +267,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     run = results.new_run(args.suite, device, args.commit)
     out = args.out or results.default_file(args.suite, run.device)
+    direction: Direction = "backward" if args.suite == "backward" else "forward"
     print(f"{run.suite} on {run.device}, {run.versions}, commit {run.commit}, run {run.run}", flush=True)
-    rows = run_suite(
-        cases, chosen, run, device, out=out, rounds=args.rounds, burst_ms=args.burst_ms, budget_s=args.budget_s
-    )
-    print(f"\n{table.report(rows, 'ms' if args.suite == 'cpu' else 'TFLOPS')}\n\n{len(rows)} rows appended to {out}")
-    return 0 if rows else 1
+    print("\n".join(f"{provider.name}: {provider.runs(direction)}" for provider in chosen), flush=True)
+    before = done_before(out, run, [p.name for p in chosen], cases) if args.resume else []
+    left = [case for case in cases if case not in {Case.from_dict(row.case) for row in before}]
+
+    def say(rows: Sequence[results.Row]) -> None:
+        report = table.report([*before, *rows], "ms" if args.suite == "cpu" else "TFLOPS")
+        print(f"\n{report}\n\n{len(rows)} rows appended to {out}", flush=True)
+
+    def say_what_is_saved() -> None:
+        print(f"\nbudget of {args.budget_s:g} s: stopped in the middle of a cell, which is lost")
+        say([row for row in results.read([out] if out.exists() else []) if row.run == run.run])
+
+    left_s = None if args.budget_s is None else args.budget_s - (time.monotonic() - start_s)
+    with hard_stop(left_s, say_what_is_saved):
+        budget_s = None if left_s is None else left_s - min(_RESERVE_S, 0.1 * left_s)
+        rows = run_suite(
+            left, chosen, run, device, out=out, rounds=args.rounds, burst_ms=args.burst_ms, budget_s=budget_s
+        )
+    say(rows)
+    return 0 if rows or before else 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,12 @@ Call = Callable[[], object]
 # Long enough for the host to queue a burst of calls before the device starts on the first.
 _HEAD_START_CYCLES = 1_000_000
 _MAX_REPS = 50
+# A median of fewer says nothing about its spread.
+_FEWEST_ROUNDS = 3
+
+
+class OutOfTimeError(RuntimeError):
+    """The deadline came before there were enough rounds for a median."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ def measure(
     rounds: int,
     burst_ms: float = 6.0,
     on_round: Callable[[int], None] = lambda _: None,
+    deadline_s: float | None = None,
 ) -> dict[str, Timing]:
     """Times the calls side by side.
 
@@ -72,9 +79,14 @@ def measure(
         rounds: How often each is sampled. Every round starts with another provider.
         burst_ms: About how long one sample takes; decides the calls in it, the same in every round.
         on_round: Told the number of rounds done.
+        deadline_s: No round is started that would end after this instant of ``time.monotonic()``, judged by the longest
+            so far. All calls have the same number of rounds.
 
     Returns:
         A timing by provider.
+
+    Raises:
+        OutOfTimeError: If the deadline leaves fewer than three rounds, or fewer than asked for if that is less.
     """
     reps = {}
     for name, call in calls.items():
@@ -83,9 +95,16 @@ def measure(
         reps[name] = max(1, min(_MAX_REPS, math.ceil(burst_ms / max(once_ms, 1e-6))))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
+    longest_s = 0.0
     for done in range(rounds):
+        start_s = time.monotonic()
+        if deadline_s is not None and start_s + longest_s > deadline_s:
+            if done < min(_FEWEST_ROUNDS, rounds):
+                raise OutOfTimeError(f"{done} of {rounds} rounds were done at the deadline")
+            break
         for name in order:
             samples[name].append(time_burst(calls[name], reps[name], device))
         order = order[1:] + order[:1]
+        longest_s = max(longest_s, time.monotonic() - start_s)
         on_round(done + 1)
     return {name: summarise(values) for name, values in samples.items()}

@@ -1,12 +1,18 @@
+import subprocess
+import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import host, memory, results, run
+from benchmarks.budget import OUT_OF_TIME
 from benchmarks.cases import Case, Inputs, make_inputs
 from benchmarks.providers import PROVIDERS, Eager, Flashtile, Sdpa, SdpaCpu
+from benchmarks.timing import OutOfTimeError
+from flashtile.errors import InvalidInputError, UnsupportedError
 
 CPU = torch.device("cpu")
 SMALL = Case("forward", "float32", 2, 48, 48, 2, 2, 16, causal=True)
@@ -18,6 +24,9 @@ class Fake:
     def __init__(self, name, *, scale=1.0, fail=None, refuse=None, unwritten=False):
         self.name, self.scale, self.fail, self.refuse, self.unwritten = name, scale, fail, refuse, unwritten
         self.buffer = None
+
+    def runs(self, direction):
+        return "a fault"
 
     def missing(self, direction, device):
         return None
@@ -84,6 +93,97 @@ def test_the_budget_stops_between_cells_and_keeps_the_rows(tmp_path, capsys):
     assert rows_of(tmp_path / "none", [Fake("a")], budget_s=-1.0) == []
 
 
+def test_the_deadline_stops_between_rounds_and_a_cell_of_two_rounds_is_dropped(tmp_path, capsys):
+    class Slow(Fake):
+        def prepare(self, case, inputs):
+            call = super().prepare(case, inputs)
+            return lambda: (time.sleep(0.05), call())[1]
+
+    this = results.new_run("cpu", CPU, commit="abc")
+    seen: list[int] = []
+
+    def cell(seconds):
+        options = dict(rounds=500, burst_ms=0.5, on_round=seen.append, deadline_s=time.monotonic() + seconds)
+        return run.run_cell(SMALL, [Slow("a"), Slow("b")], this, CPU, **options)
+
+    start = time.monotonic()
+    rows = cell(1.6)
+    assert time.monotonic() - start < 2.5 and 3 <= seen[-1] < 500
+    assert all(row.median_ms >= 50 for row in rows)
+    with pytest.raises(OutOfTimeError, match=r"[0-2] of 500 rounds"):
+        cell(0.5)
+    out = tmp_path / "rows.jsonl"
+    assert run.run_suite([SMALL], [Slow("a")], this, CPU, out=out, rounds=500, burst_ms=0.5, budget_s=0.25) == []
+    assert "stopped after 0 cells" in capsys.readouterr().out and not out.exists()
+
+
+HANGING = """
+import sys, time, torch
+from benchmarks import run
+from tests.benchmarks.test_run import SMALL, Fake
+from benchmarks.cases import Case
+from dataclasses import replace
+
+class Hangs(Fake):
+    def prepare(self, case, inputs):
+        if case.seqlen_q != 48:
+            time.sleep(600)
+        return super().prepare(case, inputs)
+
+run.PROVIDERS["hangs"] = Hangs("hangs")
+run.suite = lambda name, dtype: [SMALL, replace(SMALL, seqlen_q=49, seqlen_k=49)]
+sys.exit(run.main(["cpu", "--providers", "hangs,eager", "--rounds", "2", "--burst-ms", "0.5", *sys.argv[1:]]))
+"""
+
+
+def test_a_budget_ends_a_run_that_hangs_and_shows_the_rows_before(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-c", HANGING, "--out", str(out), "--budget-s", "4", "--commit", "abc"]
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == OUT_OF_TIME, done.stderr
+    assert time.monotonic() - start < 60
+    assert {row.provider for row in results.read([out])} == {"hangs", "eager"}
+    assert done.stdout.rstrip().endswith(f"2 rows appended to {out}")
+    assert "in the middle of a cell" in done.stdout and SMALL.name in done.stdout
+
+
+def test_resuming_measures_only_what_is_missing_or_failed(tmp_path, capsys, monkeypatch):
+    other = replace(SMALL, seqlen_q=40, seqlen_k=40)
+    monkeypatch.setattr(run, "suite", lambda name, dtype: [SMALL, other])
+    out = tmp_path / "rows.jsonl"
+    options = ["cpu", "--rounds", "2", "--burst-ms", "0.5", "--out", str(out), "--providers"]
+    assert run.main([*options, "eager,sdpa", "--cells", "s48", "--commit", "abc"]) == 0
+    assert run.main([*options, "eager,sdpa", "--resume", "--commit", "abc"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 rows appended" in printed.splitlines()[-1] and printed.count(SMALL.name) > 2
+    assert [row.case["seqlen_q"] for row in results.read([out])] == [48, 48, 40, 40]
+    assert run.main([*options, "eager,sdpa", "--resume", "--commit", "abc"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"0 rows appended to {out}")
+    # Another provider, other sources, sources without a name: all measured again.
+    for names, commit in (("eager", "abd"), ("eager,sdpa", "abc-dirty"), ("eager,sdpa,flashtile-cpu", "abc")):
+        before = len(results.read([out]))
+        assert run.main([*options, names, "--resume", "--commit", commit]) == 0
+        assert len(results.read([out])) == before + 2 * len(names.split(","))
+    rows = results.read([out])[:4]
+    out.unlink()
+    results.append(out, [replace(rows[0], error="failed: boom"), *rows[1:]])
+    assert run.main([*options, "eager,sdpa", "--resume", "--commit", "abc"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"2 rows appended to {out}")
+
+
+def test_every_provider_says_which_code_runs_and_nothing_runs_in_its_place():
+    assert PROVIDERS["flashtile-hopper"].runs("forward") == "forward by backend hopper"
+    assert PROVIDERS["flashtile-hopper"].runs("backward").startswith("backward by backend hopper")
+    assert "flash_attention_backward" in PROVIDERS["fa2"].runs("backward")
+    inputs = make_inputs(SMALL, CPU)
+    for direction in ("forward", "backward"):
+        case = replace(SMALL, direction=direction)
+        assert "needs cuda tensors" in PROVIDERS["flashtile-hopper"].refusal(case, inputs)
+        with pytest.raises((UnsupportedError, InvalidInputError), match="hopper"):
+            PROVIDERS["flashtile-hopper"].prepare(case, inputs)()
+
+
 CPU_CASES = [
     SMALL,
     Case("forward", "float32", 1, 1, 70, 4, 2, 16),
@@ -134,7 +234,7 @@ def test_the_command_refuses_what_it_cannot_do(capsys):
 
 def test_host_rows_hold_both_directions(tmp_path):
     this = results.new_run("host", CPU, commit="abc")
-    rows = host.warm_rows(this, ["sdpa", "flashtile-nothing"], CPU, rounds=1)
+    rows = [row for part in host.warm_rows(this, ["sdpa", "flashtile-nothing"], CPU, rounds=1) for row in part]
     timed = {(r.case["direction"], r.provider): r for r in rows}
     assert len(rows) == len(timed) == 4
     assert timed["forward", "sdpa"].median_ms > 0 and timed["forward and backward", "sdpa"].error is None
@@ -160,10 +260,23 @@ def test_arguments_of_pytorchs_operators_fit_their_schemas(name, direction):
         assert all(x.is_contiguous() for x in outputs)
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this PyTorch cannot fake a CUDA tensor")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_packed_arguments_fit_the_schema_of_the_flash_kernel(direction):
+    case = Case(direction, "bfloat16", 2, 100, 100, 4, 4, 64, causal=True, lengths=(28, 100))
+    with FakeTensorMode():
+        tensors = [torch.empty(128, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        bounds = torch.empty(3, dtype=torch.int32, device="cuda")
+        outputs = Sdpa("fa2").prepare(case, Inputs(*tensors, bounds))()
+        assert [tuple(x.shape) for x in outputs] == [(128, 4, 64)] * (1 if direction == "forward" else 3)
+    assert Sdpa("cudnn").refusal(case, make_inputs(case, CPU)) == "no packed sequences"
+    assert Sdpa("fa2").refusal(case, make_inputs(case, CPU)) is None
+
+
 @pytest.mark.slow
 def test_first_calls_are_timed_in_processes_of_their_own():
     this = results.new_run("host", CPU, commit="abc")
-    rows = host.first_call_rows(this, ["sdpa"], CPU, repeats=1)
+    rows = [row for part in host.first_call_rows(this, ["sdpa"], CPU, repeats=1) for row in part]
     assert [r.case["measure"] for r in rows[:2]] == ["first call, empty cache", "first call, warm disk cache"]
     assert all(r.median_ms > 0 for r in rows)
 
