@@ -119,6 +119,37 @@ def test_block_ranges_cover_and_full_blocks_are_full(band: Band, of_keys: bool) 
 
 
 @triton.jit
+def _phases_kernel(out_ptr, a, b, c, d, ONE_LOOP: tl.constexpr):
+    for phase in tl.static_range(3):
+        start, stop = blocks.phase_blocks(phase, a, b, c, d, ONE_LOOP)
+        tl.store(out_ptr + 2 * phase, start)
+        tl.store(out_ptr + 2 * phase + 1, stop)
+
+
+def test_phases_take_every_block_once() -> None:
+    out = torch.full((3, 2), -1, dtype=torch.int32)
+    _phases_kernel[(1,)](out, 2, 3, 7, 9, ONE_LOOP=False)
+    assert out.tolist() == [[2, 3], [3, 7], [7, 9]]
+    _phases_kernel[(1,)](out, 2, 3, 7, 9, ONE_LOOP=True)
+    assert out[2].tolist() == [2, 9]
+
+
+@triton.jit
+def _terms_kernel(slopes_ptr, slopes_stride_b, plane_ptr, stride_b, stride_head, out_ptr, b, h):
+    tl.store(out_ptr, scores.slope_of(slopes_ptr, slopes_stride_b, b, h))
+    tl.store(out_ptr + 1, tl.load(scores.plane_of(plane_ptr, b, h, stride_b, stride_head)))
+    tl.store(out_ptr + 2, scores.slope_of(None, slopes_stride_b, b, h))
+
+
+def test_slope_and_plane_of_a_head() -> None:
+    slopes, plane, out = torch.rand(3, 4), torch.rand(3, 4, 2, 2), torch.full((3,), torch.nan)
+    _terms_kernel[(1,)](slopes, slopes.stride(0), plane, *plane.stride()[:2], out, 2, 1)
+    assert out.tolist() == [slopes[2, 1], plane[2, 1, 0, 0], 0]
+    _terms_kernel[(1,)](slopes, 0, plane, 0, plane.stride(1), out, 2, 1)
+    assert out.tolist() == [slopes[0, 1], plane[0, 1, 0, 0], 0]
+
+
+@triton.jit
 def _dropout_kernel(rng_ptr, out_ptr, threshold, head, row_start, key_start, M: tl.constexpr, N: tl.constexpr):
     rows = row_start + tl.arange(0, M)[:, None]
     key_blocks = key_start // 4 + tl.arange(0, N // 4)[None, :]

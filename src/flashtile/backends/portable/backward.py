@@ -197,24 +197,15 @@ def attention_backward_dkdv(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for member in range(group_size):
         h = head_kv * group_size + member
-        slope = 0.0
-        if HAS_ALIBI:
-            slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
-        mask_at, bias_at = mask_ptr, bias_ptr
-        if mask_ptr is not None:
-            mask_at = sequence.base(mask_ptr, b, 0, h, mask_stride_b, 0, mask_stride_head)
-        if bias_ptr is not None:
-            bias_at = sequence.base(bias_ptr, b, 0, h, bias_stride_b, 0, bias_stride_head)
+        slope = scores.slope_of(alibi_ptr, alibi_stride_b, b, h)
+        mask_at = None if mask_ptr is None else scores.plane_of(mask_ptr, b, h, mask_stride_b, mask_stride_head)
+        bias_at = None if bias_ptr is None else scores.plane_of(bias_ptr, b, h, bias_stride_b, bias_stride_head)
         q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
         dout_at = sequence.base(dout_ptr, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
         row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * row_pitch + start_q
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
         for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_RIGHT else 1, 3):
-            m_start, m_stop = m_min, m_full_min
-            if phase == 1:
-                m_start, m_stop = m_full_min, m_full_max
-            if phase == 2:
-                m_start, m_stop = m_min if ONE_LOOP else m_full_max, m_max
+            m_start, m_stop = blocks.phase_blocks(phase, m_min, m_full_min, m_full_max, m_max, ONE_LOOP)
             dk, dv = over_queries(
                 dk, dv, k, v, m_start, m_stop, m_full_min, m_full_max, q_source, q_at, q_stride_row, dout_source,
                 dout_at, dout_stride_row,
@@ -305,14 +296,9 @@ def attention_backward_dq(
     if VARLEN:
         batch_index = 0
     head_kv = h // group_size
-    slope = 0.0
-    if HAS_ALIBI:
-        slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
-    mask_at, bias_at = mask_ptr, bias_ptr
-    if mask_ptr is not None:
-        mask_at = sequence.base(mask_ptr, b, 0, h, mask_stride_b, 0, mask_stride_head)
-    if bias_ptr is not None:
-        bias_at = sequence.base(bias_ptr, b, 0, h, bias_stride_b, 0, bias_stride_head)
+    slope = scores.slope_of(alibi_ptr, alibi_stride_b, b, h)
+    mask_at = None if mask_ptr is None else scores.plane_of(mask_ptr, b, h, mask_stride_b, mask_stride_head)
+    bias_at = None if bias_ptr is None else scores.plane_of(bias_ptr, b, h, bias_stride_b, bias_stride_head)
     k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
     v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
     q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
@@ -332,11 +318,7 @@ def attention_backward_dq(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all.
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 3):
-        n_start, n_stop = n_min, n_full_min
-        if phase == 1:
-            n_start, n_stop = n_full_min, n_full_max
-        if phase == 2:
-            n_start, n_stop = n_min if ONE_LOOP else n_full_max, n_max
+        n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
             dq, q, dout, origin, delta, n_start, n_stop, n_full_min, n_full_max, k_source, k_at, k_stride_row,
             v_source, v_at, v_stride_row,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashtile.backends.portable.backward import probabilities, score_gradient
 from flashtile.backends.portable.forward import load_rows
-from flashtile.backends.vocab import blocks, dropout, sequence
+from flashtile.backends.vocab import blocks, dropout, scores, sequence
 
 
 @triton.jit
@@ -43,13 +43,9 @@ def tile_gradient(
         if VARLEN:
             batch_index = 0
         head_kv = h // group_size
-        slope = 0.0
-        if HAS_ALIBI:
-            slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
-        mask_at = mask_ptr
-        if mask_ptr is not None:
-            mask_at = sequence.base(mask_ptr, b, 0, h, mask_stride_b, 0, mask_stride_head)
-        bias_at = sequence.base(bias_ptr, b, 0, h, bias_stride_b, 0, bias_stride_head)
+        slope = scores.slope_of(alibi_ptr, alibi_stride_b, b, h)
+        mask_at = None if mask_ptr is None else scores.plane_of(mask_ptr, b, h, mask_stride_b, mask_stride_head)
+        bias_at = scores.plane_of(bias_ptr, b, h, bias_stride_b, bias_stride_head)
         q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
         k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
         v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)

@@ -257,16 +257,11 @@ def attention_forward(
     batch_index = b
     if VARLEN:
         batch_index = 0
-    slope = 0.0
-    if HAS_ALIBI:
-        slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
+    slope = scores.slope_of(alibi_ptr, alibi_stride_b, b, h)
+    mask_at = None if mask_ptr is None else scores.plane_of(mask_ptr, b, h, mask_stride_b, mask_stride_head)
+    bias_at = None if bias_ptr is None else scores.plane_of(bias_ptr, b, h, bias_stride_b, bias_stride_head)
     k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
     v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
-    mask_at, bias_at = mask_ptr, bias_ptr
-    if mask_ptr is not None:
-        mask_at = sequence.base(mask_ptr, b, 0, h, mask_stride_b, 0, mask_stride_head)
-    if bias_ptr is not None:
-        bias_at = sequence.base(bias_ptr, b, 0, h, bias_stride_b, 0, bias_stride_head)
     q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
     # Not by descriptor, here and in the backward: what that brings before a loop stays in registers all along.
     q = load_rows(q_at, q_at, batch_index, h, start_q, m_first, length_q, q_stride_row,
@@ -287,11 +282,7 @@ def attention_forward(
     # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end, the careful repeat.
     # ONE_LOOP takes the first three together.
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
-        n_start, n_stop = n_min, n_full_min
-        if phase == 1:
-            n_start, n_stop = n_full_min, n_full_max
-        if phase == 2:
-            n_start, n_stop = n_min if ONE_LOOP else n_full_max, n_max
+        n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         if phase == 3:
             leaked = tl.max((acc != acc).to(tl.int32)) > 0
             n_start, n_stop = n_min, tl.where(leaked, n_max, n_min)

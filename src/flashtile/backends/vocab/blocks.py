@@ -67,3 +67,22 @@ def query_blocks(
     """(m_block_min, m_full_min, m_full_max, m_block_max) of keys key_first ... key_last, both inclusive and real."""
     shift = seqlen_k - seqlen_q
     return block_range(key_first - shift, key_last - shift, seqlen_q, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_M)
+
+
+@triton.jit
+def phase_blocks(phase: tl.constexpr, block_min, full_min, full_max, block_max, ONE_LOOP: tl.constexpr):
+    """The blocks of one phase of a loop: 0 in front of those that need no mask, 1 those, 2 behind them.
+
+    With ONE_LOOP phase 2 takes them all. Phase 0 is empty where ``block_range`` has HAS_BEFORE False.
+
+    Returns:
+        (start, stop).
+    """
+    start, stop = block_min, full_min
+    if phase == 1:
+        start, stop = full_min, full_max
+    if phase == 2:
+        start, stop = full_max, block_max
+        if ONE_LOOP:
+            start = block_min
+    return start, stop

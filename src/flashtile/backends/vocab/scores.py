@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.backends.vocab import sequence
+
 
 @triton.jit
 def tanh(x):
@@ -51,6 +53,24 @@ def softcap_derivative(capped, cap, b, h, i, j):
 def alibi(slope, i, j):
     """The ALiBi term ``-slope * |i - j|``, natural units."""
     return -slope * tl.abs(i - j).to(tl.float32)
+
+
+@triton.jit
+def slope_of(alibi_ptr, alibi_stride_b, b, h):
+    """The ALiBi slope of query head h of sequence b, float32, or 0 without slopes; a stride of 0 shares them."""
+    slope = 0.0
+    if alibi_ptr is not None:
+        slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
+    return slope
+
+
+@triton.jit
+def plane_of(ptr, b, h, stride_b, stride_head):
+    """A mask or bias at (b, h, 0, 0), as ``transform`` and ``select_mask`` take it; strides 0 where it broadcasts.
+
+    Not for None, which a Triton function cannot return.
+    """
+    return sequence.base(ptr, b, 0, h, stride_b, 0, stride_head)
 
 
 @triton.jit
