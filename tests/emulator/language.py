@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from tests.emulator.machine import Barrier, EmulatorError, Machine, Operation, Task
 from tests.emulator.values import (

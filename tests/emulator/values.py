@@ -27,7 +27,7 @@ TRITON_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items
 
 
 class Anything:
-    """Stands for layouts, which say which thread holds what: numbers do not depend on it, and the compiler checks it."""
+    """Stands for layouts, which say who holds what: numbers do not depend on them, and the compiler checks them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Anything:
         return self
@@ -402,3 +402,6 @@ class Pending:
     @property
     def is_complete(self) -> bool:
         return self._result is not None
+
+    def __getattr__(self, name: str) -> Any:
+        raise EmulatorError("a product is used before it was waited for")
