@@ -16,6 +16,7 @@ Direction = Literal["forward", "backward"]
 TOTAL_TOKENS = 16384
 HIDDEN_SIZE = 2048
 HEAD_DIMS = (64, 128, 256)
+OUTLIER_STD = 10.0
 FORWARD_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 BACKWARD_SEQLENS = (512, 2048, 8192, 16384)
 
@@ -127,14 +128,28 @@ class Inputs:
     cu_seqlens: Tensor | None
 
 
-def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Normally distributed tensors: timing on zeros would flatter every kernel."""
+def make_inputs(case: Case, device: torch.device, seed: int = 0, outliers: float = 0.0) -> Inputs:
+    """Normally distributed tensors: timing on zeros would flatter every kernel.
+
+    Args:
+        case: What they are for.
+        device: Where they are drawn.
+        seed: Of the generator.
+        outliers: Share of the elements of q, k and v to which another normal number of standard deviation 10 is added.
+
+    Returns:
+        The tensors, drawn in float32 and rounded to the case's dtype.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def draw(seqlen: int, heads: int) -> Tensor:
+    def draw(seqlen: int, heads: int, outliers: float = outliers) -> Tensor:
         lead = (case.batch, seqlen) if case.lengths is None else (sum(case.lengths),)
         shape = (*lead, heads, case.head_dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(case.torch_dtype)
+        x = torch.randn(shape, generator=generator, device=device)
+        if outliers:
+            struck = torch.rand(shape, generator=generator, device=device) < outliers
+            x += OUTLIER_STD * struck * torch.randn(shape, generator=generator, device=device)
+        return x.to(case.torch_dtype)
 
     cu_seqlens = None
     if case.lengths is not None:
@@ -142,7 +157,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         cu_seqlens = bounds.to(device=device, dtype=torch.int32)
     q = draw(case.seqlen_q, case.num_heads_q)
     k, v = (draw(case.seqlen_k, case.num_heads_kv) for _ in range(2))
-    return Inputs(q, k, v, draw(case.seqlen_q, case.num_heads_q), cu_seqlens)
+    return Inputs(q, k, v, draw(case.seqlen_q, case.num_heads_q, outliers=0.0), cu_seqlens)
 
 
 def _grid(direction: Direction, seqlens: tuple[int, ...], dtype: str) -> list[Case]:

@@ -60,8 +60,8 @@ class Reference:
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.case = case
         self.probes = probes(case)
-        self._exact = [_compute(case, inputs, probe, torch.float64) for probe in self.probes]
-        plain = [_compute(case, inputs, probe, case.torch_dtype) for probe in self.probes]
+        self._exact = [compute(case, inputs, probe, torch.float64) for probe in self.probes]
+        plain = [compute(case, inputs, probe, case.torch_dtype) for probe in self.probes]
         self.limit = 2 * max(map(_distance, plain, self._exact)) + _FLOOR[case.dtype]
 
     def error(self, outputs: Outputs) -> float:
@@ -105,7 +105,7 @@ def _distance(got: Outputs, exact: Outputs) -> float:
     return max(float((g.double() - e.double()).norm() / e.double().norm().clamp_min(1e-300)) for g, e in pairs)
 
 
-def _compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Outputs:
+def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Outputs:
     """The probe's results with every operation in ``dtype``; sums over chunks of rows stay in float32 or better."""
     q, dout = probe.queries(inputs.q).to(dtype), probe.queries(inputs.dout).to(dtype)
     k, v = probe.keys(inputs.k).to(dtype), probe.keys(inputs.v).to(dtype)

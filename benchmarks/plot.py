@@ -1,22 +1,19 @@
-"""``python -m benchmarks.plot``: draws plots and rewrites the tables of docs/performance.md, from saved rows alone.
-
-A generated table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; what is outside stays as written.
-"""
+"""``python -m benchmarks.plot``: draws plots and rewrites the tables of docs/performance.md, from saved rows alone."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results, table
+from benchmarks.page import DOCS_PAGE, fill_tables, of_suite
 from benchmarks.results import ROOT, Row
 from benchmarks.table import Cell
+from benchmarks.train import smooth, training_of
 
-DOCS_PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "plots"
 
 # Ours stand out; a peer keeps its colour in every plot (the palette of Okabe and Ito, safe for colour-blind readers).
@@ -29,13 +26,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "fa2": {"color": "#E69F00", "marker": "v", "linestyle": "--"},
     "eager": {"color": "#7F7F7F", "marker": "x", "linestyle": ":"},
 }
-_BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def _of(rows: Sequence[Row], suite: str) -> list[Row]:
-    """The rows of a suite on the device that was measured last, since devices do not compare."""
-    chosen = [row for row in rows if row.suite == suite]
-    return [row for row in chosen if row.device == chosen[-1].device] if chosen else []
+_SMOOTHED_STEPS = 50
 
 
 def _series(cells: Sequence[Cell], value: Callable[[Row], float | None]) -> dict[str, list[tuple[int, float]]]:
@@ -96,7 +87,7 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
     Returns:
         The path, or None if there is nothing to draw.
     """
-    chosen = _of(rows, suite)
+    chosen = of_suite(rows, suite)
     grid = [c for c in table.cells(chosen) if c.case.dtype == "bfloat16" and c.case.lengths is None]
     if not grid:
         return None
@@ -117,7 +108,7 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
 
 def memory_plot(rows: Sequence[Row], path: Path) -> Path | None:
     """Peak memory of a call beyond its inputs and outputs against sequence length, a panel a direction."""
-    chosen = _of(rows, "memory")
+    chosen = of_suite(rows, "memory")
     if not chosen:
         return None
     grid = table.cells(chosen)
@@ -139,119 +130,40 @@ def _mib(row: Row) -> float | None:
     return None if row.extra_bytes is None else max(row.extra_bytes, 1024) / 2**20
 
 
-def _source(rows: Sequence[Row]) -> str:
-    """Where numbers come from, in one line."""
-    last = rows[-1]
-    versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
-    commits = ", ".join(dict.fromkeys(row.commit for row in rows))
-    return f"{last.device}; {versions}; commit {commits}."
-
-
-def _speed_block(rows: Sequence[Row], unit: str) -> str:
-    grid = table.cells(rows)
-    used = [row for cell in grid for row in cell.rows.values()]
-    return f"{_source(used)}\n\n{table.to_markdown(table.speed_table(grid, unit))}"
-
-
-def _summary_block(rows: Sequence[Row]) -> str:
-    return table.to_markdown(table.summary_table(table.cells(rows)))
-
-
-def _losses_block(rows: Sequence[Row]) -> str:
-    lost = table.losses_table(table.cells(rows))
-    return table.to_markdown(lost) if len(lost) > 1 else "No cell was lost."
-
-
-def _work_block(rows: Sequence[Row]) -> str:
-    """The cpu suite, with the share of the score matrix that the mask keeps."""
-    grid = table.cells(rows)
-    names = table.providers(grid)
-    lines = [["cell", "kept pairs", "share kept", *(f"{name}, ms" for name in names), "ours / best peer"]]
-    for cell in grid:
-        c = cell.case
-        kept = c.kept_pairs()
-        whole = c.seqlen_q * c.seqlen_k if c.lengths is None else sum(c.lengths) ** 2
-        times = ["-" if (t := cell.time(name)) is None else f"{t:.4g}" for name in names]
-        ratios = [r for name in table.ours(names) if (r := cell.ratio(name, table.BEST_PEER)) is not None]
-        share = kept / whole / (c.batch if c.lengths is None else 1)
-        best = f"{max(ratios):.2f}" if ratios else ""
-        lines.append([c.name, f"{kept / 1e6:.1f} M", f"{100 * share:.1f}%", *times, best])
-    used = [row for cell in grid for row in cell.rows.values()]
-    return f"{_source(used)}\n\n{table.to_markdown(lines)}"
-
-
-def _host_block(rows: Sequence[Row]) -> str:
-    last = {(str(row.case), row.provider): row for row in rows}.values()
-    lines = [["what", "provider", "median", "spread"]]
-    for row in last:
-        shown = str(row.error)
-        if row.median_ms is not None:
-            shown = f"{row.median_ms * 1e3:.1f} us" if row.median_ms < 10 else f"{row.median_ms / 1e3:.2f} s"
-        spread = "" if row.spread is None else f"{100 * row.spread:.0f}%"
-        lines.append([_host_name(row.case), row.provider, shown, spread])
-    return f"{_source(list(last))}\n\n{table.to_markdown(lines)}"
-
-
-def _host_name(case: dict[str, Any]) -> str:
-    return f"{case['measure']}, {case['direction']}"
-
-
-def _memory_block(rows: Sequence[Row]) -> str:
-    grid = table.cells(rows)
-    names = table.providers(grid)
-    lines = [["cell (MiB)", *names]]
-    for cell in grid:
-        values = [cell.rows[n].extra_bytes if n in cell.rows else None for n in names]
-        lines.append([cell.case.name, *("-" if x is None else f"{x / 2**20:.1f}" for x in values)])
-    used = [row for cell in grid for row in cell.rows.values()]
-    return f"{_source(used)}\n\n{table.to_markdown(lines)}"
-
-
-def _image(suite: str, what: str) -> tuple[str, Callable[[list[Row]], str]]:
-    """A block that shows a plot, so that a page links no plot that has not been drawn."""
-    return suite, lambda _: f"![{what} against sequence length](plots/{suite}.svg)"
-
-
-# Block name -> the suite it needs and how it is written.
-_BLOCKS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
-    "forward-plot": _image("forward", "Forward speed"),
-    "backward-plot": _image("backward", "Backward speed"),
-    "memory-plot": _image("memory", "Extra memory of a call"),
-    "forward": ("forward", lambda rows: _speed_block(rows, "TFLOPS")),
-    "forward-summary": ("forward", _summary_block),
-    "forward-losses": ("forward", _losses_block),
-    "backward": ("backward", lambda rows: _speed_block(rows, "TFLOPS")),
-    "backward-summary": ("backward", _summary_block),
-    "backward-losses": ("backward", _losses_block),
-    "cpu": ("cpu", _work_block),
-    "host": ("host", _host_block),
-    "memory": ("memory", _memory_block),
-}
-
-
-def fill_tables(page: str, rows: Sequence[Row]) -> str:
-    """The page with every marked block rewritten from the rows.
-
-    Raises:
-        ValueError: If the page names a table that nothing writes.
-    """
-
-    def fill(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name not in _BLOCKS:
-            raise ValueError(f"table is {name!r}, must be one of {', '.join(_BLOCKS)}")
-        suite, write = _BLOCKS[name]
-        chosen = _of(rows, suite)
-        body = write(chosen) if chosen else "Not measured yet."
-        return f"{match[1]}\n{body}\n\n{match[3]}"
-
-    return _BLOCK.sub(fill, page)
+def training_plot(rows: Sequence[Row], path: Path) -> Path | None:
+    """Loss against step, every attention in one panel, beside tokens a second against context length."""
+    chosen = of_suite(rows, "train")
+    training = training_of(chosen)
+    if not training.losses:
+        return None
+    figure, axes = _figure(1, 2)
+    left, right = axes[0]
+    for name in table.in_order(training.losses):
+        curve = smooth(training.losses[name], _SMOOTHED_STEPS)
+        steps = [_SMOOTHED_STEPS * (i + 0.5) for i in range(len(curve))]
+        style = {**_STYLES.get(name, {}), "marker": ""}
+        left.plot(steps, curve, label=name, **style)
+    left.set_title(f"loss, means of {_SMOOTHED_STEPS} steps", fontsize=10)
+    left.set_xlabel("step")
+    left.set_ylabel("nats a character")
+    left.grid(alpha=0.3, linewidth=0.6)
+    series: dict[str, list[tuple[int, float]]] = {}
+    for seqlen, by_name in sorted(training.tokens_per_s.items()):
+        for name in table.in_order(by_name):
+            series.setdefault(name, []).append((seqlen, by_name[name] / 1e3))
+    if series:
+        _panel(right, series, "training speed")
+    right.set_ylim(bottom=0)
+    right.set_xlabel("context")
+    right.set_ylabel("thousand tokens/s")
+    return _save(figure, axes, f"a character GPT in bf16, {chosen[-1].device}", path)
 
 
 def draw(rows: Sequence[Row], folder: Path, suffix: str) -> list[Path]:
     """All plots that the rows allow."""
     drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("forward", "backward")]
     drawn.append(memory_plot(rows, folder / f"memory.{suffix}"))
+    drawn.append(training_plot(rows, folder / f"train.{suffix}"))
     return [path for path in drawn if path is not None]
 
 

@@ -90,7 +90,7 @@ def new_run(suite: str, device: torch.device, commit: str | None = None) -> Run:
         device: Where.
         commit: For a copy of the sources without its repository; None asks git.
     """
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
     return Run(suite, f"{now}-{uuid.uuid4().hex[:8]}", device_name(device), versions(), commit or git_commit())
 
 

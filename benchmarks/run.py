@@ -18,11 +18,11 @@ import torch
 from benchmarks import results, table
 from benchmarks.budget import hard_stop
 from benchmarks.cases import Case, Direction, Inputs, make_inputs, select, suite
-from benchmarks.checks import Reference, poison
+from benchmarks.checks import Outputs, Reference, poison
 from benchmarks.plain import Call
 from benchmarks.progress import Progress
 from benchmarks.providers import PROVIDERS, Provider
-from benchmarks.timing import OutOfTimeError, measure
+from benchmarks.timing import OutOfTimeError, Timing, measure
 
 DEFAULT_PROVIDERS = {
     "forward": ("flashtile-portable", "flashtile-hopper", "fa3", "cudnn", "fa2", "eager"),
@@ -58,6 +58,19 @@ def run_cell(
         DeviceLostError: If a provider broke the device.
         OutOfTimeError: If the deadline, an instant of ``time.monotonic()``, left no time for three rounds.
     """
+    calls, errors = checked(case, chosen, device)
+    timings = measure(calls, device, rounds=rounds, burst_ms=burst_ms, on_round=on_round, deadline_s=deadline_s)
+    return [timed_row(run, case, name, verdict, timings.get(name)) for name, verdict in errors.items()]
+
+
+def checked(
+    case: Case, chosen: Sequence[Provider], device: torch.device
+) -> tuple[dict[str, Call], dict[str, float | str]]:
+    """The calls of the providers whose numbers are right, and of all the error or the reason, by name.
+
+    Raises:
+        DeviceLostError: If a provider broke the device.
+    """
     inputs = make_inputs(case, device)
     reference = Reference(case, inputs)
     calls: dict[str, Call] = {}
@@ -68,39 +81,47 @@ def run_cell(
             if refusal is not None:
                 errors[provider.name] = f"refused: {refusal}"
                 continue
-            call, error = _checked(provider, case, inputs, reference)
+            call, outputs = second_call(provider, case, inputs)
+            error = reference.error(outputs)
+            del outputs
             if error <= reference.limit:
                 calls[provider.name], errors[provider.name] = call, error
             else:
                 errors[provider.name] = f"wrong: relative error {error:.3g}, limit {reference.limit:.3g}"
         except Exception as error:  # one provider's failure must not cost the others their row
-            _synchronize(device, provider.name)
-            errors[provider.name] = _failure(error)
-    timings = measure(calls, device, rounds=rounds, burst_ms=burst_ms, on_round=on_round, deadline_s=deadline_s)
-    rows = []
-    for name, verdict in errors.items():
-        measured: dict[str, object] = {"error": verdict}
-        if name in timings:
-            t = timings[name]
-            tflops = case.flops() / (t.median_ms * 1e9)
-            measured |= {"median_ms": t.median_ms, "spread": t.spread, "tflops": tflops}
-        rows.append(run.row(case.to_dict(), name, **measured))
-    return rows
+            synchronize(device, provider.name)
+            errors[provider.name] = failure(error)
+    return calls, errors
 
 
-def _checked(provider: Provider, case: Case, inputs: Inputs, reference: Reference) -> tuple[Call, float]:
-    """The call and its error, taken on the second call, into memory that the first one left poisoned."""
+def timed_row(run: results.Run, case: Case, name: str, verdict: float | str, timing: Timing | None) -> results.Row:
+    """A row of a provider that was checked and, if it was right, timed."""
+    measured: dict[str, object] = {"error": verdict}
+    if timing is not None:
+        tflops = case.flops() / (timing.median_ms * 1e9)
+        measured |= {"median_ms": timing.median_ms, "spread": timing.spread, "tflops": tflops}
+    return run.row(case.to_dict(), name, **measured)
+
+
+def second_call(provider: Provider, case: Case, inputs: Inputs) -> tuple[Call, Outputs]:
+    """A provider's call and what it returns the second time, in memory that the first one left poisoned."""
     call = provider.prepare(case, inputs)
     poison(call())
-    return call, reference.error(call())
+    return call, call()
 
 
-def _failure(error: Exception) -> str:
+def failure(error: Exception) -> str:
+    """What a row says instead of a time when a provider raised."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return f"failed: {text}"[:_ERROR_CHARACTERS]
 
 
-def _synchronize(device: torch.device, culprit: str) -> None:
+def synchronize(device: torch.device, culprit: str) -> None:
+    """Waits for the device.
+
+    Raises:
+        DeviceLostError: If it answers no more, with the name of whoever was last.
+    """
     if device.type != "cuda":
         return
     try:

@@ -59,12 +59,12 @@ def cells(rows: Iterable[Row]) -> list[Cell]:
 
 def ours(names: Iterable[str]) -> list[str]:
     """The names of this library's providers among others."""
-    return [name for name in _ordered(names) if name.startswith(OURS)]
+    return [name for name in in_order(names) if name.startswith(OURS)]
 
 
 def peers(names: Iterable[str]) -> list[str]:
     """The names of everyone else."""
-    return [name for name in _ordered(names) if not name.startswith(OURS)]
+    return [name for name in in_order(names) if not name.startswith(OURS)]
 
 
 def geomean(values: Sequence[float]) -> float:
@@ -78,7 +78,8 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def _ordered(names: Iterable[str]) -> list[str]:
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of providers in the order of tables and legends."""
     known = list(PROVIDERS)
     return sorted(set(names), key=lambda name: (known.index(name) if name in known else len(known), name))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Key = TypeVar("Key", bound=Hashable)
 
 # Long enough for the host to queue a burst of calls before the device starts on the first.
 _HEAD_START_CYCLES = 1_000_000
@@ -63,18 +65,18 @@ def time_burst(call: Call, reps: int, device: torch.device) -> float:
 
 
 def measure(
-    calls: Mapping[str, Call],
+    calls: Mapping[Key, Call],
     device: torch.device,
     *,
     rounds: int,
     burst_ms: float = 6.0,
     on_round: Callable[[int], None] = lambda _: None,
     deadline_s: float | None = None,
-) -> dict[str, Timing]:
+) -> dict[Key, Timing]:
     """Times the calls side by side.
 
     Args:
-        calls: By provider; each is warmed up here.
+        calls: By provider, or by whatever tells them apart; each is warmed up here.
         device: Where they run.
         rounds: How often each is sampled. Every round starts with another provider.
         burst_ms: About how long one sample takes; decides the calls in it, the same in every round.
@@ -83,7 +85,7 @@ def measure(
             so far. All calls have the same number of rounds.
 
     Returns:
-        A timing by provider.
+        A timing by the same key.
 
     Raises:
         OutOfTimeError: If the deadline leaves fewer than three rounds, or fewer than asked for if that is less.
@@ -93,7 +95,7 @@ def measure(
         call()
         once_ms = time_burst(call, 2, device)
         reps[name] = max(1, min(_MAX_REPS, math.ceil(burst_ms / max(once_ms, 1e-6))))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[Key, list[float]] = {name: [] for name in calls}
     order = list(calls)
     longest_s = 0.0
     for done in range(rounds):

@@ -25,10 +25,10 @@ def row(case: Case, provider: str, median_ms: float | None, run: str = "1-a", **
     )
 
 
-def suite_rows(name: str) -> list[Row]:
+def suite_rows(name: str, dtype: str = "bfloat16") -> list[Row]:
     """Every provider on every cell, faster with length; eager does not fit from 8k tokens up."""
     rows = []
-    for case in suite(name):
+    for case in suite(name, dtype):
         for provider, speed in SPEEDS.items():
             tflops = 300 * speed * case.seqlen_q / (case.seqlen_q + 400) * (0.85 if case.causal else 1)
             fits = provider != "eager" or case.seqlen_q < 8192
@@ -48,4 +48,22 @@ def memory_rows() -> list[Row]:
                 ("eager", 32 * seqlen**2),
             ):
                 rows.append(row(case, provider, None, suite="memory", extra_bytes=size, error=None))
+    return rows
+
+
+def training_rows() -> list[Row]:
+    """200 steps of two attentions whose losses differ by 0.05, and speeds at two contexts."""
+
+    def made(measure: str, seqlen: int, provider: str, **values: object) -> Row:
+        case = {"measure": measure, "seqlen": seqlen, "batch": 1}
+        return Row(
+            "train", "1-a", "Test device", {"torch": "2"}, "abc", case, provider, None, None, None, None, values=values
+        )
+
+    rows = []
+    for provider, off, rate in (("flashtile-hopper", 0.05, 500000.0), ("eager", 0.0, 100000.0)):
+        for start in (0, 100):
+            losses = [3.95 - 0.01 * step + off for step in range(start, start + 100)]
+            rows.append(made("loss", 512, provider, first_step=start, losses=losses, seconds=1.0))
+        rows += [made("speed", seqlen, provider, tokens_per_s=rate) for seqlen in (512, 2048)]
     return rows

@@ -2,36 +2,37 @@ import re
 
 import pytest
 
+from benchmarks import page as pages
 from benchmarks import plot, results
-from tests.benchmarks.synthetic import memory_rows, suite_rows
+from tests.benchmarks.synthetic import memory_rows, suite_rows, training_rows
 
 PAGE = "before\n<!-- table: forward-summary -->\nold\n<!-- end -->\nbetween\n<!-- table: cpu -->\n<!-- end -->\nafter\n"
 
 
 def test_a_block_is_rewritten_and_the_rest_stays():
-    page = plot.fill_tables(PAGE, suite_rows("forward"))
+    page = pages.fill_tables(PAGE, suite_rows("forward"))
     assert page.startswith("before\n") and page.endswith("after\n") and "\nbetween\n" in page
     assert "old" not in page and "| flashtile-portable | fa2 | all | 36 | 1.400 |" in page
     assert "Not measured yet." in page
-    assert plot.fill_tables(page, suite_rows("forward")) == page
+    assert pages.fill_tables(page, suite_rows("forward")) == page
 
 
 def test_an_unknown_block_is_refused():
     with pytest.raises(ValueError, match="table is 'nonsense'"):
-        plot.fill_tables("<!-- table: nonsense -->\n<!-- end -->", [])
+        pages.fill_tables("<!-- table: nonsense -->\n<!-- end -->", [])
 
 
 def test_losses_and_memory_are_shown():
     blocks = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("forward-losses", "memory", "memory-plot"))
-    page = plot.fill_tables(blocks, suite_rows("forward") + memory_rows())
+    page = pages.fill_tables(blocks, suite_rows("forward") + memory_rows())
     assert "No cell was lost." in page
     assert re.search(r"\| forward-d128-causal-s1024 \| 0\.1 \| 0\.1 \| 32\.0 \|", page)
     assert "](plots/memory.svg)" in page
 
 
 def test_the_page_shows_what_the_saved_rows_say():
-    page = plot.DOCS_PAGE.read_text(encoding="utf-8")
-    assert page == plot.fill_tables(page, results.saved()), "run python -m benchmarks.plot"
+    page = pages.DOCS_PAGE.read_text(encoding="utf-8")
+    assert page == pages.fill_tables(page, results.saved()), "run python -m benchmarks.plot"
 
 
 def test_every_curve_is_drawn(tmp_path):
@@ -44,6 +45,25 @@ def test_every_curve_is_drawn(tmp_path):
         assert f"<!-- {word} -->" in forward
     again = plot.draw(rows, tmp_path / "again", "svg")
     assert again[0].read_bytes() == paths[0].read_bytes()
+
+
+def test_training_is_drawn_and_told(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = training_rows()
+    (path,) = plot.draw(rows, tmp_path, "svg")
+    assert path.name == "train.svg"
+    drawn = path.read_text()
+    assert all(f"<!-- {word} -->" in drawn for word in ("flashtile-hopper", "eager", "nats a character", "2k", "step"))
+    page = pages.fill_tables("<!-- table: train -->\n<!-- end -->\n<!-- table: train-plot -->\n<!-- end -->\n", rows)
+    assert "| flashtile-hopper | 200 | 4.0000 | 2.2550 | 0.0500 | 0.0500 |" in page
+    assert "| context 2048 | 500,000 | 100,000 |" in page and "](plots/train.svg)" in page
+
+
+def test_dtypes_have_tables_of_their_own():
+    blocks = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("forward-summary", "forward-fp16-summary"))
+    page = pages.fill_tables(blocks, suite_rows("forward") + suite_rows("forward", "float16"))
+    assert page.count("| flashtile-portable | fa2 | all | 36 | 1.400 |") == 2
+    assert "Not measured yet." in pages.fill_tables(blocks, suite_rows("forward"))
 
 
 def test_curves_hold_the_saved_numbers_and_skip_what_was_not_timed():

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from benchmarks import results, varlen
+from benchmarks.cases import Case
+from tests.benchmarks.synthetic import row
+
+LENGTHS = varlen.draw_lengths(65536, 16, 16384, 0)
+PACKED = Case(
+    "forward", "bfloat16", len(LENGTHS), max(LENGTHS), max(LENGTHS), 16, 16, 128, causal=True, lengths=LENGTHS
+)
+
+
+def test_lengths_fill_the_tokens_within_their_bounds_and_repeat():
+    assert sum(LENGTHS) == 65536 and min(LENGTHS) >= 16 and max(LENGTHS) <= 16384 + 15
+    assert LENGTHS == varlen.draw_lengths(65536, 16, 16384, 0) != varlen.draw_lengths(65536, 16, 16384, 1)
+    assert len(LENGTHS) > 10 and max(LENGTHS) > 4096 and min(LENGTHS) < 256, "an uneven batch"
+    for seed in range(50):
+        found = varlen.draw_lengths(1000, 7, 300, seed)
+        assert sum(found) == 1000 and min(found) >= 7
+
+
+def test_the_dense_match_has_the_same_work():
+    dense = varlen.dense_like(PACKED)
+    assert dense.lengths is None and dense.seqlen_q % 128 == 0
+    assert dense.batch * dense.seqlen_q == pytest.approx(65536, rel=0.1)
+    assert dense.flops() == pytest.approx(PACKED.flops(), rel=0.15)
+    even = Case("forward", "bfloat16", 4, 256, 256, 2, 2, 64, lengths=(256,) * 4)
+    assert varlen.dense_like(even).flops() == even.flops()
+
+
+def test_ratios_compare_within_a_run_and_name_the_loss():
+    dense = varlen.dense_like(PACKED)
+    fast = PACKED.flops() / 1e9 / 500
+    rows = [
+        row(PACKED, "flashtile-hopper", fast, run="1"),
+        row(dense, "flashtile-hopper", dense.flops() / 1e9 / 625, run="1"),
+        row(PACKED, "fa3", PACKED.flops() / 1e9 / 400, run="1"),
+        row(dense, "fa3", dense.flops() / 1e9 / 600, run="1"),
+        row(PACKED, "fa2", fast, run="2"),
+        row(PACKED, "flashtile-portable", None, run="1"),
+    ]
+    found = varlen.ratios(rows)
+    assert {name for _, name in found} == {"flashtile-hopper", "fa3"}
+    assert found[PACKED, "flashtile-hopper"] == pytest.approx((500, 625))
+    table = varlen.varlen_table(rows)
+    assert table[1][1:] == ["flashtile-hopper", "500", "625", "0.800", "1.25"]
+    assert table[2][1:] == ["fa3", "400", "600", "0.667", ""]
+
+
+def test_the_command_times_both_batches_on_the_cpu(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    small = ["--device", "cpu", "--tokens", "300", "--shortest", "5", "--longest", "100", "--hidden", "32"]
+    options = ["--head-dims", "16", "--masks", "causal", "--dtype", "float32", "--rounds", "2", "--burst-ms", "0.5"]
+    assert varlen.main([*small, *options, "--out", str(out), "--commit", "abc"]) == 0
+    rows = results.read([out])
+    assert len(rows) == 2 * 2 * 2
+    forward = [r for r in rows if r.case["direction"] == "forward"]
+    assert all(0 <= r.error < 1e-5 and r.median_ms > 0 for r in forward)
+    refused = [r for r in rows if isinstance(r.error, str)]
+    assert [r.error for r in refused] == ["refused: no gradients over packed sequences"]
+    assert len(varlen.ratios(rows)) == 3
+    assert "packed / dense" in capsys.readouterr().out
+
+
+def test_it_says_what_it_needs(capsys):
+    if not torch.cuda.is_available():
+        assert varlen.main([]) == 2
+        assert "needs a CUDA device" in capsys.readouterr().err
