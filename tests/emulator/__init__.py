@@ -71,7 +71,13 @@ def launch(
         value if name in constants else _argument(value)
         for name, value in zip(kernel.arg_names, arguments, strict=True)
     ]
-    machine.run([lambda: function(*given)] * total)
+    threads = torch.get_num_threads()
+    # The tiles are small, and threads that wait for each other cost more than they help.
+    torch.set_num_threads(1)
+    try:
+        machine.run([lambda: function(*given)] * total)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _argument(x: Any) -> Any:

@@ -157,19 +157,19 @@ class Language:
         if not value_of(pred):
             return
         one, over = barrier.one, int(value_of(parity))
-        if one.is_over(over):
-            self.task.pause()
-        else:
+        self.task.pause()
+        if not one.is_over(over):
             self.task.wait(lambda: one.is_over(over), f"phase {one.phase} of {one.name}, parity {over}")
         self.task.know.join(one.passed())
 
     def barrier_arrive(self, barrier: Barriers, *, count: int = 1, pred: Operand = True) -> None:
         if value_of(pred):
-            barrier.one.arrive(count, self.task.know)
             self.task.pause()
+            barrier.one.arrive(count, self.task.know)
 
     def barrier_expect(self, barrier: Barriers, num_bytes: int, pred: Operand = True) -> None:
         if value_of(pred):
+            self.task.pause()
             barrier.one.expect(num_bytes, self.task.know)
 
     def fence(self, cluster: bool = False) -> None:
@@ -189,8 +189,8 @@ class Language:
             memory.data.copy_(desc.load(at))
             barrier.one.land(desc.num_bytes, operation.know)
 
-        self.machine.loads.append(self.task.start([], memory.slots, finish, "a copy"))
         self.task.pause()
+        self.machine.loads.append(self.task.start([], memory.slots, finish, "a copy"))
 
     def copy_out(self, desc: Descriptor, at: Any, memory: SharedMemory) -> None:
         self._leave(memory, desc, lambda: desc.store(at, memory.data))
@@ -200,12 +200,12 @@ class Language:
 
     def _leave(self, memory: SharedMemory, desc: Descriptor, move: Callable[[], None]) -> None:
         _check_box(desc, memory)
-        self.task.stores.append(self.task.start(memory.slots, [], lambda _: move(), "a copy"))
         self.task.pause()
+        self.task.stores.append(self.task.start(memory.slots, [], lambda _: move(), "a copy"))
 
     def copy_out_wait(self, outstanding: int) -> None:
-        self.task.drain(self.task.stores, outstanding)
         self.task.pause()
+        self.task.drain(self.task.stores, outstanding)
 
     # Matrix products.
 
@@ -225,16 +225,16 @@ class Language:
             pending.set(Value(product))
 
         slots = [*(a.slots if isinstance(a, SharedMemory) else ()), *b.slots]
-        self.task.products.append(self.task.start(slots, [], finish, "a product"))
         self.task.pause()
+        self.task.products.append(self.task.start(slots, [], finish, "a product"))
         if is_async:
             return pending
         self.task.drain(self.task.products, 0)
         return pending.result
 
     def product_wait(self, outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
-        self.task.drain(self.task.products, outstanding)
         self.task.pause()
+        self.task.drain(self.task.products, outstanding)
         given = [x.result if isinstance(x, Pending) and x.is_complete else x for x in deps]
         return given[0] if len(given) == 1 else tuple(given)
 

@@ -222,7 +222,7 @@ class Pointer:
 
     def load(self, mask: Operand | None = None, other: Operand | None = None) -> Value:
         places, used = self._places(mask)
-        loaded = self.memory[places] if used.any() else torch.zeros(places.shape, dtype=self.memory.dtype)
+        loaded = self.memory[places].clone() if used.any() else torch.zeros(places.shape, dtype=self.memory.dtype)
         if mask is None:
             return Value(loaded)
         # What a masked load leaves without ``other`` is undefined: make it hurt.
@@ -271,7 +271,9 @@ class SharedMemory:
         return LAYOUT
 
     def load(self, layout: Any) -> Value:
-        self._machine.running.read(self.slots)
+        task = self._machine.running
+        task.pause()
+        task.read(self.slots)
         return Value(self.data.clone())
 
     def store(self, value: Value) -> None:
@@ -279,9 +281,10 @@ class SharedMemory:
             raise EmulatorError(f"a store of {value.dtype} to shared memory of {self.dtype}")
         if value.shape != self.shape:
             raise EmulatorError(f"a store of {value.shape} to shared memory of {self.shape}")
-        self._machine.running.write(self.slots)
+        task = self._machine.running
+        task.pause()
+        task.write(self.slots)
         self.data.copy_(value.data)
-        self._machine.running.pause()
 
     def index(self, index: Any) -> SharedMemory:
         i = _checked(int(value_of(index)), self.data.shape[0])
@@ -349,6 +352,14 @@ class Descriptor:
     @property
     def layout(self) -> Any:
         return LAYOUT
+
+    @property
+    def shape(self) -> tuple[Value, ...]:
+        return tuple(Value(torch.tensor(n, dtype=torch.int32)) for n in self._shape)
+
+    @property
+    def strides(self) -> tuple[Value, ...]:
+        return tuple(Value(torch.tensor(n, dtype=torch.int64)) for n in self._strides)
 
     @property
     def num_bytes(self) -> int:
