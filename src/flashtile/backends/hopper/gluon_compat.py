@@ -10,6 +10,7 @@ from triton.language import core
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 # Public from 3.9 on.
 aggregate = triton.aggregate if hasattr(triton, "aggregate") else core._aggregate

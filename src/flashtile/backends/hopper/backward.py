@@ -1,0 +1,482 @@
+"""Attention backward for Hopper: a program owns a block of keys and walks over the rows that see it.
+
+    S^T = K Q^T      P^T = exp2(S^T * scale - origin)      dV += P^T dO
+    dP^T = V dO^T    dS^T = P^T * (dP^T - delta)           dK += dS^T Q      dQ += dS K
+
+Scores lie keys first, so that P^T and dS^T are left operands straight from registers. Two warpgroups score, 64 keys
+each; they never wait for each other. Each hands its dS^T through shared memory to a third warpgroup, which multiplies
+it with the keys and adds dQ to float32 global memory from registers, in the order of the accumulators. One warp loads
+by TMA. ``split_d`` is for head dims whose dK and dV fill the registers: both warpgroups then score the same 64 keys.
+Mathematics: docs/algorithm.md. Sources: Dao et al. 2022, arXiv:2205.14135, algorithm 4; Shah et al. 2024,
+FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the backward).
+"""
+
+# ruff: noqa: RET505 - Triton compiles what stands behind a return, decided or not.
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashtile.backends.hopper.backward_schedule import (
+    HEAD,
+    IS_TILE,
+    KEY,
+    M_FULL_MAX,
+    M_FULL_MIN,
+    M_MAX,
+    M_MIN,
+    RECORD_SIZE,
+    ROW_BLOCK,
+    SEQLEN_K,
+    SEQLEN_Q,
+    SEQUENCE,
+    START_K,
+    KeyGrid,
+    first_row_block,
+    next_tile,
+    publish_tile,
+    row_blocks_a_head,
+    turn,
+)
+from flashtile.backends.hopper.forward import lane_keys
+from flashtile.backends.hopper.gluon_compat import (
+    aggregate,
+    as_box,
+    thread_barrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from flashtile.backends.hopper.pipeline import Ring, make_ring
+from flashtile.backends.hopper.schedule import coordinates, field
+from flashtile.backends.vocab import mask, quick_scores, softmax
+
+LOG2_E = softmax.LOG2_E
+GROUP_KEYS = gl.constexpr(64)
+# No row is as far off.
+FAR = gl.constexpr(2**30)
+
+
+@aggregate
+class Transform:
+    """How products become exponents of 2; the same for every block. ``prescale`` is what a softcap's exponent needs."""
+
+    scale_log2: gl.tensor
+    softmax_scale: gl.tensor
+    softcap: gl.tensor
+    prescale: gl.tensor
+    has_softcap: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, scale_log2, softmax_scale, softcap, prescale, has_softcap):
+        self.scale_log2 = scale_log2
+        self.softmax_scale = softmax_scale
+        self.softcap = softcap
+        self.prescale = prescale
+        self.has_softcap = gl.constexpr(has_softcap)
+
+
+@gluon.jit
+def load_keys(desc, tile, grid, ring, use, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr):
+    """Starts the load of a tile's keys or values, 64 at a time."""
+    full = ring.acquire(use, GROUPS * GROUP_KEYS * BLOCK_D * 2)
+    for group in gl.static_range(GROUPS):
+        key = tile.key + group * GROUP_KEYS
+        at = coordinates(tile.b, tile.start_k, tile.seqlen_k, key, tile.head, 0, grid.varlen)
+        tma_load(desc, at, full, as_box(part_of(ring, use, group, GROUPS), desc))
+
+
+@gluon.jit
+def part_of(ring, use, part, PARTS: gl.constexpr):
+    """One of the PARTS buffers that a use of a ring consists of."""
+    return ring.buffers.index(use % ring.stages * PARTS + part)
+
+
+@gluon.jit
+def fixed_part_of(ring, use, part, step, PARTS: gl.constexpr):
+    """``part_of`` for a use that lasts many steps, computed anew in each.
+
+    The compiler does not see that it is the same; it would keep the addresses of each product in registers, which spill.
+    """
+    return ring.buffers.index(use % ring.stages * PARTS + part + (step >> 30))
+
+
+@gluon.jit
+def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tile_ring,
+           k_ring, v_ring, q_ring, rows_s, dout_ring, grid, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
+    """Takes tiles and loads what they need. Queries and values come first: their buffers are free before the keys'."""
+    BLOCK_M: gl.constexpr = grid.block_m
+    tiles = 0
+    used = 0
+    seen = 0
+    is_end = False
+    while not is_end:
+        tile = next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+        is_end = tile.is_end
+        publish_tile(tile_ring, tiles, tile, grid)
+        if not is_end:
+            tiles += 1
+            head_blocks = row_blocks_a_head(grid)
+            row_blocks = first_row_block(tile, grid) + tile.head * grid.group_size * head_blocks
+            m = tile.m_min
+            head = tile.head * grid.group_size
+            steps = grid.group_size * (tile.m_max - tile.m_min)
+            for i in range(steps):
+                at = coordinates(tile.b, tile.start_q, tile.seqlen_q, m * BLOCK_M, head, 0, grid.varlen)
+                full = q_ring.acquire(used, BLOCK_M * BLOCK_D * 2 + 2 * BLOCK_M * 4)
+                tma_load(q_desc, at, full, as_box(q_ring.at(used), q_desc))
+                tma_load(rows_desc, [2 * (row_blocks + m), 0], full, rows_s.index(used % q_ring.stages))
+                if i == 0:
+                    load_keys(v_desc, tile, grid, v_ring, seen, BLOCK_D, GROUPS)
+                # The barrier of released queries is that of dout too.
+                full = dout_ring.full.index(used % q_ring.stages)
+                mbarrier.expect(full, BLOCK_M * BLOCK_D * 2)
+                tma_load(dout_desc, at, full, as_box(dout_ring.at(used), dout_desc))
+                if i == 0:
+                    load_keys(k_desc, tile, grid, k_ring, seen, BLOCK_D, GROUPS)
+                used += 1
+                m += 1
+                if m == tile.m_max:
+                    m = tile.m_min
+                    head += 1
+                    row_blocks += head_blocks
+            seen += gl.where(steps > 0, 1, 0)
+
+
+@gluon.jit
+def keep_rows(p, start, first_rows, last_rows, HAS_LEFT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """The probabilities [M, N] of rows ``start ...``, 0 outside the keys' first and last rows.
+
+    Both come as ``lane_keys``: a thread compares one number a key with its column numbers, which are immediates.
+    """
+    t = gl.reshape(p, [M, N // 8, 4, 2])
+    layout: gl.constexpr = t.type.layout
+    tens = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    ones = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    cols = 8 * tens[None, :, None, None] + ones[None, None, None, :]
+    t = gl.where(cols >= (first_rows - start)[:, None, :, None], t, 0.0)
+    if HAS_LEFT:
+        t = gl.where(cols <= (last_rows - start)[:, None, :, None], t, 0.0)
+    return gl.convert_layout(gl.reshape(t, [M, N]), p.type.layout)
+
+
+@gluon.jit
+def probabilities(s, origin, transform):
+    """Normalised probabilities, and what dscores have as factor besides ``dprobs - delta``."""
+    if transform.has_softcap:
+        s = quick_scores.softcap(s, transform.softcap, transform.prescale)
+        p = gl.exp2(s * LOG2_E - origin)
+        ratio = s / transform.softcap
+        return p, p * (1.0 - ratio * ratio)
+    else:
+        p = gl.exp2(s * transform.scale_log2 - origin)
+        return p, p
+
+
+# dq of a row block is computed by both warpgroups: each has 64 of 128 rows, or half the columns of 64 rows.
+
+
+@gluon.jit
+def start_dq(ds_ring, k_ring, used, seen, PIECE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+             BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+    """Starts the product for one piece of this warpgroup's share of dq, WIDTH columns."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    row: gl.constexpr = 64 * GROUP if BLOCK_M == 128 else 0
+    col: gl.constexpr = PIECE * WIDTH if BLOCK_M == 128 else GROUP * (BLOCK_D // 2) + PIECE * WIDTH
+    dq = gl.zeros([64, WIDTH], gl.float32, layout)
+    for part in gl.static_range(GROUPS):
+        ds_tile = part_of(ds_ring, used, part, GROUPS).slice(row, 64, dim=1).permute((1, 0))
+        k_tile = fixed_part_of(k_ring, seen, part, used, GROUPS).slice(col, WIDTH, dim=1)
+        dq = warpgroup_mma(ds_tile, k_tile, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_accumulators(ptr, acc, WIDTH: gl.constexpr):
+    """Adds [64, WIDTH] to global memory in the order of ``backward_rows``: four of a thread's numbers side by side."""
+    t = gl.reshape(acc, [4, 2, 8, WIDTH // 8, 4, 2])
+    t = gl.reshape(gl.permute(t, (3, 0, 2, 4, 1, 5)), [WIDTH // 8, 128, 4])
+    layout: gl.constexpr = t.type.layout
+    eights = gl.arange(0, WIDTH // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    threads = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    fours = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    offsets = 512 * eights[:, None, None] + (4 * threads[None, :, None] + fours[None, None, :])
+    gl.atomic_add(ptr + offsets, t, sem="relaxed")
+
+
+@gluon.jit
+def finish_dq(dq, dq_ptr, turns_ptr, block, mine, ds_ring, k_ring, used, seen, GROUP: gl.constexpr,
+              GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+    """Adds this warpgroup's share of dq to row block ``block``, when its turn ``mine`` has come if there are turns."""
+    share: gl.constexpr = BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2
+    at = dq_ptr + block.to(gl.int64) * (BLOCK_M * BLOCK_D) + GROUP * (64 * share)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    if turns_ptr is not None:
+        while gl.load(turns_ptr + block, volatile=True) < mine:
+            pass
+        # An atomic orders what follows it behind the adds of those who moved the turn; the barrier does so for the
+        # threads that take no part in it.
+        gl.atomic_add(turns_ptr + block, 0, sem="acquire")
+        thread_barrier()
+    for piece in gl.static_range(1, share // WIDTH):
+        add_accumulators(at + (piece - 1) * (64 * WIDTH), dq, WIDTH)
+        # Keeps the adds in front of the next product, which takes their registers.
+        thread_barrier()
+        dq = start_dq(ds_ring, k_ring, used, seen, piece, GROUP, GROUPS, BLOCK_M, BLOCK_D, WIDTH)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+    ds_ring.release(used)
+    add_accumulators(at + (share // WIDTH - 1) * (64 * WIDTH), dq, WIDTH)
+    if turns_ptr is not None:
+        thread_barrier()
+        gl.atomic_add(turns_ptr + block, 1, sem="release")
+
+
+@gluon.jit
+def step(q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, used, seen, dk, dv, zeros, dq_ptr, turns_ptr, last_block,
+         last_turn, start, is_edge, first_rows, last_rows, grid, transform, IS_FIRST: gl.constexpr,
+         GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_D: gl.constexpr, EARLY_DV: gl.constexpr,
+         DQ_WIDTH: gl.constexpr):  # fmt: skip
+    """What one row block adds to dk and dv, and what the one before, ``last_block``, adds to dq.
+
+    So dq's product runs under the exponentials, and nobody waits for the dscores that the other warpgroup is making.
+    """
+    BLOCK_M: gl.constexpr = grid.block_m
+    GRAD_D: gl.constexpr = dk.shape[1]
+    dtype: gl.constexpr = q_ring.buffers.dtype
+    layout: gl.constexpr = zeros.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    own: gl.constexpr = GROUP if GROUPS == 2 else 0
+    q_tile, dout_tile = q_ring.at(used), dout_ring.at(used)
+    k_tile = fixed_part_of(k_ring, seen, own, used, GROUPS)
+    v_tile = fixed_part_of(v_ring, seen, own, used, GROUPS)
+    rows = rows_s.index(used % q_ring.stages)
+    q_ring.wait(used)
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if IS_FIRST:
+        s = warpgroup_mma_wait(0, deps=[s])
+    else:
+        ds_ring.wait(used - 1)
+        dq = start_dq(ds_ring, k_ring, used - 1, seen, 0, GROUP, GROUPS, BLOCK_M, BLOCK_D, DQ_WIDTH)
+        s = warpgroup_mma_wait(1, deps=[s])
+    p, factor = probabilities(s, rows.slice(0, 1).load(layout), transform)
+    if is_edge:
+        p = keep_rows(p, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, BLOCK_M)
+        if transform.has_softcap:
+            factor = keep_rows(factor, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, BLOCK_M)
+        else:
+            factor = p
+    if not IS_FIRST:
+        finish_dq(dq, dq_ptr, turns_ptr, last_block, last_turn, ds_ring, k_ring, used - 1, seen, GROUP, GROUPS,
+                  BLOCK_M, BLOCK_D, DQ_WIDTH)  # fmt: skip
+
+    dout_ring.wait(used)
+    dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if GROUPS == 1:
+        q_tile = q_tile.slice(GROUP * GRAD_D, GRAD_D, dim=1)
+        dout_tile = dout_tile.slice(GROUP * GRAD_D, GRAD_D, dim=1)
+    probs = gl.convert_layout(p.to(dtype), operand)
+    if EARLY_DV:
+        dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+    else:
+        dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = (factor * (dp - rows.slice(1, 1).load(layout))).to(dtype)
+    if not EARLY_DV:
+        dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
+    if GROUP < GROUPS:
+        ds_ring.claim(used)
+        part_of(ds_ring, used, GROUP, GROUPS).store(ds)
+        fence_async_shared()
+        ds_ring.publish(used)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    q_ring.release(used)
+    return dk, dv
+
+
+@gluon.jit
+def store(desc, at, buffer, tile):
+    """Stores a tile by TMA, once the store before it has left the buffer."""
+    tma_store_wait(0)
+    buffer.store(tile)
+    fence_async_shared()
+    tma_store(desc, at, as_box(buffer, desc))
+
+
+@gluon.jit
+def store_gradient(desc, grad, tile_ring, tiles, key, col, out_s, grid, GRAD_D: gl.constexpr, STAGED: gl.constexpr):
+    """Stores 64 keys of dk or dv from column ``col`` on, in two halves if STAGED."""
+    b, head = field(tile_ring, tiles, SEQUENCE), field(tile_ring, tiles, HEAD)
+    start_k, seqlen_k = field(tile_ring, tiles, START_K), field(tile_ring, tiles, SEQLEN_K)
+    grad = grad.to(desc.dtype)
+    if STAGED:
+        low, high = gl.split(gl.permute(gl.reshape(grad, [GROUP_KEYS, 2, GRAD_D // 2]), (0, 2, 1)))
+        store(desc, coordinates(b, start_k, seqlen_k, key, head, col, grid.varlen), out_s, low)
+        store(desc, coordinates(b, start_k, seqlen_k, key, head, col + GRAD_D // 2, grid.varlen), out_s, high)
+    else:
+        store(desc, coordinates(b, start_k, seqlen_k, key, head, col, grid.varlen), out_s, grad)
+
+
+@gluon.jit
+def key_bounds(key, like, seqlen_q, seqlen_k, grid):
+    """The first and last rows that keep each of 64 keys, as ``lane_keys``, and whether every row block needs a mask."""
+    keys = key + gl.arange(0, GROUP_KEYS, gl.SliceLayout(1, like.type.layout))
+    # A key's rows are what a row's keys are, with the two sides exchanged.
+    positions = keys - (seqlen_k - seqlen_q)
+    first_rows = mask.first_key(positions, grid.right, grid.has_right)
+    first_rows = gl.where(keys < seqlen_k, first_rows, FAR)
+    last_rows = mask.last_key(positions, seqlen_q, grid.left, grid.has_left)
+    first_rows = lane_keys(first_rows, like, GROUP_KEYS, grid.block_m)
+    last_rows = lane_keys(last_rows, like, GROUP_KEYS, grid.block_m)
+    return first_rows, last_rows, key + GROUP_KEYS > seqlen_k
+
+
+@gluon.jit
+def scorer(dk_desc, dv_desc, dq_ptr, turns_ptr, tile_ring, q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, out_s,
+           grid, transform, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_D: gl.constexpr, EARLY_DV: gl.constexpr,
+           DQ_WIDTH: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+    """One warpgroup: dk and dv of 64 keys of every tile, or of half their columns if both have the same keys."""
+    BLOCK_M: gl.constexpr = grid.block_m
+    GRAD_D: gl.constexpr = BLOCK_D if GROUPS == 2 else BLOCK_D // 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GRAD_D, 16])
+    zeros = gl.zeros([GROUP_KEYS, BLOCK_M], gl.float32, s_layout)
+    tiles = 0
+    used = 0
+    seen = 0
+    tile_ring.wait(tiles)
+    while field(tile_ring, tiles, IS_TILE) > 0:
+        m_min, m_max = field(tile_ring, tiles, M_MIN), field(tile_ring, tiles, M_MAX)
+        m_full_min, m_full_max = field(tile_ring, tiles, M_FULL_MIN), field(tile_ring, tiles, M_FULL_MAX)
+        seqlen_q, seqlen_k = field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
+        first_key = field(tile_ring, tiles, KEY)
+        key, col = first_key + GROUP * GROUP_KEYS, 0
+        if GROUPS == 1:
+            key, col = first_key, GROUP * GRAD_D
+        head_blocks = row_blocks_a_head(grid)
+        row_blocks = field(tile_ring, tiles, ROW_BLOCK) + field(tile_ring, tiles, HEAD) * grid.group_size * head_blocks
+        first_rows, last_rows, is_end_of_keys = key_bounds(key, zeros, seqlen_q, seqlen_k, grid)
+        dk = gl.zeros([GROUP_KEYS, GRAD_D], gl.float32, grad_layout)
+        dv = gl.zeros([GROUP_KEYS, GRAD_D], gl.float32, grad_layout)
+        steps = grid.group_size * (m_max - m_min)
+        if steps > 0:
+            k_ring.wait(seen)
+            v_ring.wait(seen)
+            is_edge = (m_min < m_full_min) | (m_min >= m_full_max) | is_end_of_keys
+            block = row_blocks + m_min
+            mine = my_turn(m_min, first_key, seqlen_q, seqlen_k, grid, turns_ptr)
+            dk, dv = step(
+                q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, used, seen, dk, dv, zeros, dq_ptr, turns_ptr,
+                block, mine, m_min * BLOCK_M, is_edge, first_rows, last_rows, grid, transform, True, GROUP, GROUPS,
+                BLOCK_D, EARLY_DV, DQ_WIDTH,
+            )  # fmt: skip
+            m = m_min
+            for _ in range(1, steps):
+                used += 1
+                m += 1
+                if m == m_max:
+                    m = m_min
+                    row_blocks += head_blocks
+                is_edge = (m < m_full_min) | (m >= m_full_max) | is_end_of_keys
+                dk, dv = step(
+                    q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, used, seen, dk, dv, zeros, dq_ptr, turns_ptr,
+                    block, mine, m * BLOCK_M, is_edge, first_rows, last_rows, grid, transform, False, GROUP, GROUPS,
+                    BLOCK_D, EARLY_DV, DQ_WIDTH,
+                )  # fmt: skip
+                block = row_blocks + m
+                mine = my_turn(m, first_key, seqlen_q, seqlen_k, grid, turns_ptr)
+            v_ring.release(seen)
+            ds_ring.wait(used)
+            dq = start_dq(ds_ring, k_ring, used, seen, 0, GROUP, GROUPS, BLOCK_M, BLOCK_D, DQ_WIDTH)
+            finish_dq(dq, dq_ptr, turns_ptr, block, mine, ds_ring, k_ring, used, seen, GROUP, GROUPS, BLOCK_M, BLOCK_D,
+                      DQ_WIDTH)  # fmt: skip
+            k_ring.release(seen)
+            used += 1
+            seen += 1
+        store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, GRAD_D, STAGED)
+        dk = dk * transform.softmax_scale
+        store_gradient(dk_desc, dk, tile_ring, tiles, key, col, out_s, grid, GRAD_D, STAGED)
+        tile_ring.release(tiles)
+        tiles += 1
+        tile_ring.wait(tiles)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def my_turn(m, key, seqlen_q, seqlen_k, grid, turns_ptr):
+    """What row block m's turn must have reached: two warpgroups move it on once each a tile. 0 without turns."""
+    if turns_ptr is not None:
+        return 2 * turn(m, key, seqlen_q, seqlen_k, grid)
+    else:
+        return 0
+
+
+# No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
+_RUN_TIME = [
+    "counter_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "scale_log2", "softmax_scale", "softcap", "prescale",
+    "seqlen_q", "seqlen_k", "batch", "num_heads_kv", "group_size", "left", "right", "heads_at_once",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_RUN_TIME)
+def attention_backward(
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dk_desc, dv_desc, dq_ptr, turns_ptr, counter_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, scale_log2, softmax_scale, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_kv, group_size,
+    left, right, heads_at_once,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
+    DS_STAGES: gl.constexpr, EARLY_DV: gl.constexpr, DQ_WIDTH: gl.constexpr, STAGED: gl.constexpr,
+    REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    FALLING: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of every tile of keys, and what each adds to dq; a program an SM.
+
+    Arguments, in groups: descriptors of the tensors and of the workspace's rows; dq of the workspace, the turns (None:
+    add in any order), the counter of tiles; cu_seqlens, None if dense; numbers of ``gradients.scales``; sizes, whose
+    lengths are rows of the tensors if VARLEN; the band; then ``backward_tiles.Config`` and what the call has.
+    ``backward_rows.prepare_rows`` must have run.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    grad_d: gl.constexpr = BLOCK_D if GROUPS == 2 else BLOCK_D // 2
+    out_d: gl.constexpr = grad_d // 2 if STAGED else grad_d
+    row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    key_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_D], dtype)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_M], dtype)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, out_d], dtype)
+    record_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_ring = make_ring(gl.int32, [RECORD_SIZE], record_layout, 2, 2)
+    k_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, KV_STAGES, GROUPS, 1)
+    v_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, KV_STAGES, GROUPS, 1)
+    ds_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_M], ds_layout, DS_STAGES, GROUPS, GROUPS)
+    q_ring = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2)
+    dout_ring = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2)
+    rows_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout)
+    out_s = gl.allocate_shared_memory(dtype, [2, GROUP_KEYS, out_d], out_layout)
+    grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, left, right, heads_at_once,
+                   [HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, GROUP_KEYS * GROUPS])  # fmt: skip
+    transform = Transform(scale_log2, softmax_scale, softcap, prescale, HAS_SOFTCAP)
+    gl.warp_specialize([
+        (scorer, (dk_desc, dv_desc, dq_ptr, turns_ptr, tile_ring, q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring,
+                  out_s.index(0), grid, transform, 0, GROUPS, BLOCK_D, EARLY_DV, DQ_WIDTH, STAGED)),
+        (scorer, (dk_desc, dv_desc, dq_ptr, turns_ptr, tile_ring, q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring,
+                  out_s.index(1), grid, transform, 1, GROUPS, BLOCK_D, EARLY_DV, DQ_WIDTH, STAGED)),
+        (loader, (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                  tile_ring, k_ring, v_ring, q_ring, rows_s, dout_ring, grid, BLOCK_D, GROUPS)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+
+
+@gluon.jit
+def make_parts_ring(dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, stages: gl.constexpr,
+                    parts: gl.constexpr, producers: gl.constexpr):  # fmt: skip
+    """A ring whose uses consist of ``parts`` buffers each (``part_of``), released by both warpgroups."""
+    buffers = gl.allocate_shared_memory(dtype, [stages * parts] + tile, layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(full.index(stage), count=producers)
+        mbarrier.init(empty.index(stage), count=2)
+    return Ring(buffers, full, empty, stages)

@@ -1,0 +1,97 @@
+"""Tile sizes of the Hopper backward: what they must fit into, which are chosen, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashtile.backends.hopper.tiles import PRODUCER_REGISTERS, REGISTERS_PER_LANE, SHARED_BYTES, block_d
+from flashtile.problem import Problem
+
+GROUP_KEYS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One configuration of the backward.
+
+    Two warpgroups compute, a warp loads.
+
+    Attributes:
+        block_d: Columns of a tile: head_dim, padded to 64, 128 or 256; TMA fills the difference with zeros.
+        block_m: Queries a step.
+        split_d: Whether both warpgroups see the same 64 keys and each owns half the columns of dk and dv;
+            otherwise each has 64 keys of its own. Scores are then computed twice, but dk and dv fit the registers.
+        stages: Buffers for queries with what belongs to their rows, and as many for dout.
+        kv_stages: Buffers for a tile's keys and values: with two, the next tile's are loaded under this one.
+        ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq.
+        early_dv: Whether dv's product starts before the gradients of the scores are computed, which takes registers.
+        dq_width: Columns of dq that a warpgroup computes at once.
+        staged: Whether dk and dv leave in two halves through a buffer of half their size.
+        registers: What setmaxnreg gives a computing thread.
+        max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
+    """
+
+    block_d: int
+    block_m: int = 64
+    split_d: bool = False
+    stages: int = 2
+    kv_stages: int = 1
+    ds_stages: int = 2
+    early_dv: bool = False
+    dq_width: int = 64
+    staged: bool = False
+    registers: int = 240
+    max_registers: int = 168
+
+    def __post_init__(self) -> None:
+        if self.block_m not in (64, 128):
+            raise ValueError(f"a row block has 64 or 128 queries: {self}")
+        share = self.block_d if self.block_m == 128 else self.block_d // 2
+        if share % self.dq_width:
+            raise ValueError(f"a warpgroup has {share} columns of dq: {self}")
+        if 2 * self.registers + PRODUCER_REGISTERS > REGISTERS_PER_LANE:
+            raise ValueError(f"more registers than there are: {self}")
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+        return GROUP_KEYS if self.split_d else 2 * GROUP_KEYS
+
+    @property
+    def grad_d(self) -> int:
+        """Columns of dk and dv that a warpgroup owns."""
+        return self.block_d // 2 if self.split_d else self.block_d
+
+    @property
+    def out_d(self) -> int:
+        """Columns of the buffer through which dk and dv leave."""
+        return self.grad_d // 2 if self.staged else self.grad_d
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles, and 1 KiB for barriers, tile records and what the compiler needs."""
+        keys = 2 * self.kv_stages * self.block_n * self.block_d
+        rows = 2 * self.stages * self.block_m * self.block_d
+        dscores = self.ds_stages * self.block_n * self.block_m
+        out = 2 * GROUP_KEYS * self.out_d
+        return 2 * (keys + rows + dscores + out) + self.stages * 2 * self.block_m * 4 + 1024
+
+    def __str__(self) -> str:
+        return f"tiles {self.block_m} x {self.block_n}, head_dim {self.block_d}, {self.stages} stages"
+
+
+# 128 queries: a product's left operand, read from shared memory, then serves 128 columns and not 64.
+WIDE_64 = Config(block_d=64, block_m=128, kv_stages=2)
+NARROW_64 = Config(block_d=64, block_m=64, stages=3, kv_stages=2, early_dv=True, dq_width=32)
+BASE_128 = Config(block_d=128, early_dv=True)
+SPLIT_256 = Config(block_d=256, split_d=True, staged=True)
+
+
+def choose(problem: Problem) -> Config:
+    """The configuration of a problem, from head_dim and the score transform alone: never from the batch."""
+    width = block_d(problem.head_dim)
+    if width == 64:
+        return NARROW_64 if problem.softcap > 0 else WIDE_64
+    return BASE_128 if width == 128 else SPLIT_256

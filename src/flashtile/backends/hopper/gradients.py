@@ -1,0 +1,258 @@
+"""Host side of the Hopper backward: workspace, tensor descriptors, the three launches."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashtile.backends.base import Gradients
+from flashtile.backends.hopper import backward_tiles, launch
+from flashtile.backends.hopper.backward import attention_backward
+from flashtile.backends.hopper.backward_rows import finish_dq, prepare_rows
+from flashtile.backends.vocab import scheduler
+from flashtile.backends.vocab.softmax import LOG2_E
+from flashtile.problem import Problem, Tensors
+
+# Half of an H200's 50 MB of L2; the order of the tiles changes no sum of a tile's own, and other chips may share it.
+_CACHE_BYTES = 25 * 1024 * 1024
+_ROWS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """What the three kernels share; ``backward_rows`` says how it is laid out.
+
+    Attributes:
+        rows: ``(row_blocks, 2, block_m)`` float32.
+        dq: ``(row_blocks * block_m * block_d,)`` float32.
+        counter: ``(1,)`` int32, the next tile.
+        turns: ``(row_blocks,)`` int32, or None where sums may be added up in any order.
+    """
+
+    rows: Tensor
+    dq: Tensor
+    counter: Tensor
+    turns: Tensor | None
+
+
+def run(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    config: backward_tiles.Config | None = None,
+) -> Gradients:
+    """Every gradient, as ``Backend.backward`` says.
+
+    Memory besides the gradients, padded to whole row blocks: dq in float32, two float32 a row, and with
+    ``problem.deterministic`` one int32 a row block.
+
+    Args:
+        problem: A call that the backend's capabilities cover.
+        tensors: Its tensors.
+        out: The forward's output, contiguous.
+        lse: The forward's log-sum-exp, contiguous.
+        dout: Gradient of out, any strides.
+        dlse: Gradient of lse, or None for zero.
+        config: Tiles to use instead of the chosen ones, for tuning.
+    """
+    q, k, v, sinks = tensors.q, tensors.k, tensors.v, tensors.sinks
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    band = problem.band
+    is_empty = band.left is not None and band.right is not None and band.left + band.right < 0
+    if q.numel() == 0 or k.numel() == 0 or (is_empty and sinks is None):
+        return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
+    if not describable(dout):
+        dout = dout.contiguous()
+    plan = _plan(problem, config or backward_tiles.choose(problem), q.device)
+    with torch.cuda.device_of(q):
+        work = plan.workspace(q)
+        plan.prepare(tensors, out, lse, dout, dlse, work)
+        if is_empty:
+            dk.zero_(), dv.zero_()
+        else:
+            plan.sweep(tensors, dout, dk, dv, work)
+        plan.finish(tensors, dq, work)
+    if sinks is not None:
+        dsinks = plan.sinks_gradient(sinks, work)
+    return Gradients(dq, dk, dv, None, dsinks)
+
+
+def describable(tensor: Tensor) -> bool:
+    """Whether TMA can read it: on 16 bytes, rows of contiguous elements, all strides multiples of 16 bytes."""
+    size = tensor.element_size()
+    strides = [stride * size for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+
+
+def scales(problem: Problem) -> tuple[float, float, float, float]:
+    """(scale_log2, softmax_scale, softcap, prescale), as ``backward.Transform`` has them."""
+    scale, cap = problem.softmax_scale, problem.softcap
+    return scale * LOG2_E.value, scale, cap, 2 * LOG2_E.value * scale / cap if cap > 0 else 0.0
+
+
+def falling(problem: Problem) -> bool:
+    """Whether tiles with the last keys go first.
+
+    Long tiles should: under a left bound alone those are the last keys'. Where sums are ordered, tiles should start in
+    the order in which they reach the rows: under a right bound the last keys' tile adds to its first rows at once.
+    """
+    if problem.band.right is not None:
+        return problem.deterministic
+    return problem.band.left is not None
+
+
+def constants(problem: Problem, config: backward_tiles.Config) -> dict[str, Any]:
+    """The main kernel's compile-time arguments."""
+    return {
+        "BLOCK_D": config.block_d,
+        "BLOCK_M": config.block_m,
+        "GROUPS": 1 if config.split_d else 2,
+        "STAGES": config.stages,
+        "KV_STAGES": config.kv_stages,
+        "DS_STAGES": config.ds_stages,
+        "EARLY_DV": config.early_dv,
+        "DQ_WIDTH": config.dq_width,
+        "STAGED": config.staged,
+        "REGISTERS": config.registers,
+        "HAS_LEFT": problem.band.left is not None,
+        "HAS_RIGHT": problem.band.right is not None,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "FALLING": falling(problem),
+        "VARLEN": problem.varlen,
+    }
+
+
+def boxes(config: backward_tiles.Config, varlen: bool) -> list[list[int]]:
+    """Boxes of the descriptors of q, k, v, dout, dk and dv, in this order."""
+    rows = launch.box(config.block_m, config.block_d, varlen)
+    keys = launch.box(backward_tiles.GROUP_KEYS, config.block_d, varlen)
+    out = launch.box(backward_tiles.GROUP_KEYS, config.out_d, varlen)
+    return [rows, keys, keys, rows, out, out]
+
+
+def rows_layout() -> Any:
+    """Shared-memory layout of a row block's rows: as they lie in the workspace."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem, config: backward_tiles.Config, device: torch.device) -> Plan:
+    return Plan(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class Plan:
+    """Everything about the launches that does not change between two calls of one problem."""
+
+    def __init__(self, problem: Problem, config: backward_tiles.Config, num_sms: int) -> None:
+        p = problem
+        self.problem = p
+        self.config = config
+        self.num_sms = num_sms
+        dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[p.dtype]
+        layouts = gl.NVMMASharedLayout.get_default_for
+        self.boxes = [(box, layouts(box, dtype)) for box in boxes(config, p.varlen)]
+        self.rows_layout = rows_layout()
+        far = 2**30
+        self.bounds = tuple(0 if x is None else max(-far, min(far, x)) for x in (p.band.left, p.band.right))
+        self.constants = tuple(constants(p, config).values())
+
+    def row_blocks(self, rows: int) -> int:
+        """Row blocks of the workspace for so many rows a sequence, or packed rows."""
+        if self.problem.varlen:
+            blocks = scheduler.num_packed_tiles(rows, self.problem.batch, self.config.block_m)
+            return blocks * self.problem.num_heads_q
+        return triton.cdiv(rows, self.config.block_m) * self.problem.batch * self.problem.num_heads_q
+
+    def workspace(self, q: Tensor) -> Workspace:
+        """Uninitialised memory for one call."""
+        blocks, config = self.row_blocks(q.shape[0 if self.problem.varlen else 1]), self.config
+        floats = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+        counts = torch.empty(1 + blocks * self.problem.deterministic, dtype=torch.int32, device=q.device)
+        return Workspace(
+            floats(blocks, 2, config.block_m),
+            floats(blocks * config.block_m * config.block_d),
+            counts[:1],
+            counts[1:] if self.problem.deterministic else None,
+        )
+
+    def prepare(
+        self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, work: Workspace
+    ) -> None:
+        """The first kernel: rows, zeros."""
+        p, config = self.problem, self.config
+        dout_strides = (0, *dout.stride()[:2]) if p.varlen else dout.stride()[:3]
+        dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.varlen else dlse.stride()
+        dout_b, dout_row, dout_head = dout_strides
+        rows = out.shape[0 if p.varlen else 1]
+        prepare_rows[(work.rows.shape[0],)](
+            out, dout, lse, dlse, tensors.cu_seqlens_q, work.rows, work.dq, work.counter, work.turns,
+            dout_b, dout_row, dout_head, *dlse_strides, p.batch, rows, p.num_heads_q,
+            HEAD_DIM=p.head_dim, BLOCK_M=config.block_m, BLOCK_D=config.block_d, VARLEN=p.varlen, num_warps=8,
+        )  # fmt: skip
+
+    def sweep(self, tensors: Tensors, dout: Tensor, dk: Tensor, dv: Tensor, work: Workspace) -> None:
+        """The main kernel."""
+        grid, args = self.sweep_launch(tensors, dout, dk, dv, work)
+        attention_backward[grid](*args, num_warps=4, maxnreg=self.config.max_registers)
+
+    def sweep_launch(
+        self, tensors: Tensors, dout: Tensor, dk: Tensor, dv: Tensor, work: Workspace
+    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Grid and arguments of the main kernel."""
+        p, config = self.problem, self.config
+        q, k = tensors.q, tensors.k
+        described = (q, k, tensors.v, dout, dk, dv)
+        descriptors = [
+            TensorDescriptor(x, *launch.geometry(tuple(x.shape), x.stride(), p.varlen), box, layout)
+            for x, (box, layout) in zip(described, self.boxes, strict=True)
+        ]
+        lines = work.rows.view(-1, config.block_m)
+        rows_desc = TensorDescriptor(lines, list(lines.shape), [config.block_m, 1], [2, config.block_m], self.rows_layout)
+        rows_q, rows_k = (q.shape[0], k.shape[0]) if p.varlen else (q.shape[1], k.shape[1])
+        args = (
+            *descriptors[:4], rows_desc, *descriptors[4:], work.dq, work.turns, work.counter, tensors.cu_seqlens_q,
+            tensors.cu_seqlens_k, *scales(p), rows_q, rows_k, p.batch, p.num_heads_kv, p.group_size, *self.bounds,
+            self.heads_at_once(rows_q), *self.constants,
+        )  # fmt: skip
+        blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n) if p.varlen else -(
+            -rows_k // config.block_n
+        ) * p.batch
+        return (min(self.num_sms, blocks * p.num_heads_kv), 1, 1), args
+
+    def heads_at_once(self, rows: int) -> int:
+        """Key heads whose rows, with dq in float32, fit the cache; one if all tiles of a head cost the same."""
+        p = self.problem
+        if p.band.unbounded:
+            return 1
+        a_head = rows * p.group_size * self.config.block_d * (2 * 2 + 4)
+        return max(1, _CACHE_BYTES // a_head)
+
+    def finish(self, tensors: Tensors, dq: Tensor, work: Workspace) -> None:
+        """The last kernel: dq in q's dtype."""
+        p, config = self.problem, self.config
+        programs = work.rows.shape[0] * config.block_m // _ROWS
+        finish_dq[(programs,)](
+            work.dq, dq, tensors.cu_seqlens_q, p.batch, dq.shape[0 if p.varlen else 1], p.num_heads_q,
+            p.softmax_scale, HEAD_DIM=p.head_dim, BLOCK_M=config.block_m, BLOCK_D=config.block_d, VARLEN=p.varlen,
+            num_warps=4,
+        )  # fmt: skip
+
+    def sinks_gradient(self, sinks: Tensor, work: Workspace) -> Tensor:
+        """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""
+        p, block_m = self.problem, self.config.block_m
+        batch = 1 if p.varlen else p.batch
+        rows = work.rows.view(batch, p.num_heads_q, -1, 2, block_m)
+        origin, delta = rows.unbind(3)
+        weight = torch.exp2(sinks.float()[:, None, None] * LOG2_E.value - origin)
+        return -(weight * delta).sum(dim=(0, 2, 3)).to(sinks.dtype)
