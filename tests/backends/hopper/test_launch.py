@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 from flashtile.backends.hopper import launch, tiles
 from flashtile.backends.hopper.builds import _problem
 from flashtile.masks import Band
+from flashtile.problem import Problem, Tensors
 
 
 def _address(coordinate: tuple[int, ...], strides: list[int]) -> int:
@@ -42,6 +43,28 @@ def test_dense_geometry_replaces_strides_of_single_elements() -> None:
 @pytest.mark.parametrize("head_dim, width", [(8, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)])
 def test_tiles_hold_a_row(head_dim: int, width: int) -> None:
     assert tiles.choose(_problem(head_dim, Band())).block_d == width
+
+
+def test_configurations_of_a_head_dim_share_what_the_bits_depend_on() -> None:
+    table = [config for config in vars(tiles).values() if isinstance(config, tiles.Config)]
+    assert len(table) > len({c.block_d for c in table}) == 3
+    assert len({(c.block_d, c.block_m, c.block_n) for c in table}) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, band: Band) -> None:
+    table = [c for c in vars(tiles).values() if isinstance(c, tiles.Config) and c.block_d == dim]
+    table += [dataclasses.replace(c, overlap=False) for c in table]
+    table += [dataclasses.replace(c, dynamic=True) for c in table]
+    q, k, v = (torch.randn(3, 1500, 8, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    tensors = Tensors(q, k, v)
+    problem = Problem.build(tensors, band)
+    results = [launch.forward(problem, tensors, config) for config in table]
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
 
 
 def test_configs_that_cannot_run_are_refused() -> None:

@@ -42,6 +42,28 @@ def test_every_tile_once(num_programs: int, num_blocks: int, num_heads: int) -> 
     assert sorted(dealt) == [(block, head) for block in range(num_blocks) for head in range(num_heads)]
 
 
+@triton.jit
+def _rank(out_ptr, num_blocks, num_heads, span):
+    place = tl.program_id(0)
+    block, head = balanced.longest_first_by_spans(place, num_blocks, num_heads, span)
+    tl.store(out_ptr + 2 * place, block)
+    tl.store(out_ptr + 2 * place + 1, head)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_heads", "span"), [(1, 1, 1), (4, 5, 2), (3, 6, 3), (5, 4, 99), (7, 3, 1)])
+def test_spans_of_heads_longest_first(num_blocks: int, num_heads: int, span: int) -> None:
+    out = torch.full((num_blocks * num_heads, 2), -1, dtype=torch.int32)
+    _rank[(num_blocks * num_heads,)](out, num_blocks, num_heads, span)
+    order = [(block, head) for block, head in out.tolist()]
+    expected = [
+        (block, head)
+        for first in range(0, num_heads, span)
+        for block in reversed(range(num_blocks))
+        for head in range(first, min(first + span, num_heads))
+    ]
+    assert order == expected
+
+
 @pytest.mark.parametrize(("num_blocks", "num_heads"), [(8, 12), (7, 12), (3, 30)])
 def test_programs_get_the_same_work(num_blocks: int, num_heads: int) -> None:
     num_programs = 6

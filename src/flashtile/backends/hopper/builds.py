@@ -16,10 +16,11 @@ _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
 
 
 def builds(arch: str) -> list[KernelBuild]:
-    """The forward: both masks at the three usual head dims, then each feature; bf16 unless said otherwise."""
+    """The forward: both masks at the usual head dims, long and short, then each feature; bf16 if not said."""
     if arch != "sm_90a":
         return []
     usual = [_problem(dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
+    usual += [_problem(dim, band, seqlen=512) for dim in (128, 64) for band in (_FULL, _CAUSAL)]
     others = [
         _problem(dim, band, **features)
         for dim in (64, 128, 256)
@@ -34,14 +35,14 @@ def builds(arch: str) -> list[KernelBuild]:
     return [_forward(problem) for problem in usual + others]
 
 
-def _problem(dim: int, band: Band, **features: Any) -> Problem:
+def _problem(dim: int, band: Band, seqlen: int = 8192, **features: Any) -> Problem:
     return Problem(
         device_type="cuda",
         compute_capability=(9, 0),
         dtype=features.pop("dtype", torch.bfloat16),
         batch=2,
-        seqlen_q=1024,
-        seqlen_k=1024,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
         num_heads_q=8,
         num_heads_kv=8,
         head_dim=dim,
@@ -83,6 +84,7 @@ def _forward(problem: Problem) -> KernelBuild:
         "sinks_ptr": f"*{dtype}" if problem.sinks else None,
         "cu_seqlens_q_ptr": "*i32" if problem.varlen else None,
         "cu_seqlens_k_ptr": "*i32" if problem.varlen else None,
+        "counter_ptr": "*i32" if config.dynamic else None,
     }
     for name, kind in optional.items():
         if kind is None:

@@ -1,4 +1,4 @@
-"""Attention forward for Hopper: one warp loads by TMA, warpgroups of 64 rows compute with WGMMA.
+"""Attention forward for Hopper: a warp finds tiles, a warp loads by TMA, warpgroups of 64 rows compute with WGMMA.
 
 The mathematics is in docs/algorithm.md. For each block of keys a warpgroup starts the scores of the next block, then
 multiplies the probabilities of this block with its values; the softmax of the next scores runs under that product.
@@ -18,6 +18,7 @@ from flashtile.backends.hopper.inline_asm import hold, rescale
 from flashtile.backends.hopper.pipeline import make_ring
 from flashtile.backends.hopper.schedule import (
     HEAD,
+    HEAD_KV,
     N_BLOCK_MAX,
     N_BLOCK_MIN,
     RECORD_SIZE,
@@ -25,6 +26,7 @@ from flashtile.backends.hopper.schedule import (
     SEQLEN_K,
     SEQLEN_Q,
     SEQUENCE,
+    START_K,
     START_Q,
     Sizes,
     coordinates,
@@ -37,6 +39,8 @@ from flashtile.backends.hopper.schedule import (
 from flashtile.backends.vocab import lagging_softmax, mask, quick_scores, softmax
 
 LOG2_E = softmax.LOG2_E
+# Keys and values that are worked on at the same time: the L2 cache has 50 MB, and queries and outputs pass through it.
+CACHED_BYTES = gl.constexpr(2**25)
 
 
 @aggregate
@@ -61,35 +65,55 @@ class Transform:
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-             BLOCK_D: gl.constexpr):  # fmt: skip
-    """Finds the tiles, and loads each one's queries and then its key and value blocks from the last to the first."""
+def scheduler(tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr):
+    """Finds the tiles, ahead of the roles that work on them: its divisions take longer than loading a short tile."""
+    tiles = 0
+    step = 0
+    is_end = False
+    while not is_end:
+        tile_ring.claim(tiles)
+        tile = next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
+        step = tile.step
+        is_end = tile.is_end
+        n_block_min, n_block_max = key_blocks(tile, sizes)
+        publish_tile(tile_ring, tiles, tile, n_block_min, n_block_max, tile.head // sizes.group_size)
+        tiles += 1
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, BLOCK_D: gl.constexpr):
+    """Loads each tile's queries, and then its key and value blocks from the last to the first."""
     q_bytes: gl.constexpr = sizes.block_m * BLOCK_D * 2
     kv_bytes: gl.constexpr = sizes.block_n * BLOCK_D * 2
     tiles = 0
     used = 0
-    step = 0
-    is_end = False
-    while not is_end:
-        tile = next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
-        step = tile.step
-        is_end = tile.is_end
-        n_block_min, n_block = key_blocks(tile, sizes)
-        publish_tile(tile_ring, tiles, tile, n_block_min, n_block)
-        if not is_end:
-            for group in gl.static_range(sizes.groups):
-                row = tile.row + group * sizes.block_m
-                q_at = coordinates(tile.b, tile.start_q, tile.seqlen_q, row, tile.head, 0, sizes.varlen)
-                load(q_desc, q_at, q_rings[group], tiles, q_bytes)
-            head = tile.head // sizes.group_size
-            while n_block > n_block_min:
-                n_block -= 1
-                key = n_block * sizes.block_n
-                at = coordinates(tile.b, tile.start_k, tile.seqlen_k, key, head, 0, sizes.varlen)
-                load(k_desc, at, k_ring, used, kv_bytes)
-                load(v_desc, at, v_ring, used, kv_bytes)
-                used += 1
-            tiles += 1
+    tile_ring.wait(tiles)
+    n_block = field(tile_ring, tiles, N_BLOCK_MAX, 1)
+    while n_block > 0:
+        n_block_min = field(tile_ring, tiles, N_BLOCK_MIN, 1)
+        row = field(tile_ring, tiles, ROW, 1)
+        head = field(tile_ring, tiles, HEAD, 1)
+        head_kv = field(tile_ring, tiles, HEAD_KV, 1)
+        b = field(tile_ring, tiles, SEQUENCE, 1)
+        start_q, seqlen_q, start_k, seqlen_k = 0, 0, 0, 0
+        if sizes.varlen:
+            start_q = field(tile_ring, tiles, START_Q, 1)
+            seqlen_q = field(tile_ring, tiles, SEQLEN_Q, 1)
+            start_k = field(tile_ring, tiles, START_K, 1)
+            seqlen_k = field(tile_ring, tiles, SEQLEN_K, 1)
+        tile_ring.release(tiles)
+        for group in gl.static_range(sizes.groups):
+            at = coordinates(b, start_q, seqlen_q, row + group * sizes.block_m, head, 0, sizes.varlen)
+            load(q_desc, at, q_rings[group], tiles, q_bytes)
+        while n_block > n_block_min:
+            n_block -= 1
+            at = coordinates(b, start_k, seqlen_k, n_block * sizes.block_n, head_kv, 0, sizes.varlen)
+            load(k_desc, at, k_ring, used, kv_bytes)
+            load(v_desc, at, v_ring, used, kv_bytes)
+            used += 1
+        tiles += 1
+        tile_ring.wait(tiles)
+        n_block = field(tile_ring, tiles, N_BLOCK_MAX, 1)
 
 
 @gluon.jit
@@ -376,26 +400,26 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, ou
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
 _RUN_TIME = [
-    "lse_ptr", "sinks_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "scale_log2", "softcap", "prescale", "seqlen_q",
-    "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right",
+    "lse_ptr", "sinks_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "counter_ptr", "scale_log2", "softcap", "prescale",
+    "seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUN_TIME)
 def attention_forward(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr,
     scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, OVERLAP: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr,
-    VARLEN: gl.constexpr,
+    Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr, OVERLAP: gl.constexpr, STAGED: gl.constexpr,
+    REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; a program an SM.
 
     Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says; pointers to lse (float32,
-    natural log, as the backend returns it), sinks and cu_seqlens, the last three None if absent; the numbers of
-    ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN; the band; then ``tiles.Config`` and what
-    the call has.
+    natural log, as the backend returns it), sinks, cu_seqlens, and a counter of tiles (int32, 0 before and after), the
+    last four None if absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN;
+    the band; then ``tiles.Config`` and what the call has.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
@@ -403,15 +427,18 @@ def attention_forward(
     record_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_ring = make_ring(dtype, [BLOCK_N, BLOCK_D], kv_layout, STAGES, GROUPS)
     v_ring = make_ring(dtype, [BLOCK_N, BLOCK_D], kv_layout, STAGES, GROUPS)
-    tile_ring = make_ring(gl.int32, [RECORD_SIZE], record_layout, 2, GROUPS)
+    tile_ring = make_ring(gl.int32, [RECORD_SIZE], record_layout, TILE_STAGES, GROUPS + 1)
     # Where the output does not fit beside the rest, it goes through half its size.
     out_width: gl.constexpr = BLOCK_D // 2 if STAGED else BLOCK_D
     out_s = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, out_width], q_layout)
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-                  [HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS])  # fmt: skip
+                  [HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS, CACHED_BYTES // (4 * BLOCK_D)])  # fmt: skip
     # Rows of a packed sequence or of a band can be without keys; those of a dense full call cannot.
     transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST,
                           HAS_LEFT or HAS_RIGHT or VARLEN)  # fmt: skip
+    # Registers of a thread that does not compute. 32 leave the first computing warpgroup 8 fewer than the others have,
+    # which the wide loop bodies of packed calls cannot spare; their tiles are found with fewer divisions.
+    LOADER: gl.constexpr = 24 if VARLEN else 32
     q0 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
     q1 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
     if GROUPS == 2:
@@ -420,9 +447,9 @@ def attention_forward(
                         0, BLOCK_D, OVERLAP, STAGED)),
             (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), sizes, transform,
                         1, BLOCK_D, OVERLAP, STAGED)),
-            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_ring, v_ring, sizes, cu_seqlens_q_ptr,
-                        cu_seqlens_k_ptr, BLOCK_D)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_ring, v_ring, sizes, BLOCK_D)),
+            (scheduler, (tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)),
+        ], [4, 1, 1], [REGISTERS, LOADER, LOADER])  # fmt: skip
     else:
         q2 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
         gl.warp_specialize([
@@ -432,6 +459,6 @@ def attention_forward(
                         1, BLOCK_D, OVERLAP, STAGED)),
             (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q2, k_ring, v_ring, out_s.index(2), sizes, transform,
                         2, BLOCK_D, OVERLAP, STAGED)),
-            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_ring, v_ring, sizes, cu_seqlens_q_ptr,
-                        cu_seqlens_k_ptr, BLOCK_D)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_ring, v_ring, sizes, BLOCK_D)),
+            (scheduler, (tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)),
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, LOADER, LOADER])  # fmt: skip

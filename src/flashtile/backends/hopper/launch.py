@@ -81,6 +81,7 @@ def constants(problem: Problem, config: tiles.Config) -> dict[str, Any]:
         "GROUPS": config.groups,
         "STAGES": config.stages,
         "Q_STAGES": config.q_stages,
+        "TILE_STAGES": config.tile_stages,
         "OVERLAP": config.overlap,
         "STAGED": config.staged,
         "REGISTERS": config.registers,
@@ -141,8 +142,9 @@ class _Plan:
         rows_q, rows_k = (q.shape[0], k.shape[0]) if self.varlen else (q.shape[1], k.shape[1])
         blocks = rows_q // self.rows + self.batch + 1 if self.varlen else -(-rows_q // self.rows) * self.batch
         grid = (min(self.num_sms, blocks * self.heads[0]), 1, 1)
+        counter = _counter(lse.device) if self.config.dynamic else None
         args = (
-            *descriptors, lse, tensors.sinks, tensors.cu_seqlens_q, tensors.cu_seqlens_k, *self.scalars,
+            *descriptors, lse, tensors.sinks, tensors.cu_seqlens_q, tensors.cu_seqlens_k, counter, *self.scalars,
             rows_q, rows_k, self.batch, *self.heads, *self.bounds, *self.constants,
         )  # fmt: skip
         # The kernel's arguments are declared unspecialised, so nothing else decides which build a call needs.
@@ -152,6 +154,23 @@ class _Plan:
             self.kernels[key] = attention_forward[grid](*args, num_warps=4, maxnreg=self.config.max_registers)
         else:
             kernel[grid](*args)
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A zero that the kernel counts tiles with and leaves zero: one for all launches of a stream, which take turns.
+
+    A captured launch may be replayed on any stream, beside others: it gets a counter of its own.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros((), dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    counter = _counters.get((device, stream))
+    if counter is None:
+        counter = _counters[device, stream] = torch.zeros((), dtype=torch.int32, device=device)
+    return counter
 
 
 @dataclass(frozen=True)

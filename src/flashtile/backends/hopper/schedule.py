@@ -16,7 +16,10 @@ PACKED_ROWS = gl.constexpr(2**30)
 
 @aggregate
 class Sizes:
-    """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``."""
+    """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``.
+
+    ``cached_rows`` keys and values are taken to fit into the L2 cache.
+    """
 
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
@@ -31,6 +34,7 @@ class Sizes:
     block_m: gl.constexpr
     block_n: gl.constexpr
     groups: gl.constexpr
+    cached_rows: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right, flags):
@@ -41,7 +45,8 @@ class Sizes:
         self.group_size = group_size
         self.left = left
         self.right = right
-        for name, flag in zip(("has_left", "has_right", "varlen", "block_m", "block_n", "groups"), flags, strict=True):
+        names = ("has_left", "has_right", "varlen", "block_m", "block_n", "groups", "cached_rows")
+        for name, flag in zip(names, flags, strict=True):
             setattr(self, name, gl.constexpr(flag))
 
 
@@ -73,38 +78,64 @@ class Tile:
 
 
 @gluon.jit
-def _place(step, sizes, cu_seqlens_q_ptr):
-    """(block, b, head, is_tile, is_end) of a step of this program."""
-    rows: gl.constexpr = sizes.groups * sizes.block_m
+def _deal(step, num_places, counter_ptr):
+    """(place, is_end): where in the order of all tiles this program's step stands; with a counter, the next free place.
+
+    Every program draws until it has drawn one place behind the last. So the last draw of all can be told by its number,
+    and its program leaves the counter as it found it, for the next launch.
+    """
     program, num_programs = gl.program_id(0), gl.num_programs(0)
-    if sizes.varlen:
-        num_tiles = sizes.seqlen_q // rows + sizes.batch + 1
-        place = step * num_programs + program
-        is_end = place >= num_tiles * sizes.num_heads_q
-        place = gl.where(is_end, 0, place)
-        index = scheduler.longest_first(place // sizes.num_heads_q, num_tiles, sizes.has_right)
-        b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows)
-        _, length = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, True)
-        return block, b, place % sizes.num_heads_q, block * rows < length, is_end
+    if counter_ptr is not None:
+        place = program
+        if step > 0:
+            place = num_programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            if place == num_places + num_programs - 1:
+                gl.store(counter_ptr, 0)
     else:
-        num_blocks = (sizes.seqlen_q + rows - 1) // rows
-        num_heads = sizes.batch * sizes.num_heads_q
-        if sizes.has_right:
-            block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
-        else:
-            place = step * num_programs + program
-            block, head = place % num_blocks, place // num_blocks
-            is_tile, is_end = step >= 0, head >= num_heads
-        return block, head // sizes.num_heads_q, head % sizes.num_heads_q, is_tile, is_end
+        place = step * num_programs + program
+    return place, place >= num_places
 
 
 @gluon.jit
-def next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
+def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
+    """(block, b, head, is_tile, is_end) of a step of this program."""
+    rows: gl.constexpr = sizes.groups * sizes.block_m
+    if sizes.varlen:
+        num_tiles = sizes.seqlen_q // rows + sizes.batch + 1
+        place, is_end = _deal(step, num_tiles * sizes.num_heads_q, counter_ptr)
+        place = gl.where(is_end, 0, place)
+        index = place // sizes.num_heads_q
+        head = place - index * sizes.num_heads_q
+        index = scheduler.longest_first(index, num_tiles, sizes.has_right)
+        b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows)
+        _, length = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, True)
+        return block, b, head, block * rows < length, is_end
+    else:
+        num_blocks = (sizes.seqlen_q + rows - 1) // rows
+        num_heads = sizes.batch * sizes.num_heads_q
+        if sizes.has_right and counter_ptr is None:
+            program, num_programs = gl.program_id(0), gl.num_programs(0)
+            block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
+        else:
+            place, is_end = _deal(step, num_blocks * num_heads, counter_ptr)
+            is_tile = step >= 0
+            if sizes.has_right:
+                span = gl.maximum(sizes.cached_rows // sizes.seqlen_k, 1) * sizes.group_size
+                block, head = balanced.longest_first_by_spans(place, num_blocks, num_heads, span)
+            else:
+                head = place // num_blocks
+                block = place - head * num_blocks
+        b = head // sizes.num_heads_q
+        return block, b, head - b * sizes.num_heads_q, is_tile, is_end
+
+
+@gluon.jit
+def next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr):
     """The first tile of this program at ``step`` or behind it."""
     step = gl.to_tensor(step)
     block, b, head, is_tile, is_end = step, step, step, step < 0, step < 0
     while not (is_tile | is_end):
-        block, b, head, is_tile, is_end = _place(step, sizes, cu_seqlens_q_ptr)
+        block, b, head, is_tile, is_end = _place(step, sizes, cu_seqlens_q_ptr, counter_ptr)
         step += 1
     start_q, seqlen_q = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, sizes.varlen)
     start_k, seqlen_k = sequence.sequence(cu_seqlens_k_ptr, b, sizes.batch, sizes.seqlen_k, sizes.varlen)
@@ -153,16 +184,16 @@ def group_blocks(row, seqlen_q, seqlen_k, n_block_min, n_block_max, sizes, GROUP
     return n_full_min, n_full_max, skipped
 
 
-# What the producer tells the consumers of a tile, in this order, as int32. n_block_max is 0 behind the last tile. Read
-# from shared memory when needed, a tile costs the consumers no registers.
-RECORD_SIZE = gl.constexpr(8)
-N_BLOCK_MIN, N_BLOCK_MAX, ROW, HEAD, SEQUENCE, START_Q, SEQLEN_Q, SEQLEN_K = (gl.constexpr(i) for i in range(8))
+# What the scheduler tells the other roles of a tile, in this order, as int32. n_block_max is 0 behind the last tile.
+# Read from shared memory when needed, a tile costs the consumers no registers.
+RECORD_SIZE = gl.constexpr(16)
+N_BLOCK_MIN, N_BLOCK_MAX, ROW, HEAD, SEQUENCE = (gl.constexpr(i) for i in range(5))
+START_Q, SEQLEN_Q, START_K, SEQLEN_K, HEAD_KV = (gl.constexpr(i) for i in range(5, 10))
 
 
 @gluon.jit
-def publish_tile(ring, use, tile, n_block_min, n_block_max):
-    """Writes a tile's record."""
-    ring.claim(use)
+def publish_tile(ring, use, tile, n_block_min, n_block_max, head_kv):
+    """Writes a tile's record into a claimed buffer."""
     lane = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     record = gl.where(lane == N_BLOCK_MIN, n_block_min, gl.where(tile.is_end, 0, n_block_max))
     record = gl.where(lane == ROW, tile.row, record)
@@ -170,15 +201,17 @@ def publish_tile(ring, use, tile, n_block_min, n_block_max):
     record = gl.where(lane == SEQUENCE, tile.b, record)
     record = gl.where(lane == START_Q, tile.start_q, record)
     record = gl.where(lane == SEQLEN_Q, tile.seqlen_q, record)
+    record = gl.where(lane == START_K, tile.start_k, record)
     record = gl.where(lane == SEQLEN_K, tile.seqlen_k, record)
+    record = gl.where(lane == HEAD_KV, head_kv, record)
     ring.at(use).store(record)
     ring.publish(use)
 
 
 @gluon.jit
-def field(ring, use, FIELD: gl.constexpr):
-    """One number of a tile's record."""
-    one = ring.at(use).slice(FIELD, 1).load(gl.BlockedLayout([1], [32], [4], [0]))
+def field(ring, use, FIELD: gl.constexpr, WARPS: gl.constexpr = 4):
+    """One number of a tile's record, for a role of so many warps."""
+    one = ring.at(use).slice(FIELD, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
     return gl.max(one, 0)
 
 

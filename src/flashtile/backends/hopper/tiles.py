@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashtile.problem import Problem
 
 SHARED_BYTES = 227 * 1024
 REGISTERS_PER_LANE = 64 * 1024 // 128
-PRODUCER_REGISTERS = 24
+PRODUCER_REGISTERS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class Config:
         groups: Warpgroups that compute, so a tile has ``groups * block_m`` rows.
         stages: Buffers each for keys and values.
         q_stages: Buffers for queries.
+        tile_stages: How many tiles a program finds ahead of working on them.
+        dynamic: Whether programs take tiles from a shared counter, not from an order fixed beforehand.
         overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
         staged: Whether the output leaves in two halves through a buffer of half its size.
         registers: What setmaxnreg gives a computing warpgroup's threads.
@@ -34,6 +36,8 @@ class Config:
     groups: int = 2
     stages: int = 2
     q_stages: int = 2
+    tile_stages: int = 4
+    dynamic: bool = False
     overlap: bool = True
     staged: bool = False
     registers: int = 240
@@ -59,13 +63,16 @@ class Config:
 
     def __str__(self) -> str:
         rows = f"{self.groups} x {self.block_m}"
-        return f"tiles {rows} x {self.block_n}, head_dim {self.block_d}, {self.stages} stages"
+        overlap = "" if self.overlap else ", one after the other"
+        return f"tiles {rows} x {self.block_n}, head_dim {self.block_d}, {self.stages} stages{overlap}"
 
 
-# Two warpgroups of 64 rows; registers allow three only where a row is short.
-THREE_GROUPS_64 = Config(block_d=64, groups=3, registers=160, max_registers=128)
-TWO_GROUPS_64 = Config(block_d=64)
+# Two warpgroups of 64 rows; registers allow three only where a row is short. All of a head_dim agree in block_m and
+# block_n, see choose.
+THREE_GROUPS_64 = Config(block_d=64, groups=3, stages=3, registers=160, max_registers=128)
+TWO_GROUPS_64 = Config(block_d=64, stages=4)
 TWO_GROUPS_128 = Config(block_d=128)
+SHORT_128 = replace(TWO_GROUPS_128, overlap=False)
 # 64 keys a block: 128 rows of queries, two stages of keys and of values and half an output fill the shared memory.
 TWO_GROUPS_256 = Config(block_d=256, block_n=64, q_stages=1, overlap=False, staged=True)
 
@@ -76,10 +83,24 @@ def block_d(head_dim: int) -> int:
 
 
 def choose(problem: Problem) -> Config:
-    """The configuration of a problem, from head_dim and the kind of mask alone: never from the batch."""
+    """The configuration of a problem, from head_dim, the kind of mask and the length: never from the batch.
+
+    A row's result depends on ``block_d``, ``block_m`` and ``block_n`` alone, which are the same for all configurations
+    of a head_dim: each row meets the same blocks of keys in the same order and does the same arithmetic with them, and
+    a block that is masked for all of a row adds exact zeros. So the choice may differ between a sequence alone and in
+    a batch, packed or dense, and the bits do not.
+
+    Lengths at which the choice changes: H200, bf16, 2026-11-20, of a kernel whose loading warp found the tiles too.
+    """
     width = block_d(problem.head_dim)
+    is_causal = problem.band.right is not None
     if width == 64:
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
         wide = problem.varlen or problem.softcap > 0 or problem.band.left is not None
-        return TWO_GROUPS_64 if wide else THREE_GROUPS_64
-    return TWO_GROUPS_128 if width == 128 else TWO_GROUPS_256
+        # Tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
+        short = problem.seqlen_q <= (2048 if is_causal else 512)
+        return TWO_GROUPS_64 if wide or short else THREE_GROUPS_64
+    if width == 128:
+        # The first scores of a next tile come late where tiles are short, and the end of this one waited for them.
+        return SHORT_128 if problem.seqlen_q <= 2048 else TWO_GROUPS_128
+    return TWO_GROUPS_256

@@ -15,6 +15,23 @@ TAIL_ROUNDS = tl.constexpr(2)
 
 
 @triton.jit
+def longest_first_by_spans(place, num_blocks, num_heads, span):
+    """The tile at a place of an order for programs that draw places from a counter.
+
+    Heads are worked on ``span`` at a time, so that the cache holds their keys and values; of those, the blocks that
+    cost most come first.
+
+    Returns:
+        (block, head), meaningless for a place behind the last tile.
+    """
+    which = place // (span * num_blocks)
+    place -= which * span * num_blocks
+    width = tl.maximum(tl.minimum(span, num_heads - which * span), 1)
+    rank = place // width
+    return num_blocks - 1 - rank, which * span + place - rank * width
+
+
+@triton.jit
 def paired(step, program, num_programs, num_blocks, num_heads):
     """The tile of a program's step.
 
@@ -29,25 +46,26 @@ def paired(step, program, num_programs, num_blocks, num_heads):
         (block, head, is_tile, is_end): is_tile is False for a step that has nothing to do, is_end is True for every
         step behind the last one.
     """
-    # With an odd number of blocks two heads are dealt out together, so that the middle blocks have partners too.
-    span = 1 + (num_blocks & 1)
-    length = num_blocks * span
-    pairs = length // 2
-    num_spans = (num_heads + span - 1) // span
+    # With an odd number of blocks two heads are dealt out together, so that the middle blocks have partners too. All
+    # that is a power of two is shifted: a division takes some 200 cycles, and a program waits for its first tile.
+    odd = num_blocks & 1
+    length = num_blocks << odd
+    pairs = length >> 1
+    num_spans = (num_heads + odd) >> odd
     total = num_spans * pairs
     rounds = tl.maximum(total // num_programs - TAIL_ROUNDS, 0)
 
     if step < 2 * rounds:
-        item = (step // 2) * num_programs + program
+        item = (step >> 1) * num_programs + program
         which = item // pairs
-        pair = item % pairs
+        pair = item - which * pairs
         last_half = (step & 1) == 1
         is_end = step < 0
     else:
         dealt = rounds * num_programs
         in_tail = total - dealt
         first_span = dealt // pairs
-        first_pair = dealt % pairs
+        first_pair = dealt - first_span * pairs
         tail_spans = num_spans - first_span
         turn = step - 2 * rounds
         place = turn * num_programs + tl.where((turn & 1) == 0, program, num_programs - 1 - program)
@@ -60,11 +78,12 @@ def paired(step, program, num_programs, num_blocks, num_heads):
         before = first_pair * (tail_spans - 1)
         if place < before:
             pair = place // full_spans
-            which = first_span + 1 + place % full_spans
+            which = first_span + 1 + place - pair * full_spans
         else:
-            pair = first_pair + (place - before) // tail_spans
-            which = first_span + (place - before) % tail_spans
+            behind = (place - before) // tail_spans
+            pair = first_pair + behind
+            which = first_span + (place - before) - behind * tail_spans
 
     position = tl.where(last_half, pair, length - 1 - pair)
-    head = which * span + position % span
-    return position // span, head, head < num_heads, is_end
+    head = (which << odd) + (position & odd)
+    return position >> odd, head, head < num_heads, is_end

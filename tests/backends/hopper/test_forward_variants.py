@@ -1,0 +1,64 @@
+"""Every configuration of the Hopper forward that a sweep may choose gives the same bits, in the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile import reference
+from flashtile.backends.hopper import launch, tiles
+from tests.backends.hopper.emulated import on_cpu
+from tests.cases import Case, assert_close, build
+
+# Lengths on, before and behind the ends of tiles and blocks; the first launch of a program may find it without a tile.
+CASES = (
+    Case("full", batch=2, seqlen_q=260, seqlen_k=390, head_dim=64),
+    Case("causal", batch=2, seqlen_q=513, seqlen_k=513, heads=3, kv_heads=1, head_dim=64, causal=True),
+    Case("causal_longer_q", batch=1, seqlen_q=400, seqlen_k=130, head_dim=64, causal=True, sinks=True),
+    Case("causal_128", batch=1, seqlen_q=384, seqlen_k=384, heads=4, kv_heads=2, head_dim=128, causal=True),
+    Case("window_128", batch=1, seqlen_q=300, seqlen_k=420, head_dim=128, window=(130, 20), softcap=5.0),
+    Case("full_256", batch=1, seqlen_q=130, seqlen_k=200, head_dim=256),
+    Case("causal_256", batch=1, seqlen_q=200, seqlen_k=200, heads=2, kv_heads=1, head_dim=256, causal=True),
+    Case("varlen_64", batch=4, lengths=((200, 200), (1, 400), (0, 7), (130, 130)), head_dim=64, causal=True, spare=70),
+    Case("varlen_128", batch=3, lengths=((130, 260), (200, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
+)
+
+
+def _variants(head_dim: int) -> list[tiles.Config]:
+    width = tiles.block_d(head_dim)
+    table = {c for c in vars(tiles).values() if isinstance(c, tiles.Config) and c.block_d == width}
+    table |= {dataclasses.replace(c, overlap=False) for c in table}
+    table |= {dataclasses.replace(c, dynamic=True, tile_stages=2) for c in table}
+    return sorted(table, key=str)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_do_not_depend_on_the_configuration(case: Case) -> None:
+    call = build(case, torch.bfloat16)
+    low = reference.attention(call.problem, call.tensors, call.problem.dtype)[0]
+    exact = reference.attention(call.problem, call.upcast().tensors)[0]
+    first = None
+    for seed, config in enumerate(_variants(case.head_dim)):
+        with on_cpu(seed, 1 + seed % 5), torch.no_grad():
+            out, lse = launch.forward(call.problem, call.tensors, config)
+        if first is None:
+            assert_close("out", out, exact, low, case.magnitude)
+            first = out, lse
+        assert torch.equal(out, first[0]), config
+        assert torch.equal(lse, first[1]), config
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 50])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal", "full_256", "varlen_64")], ids=str)
+def test_the_counter_of_tiles_is_left_at_zero(case: Case, num_sms: int) -> None:
+    call = build(case, torch.bfloat16)
+    config = dataclasses.replace(tiles.choose(call.problem), dynamic=True)
+    for seed in range(3):
+        with on_cpu(seed, num_sms), torch.no_grad():
+            launch.forward(call.problem, call.tensors, config)
+        counter = launch._counter(call.tensors.q.device)
+        assert counter.item() == 0
