@@ -144,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in args.directions
     }
     rows: list[results.Row] = []
+    code = 0
     with hard_stop(args.budget_s), Progress(len(grid) * len(args.inputs)) as progress, torch.no_grad():
         for case, kind in ((case, kind) for case in grid for kind in args.inputs):
             progress.begin(f"{case.name} {kind}")
@@ -151,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found = measure(case, kind, chosen[case.direction], session)
             except DeviceLostError as error:
                 progress.note(f"stopped: {error}")
+                code = 1
                 break
             session.save(found)
             rows += found
@@ -159,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind in ("rmse", "max_error"):
         print(f"\n{to_text(error_table(rows, kind))}")
     print(f"\n{len(rows)} rows appended to {session.out}")
-    return 0 if rows else 1
+    return code if rows else 1
 
 
 if __name__ == "__main__":

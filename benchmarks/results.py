@@ -147,23 +147,34 @@ def default_file(suite: str, device: str) -> Path:
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Adds rows to a file and leaves them on the disk even if the process dies next."""
+    """Adds rows to a file and leaves them on the disk even if the process dies next.
+
+    A last line that a killed process left unfinished is cut off first: it holds no row and would spoil the next one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _cut_unfinished(path)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(row.to_json() + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
 
+def _cut_unfinished(path: Path) -> None:
+    data = path.read_bytes() if path.exists() else b""
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
 def read(paths: Iterable[Path]) -> list[Row]:
-    """The rows of all files, in the order of their runs.
+    """The rows of all files, in the order of their runs. A last line without an end is no line yet.
 
     Raises:
         ValueError: If a line is no row, with its file and number.
     """
     rows = []
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(lines, start=1):
             try:
                 rows.append(Row(**json.loads(line)))
             except (TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ cell ends, and a table is printed last, also when the budget ends the run in the
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import results, table
-from benchmarks.budget import hard_stop
+from benchmarks.budget import OUT_OF_TIME, hard_stop
 from benchmarks.cases import Case, Direction, Inputs, make_inputs, select, suite
 from benchmarks.checks import Outputs, Reference, poison
 from benchmarks.plain import Call
@@ -156,6 +157,9 @@ def run_suite(
 
     Returns:
         All rows of this run.
+
+    Raises:
+        DeviceLostError: If a provider broke the device; the rows of the cells before are saved.
     """
     rows: list[results.Row] = []
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
@@ -184,7 +188,7 @@ def run_suite(
                 )
             except DeviceLostError as error:
                 progress.note(f"{case.name}: {error}\nstopped: the device is lost")
-                break
+                raise
             except OutOfTimeError as error:
                 progress.note(f"{case.name}: {error}; budget of {budget_s:g} s: stopped after {progress.done} cells")
                 break
@@ -299,16 +303,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{report}\n\n{len(rows)} rows appended to {out}", flush=True)
 
     def say_what_is_saved() -> None:
-        print(f"\nbudget of {args.budget_s:g} s: stopped in the middle of a cell, which is lost")
+        print("\nstopped in the middle of a cell, which is lost")
         say([row for row in results.read([out] if out.exists() else []) if row.run == run.run])
 
     left_s = None if args.budget_s is None else args.budget_s - (time.monotonic() - start_s)
+    budget_s = None if left_s is None else left_s - min(_RESERVE_S, 0.1 * left_s)
     with hard_stop(left_s, say_what_is_saved):
-        budget_s = None if left_s is None else left_s - min(_RESERVE_S, 0.1 * left_s)
-        rows = run_suite(
-            left, chosen, run, device, out=out, rounds=args.rounds, burst_ms=args.burst_ms, budget_s=budget_s
-        )
+        try:
+            rows = run_suite(
+                left, chosen, run, device, out=out, rounds=args.rounds, burst_ms=args.burst_ms, budget_s=budget_s
+            )
+        except DeviceLostError:
+            say_what_is_saved()
+            return 1
     say(rows)
+    if budget_s is not None and len({json.dumps(row.case) for row in rows}) < len(left):
+        return OUT_OF_TIME
     return 0 if rows or before else 1
 
 

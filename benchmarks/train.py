@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import flashtile
 from benchmarks import results, timing
-from benchmarks.budget import hard_stop
+from benchmarks.budget import OUT_OF_TIME, hard_stop
 from benchmarks.progress import Progress
 from benchmarks.providers import PROVIDERS
 from benchmarks.run import DeviceLostError, failure, synchronize
@@ -337,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     left_s = None if args.budget_s is None else args.budget_s - (time.monotonic() - start_s)
     deadline_s = None if left_s is None else time.monotonic() + left_s - min(5.0, 0.1 * left_s)
     rows: list[results.Row] = []
+    code = 0
     with hard_stop(left_s):
         try:
             for seqlen in args.contexts:
@@ -352,13 +353,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows += curves(small, names, text, session, deadline_s)
         except DeviceLostError as error:
             print(f"stopped: {error}", flush=True)
+            code = 1
     training = training_of(rows)
     print("".join(f"\n{to_text(each)}\n" for each in tables(training)))
     print(
         "".join(f"{who}: {why}\n" for who, why in training.errors.items())
         + f"{len(rows)} rows appended to {session.out}"
     )
-    return 0 if rows else 1
+    if not code and any(len(losses) < args.steps for losses in training.losses.values()):
+        code = OUT_OF_TIME
+    return code if rows else code or 1
 
 
 def _shown(rows: Sequence[results.Row], seqlen: int) -> str:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks import results, timing
-from benchmarks.budget import hard_stop
+from benchmarks.budget import OUT_OF_TIME, hard_stop
 from benchmarks.cases import HIDDEN_SIZE, Case
 from benchmarks.plain import Call
 from benchmarks.progress import Progress
@@ -150,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline_s = None if left_s is None else time.monotonic() + 0.9 * left_s
     timed = functools.partial(measure, rounds=args.rounds, burst_ms=args.burst_ms, deadline_s=deadline_s)
     rows: list[results.Row] = []
+    code = 0
     with hard_stop(left_s), Progress(len(grid)) as progress, torch.no_grad():
         for case in grid:
             progress.begin(case.name)
@@ -157,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found = timed(case, chosen[case.direction], session)
             except (DeviceLostError, OutOfTimeError) as error:
                 progress.note(f"{case.name}: stopped: {error}")
+                code = OUT_OF_TIME if isinstance(error, OutOfTimeError) else 1
                 break
             session.save(found)
             rows += found
@@ -165,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if isinstance(row.error, str):
                     progress.note(f"  {row.provider}: {row.error.splitlines()[0]}")
     print(f"\n{to_text(varlen_table(rows))}\n\n{len(rows)} rows appended to {session.out}")
-    return 0 if rows else 1
+    return code if rows else code or 1
 
 
 if __name__ == "__main__":

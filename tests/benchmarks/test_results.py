@@ -53,3 +53,14 @@ def test_rows_are_read_in_the_order_of_their_runs(run, tmp_path):
     results.append(tmp_path / "a.jsonl", [late])
     results.append(tmp_path / "b.jsonl", [early])
     assert results.saved(tmp_path) == [early, late]
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_no_row_and_is_cut_off(run, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    first, second = (run.row({"cell": i}, "fa2", median_ms=1.0) for i in range(2))
+    results.append(path, [first])
+    with path.open("a") as file:
+        file.write(second.to_json()[:40])
+    assert results.read([path]) == [first]
+    results.append(path, [second])
+    assert results.read([path]) == [first, second]

@@ -1,8 +1,9 @@
 """Small calls of every kernel, to be run under compute-sanitizer; each is checked against the oracle as it goes.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool TOOL python -m tests.gpu.sanitize [BACKEND]
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool TOOL python -m tests.gpu.sanitize [BACKEND ...]
 
-with TOOL memcheck, racecheck or initcheck
+with TOOL memcheck, racecheck or initcheck. The last line for each backend counts its calls, since a tool that saw none
+has nothing to complain of either. Forward and gradients are run where a backend has both.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import sys
 
 import torch
 
+from flashtile import dispatch
 from tests.cases import Case, build, judge
 
 CASES = (
     Case("full", seqlen_q=200, seqlen_k=150, head_dim=64),
     Case("causal", seqlen_q=150, seqlen_k=200, head_dim=128, causal=True, heads=4, kv_heads=2),
     Case("wide", seqlen_q=100, seqlen_k=100, head_dim=256, causal=True),
+    Case("window", seqlen_q=300, seqlen_k=300, head_dim=64, window=(70, 20), softcap=5.0),
     Case("odd", seqlen_q=61, seqlen_k=77, head_dim=33, head_dim_v=7, window=(20, 5)),
     Case("features", batch=1, seqlen_q=70, seqlen_k=70, head_dim=32, softcap=3.0, alibi="h", bias="hqk", mask="qk",
          sinks=True, dropout=0.2, causal=True),
@@ -24,14 +27,22 @@ CASES = (
 )  # fmt: skip
 
 
-def main() -> None:
-    """Runs the cases a backend can run, in bfloat16."""
-    for name in sys.argv[1:] or ["portable", "hopper"]:
+def main(backends: list[str], device: str = "cuda") -> None:
+    """Runs the cases that a backend can run, in bfloat16, and asserts that it refuses the others."""
+    for name in backends:
+        right = refused = 0
         for case in CASES:
-            judge(build(case, torch.bfloat16, "cuda"), name)
-            torch.cuda.synchronize()
-            print(f"{name} {case}: right", flush=True)
+            call = build(case, torch.bfloat16, device)
+            why = dispatch.reasons(name, call.problem, "forward")
+            backward = dispatch.reasons(name, call.problem, "backward")
+            judge(call, name)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            right, refused = right + (not why), refused + bool(why)
+            shown = f"refused: {'; '.join(why)}" if why else f"{'forward' if backward else 'forward, gradients'}: right"
+            print(f"  {name} {case} {shown}", flush=True)
+        print(f"{name}: {right} calls right, {refused} refused", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or ["portable", "hopper"])
