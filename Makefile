@@ -14,7 +14,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || 
 TRITON ?= $(shell test "$$(uname)" = Linux && echo 'triton==3.7.1')
 OTHER_TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test check docs kernels interpreter clean
+.PHONY: demo test check docs kernels interpreter gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile demo
@@ -38,6 +38,13 @@ kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	for arch in sm_80 sm_90a sm_100 gfx942; do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
 	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_90a sm_100 gfx942; do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
+
+# Everything a GPU must show, saved in OUT and run again where it stopped. With PYTHON itself and no environment of its own:
+# the PyTorch of a GPU machine fits its driver. ARGS: python -m benchmarks.acceptance --help
+OUT ?= gpu-results
+BUDGET_S ?= 3600
+gpu:
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.acceptance --out '$(OUT)' --budget-s $(BUDGET_S) $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

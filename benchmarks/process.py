@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -94,10 +95,8 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
     for number, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
         members = _members(process)
         for member in members:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(member, number)
-            except ProcessLookupError:
-                continue
         until_s = time.monotonic() + patience_s
         while members and time.monotonic() < until_s:
             process.poll()
@@ -105,7 +104,9 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
             time.sleep(_POLL_S / 5)
         if not members:
             break
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        # One that waits inside a driver may not even die of SIGKILL; the stages after it need not wait with it.
+        process.wait(_GRACE_S)
 
 
 def _members(process: subprocess.Popen[bytes]) -> list[int]:

@@ -224,11 +224,11 @@ def _suites() -> list[Stage]:
         claims.nothing_wrong("forward", "float16"),
     )
     return [
-        Stage(name="forward", shows="36 forward cells in bf16 beside all peers", limit_s=170, judge=forward,
+        Stage(name="forward", shows="36 forward cells in bf16 beside all peers", limit_s=200, judge=forward,
               command=_module("benchmarks.run", "forward", "--resume")),
-        Stage(name="backward", shows="24 backward cells in bf16 beside all peers", limit_s=190, judge=backward,
+        Stage(name="backward", shows="24 backward cells in bf16 beside all peers", limit_s=200, judge=backward,
               command=_module("benchmarks.run", "backward", "--resume")),
-        Stage(name="forward-fp16", shows="36 forward cells in fp16", limit_s=170, judge=half,
+        Stage(name="forward-fp16", shows="36 forward cells in fp16", limit_s=200, judge=half,
               command=_module("benchmarks.run", "forward", "--dtype", "float16", "--resume")),
     ]  # fmt: skip
 
@@ -244,9 +244,9 @@ def _others() -> list[Stage]:
     return [
         Stage(name="memory", shows="extra memory of a call, 1k to 64k tokens", limit_s=80,
               judge=claims.memory_is_linear, command=_module("benchmarks.memory")),
-        Stage(name="host", shows="host time of a warm call, time of a first call", limit_s=110,
+        Stage(name="host", shows="host time of a warm call, time of a first call", limit_s=150,
               judge=claims.host_is_quick, command=_module("benchmarks.host")),
-        Stage(name="accuracy", shows="errors against float64, with outliers and without", limit_s=150,
+        Stage(name="accuracy", shows="errors against float64, with outliers and without", limit_s=180,
               judge=accurate, command=_module("benchmarks.accuracy")),
         Stage(name="varlen", shows="packed sequences against the dense rate", limit_s=80,
               judge=claims.packing_is_cheap(HOPPER, 4), command=_module("benchmarks.varlen")),

@@ -2,6 +2,7 @@ import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import results, train
 from benchmarks.session import Session
@@ -32,6 +33,15 @@ def test_every_attention_learns_alike_from_the_same_weights_and_excerpts(text, s
     assert losses["eager"][-1] < losses["eager"][0] - 0.01
     for name in ("flashtile-cpu", "sdpa"):
         assert losses[name] == pytest.approx(losses["eager"], abs=2e-2)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this PyTorch cannot fake a CUDA tensor")
+def test_the_flash_kernel_is_called_as_its_schema_says_and_has_gradients():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+        out = train.attention_of("fa2")(q, k, v)
+        assert out.shape == q.shape and out.dtype == torch.bfloat16
+        assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
 
 
 def test_another_attention_has_another_curve(text, session, monkeypatch):
