@@ -114,8 +114,12 @@ class _Binding:
     def __init__(self, language: Language, replacements: Mapping[Any, Callable[..., Any]]) -> None:
         self._known: dict[int, Any] = {}
         self._kept: list[Any] = []
-        for original, name in ((tl, "triton"), (gl, "gluon"), (mbarrier, "barriers")):
-            self._learn(original, getattr(language, name)())
+        for original, mine in ((tl, language.triton()), (gl, language.gluon()), (mbarrier, language.barriers())):
+            self._learn(original, mine)
+            for name, function in vars(mine).items():
+                # A module may have taken a function out of its namespace.
+                if inspect.isfunction(getattr(original, name, None)):
+                    self._learn(getattr(original, name), function)
         for original, mine in {
             hopper.fence_async_shared: language.fence,
             hopper.warpgroup_mma: language.product,
