@@ -290,7 +290,7 @@ def _unpacked(archive: Path) -> Path:
     target = Path(tempfile.gettempdir()) / f"flashtile-benchmarks-{os.getuid()}" / archive.stem
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
-        partial = target.with_suffix(".partial")
+        partial = target.with_suffix(f".partial-{os.getpid()}")
         with lzma.open(archive) as packed, partial.open("wb") as plain:
             shutil.copyfileobj(packed, plain, 1 << 24)
         partial.rename(target)

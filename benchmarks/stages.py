@@ -233,6 +233,10 @@ def _suites() -> list[Stage]:
     ]  # fmt: skip
 
 
+def _clean(suite: str, judge: Judge) -> Judge:
+    return claims.all_of(judge, claims.nothing_wrong(suite))
+
+
 def _others() -> list[Stage]:
     # Two distributions, two dtypes, three head dims; one tensor forward, three backward.
     tensors = {"forward": 12, "backward": 36}
@@ -243,15 +247,16 @@ def _others() -> list[Stage]:
     )
     return [
         Stage(name="memory", shows="extra memory of a call, 1k to 64k tokens", limit_s=80,
-              judge=claims.memory_is_linear, command=_module("benchmarks.memory")),
+              judge=_clean("memory", claims.memory_is_linear), command=_module("benchmarks.memory")),
         Stage(name="host", shows="host time of a warm call, time of a first call", limit_s=150,
-              judge=claims.host_is_quick, command=_module("benchmarks.host")),
+              judge=_clean("host", claims.host_is_quick), command=_module("benchmarks.host")),
         Stage(name="accuracy", shows="errors against float64, with outliers and without", limit_s=180,
               judge=accurate, command=_module("benchmarks.accuracy")),
         Stage(name="varlen", shows="packed sequences against the dense rate", limit_s=80,
-              judge=claims.packing_is_cheap(HOPPER, 4), command=_module("benchmarks.varlen")),
+              judge=_clean("varlen", claims.packing_is_cheap(HOPPER, 4)), command=_module("benchmarks.varlen")),
         Stage(name="train", shows="a GPT's loss over 2,000 steps, tokens/s by context", limit_s=240, least_s=60,
-              judge=claims.training_agrees(HOPPER, 2000, (512, 2048, 8192)), command=_module("benchmarks.train")),
+              judge=_clean("train", claims.training_agrees(HOPPER, 2000, (512, 2048, 8192))),
+              command=_module("benchmarks.train")),
     ]  # fmt: skip
 
 

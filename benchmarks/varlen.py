@@ -34,6 +34,8 @@ PROVIDER_NAMES = {
     "cpu": ("flashtile-cpu", "sdpa"),
 }
 DIRECTIONS = ("forward", "backward")
+# Draws 30 lengths from 18 to 15,897 tokens for 65,536: both ends of the range, and work that a dense batch can match.
+SEED = 3
 # Dense lengths are rounded to it, so that the batch compared with pays for no ragged end.
 _ROUND_TO = 128
 
@@ -116,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=65536, help="in all")
     parser.add_argument("--shortest", type=int, default=16)
     parser.add_argument("--longest", type=int, default=16384)
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the lengths")
     parser.add_argument("--hidden", type=int, default=HIDDEN_SIZE, help="heads times head_dim")
     parser.add_argument("--head-dims", type=numbers, default=[64, 128], metavar="A,B")
     parser.add_argument("--masks", type=words, default=["full", "causal"], metavar="A,B", help="full, causal")

@@ -298,16 +298,18 @@ def test_the_real_stages_say_what_they_need_and_name_real_modules():
     assert sum(s.limit_s for s in known if s.alone) + 300 < 45 * 60
 
 
-@pytest.mark.parametrize("name", ["forward", "memory", "host", "accuracy", "varlen", "train"])
-def test_real_commands_are_understood_where_they_cannot_run(tmp_path, name):
-    if torch.cuda.is_available():
-        pytest.skip("here they would run")
-    (chosen,) = (s for s in stages.all_stages(HERE) if s.name == name)
-    record = drive(tmp_path, [replace(chosen, needs=lambda machine: None)], budget_s=300.0)[name]
-    assert record.verdict == "failed" and record.why.startswith("exit code 2: ") and "CUDA device" in record.why
-    assert all(finding["met"] is not True for finding in record.findings)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here they would run")
+def test_real_commands_are_understood_where_they_cannot_run(tmp_path):
+    names = ["forward", "backward", "forward-fp16", "memory", "host", "accuracy", "varlen", "train"]
+    chosen = [replace(s, needs=lambda machine: None, alone=False) for s in stages.all_stages(HERE) if s.name in names]
+    records = drive(tmp_path, chosen, budget_s=300.0)
+    assert list(records) == names
+    for record in records.values():
+        assert record.verdict == "failed" and record.why.startswith("exit code 2: ") and "CUDA device" in record.why
+        assert record.findings and all(finding["met"] is not True for finding in record.findings)
 
 
+@pytest.mark.slow
 def test_real_benchmarks_in_small_go_through_the_driver(tmp_path):
     """The commands, their budgets, their rows and the folder, on the CPU; what they claim cannot be shown here."""
     small = {

@@ -178,6 +178,7 @@ def test_the_sanitizer_must_have_seen_calls_and_complain_of_none(log, met):
     assert claims.sanitizer_is_silent("hopper")(seen(log=log))[0].met is met
 
 
+@pytest.mark.slow
 def test_what_sanitize_prints_is_what_is_read(capsys):
     from tests.gpu import sanitize
 
