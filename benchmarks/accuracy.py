@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.budget import hard_stop
-from benchmarks.cases import HIDDEN_SIZE, Case, Inputs, make_inputs
+from benchmarks.cases import HEAD_DIMS, HIDDEN_SIZE, Case, Direction, Inputs, make_inputs
 from benchmarks.checks import Outputs, Probe, compute
 from benchmarks.progress import Progress
 from benchmarks.providers import Provider
@@ -36,6 +36,24 @@ PROVIDER_NAMES = {
     "cuda": ("flashtile-hopper", "flashtile-portable", "fa3", "cudnn", "fa2", "eager"),
     "cpu": ("flashtile-cpu", "sdpa", "eager"),
 }
+
+
+def cases(
+    seqlen: int = 8192,
+    hidden: int = HIDDEN_SIZE,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    dtypes: Sequence[str] = ("float16", "bfloat16"),
+    masks: Sequence[str] = ("full",),
+    directions: Sequence[Direction] = ("forward", "backward"),
+) -> list[Case]:
+    """One sequence for each combination."""
+    return [
+        Case(direction, dtype, 1, seqlen, seqlen, hidden // dim, hidden // dim, dim, mask == "causal")
+        for direction in directions
+        for dtype in dtypes
+        for dim in head_dims
+        for mask in masks
+    ]
 
 
 def exact(case: Case, inputs: Inputs) -> Outputs:
@@ -116,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     add_options(parser)
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=HIDDEN_SIZE, help="heads times head_dim")
-    parser.add_argument("--head-dims", type=numbers, default=[64, 128, 256], metavar="A,B")
+    parser.add_argument("--head-dims", type=numbers, default=list(HEAD_DIMS), metavar="A,B")
     parser.add_argument("--dtypes", type=words, default=["float16", "bfloat16"], metavar="A,B")
     parser.add_argument("--inputs", type=words, default=list(INPUTS), metavar="A,B", help=", ".join(INPUTS))
     parser.add_argument("--masks", type=words, default=["full"], metavar="A,B", help="full, causal")
@@ -130,15 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = open_session(args, "accuracy")
     if session is None:
         return 2
-    grid = [
-        Case(
-            direction, dtype, 1, args.seqlen, args.seqlen, args.hidden // dim, args.hidden // dim, dim, mask == "causal"
-        )
-        for direction in args.directions
-        for dtype in args.dtypes
-        for dim in args.head_dims
-        for mask in args.masks
-    ]
+    grid = cases(args.seqlen, args.hidden, args.head_dims, args.dtypes, args.masks, args.directions)
     chosen = {
         each: choose_providers(args.providers or PROVIDER_NAMES[args.device], each, session.device)
         for each in args.directions

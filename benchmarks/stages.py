@@ -185,6 +185,16 @@ def _sanitizer(tool: str, backend: str) -> Stage:
     )  # fmt: skip
 
 
+def _compiling() -> Stage:
+    return Stage(
+        name="compile",
+        shows="every cell of ours runs; what it compiles is there for the stages after it",
+        command=("{python}", "-m", "benchmarks.warm", "--budget-s", "{budget}"),
+        limit_s=260,
+        alone=False,
+    )
+
+
 def _sweeps() -> list[Stage]:
     hopper = ("tune-hopper", "benchmarks.tune_hopper", "the Hopper forward right and its variants timed", SWEEPS[0])
     backward = (
@@ -287,5 +297,9 @@ def also(text: str) -> Stage:
 
 def all_stages(machine: Machine, extra: Sequence[Stage] = ()) -> list[Stage]:
     """Every stage in order of worth; external ones run beside the tests."""
-    checks = [_tests(machine), *(_sanitizer(tool, name) for name in ("hopper", "portable") for tool in _SANITIZER)]
+    checks = [
+        _tests(machine),
+        _compiling(),
+        *(_sanitizer(tool, name) for name in ("hopper", "portable") for tool in _SANITIZER),
+    ]
     return [*checks, *extra, *_sweeps(), *_suites(), *_others()]

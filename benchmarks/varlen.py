@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import results, timing
 from benchmarks.budget import OUT_OF_TIME, hard_stop
-from benchmarks.cases import HIDDEN_SIZE, Case
+from benchmarks.cases import HIDDEN_SIZE, Case, Direction
 from benchmarks.plain import Call
 from benchmarks.progress import Progress
 from benchmarks.providers import Provider
@@ -33,14 +33,17 @@ PROVIDER_NAMES = {
     "cuda": ("flashtile-hopper", "flashtile-portable", "fa3", "fa2"),
     "cpu": ("flashtile-cpu", "sdpa"),
 }
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 # Draws 30 lengths from 18 to 15,897 tokens for 65,536: both ends of the range, and work that a dense batch can match.
 SEED = 3
+TOKENS, SHORTEST, LONGEST = 65536, 16, 16384
 # Dense lengths are rounded to it, so that the batch compared with pays for no ragged end.
 _ROUND_TO = 128
 
 
-def draw_lengths(tokens: int, shortest: int, longest: int, seed: int) -> tuple[int, ...]:
+def draw_lengths(
+    tokens: int = TOKENS, shortest: int = SHORTEST, longest: int = LONGEST, seed: int = SEED
+) -> tuple[int, ...]:
     """Random lengths that add up to ``tokens``; the last one fills what is left."""
     draw = random.Random(seed)
     found: list[int] = []
@@ -52,6 +55,23 @@ def draw_lengths(tokens: int, shortest: int, longest: int, seed: int) -> tuple[i
         found.append(length)
         left -= length
     return tuple(found)
+
+
+def cases(
+    lengths: tuple[int, ...],
+    hidden: int = HIDDEN_SIZE,
+    head_dims: Sequence[int] = (64, 128),
+    masks: Sequence[str] = ("full", "causal"),
+    directions: Sequence[Direction] = DIRECTIONS,
+    dtype: str = "bfloat16",
+) -> list[Case]:
+    """The packed lengths in each combination."""
+    longest = max(lengths)
+    return [
+        Case(direction, dtype, len(lengths), longest, longest, hidden // dim, hidden // dim, dim, mask == "causal",
+             lengths=lengths)
+        for direction in directions for dim in head_dims for mask in masks
+    ]  # fmt: skip
 
 
 def dense_like(case: Case) -> Case:
@@ -115,9 +135,9 @@ def varlen_table(rows: Sequence[results.Row]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.varlen", description=__doc__.splitlines()[0])
     add_options(parser)
-    parser.add_argument("--tokens", type=int, default=65536, help="in all")
-    parser.add_argument("--shortest", type=int, default=16)
-    parser.add_argument("--longest", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="in all")
+    parser.add_argument("--shortest", type=int, default=SHORTEST)
+    parser.add_argument("--longest", type=int, default=LONGEST)
     parser.add_argument("--seed", type=int, default=SEED, help="of the lengths")
     parser.add_argument("--hidden", type=int, default=HIDDEN_SIZE, help="heads times head_dim")
     parser.add_argument("--head-dims", type=numbers, default=[64, 128], metavar="A,B")
@@ -138,12 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     lengths = draw_lengths(args.tokens, args.shortest, args.longest, args.seed)
     print(f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all", flush=True)
-    grid = [
-        Case(direction, args.dtype, len(lengths), max(lengths), max(lengths), heads, heads, dim, mask == "causal",
-             lengths=lengths)
-        for direction in args.directions for dim in args.head_dims for mask in args.masks
-        for heads in [args.hidden // dim]
-    ]  # fmt: skip
+    grid = cases(lengths, args.hidden, args.head_dims, args.masks, args.directions, args.dtype)
     chosen = {
         each: choose_providers(args.providers or PROVIDER_NAMES[args.device], each, session.device)
         for each in args.directions

@@ -1,0 +1,40 @@
+from dataclasses import replace
+
+import torch
+
+from benchmarks import warm
+from benchmarks.cases import Case, suite
+
+SMALL = Case("forward", "bfloat16", 1, 48, 48, 2, 2, 16, causal=True)
+
+
+def test_every_cell_of_the_suites_is_called_and_none_twice():
+    cases = warm.all_cases()
+    assert len(cases) == len(set(cases))
+    assert {*suite("forward"), *suite("backward"), *suite("forward", "float16")} <= set(cases)
+    assert any(case.lengths for case in cases) and any(case.seqlen_k == 65536 for case in cases)
+    assert {(c.direction, c.dtype) for c in cases} == {
+        (x, y) for x in ("forward", "backward") for y in ("bfloat16", "float16")
+    }
+
+
+def test_cells_of_other_kernels_come_first():
+    other = replace(SMALL, head_dim=32)
+    cases = [replace(SMALL, seqlen_k=n) for n in (16, 32, 64)] + [replace(other, seqlen_k=n) for n in (16, 32)]
+    assert [(c.head_dim, c.seqlen_k) for c in warm.spread(cases)] == [(16, 16), (32, 16), (16, 32), (32, 32), (16, 64)]
+    assert warm.spread([]) == []
+
+
+def test_a_call_says_what_went_wrong_and_takes_a_refusal_for_an_answer(monkeypatch):
+    assert warm.call_once(SMALL, "flashtile-cpu", "cpu") is None
+    assert warm.call_once(SMALL, "flashtile-hopper", "cpu") is None, "it refuses the device"
+    assert warm.call_once(replace(SMALL, dtype="nothing"), "eager", "cpu").startswith("failed: ")
+
+
+def test_processes_run_the_calls(capsys, monkeypatch):
+    monkeypatch.setattr(warm, "all_cases", lambda: [SMALL, replace(SMALL, direction="backward")])
+    assert warm.main(["--device", "cpu", "--workers", "2", "--providers", "flashtile-cpu,fa3"]) == 1
+    printed = capsys.readouterr().out
+    assert "2 of 4 calls went well" in printed and printed.count("fa3: failed: ") == 2
+    if not torch.cuda.is_available():
+        assert warm.main([]) == 2
