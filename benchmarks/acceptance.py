@@ -15,14 +15,13 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import hashlib
 import json
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,6 @@ from benchmarks import archive, results
 from benchmarks.budget import OUT_OF_TIME
 from benchmarks.claims import Ended, Finding, ended_well
 from benchmarks.process import Outcome, run_process
-from benchmarks.results import ROOT
 from benchmarks.stages import ROWS, SWEEPS, Machine, Stage, all_stages, also, look_around
 
 SHOWN, MISSED, FAILED, TIMED_OUT, KILLED, NOT_RUN = "shown", "missed", "failed", "timed out", "killed", "not run"
@@ -73,22 +71,6 @@ class Record:
     ended: str = ""
 
 
-def fingerprint(folder: Path = ROOT / "src") -> str:
-    """A hash of all Python sources, which names them where there is no repository to ask."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-def sources_name(sources: str) -> str:
-    """The commit, made to tell apart what it does not: changed files and copies without a repository."""
-    commit = results.git_commit()
-    if commit == "unknown":
-        return f"sources-{sources}"
-    return f"{commit}+{sources}" if commit.endswith("-dirty") else commit
-
-
 class Acceptance:
     """One run of the driver over a results folder.
 
@@ -98,10 +80,19 @@ class Acceptance:
         commit: Name of the sources in rows.
         sources: Their fingerprint.
         budget_s: Seconds for everything.
+        look: Asks again what there is, after a stage that had to be killed.
     """
 
-    def __init__(self, out: Path, machine: Machine, commit: str, sources: str, budget_s: float) -> None:
-        self.out, self.machine, self.commit, self.sources = out, machine, commit, sources
+    def __init__(
+        self,
+        out: Path,
+        machine: Machine,
+        commit: str,
+        sources: str,
+        budget_s: float,
+        look: Callable[[], Machine] = look_around,
+    ) -> None:
+        self.out, self.machine, self.commit, self.sources, self._look = out, machine, commit, sources, look
         self.deadline_s = time.monotonic() + budget_s - _RESERVE_S
         self.start_s = time.monotonic()
         self.stopped = Event()
@@ -146,9 +137,16 @@ class Acceptance:
         self.write()
         for group in _groups(stages):
             with ThreadPoolExecutor(len(group)) as pool:
-                list(pool.map(self._stage, group))
+                killed = [ended for ended in pool.map(self._stage, group) if ended in (TIMED_OUT, KILLED)]
+            if killed and self.machine.cuda and not self.stopped.is_set() and time.monotonic() < self.deadline_s:
+                # A kernel that hangs can take the GPU with it; then every later stage would hang until its limit.
+                found = self._look()
+                if not found.cuda:
+                    self.machine = dataclasses.replace(self.machine, cuda=False, why_not=found.why_not)
+                    print(f"the GPU is lost: {found.why_not}", flush=True)
 
-    def _stage(self, stage: Stage) -> None:
+    def _stage(self, stage: Stage) -> str | None:
+        """Runs one stage; how it ended, None if it was not started."""
         record = self.records[stage.name]
         why = stage.needs(self.machine)
         left_s = self.deadline_s - time.monotonic()
@@ -160,7 +158,7 @@ class Acceptance:
             if not record.tries:
                 record.verdict, record.why = NOT_RUN, why
             self._say(record)
-            return
+            return None
         record.tries += 1
         record.verdict, record.sources = "running", self.sources
         self.write()
@@ -177,6 +175,7 @@ class Acceptance:
         )
         self._judge(stage, record, outcome, work, before)
         self._say(record)
+        return record.verdict
 
     def _command(self, stage: Stage, limit_s: float, work: Path) -> list[str]:
         # Time to start a process and import PyTorch, and to end in order.
@@ -369,9 +368,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [
         stage for stage in all_stages(machine, extra) if stage.name not in skip and (not only or stage.name in only)
     ]
-    sources = fingerprint()
+    sources = results.fingerprint()
     budget_s = args.budget_s - (time.monotonic() - start_s)
-    acceptance = Acceptance(args.out.resolve(), machine, args.commit or sources_name(sources), sources, budget_s)
+    acceptance = Acceptance(
+        args.out.resolve(), machine, args.commit or results.sources_name(sources), sources, budget_s
+    )
     print(f"{acceptance.commit} on {machine.facts.get('device', machine.why_not)}, {budget_s:.0f} s", flush=True)
     if machine.cuda and not machine.facts.get("FA3_SO"):
         print("FA3_SO names no library: what is claimed against fa3 will not be shown", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -132,6 +133,22 @@ def git_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("-dirty" if changed else "")
+
+
+def fingerprint(folder: Path = ROOT / "src") -> str:
+    """A hash of all Python sources, which names them where there is no repository to ask."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def sources_name(sources: str) -> str:
+    """The commit, made to tell apart what it does not: changed files and copies without a repository."""
+    commit = git_commit()
+    if commit == "unknown":
+        return f"sources-{sources}"
+    return f"{commit}+{sources}" if commit.endswith("-dirty") else commit
 
 
 def _git(*arguments: str) -> str:

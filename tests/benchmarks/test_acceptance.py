@@ -25,9 +25,9 @@ def stage(name, code, **options):
     return Stage(name=name, shows=f"shows {name}", command=("{python}", "-c", code), **options)
 
 
-def drive(out, chosen, again=(), budget_s=60.0, sources="s1", machine=HERE):
+def drive(out, chosen, again=(), budget_s=60.0, sources="s1", machine=HERE, look=lambda: HERE):
     """One run of the driver; the records by name."""
-    driver = Acceptance(out, machine, "c1", sources, budget_s)
+    driver = Acceptance(out, machine, "c1", sources, budget_s, look)
     driver.run(driver.order(chosen, again))
     driver.write()
     driver.close()
@@ -97,6 +97,27 @@ def test_every_end_of_a_stage_has_its_verdict(tmp_path):
     assert [s["verdict"] for s in summary["stages"]] == [r.verdict for r in records.values()]
     table = (tmp_path / "summary.txt").read_text()
     assert "2 of 10 stages shown" in table and "NO  too slow (bar 1)" in table and "yes right" in table
+
+
+def test_a_gpu_that_a_killed_stage_takes_along_is_asked_for_once(tmp_path):
+    asked = []
+
+    def look():
+        asked.append(1)
+        return Machine(cuda=False, why_not="it does not answer")
+
+    def gpu(machine):
+        return None if machine.cuda else machine.why_not
+
+    chosen = [
+        stage("fails", "raise SystemExit(1)", needs=gpu),
+        stage("dies", "import os; os.kill(os.getpid(), 9)", needs=gpu),
+        stage("later", "print(1)", needs=gpu),
+        stage("elsewhere", "print(1)"),
+    ]
+    records = drive(tmp_path, chosen, look=look)
+    assert [r.verdict for r in records.values()] == ["failed", "killed", "not run", "shown"]
+    assert records["later"].why == "it does not answer" and len(asked) == 1
 
 
 def test_a_child_left_behind_by_a_stage_that_succeeds_is_ended(tmp_path):
@@ -177,10 +198,10 @@ def test_rows_of_these_sources_alone_are_judged_and_a_torn_row_is_cut_off(tmp_pa
 
 DRIVER = """
 import sys
-from benchmarks import acceptance
+from benchmarks import acceptance, stages
 from tests.benchmarks.test_acceptance import HERE, stage
 hang = "import time; print('at work', flush=True); time.sleep(600)"
-acceptance.look_around = lambda: HERE
+acceptance.look_around = stages.look_around = lambda: HERE
 acceptance.all_stages = lambda machine, extra: [stage("quick", "print(1)"), stage("hangs", hang), stage("later", "1")]
 sys.exit(acceptance.main(sys.argv[1:]))
 """
@@ -211,7 +232,7 @@ def test_a_driver_that_is_killed_leaves_what_it_knew(tmp_path, number):
         assert driver.returncode == 1
         assert verdicts == {"quick": "shown", "hangs": "killed", "later": "not run"}
         assert "1 of 3 stages shown" in printed and "told to stop" in printed
-    records = drive(out, [stage("hangs", "print(2)"), stage("quick", "1")], sources=acceptance.fingerprint())
+    records = drive(out, [stage("hangs", "print(2)"), stage("quick", "1")], sources=results.fingerprint())
     assert records["hangs"].verdict == "shown" and records["hangs"].tries == 2 and records["quick"].tries == 1
 
 
@@ -344,13 +365,13 @@ def test_looking_around_finds_this_machine():
 
 def test_sources_are_named_by_their_contents(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("1")
-    first = acceptance.fingerprint(tmp_path)
-    assert acceptance.fingerprint(tmp_path) == first
+    first = results.fingerprint(tmp_path)
+    assert results.fingerprint(tmp_path) == first
     (tmp_path / "a.py").write_text("2")
-    assert acceptance.fingerprint(tmp_path) != first
+    assert results.fingerprint(tmp_path) != first
     for commit, name in (("abc", "abc"), ("abc-dirty", f"abc-dirty+{first}"), ("unknown", f"sources-{first}")):
         monkeypatch.setattr(results, "git_commit", lambda commit=commit: commit)
-        assert acceptance.sources_name(first) == name
+        assert results.sources_name(first) == name
 
 
 def test_ended_well_claims_what_the_log_said_last(tmp_path):
