@@ -269,6 +269,8 @@ def sanitizer_is_silent(backend: str) -> Judge:
     def judge(ended: Ended) -> list[Finding]:
         counts = [int(a or b) for a, b in _SUMMARY.findall(ended.log)]
         calls = {name: int(right) for name, right, _ in _CALLS.findall(ended.log)}.get(backend, 0)
+        if "Device not supported" in ended.log:
+            return [Finding("compute-sanitizer refuses this device", met=False)]
         total = f"{sum(counts)} errors or hazards" if counts else "no summary of the tool"
         return [Finding(f"{total} in {calls} calls of {backend}", met=bool(counts) and not sum(counts) and calls > 0)]
 

@@ -150,7 +150,7 @@ def _tests(machine: Machine) -> Stage:
     workers = str(max(2, min(12, (os.cpu_count() or 4) - 4)))
     side_by_side = ("-n", workers, "--max-worker-restart", "12") if "xdist" in machine.tools else ()
     # A call that waits for a kernel that hangs notices nothing but the end of its process.
-    patience = ("--timeout", "100", "--timeout-method", "thread") if "pytest_timeout" in machine.tools else ()
+    patience = ("--timeout", "150", "--timeout-method", "thread") if "pytest_timeout" in machine.tools else ()
     return Stage(
         name="pytest",
         shows="every test that needs a GPU",

@@ -172,6 +172,7 @@ def test_tests_must_run_and_none_may_fail(tmp_path):
         ("hopper: 0 calls right, 7 refused\n========= ERROR SUMMARY: 0 errors", False),
         ("portable: 5 calls right, 2 refused\n========= ERROR SUMMARY: 0 errors", False),
         ("hopper: 5 calls right, 2 refused", False),
+        ("hopper: 5 calls right, 2 refused\n========= Device not supported\n========= ERROR SUMMARY: 0 errors", False),
     ],
 )  # fmt: skip
 def test_the_sanitizer_must_have_seen_calls_and_complain_of_none(log, met):
