@@ -428,8 +428,8 @@ def attention_backward(
     q_desc, k_desc, v_desc, dout_desc, rows_desc, dk_desc, dv_desc, dq_ptr, turns_ptr, counter_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, scale_log2, softmax_scale, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_kv, group_size,
     left, right, heads_at_once,
-    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
-    DS_STAGES: gl.constexpr, EARLY_DV: gl.constexpr, DQ_WIDTH: gl.constexpr, STAGED: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, EARLY_DV: gl.constexpr, DQ_WIDTH: gl.constexpr, STAGED: gl.constexpr,
     REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FALLING: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
@@ -449,8 +449,8 @@ def attention_backward(
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, out_d], dtype)
     record_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_ring = make_ring(gl.int32, [RECORD_SIZE], record_layout, 2, 2)
-    k_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, KV_STAGES, GROUPS, 1)
-    v_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, KV_STAGES, GROUPS, 1)
+    k_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, K_STAGES, GROUPS, 1)
+    v_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, V_STAGES, GROUPS, 1)
     ds_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_M], ds_layout, DS_STAGES, GROUPS, GROUPS)
     q_ring = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2)
     dout_ring = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2)

@@ -105,4 +105,4 @@ def finish_dq(
         row = b64 * seqlen_q + tl.cast(start, tl.int64) + at
         col = tl.arange(0, BLOCK_D)[None, :]
         out_at = out_ptr + (row * num_heads_q + h)[:, None] * HEAD_DIM + col
-        tl.store(out_at, dq.to(out_ptr.dtype.element_ty), mask=(at < length)[:, None] & (col < HEAD_DIM))
+        tl.store(out_at, dq, mask=(at < length)[:, None] & (col < HEAD_DIM))

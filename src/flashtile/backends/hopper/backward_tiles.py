@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashtile.backends.hopper.tiles import PRODUCER_REGISTERS, REGISTERS_PER_LANE, SHARED_BYTES, block_d
 from flashtile.problem import Problem
@@ -22,7 +22,8 @@ class Config:
         split_d: Whether both warpgroups see the same 64 keys and each owns half the columns of dk and dv;
             otherwise each has 64 keys of its own. Scores are then computed twice, but dk and dv fit the registers.
         stages: Buffers for queries with what belongs to their rows, and as many for dout.
-        kv_stages: Buffers for a tile's keys and values: with two, the next tile's are loaded under this one.
+        k_stages: Buffers for a tile's keys: with two, the next tile's are loaded under this one.
+        v_stages: Buffers for a tile's values, which are free a little before a tile's end.
         ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq.
         early_dv: Whether dv's product starts before the gradients of the scores are computed, which takes registers.
         dq_width: Columns of dq that a warpgroup computes at once.
@@ -35,7 +36,8 @@ class Config:
     block_m: int = 64
     split_d: bool = False
     stages: int = 2
-    kv_stages: int = 1
+    k_stages: int = 2
+    v_stages: int = 1
     ds_stages: int = 2
     early_dv: bool = False
     dq_width: int = 64
@@ -72,7 +74,7 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles, and 1 KiB for barriers, tile records and what the compiler needs."""
-        keys = 2 * self.kv_stages * self.block_n * self.block_d
+        keys = (self.k_stages + self.v_stages) * self.block_n * self.block_d
         rows = 2 * self.stages * self.block_m * self.block_d
         dscores = self.ds_stages * self.block_n * self.block_m
         out = 2 * GROUP_KEYS * self.out_d
@@ -83,10 +85,21 @@ class Config:
 
 
 # 128 queries: a product's left operand, read from shared memory, then serves 128 columns and not 64.
-WIDE_64 = Config(block_d=64, block_m=128, kv_stages=2)
-NARROW_64 = Config(block_d=64, block_m=64, stages=3, kv_stages=2, early_dv=True, dq_width=32)
+WIDE_64 = Config(block_d=64, block_m=128, v_stages=2)
+NARROW_64 = Config(block_d=64, block_m=64, stages=3, v_stages=2, early_dv=True, dq_width=32)
 BASE_128 = Config(block_d=128, early_dv=True)
-SPLIT_256 = Config(block_d=256, split_d=True, staged=True)
+SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, staged=True)
+
+# What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
+VARIANTS = {
+    "64 wide": WIDE_64,
+    "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
+    "64 narrow": NARROW_64,
+    "128": BASE_128,
+    "128 late dv": replace(BASE_128, early_dv=False),
+    "128, 3 stages": replace(BASE_128, stages=3, k_stages=1),
+    "256": SPLIT_256,
+}
 
 
 def choose(problem: Problem) -> Config:

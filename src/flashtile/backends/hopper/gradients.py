@@ -42,6 +42,16 @@ class Workspace:
     turns: Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel with everything it is called with: its grid, its arguments in order, the compiler's options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, int]
+
+
 def run(
     problem: Problem,
     tensors: Tensors,
@@ -69,20 +79,17 @@ def run(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     band = problem.band
-    is_empty = band.left is not None and band.right is not None and band.left + band.right < 0
-    if q.numel() == 0 or k.numel() == 0 or (is_empty and sinks is None):
+    # A band that keeps nothing, or no rows, or no keys: TMA has no descriptor of an empty tensor.
+    keeps_nothing = band.left is not None and band.right is not None and band.left + band.right < 0
+    if keeps_nothing or q.numel() == 0 or k.numel() == 0:
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
     if not describable(dout):
         dout = dout.contiguous()
     plan = _plan(problem, config or backward_tiles.choose(problem), q.device)
     with torch.cuda.device_of(q):
         work = plan.workspace(q)
-        plan.prepare(tensors, out, lse, dout, dlse, work)
-        if is_empty:
-            dk.zero_(), dv.zero_()
-        else:
-            plan.sweep(tensors, dout, dk, dv, work)
-        plan.finish(tensors, dq, work)
+        for each in plan.launches(tensors, out, lse, dout, dlse, Gradients(dq, dk, dv), work):
+            each.kernel[each.grid](*each.arguments, **each.options)
     if sinks is not None:
         dsinks = plan.sinks_gradient(sinks, work)
     return Gradients(dq, dk, dv, None, dsinks)
@@ -119,7 +126,8 @@ def constants(problem: Problem, config: backward_tiles.Config) -> dict[str, Any]
         "BLOCK_M": config.block_m,
         "GROUPS": 1 if config.split_d else 2,
         "STAGES": config.stages,
-        "KV_STAGES": config.kv_stages,
+        "K_STAGES": config.k_stages,
+        "V_STAGES": config.v_stages,
         "DS_STAGES": config.ds_stages,
         "EARLY_DV": config.early_dv,
         "DQ_WIDTH": config.dq_width,
@@ -186,33 +194,40 @@ class Plan:
             counts[1:] if self.problem.deterministic else None,
         )
 
-    def prepare(
+    def launches(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        grads: Gradients,
+        work: Workspace,
+    ) -> list[Launch]:
+        """The three kernels of a call, in order; they fill ``grads``."""
+        return [
+            self._prepare(tensors, out, lse, dout, dlse, work),
+            self._sweep(tensors, dout, grads, work),
+            self._finish(tensors, grads.dq, work),
+        ]
+
+    def _prepare(
         self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, work: Workspace
-    ) -> None:
-        """The first kernel: rows, zeros."""
+    ) -> Launch:
         p, config = self.problem, self.config
         dout_strides = (0, *dout.stride()[:2]) if p.varlen else dout.stride()[:3]
         dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.varlen else dlse.stride()
-        dout_b, dout_row, dout_head = dout_strides
-        rows = out.shape[0 if p.varlen else 1]
-        prepare_rows[(work.rows.shape[0],)](
+        arguments = (
             out, dout, lse, dlse, tensors.cu_seqlens_q, work.rows, work.dq, work.counter, work.turns,
-            dout_b, dout_row, dout_head, *dlse_strides, p.batch, rows, p.num_heads_q,
-            HEAD_DIM=p.head_dim, BLOCK_M=config.block_m, BLOCK_D=config.block_d, VARLEN=p.varlen, num_warps=8,
+            dout_strides[0], dout_strides[1], dout_strides[2], *dlse_strides, p.batch, out.shape[0 if p.varlen else 1],
+            p.num_heads_q, p.head_dim, config.block_m, config.block_d, p.varlen,
         )  # fmt: skip
+        return Launch(prepare_rows, (work.rows.shape[0],), arguments, {"num_warps": 8})
 
-    def sweep(self, tensors: Tensors, dout: Tensor, dk: Tensor, dv: Tensor, work: Workspace) -> None:
-        """The main kernel."""
-        grid, args = self.sweep_launch(tensors, dout, dk, dv, work)
-        attention_backward[grid](*args, num_warps=4, maxnreg=self.config.max_registers)
-
-    def sweep_launch(
-        self, tensors: Tensors, dout: Tensor, dk: Tensor, dv: Tensor, work: Workspace
-    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Grid and arguments of the main kernel."""
+    def _sweep(self, tensors: Tensors, dout: Tensor, grads: Gradients, work: Workspace) -> Launch:
         p, config = self.problem, self.config
         q, k = tensors.q, tensors.k
-        described = (q, k, tensors.v, dout, dk, dv)
+        described = (q, k, tensors.v, dout, grads.dk, grads.dv)
         descriptors = [
             TensorDescriptor(x, *launch.geometry(tuple(x.shape), x.stride(), p.varlen), box, layout)
             for x, (box, layout) in zip(described, self.boxes, strict=True)
@@ -220,15 +235,24 @@ class Plan:
         lines = work.rows.view(-1, config.block_m)
         rows_desc = TensorDescriptor(lines, list(lines.shape), [config.block_m, 1], [2, config.block_m], self.rows_layout)
         rows_q, rows_k = (q.shape[0], k.shape[0]) if p.varlen else (q.shape[1], k.shape[1])
-        args = (
+        arguments = (
             *descriptors[:4], rows_desc, *descriptors[4:], work.dq, work.turns, work.counter, tensors.cu_seqlens_q,
             tensors.cu_seqlens_k, *scales(p), rows_q, rows_k, p.batch, p.num_heads_kv, p.group_size, *self.bounds,
             self.heads_at_once(rows_q), *self.constants,
         )  # fmt: skip
-        blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n) if p.varlen else -(
-            -rows_k // config.block_n
-        ) * p.batch
-        return (min(self.num_sms, blocks * p.num_heads_kv), 1, 1), args
+        blocks = triton.cdiv(rows_k, config.block_n) * p.batch
+        if p.varlen:
+            blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
+        grid = (min(self.num_sms, blocks * p.num_heads_kv),)
+        return Launch(attention_backward, grid, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
+
+    def _finish(self, tensors: Tensors, dq: Tensor, work: Workspace) -> Launch:
+        p, config = self.problem, self.config
+        arguments = (
+            work.dq, dq, tensors.cu_seqlens_q, p.batch, dq.shape[0 if p.varlen else 1], p.num_heads_q,
+            p.softmax_scale, p.head_dim, config.block_m, config.block_d, p.varlen,
+        )  # fmt: skip
+        return Launch(finish_dq, (work.rows.shape[0] * config.block_m // _ROWS,), arguments, {"num_warps": 4})
 
     def heads_at_once(self, rows: int) -> int:
         """Key heads whose rows, with dq in float32, fit the cache; one if all tiles of a head cost the same."""
@@ -237,16 +261,6 @@ class Plan:
             return 1
         a_head = rows * p.group_size * self.config.block_d * (2 * 2 + 4)
         return max(1, _CACHE_BYTES // a_head)
-
-    def finish(self, tensors: Tensors, dq: Tensor, work: Workspace) -> None:
-        """The last kernel: dq in q's dtype."""
-        p, config = self.problem, self.config
-        programs = work.rows.shape[0] * config.block_m // _ROWS
-        finish_dq[(programs,)](
-            work.dq, dq, tensors.cu_seqlens_q, p.batch, dq.shape[0 if p.varlen else 1], p.num_heads_q,
-            p.softmax_scale, HEAD_DIM=p.head_dim, BLOCK_M=config.block_m, BLOCK_D=config.block_d, VARLEN=p.varlen,
-            num_warps=4,
-        )  # fmt: skip
 
     def sinks_gradient(self, sinks: Tensor, work: Workspace) -> Tensor:
         """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""

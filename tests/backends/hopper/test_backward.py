@@ -1,0 +1,130 @@
+"""The Hopper backward's own source, run on the CPU: the case table, and what no table of results shows."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile.backends.hopper import backward_tiles
+from tests.backends.hopper.backward_emulated import on_cpu
+from tests.cases import CASES, Case, build, judge
+from tests.poison import poisoned_memory
+
+# Alignment is not looked at on a CPU, where nothing needs it.
+TABLE = [case for case in CASES if case.name != "sliced"]
+
+# Several tiles and row blocks a program, ends of sequences inside blocks.
+LONG = (
+    Case("full", batch=1, seqlen_q=300, seqlen_k=420, head_dim=64),
+    Case("causal", batch=2, seqlen_q=513, seqlen_k=513, heads=3, kv_heads=1, head_dim=64, causal=True),
+    Case("causal_128", batch=1, seqlen_q=260, seqlen_k=390, heads=2, kv_heads=2, head_dim=128, causal=True, sinks=True),
+    Case("causal_256", batch=1, seqlen_q=300, seqlen_k=200, heads=2, kv_heads=1, head_dim=256, causal=True),
+    Case("full_256", batch=1, seqlen_q=130, seqlen_k=200, head_dim=200),
+    Case("window", batch=1, seqlen_q=700, seqlen_k=650, head_dim=64, window=(130, 20), softcap=5.0),
+    Case("window_left", batch=1, seqlen_q=400, seqlen_k=700, head_dim=72, window=(200, None)),
+    Case("negative_scale", batch=1, seqlen_q=200, seqlen_k=330, head_dim=96, scale=-0.1, causal=True),
+    Case("varlen", batch=4, lengths=((200, 200), (1, 400), (0, 7), (333, 333)), head_dim=64, causal=True, spare=70),
+    Case("varlen_128", batch=3, lengths=((130, 260), (300, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
+    Case("varlen_256", batch=3, lengths=((130, 260), (300, 0), (64, 128)), head_dim=256, spare=3, lse_grad=True),
+)
+
+
+def _seed(case: Case) -> int:
+    return zlib.crc32(case.name.encode())
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_the_case_table(case: Case) -> None:
+    with on_cpu(_seed(case)):
+        judge(build(case, torch.bfloat16), "hopper")
+
+
+@pytest.mark.parametrize("num_sms", [1, 4])
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_many_tiles_a_program(case: Case, num_sms: int) -> None:
+    with on_cpu(_seed(case) + num_sms, num_sms):
+        judge(build(case, torch.float16 if num_sms == 1 else torch.bfloat16), "hopper")
+
+
+@pytest.mark.parametrize("name", backward_tiles.VARIANTS)
+def test_every_variant(name: str) -> None:
+    config = backward_tiles.VARIANTS[name]
+    dim = config.block_d - 8
+    for case in (
+        Case("causal", batch=1, seqlen_q=210, seqlen_k=270, head_dim=dim, causal=True, kv_heads=1),
+        Case("varlen", batch=2, lengths=((200, 130), (70, 260)), head_dim=dim, heads=1, kv_heads=1, window=(90, 30),
+             softcap=9.0),
+    ):  # fmt: skip
+        with on_cpu(_seed(case), 2, config):
+            judge(build(case, torch.bfloat16), "hopper")
+
+
+# Programs that wait for each other take the emulator long.
+ORDERED = (
+    Case("full", batch=1, seqlen_q=200, seqlen_k=300, head_dim=64),
+    Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=128, heads=2, kv_heads=1, causal=True),
+    Case("window_left", batch=1, seqlen_q=300, seqlen_k=300, head_dim=128, heads=1, kv_heads=1, window=(100, None)),
+    Case("varlen_256", batch=2, lengths=((130, 150), (70, 100)), head_dim=256, heads=1, kv_heads=1, window=(100, 0)),
+)
+
+
+def _gradients(case: Case, seed: int, num_sms: int) -> list[torch.Tensor]:
+    with on_cpu(seed, num_sms):
+        call = build(case, torch.bfloat16)
+        call.keywords["deterministic"] = True
+        out, _ = call.run("hopper")
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+        return list(torch.autograd.grad(out, list(call.leaves.values()), weight))
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_deterministic_bits_depend_neither_on_the_order_of_events_nor_on_the_programs(case: Case) -> None:
+    first = _gradients(case, 0, 1)
+    assert all(g.isfinite().all() and g.abs().max() > 0 for g in first)
+    for seed, num_sms in ((1, 3), (2, 4)):
+        assert all(torch.equal(a, b) for a, b in zip(first, _gradients(case, seed, num_sms), strict=True))
+
+
+def test_sums_are_in_any_order_unless_asked_for() -> None:
+    """Otherwise the test before this one shows nothing."""
+    case = next(case for case in LONG if case.name == "full")
+    bits = set()
+    for seed in range(4):
+        with on_cpu(seed, 4):
+            call = build(case, torch.bfloat16)
+            out, _ = call.run("hopper")
+            (dq,) = torch.autograd.grad((out.float() ** 2).sum(), [call.leaves["q"]])
+            bits.add(dq.view(torch.int16).numpy().tobytes())
+    assert len(bits) > 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_lies_behind_a_length_reaches_nothing(causal: bool) -> None:
+    """NaN behind the last sequence and in the neighbours: gradients of the sequence in between stay as they are."""
+    case = Case("varlen", batch=3, lengths=((70, 90), (210, 215), (50, 30)), spare=60, causal=causal, lse_grad=True)
+    rows, keys = slice(70, 280), slice(90, 305)
+
+    def run(poison: bool) -> list[torch.Tensor]:
+        call = build(case, torch.bfloat16)
+        with torch.no_grad():
+            for name, own in (("q", rows), ("k", keys), ("v", keys)):
+                leaf = call.leaves[name]
+                if poison:
+                    leaf[: own.start] = torch.nan
+                    leaf[own.stop :] = torch.nan
+        with poisoned_memory(), on_cpu():
+            out, _ = call.run("hopper")
+            weight = torch.zeros_like(out)
+            weight[rows] = torch.linspace(-1, 1, out[rows].numel()).reshape_as(out[rows]).to(out.dtype)
+            if poison:
+                weight[: rows.start], weight[rows.stop :] = torch.nan, torch.nan
+            dq, dk, dv = torch.autograd.grad(out, [call.leaves[name] for name in "qkv"], weight)
+        return [dq[rows], dk[keys], dv[keys]]
+
+    for clean, poisoned in zip(run(False), run(True), strict=True):
+        assert torch.isfinite(clean).all()
+        torch.testing.assert_close(clean, poisoned, rtol=0.02, atol=1e-3)
