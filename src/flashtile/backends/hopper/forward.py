@@ -81,10 +81,14 @@ def scheduler(tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, BLOCK_D: gl.constexpr):
-    """Loads each tile's queries, and then its key and value blocks from the last to the first."""
+def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, BLOCK_D: gl.constexpr,
+             OVERLAP: gl.constexpr):  # fmt: skip
+    """Loads each tile's queries, and its key and value blocks from the last to the first.
+
+    In the order in which they are needed: a block's values come behind the keys of the block after it, which are scored
+    first. With OVERLAP that block may be the next tile's.
+    """
     q_bytes: gl.constexpr = sizes.block_m * BLOCK_D * 2
-    kv_bytes: gl.constexpr = sizes.block_n * BLOCK_D * 2
     tiles = 0
     used = 0
     tile_ring.wait(tiles)
@@ -93,27 +97,53 @@ def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, 
         n_block_min = field(tile_ring, tiles, N_BLOCK_MIN, 1)
         row = field(tile_ring, tiles, ROW, 1)
         head = field(tile_ring, tiles, HEAD, 1)
-        head_kv = field(tile_ring, tiles, HEAD_KV, 1)
         b = field(tile_ring, tiles, SEQUENCE, 1)
-        start_q, seqlen_q, start_k, seqlen_k = 0, 0, 0, 0
+        start_q, seqlen_q = 0, 0
         if sizes.varlen:
             start_q = field(tile_ring, tiles, START_Q, 1)
             seqlen_q = field(tile_ring, tiles, SEQLEN_Q, 1)
-            start_k = field(tile_ring, tiles, START_K, 1)
-            seqlen_k = field(tile_ring, tiles, SEQLEN_K, 1)
-        tile_ring.release(tiles)
         for group in gl.static_range(sizes.groups):
             at = coordinates(b, start_q, seqlen_q, row + group * sizes.block_m, head, 0, sizes.varlen)
             load(q_desc, at, q_rings[group], tiles, q_bytes)
+        n_block -= 1
+        load_block(k_desc, k_ring, used, tile_ring, tiles, n_block, sizes, BLOCK_D)
+        if OVERLAP:
+            load_last_values(v_desc, v_ring, used - 1, tile_ring, tiles - 1, sizes, BLOCK_D)
         while n_block > n_block_min:
             n_block -= 1
-            at = coordinates(b, start_k, seqlen_k, n_block * sizes.block_n, head_kv, 0, sizes.varlen)
-            load(k_desc, at, k_ring, used, kv_bytes)
-            load(v_desc, at, v_ring, used, kv_bytes)
+            load_block(k_desc, k_ring, used + 1, tile_ring, tiles, n_block, sizes, BLOCK_D)
+            load_block(v_desc, v_ring, used, tile_ring, tiles, n_block + 1, sizes, BLOCK_D)
             used += 1
+        if not OVERLAP:
+            load_last_values(v_desc, v_ring, used, tile_ring, tiles, sizes, BLOCK_D)
+        used += 1
         tiles += 1
         tile_ring.wait(tiles)
         n_block = field(tile_ring, tiles, N_BLOCK_MAX, 1)
+    if OVERLAP:
+        load_last_values(v_desc, v_ring, used - 1, tile_ring, tiles - 1, sizes, BLOCK_D)
+
+
+@gluon.jit
+def load_last_values(v_desc, v_ring, use, tile_ring, tiles, sizes, BLOCK_D: gl.constexpr):
+    """Loads the values that a tile needs last; then this role is done with the tile's record. No tile comes before 0."""
+    if tiles >= 0:
+        n_block = field(tile_ring, tiles, N_BLOCK_MIN, 1)
+        load_block(v_desc, v_ring, use, tile_ring, tiles, n_block, sizes, BLOCK_D)
+        tile_ring.release(tiles)
+
+
+@gluon.jit
+def load_block(desc, ring, use, tile_ring, tiles, n_block, sizes, BLOCK_D: gl.constexpr):
+    """Starts the load of a block of a tile's keys or values."""
+    b = field(tile_ring, tiles, SEQUENCE, 1)
+    head = field(tile_ring, tiles, HEAD_KV, 1)
+    start_k, seqlen_k = 0, 0
+    if sizes.varlen:
+        start_k = field(tile_ring, tiles, START_K, 1)
+        seqlen_k = field(tile_ring, tiles, SEQLEN_K, 1)
+    at = coordinates(b, start_k, seqlen_k, n_block * sizes.block_n, head, 0, sizes.varlen)
+    load(desc, at, ring, use, sizes.block_n * BLOCK_D * 2)
 
 
 @gluon.jit
@@ -447,7 +477,8 @@ def attention_forward(
                         0, BLOCK_D, OVERLAP, STAGED)),
             (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), sizes, transform,
                         1, BLOCK_D, OVERLAP, STAGED)),
-            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_ring, v_ring, sizes, BLOCK_D)),
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_ring, v_ring, sizes, BLOCK_D,
+                        OVERLAP)),
             (scheduler, (tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)),
         ], [4, 1, 1], [REGISTERS, LOADER, LOADER])  # fmt: skip
     else:
@@ -459,6 +490,7 @@ def attention_forward(
                         1, BLOCK_D, OVERLAP, STAGED)),
             (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q2, k_ring, v_ring, out_s.index(2), sizes, transform,
                         2, BLOCK_D, OVERLAP, STAGED)),
-            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_ring, v_ring, sizes, BLOCK_D)),
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_ring, v_ring, sizes, BLOCK_D,
+                        OVERLAP)),
             (scheduler, (tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, LOADER, LOADER])  # fmt: skip
