@@ -52,7 +52,7 @@ def test_another_attention_has_another_curve(text, session, monkeypatch):
         return (lambda q, k, v: honest("eager")(q * 0, k, v)) if name == "wrong" else honest(name)
 
     monkeypatch.setattr(train, "attention_of", attention_of)
-    recipe = train.Recipe("loss", 16, 4, 1, 2, 32, 60, 2e-2)
+    recipe = train.Recipe("loss", 16, 4, 1, 2, 32, 40, 2e-2)
     losses = train.training_of(train.curves(recipe, ["wrong", "eager"], text, session, None)).losses
     assert losses["wrong"][0] == losses["eager"][0]
     assert max(abs(a - b) for a, b in zip(losses["wrong"], losses["eager"], strict=True)) > 5e-3
