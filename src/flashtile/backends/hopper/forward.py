@@ -126,7 +126,7 @@ def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, 
 
 @gluon.jit
 def load_last_values(v_desc, v_ring, use, tile_ring, tiles, sizes, BLOCK_D: gl.constexpr):
-    """Loads the values that a tile needs last; then this role is done with the tile's record. No tile comes before 0."""
+    """Loads the values that a tile needs last, which ends the use of its record. No tile comes before 0."""
     if tiles >= 0:
         n_block = field(tile_ring, tiles, N_BLOCK_MIN, 1)
         load_block(v_desc, v_ring, use, tile_ring, tiles, n_block, sizes, BLOCK_D)
