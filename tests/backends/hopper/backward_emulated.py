@@ -30,9 +30,7 @@ class _Emulated:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*arguments: Any, **options: Any) -> None:
-            emulator.launch(
-                self._kernel, grid, arguments, replacements={thread_barrier: lambda: None}, seed=self._seed
-            )
+            emulator.launch(self._kernel, grid, arguments, replacements={thread_barrier: lambda: None}, seed=self._seed)
 
         return run
 

@@ -101,7 +101,7 @@ def part_of(ring, use, part, PARTS: gl.constexpr):
 def fixed_part_of(ring, use, part, step, PARTS: gl.constexpr):
     """``part_of`` for a use that lasts many steps, computed anew in each.
 
-    The compiler does not see that it is the same; it would keep the addresses of each product in registers, which spill.
+    The compiler does not see that it is the same: it would keep addresses for each product in registers, which spill.
     """
     return ring.buffers.index(use % ring.stages * PARTS + part + (step >> 30))
 
@@ -263,6 +263,10 @@ def step(q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, used, seen, dk, dv,
         ds_ring.wait(used - 1)
         dq = start_dq(ds_ring, k_ring, used - 1, seen, 0, GROUP, GROUPS, BLOCK_M, BLOCK_D, DQ_WIDTH)
         s = warpgroup_mma_wait(1, deps=[s])
+    if transform.has_softcap and not IS_FIRST:
+        # Its derivative takes the registers that dq holds.
+        finish_dq(dq, dq_ptr, turns_ptr, last_block, last_turn, ds_ring, k_ring, used - 1, seen, GROUP, GROUPS,
+                  BLOCK_M, BLOCK_D, DQ_WIDTH)  # fmt: skip
     p, factor = probabilities(s, rows.slice(0, 1).load(layout), transform)
     if is_edge:
         p = keep_rows(p, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, BLOCK_M)
@@ -270,7 +274,7 @@ def step(q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, used, seen, dk, dv,
             factor = keep_rows(factor, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, BLOCK_M)
         else:
             factor = p
-    if not IS_FIRST:
+    if not IS_FIRST and not transform.has_softcap:
         finish_dq(dq, dq_ptr, turns_ptr, last_block, last_turn, ds_ring, k_ring, used - 1, seen, GROUP, GROUPS,
                   BLOCK_M, BLOCK_D, DQ_WIDTH)  # fmt: skip
 
@@ -429,11 +433,11 @@ def attention_backward(
     cu_seqlens_k_ptr, scale_log2, softmax_scale, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_kv, group_size,
     left, right, heads_at_once,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, EARLY_DV: gl.constexpr, DQ_WIDTH: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    FALLING: gl.constexpr, VARLEN: gl.constexpr,
+    V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, EARLY_DV: gl.constexpr, DQ_WIDTH: gl.constexpr,
+    STAGED: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of every tile of keys, and what each adds to dq; a program an SM.
+    """Every tile's dk and dv, and what it adds to dq; a program an SM.
 
     Arguments, in groups: descriptors of the tensors and of the workspace's rows; dq of the workspace, the turns (None:
     add in any order), the counter of tiles; cu_seqlens, None if dense; numbers of ``gradients.scales``; sizes, whose

@@ -32,7 +32,26 @@ def builds(arch: str) -> list[KernelBuild]:
             (_WINDOW, {"varlen": True, "softcap": 30.0, "sinks": True}),
         )
     ]
-    return [_forward(problem) for problem in usual + others]
+    return [_forward(problem) for problem in usual + others] + _backward(usual)
+
+
+def _backward(usual: list[Problem]) -> list[KernelBuild]:
+    """The main kernel on the usual problems, then each feature, then the kernels for rows."""
+    from flashtile.backends.hopper import backward_builds, backward_tiles
+
+    others = [
+        _problem(dim, band, **features)
+        for dim in (128, 64, 256)
+        for band, features in (
+            (_CAUSAL, {"dtype": torch.float16}),
+            (_WINDOW, {}),
+            (_CAUSAL, {"varlen": True, "deterministic": True}),
+            (_WINDOW, {"varlen": True, "softcap": 30.0}),
+        )
+    ]
+    sweeps = [backward_builds.sweep(problem, backward_tiles.choose(problem)) for problem in usual + others]
+    rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
+    return sweeps + [build for problem in rows for build in backward_builds.builds(problem)[1:]]
 
 
 def _problem(dim: int, band: Band, seqlen: int = 8192, **features: Any) -> Problem:

@@ -233,7 +233,9 @@ class Plan:
             for x, (box, layout) in zip(described, self.boxes, strict=True)
         ]
         lines = work.rows.view(-1, config.block_m)
-        rows_desc = TensorDescriptor(lines, list(lines.shape), [config.block_m, 1], [2, config.block_m], self.rows_layout)
+        rows_desc = TensorDescriptor(
+            lines, list(lines.shape), [config.block_m, 1], [2, config.block_m], self.rows_layout
+        )
         rows_q, rows_k = (q.shape[0], k.shape[0]) if p.varlen else (q.shape[1], k.shape[1])
         arguments = (
             *descriptors[:4], rows_desc, *descriptors[4:], work.dq, work.turns, work.counter, tensors.cu_seqlens_q,

@@ -1,0 +1,76 @@
+"""What the compiler makes of the Hopper backward, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flashtile import builds
+from flashtile.backends.build import KernelBuild
+from flashtile.masks import Band
+from flashtile.problem import Problem
+
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile.backends.hopper import backward_builds, backward_tiles
+from flashtile.backends.hopper import builds as hopper_builds
+
+BUILDS = [build for build in hopper_builds.builds("sm_90a") if build.direction.startswith("backward")]
+SWEEPS = [build for build in BUILDS if build.name == "attention_backward"]
+
+
+def _usual(dim: int) -> KernelBuild:
+    return next(b for b in SWEEPS if b.config["head_dim"] == dim and b.config["mask"] == "causal")
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_few_spills_and_the_instructions_of_the_chip(dim: int) -> None:
+    build = _usual(dim)
+    report = builds.compile_build(build, "sm_90a")
+    assert report.problems == []
+    c = build.constexprs
+    groups, block_m, block_d = c["GROUPS"], c["BLOCK_M"], c["BLOCK_D"]
+    # Scores and their gradients go over head_dim, dk and dv over the rows, dq over the keys; 16 a product. Each
+    # warpgroup has a tile's first step, its loop, and dq once more behind it.
+    share = block_d if block_m == 128 else block_d // 2
+    dq = groups * 64 // 16 * (share // c["DQ_WIDTH"])
+    assert report.instructions["wgmma"] == 2 * (2 * (2 * block_d // 16 + 2 * block_m // 16) + 2 * dq)
+    # A load moves 64 columns: queries, dout, a warpgroup's keys and values at a time; one moves what belongs to rows.
+    # The compiler may write a tile's first loads twice.
+    assert report.instructions["tma_load"] >= (2 + 2 * groups) * block_d // 64 + 1
+    # Four neighbours at once: dq of 64 rows is as many vectors as a thread has accumulators, by 4.
+    assert report.instructions["atomic"] == 2 * 2 * share // 8 + 1
+    assert report.instructions["setmaxnreg"] > 0
+    assert "st.global" not in report.instructions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS, ids=lambda b: b.label.replace(" ", "-"))
+def test_every_build_keeps_its_promises(build: KernelBuild) -> None:
+    assert builds.compile_build(build, "sm_90a").problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", backward_tiles.VARIANTS)
+def test_every_variant_builds(name: str) -> None:
+    config = backward_tiles.VARIANTS[name]
+    dim = config.block_d
+    problem = Problem(
+        device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, batch=1, seqlen_q=512, seqlen_k=512,
+        num_heads_q=2, num_heads_kv=1, head_dim=dim, head_dim_v=dim, band=Band(None, 0), softmax_scale=0.1,
+    )  # fmt: skip
+    assert builds.compile_build(backward_builds.sweep(problem, config), "sm_90a").problems == []
+
+
+def test_spills_would_be_seen() -> None:
+    build = _usual(128)
+    starved = dataclasses.replace(build, constexprs={**build.constexprs, "REGISTERS": 208})
+    assert any("spills" in problem for problem in builds.compile_build(starved, "sm_90a").problems)
+
+
+@pytest.mark.parametrize("change", [{"stages": 6}, {"registers": 248}, {"dq_width": 96}, {"block_m": 32}])
+def test_what_does_not_fit_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        dataclasses.replace(backward_tiles.BASE_128, **change)
