@@ -81,7 +81,7 @@ def _prepare(problem: Problem) -> KernelBuild:
     signature = {"out_ptr": dtype, "dout_ptr": dtype, "lse_ptr": "*fp32"}
     signature |= dict.fromkeys(("rows_ptr", "dq_ptr"), "*fp32") | {"counter_ptr": "*i32"}
     divisible = [*signature, "dout_stride_b", "dout_stride_row", "dout_stride_head"]
-    strides = ("dout_stride_b", "dout_stride_row", "dout_stride_head")
+    strides: tuple[str, ...] = ("dout_stride_b", "dout_stride_row", "dout_stride_head")
     strides += ("dlse_stride_b", "dlse_stride_head", "dlse_stride_row")
     signature |= dict.fromkeys((*strides, "batch", "seqlen_q", "num_heads_q"), "i32")
     constexprs = _row_constants(problem, config) | {"dlse_ptr": None}
