@@ -15,22 +15,33 @@ from torch import Tensor
 from flashtile import dispatch, ops, reference
 from flashtile.backends import hopper
 from flashtile.backends.base import Gradients
-from flashtile.backends.hopper import backward_tiles, gradients
-from flashtile.backends.hopper.gluon_compat import thread_barrier
+from flashtile.backends.hopper import backward_tiles, gradients, launch
+from flashtile.backends.hopper.gluon_compat import thread_barrier, tma_add
 from flashtile.problem import Problem, Tensors
 from tests import emulator
 
 
+def _add(desc: Any, at: Any, memory: Any) -> None:
+    """What ``tma_add`` does, as a copy out of shared memory."""
+    task = memory._machine.running
+    task.stores.append(task.start(memory.slots, [], lambda _: desc.add(at, memory.data), "an addition"))
+    task.pause()
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {thread_barrier: lambda: None, tma_add: _add}
+
+
 class _Emulated:
-    """Stands for a kernel: ``emulated[grid](*arguments)`` runs it."""
+    """Stands for a kernel: ``emulated[grid](*arguments)`` runs it, and gives what stands for its build."""
 
     def __init__(self, kernel: Any, seed: int) -> None:
         self._kernel = kernel
         self._seed = seed
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*arguments: Any, **options: Any) -> None:
-            emulator.launch(self._kernel, grid, arguments, replacements={thread_barrier: lambda: None}, seed=self._seed)
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., _Emulated]:
+        def run(*arguments: Any, **options: Any) -> _Emulated:
+            emulator.launch(self._kernel, grid, arguments, replacements=_REPLACEMENTS, seed=self._seed)
+            return self
 
         return run
 
@@ -59,6 +70,7 @@ def on_cpu(seed: int = 0, num_sms: int = 3, config: backward_tiles.Config | None
 
     def forget() -> None:
         gradients._plan.cache_clear()
+        launch._descriptors.clear()
         ops._KNOWN.clear()
         dispatch._first.cache_clear()
 
@@ -68,6 +80,7 @@ def on_cpu(seed: int = 0, num_sms: int = 3, config: backward_tiles.Config | None
         mock.patch.object(hopper._Backend, "forward", lambda self, problem, tensors: _forward(problem, tensors)),
         mock.patch.object(hopper._Backend, "backward", backward),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        mock.patch.object(launch, "_Address", lambda tensor: tensor),
         mock.patch.object(gradients, "prepare_rows", _Emulated(gradients.prepare_rows, seed)),
         mock.patch.object(gradients, "attention_backward", _Emulated(gradients.attention_backward, seed)),
         mock.patch.object(gradients, "finish_dq", _Emulated(gradients.finish_dq, seed)),

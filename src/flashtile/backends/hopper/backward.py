@@ -48,6 +48,7 @@ from flashtile.backends.hopper.gluon_compat import (
     aggregate,
     as_box,
     thread_barrier,
+    tma_add,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -81,14 +82,52 @@ class Transform:
         self.has_softcap = gl.constexpr(has_softcap)
 
 
-@gluon.jit
-def load_keys(desc, tile, grid, ring, use, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr):
-    """Starts the load of a tile's keys or values, 64 at a time."""
-    full = ring.acquire(use, GROUPS * GROUP_KEYS * BLOCK_D * 2)
-    for group in gl.static_range(GROUPS):
-        key = tile.key + group * GROUP_KEYS
-        at = coordinates(tile.b, tile.start_k, tile.seqlen_k, key, tile.head, 0, grid.varlen)
-        tma_load(desc, at, full, as_box(part_of(ring, use, group, GROUPS), desc))
+@aggregate
+class Form:
+    """What shapes the code: ``backward_tiles.Config`` as the roles need it."""
+
+    block_m: gl.constexpr
+    block_d: gl.constexpr
+    grad_d: gl.constexpr
+    groups: gl.constexpr
+    early_dv: gl.constexpr
+    dq_width: gl.constexpr
+    dq_share: gl.constexpr
+    staged: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, block_m, block_d, groups, early_dv, dq_width, staged):
+        self.block_m = gl.constexpr(block_m)
+        self.block_d = gl.constexpr(block_d)
+        self.grad_d = gl.constexpr(block_d if groups == 2 else block_d // 2)
+        self.groups = gl.constexpr(groups)
+        self.early_dv = gl.constexpr(early_dv)
+        self.dq_width = gl.constexpr(dq_width)
+        self.dq_share = gl.constexpr(block_d if block_m == 128 else block_d // 2)
+        self.staged = gl.constexpr(staged)
+
+
+@aggregate
+class Channels:
+    """What the warps hand each other. Queries, what belongs to their rows, and dout are claimed and released as one."""
+
+    tiles: Ring
+    queries: Ring
+    rows: gl.shared_memory_descriptor
+    dout: Ring
+    keys: Ring
+    values: Ring
+    dscores: Ring
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, queries, rows, dout, keys, values, dscores):
+        self.tiles = tiles
+        self.queries = queries
+        self.rows = rows
+        self.dout = dout
+        self.keys = keys
+        self.values = values
+        self.dscores = dscores
 
 
 @gluon.jit
@@ -107,10 +146,22 @@ def fixed_part_of(ring, use, part, step, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tile_ring,
-           k_ring, v_ring, q_ring, rows_s, dout_ring, grid, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
+def load_keys(desc, tile, grid, ring, use, form):
+    """Starts the load of a tile's keys or values, 64 at a time."""
+    full = ring.acquire(use, form.groups * GROUP_KEYS * form.block_d * 2)
+    for group in gl.static_range(form.groups):
+        key = tile.key + group * GROUP_KEYS
+        at = coordinates(tile.b, tile.start_k, tile.seqlen_k, key, tile.head, 0, grid.varlen)
+        tma_load(desc, at, full, as_box(part_of(ring, use, group, form.groups), desc))
+
+
+@gluon.jit
+def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, channels,
+           grid, form):  # fmt: skip
     """Takes tiles and loads what they need. Queries and values come first: their buffers are free before the keys'."""
-    BLOCK_M: gl.constexpr = grid.block_m
+    tile_bytes: gl.constexpr = form.block_m * form.block_d * 2
+    row_bytes: gl.constexpr = 2 * form.block_m * 4
+    stages: gl.constexpr = channels.queries.stages
     tiles = 0
     used = 0
     seen = 0
@@ -118,7 +169,7 @@ def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens
     while not is_end:
         tile = next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
         is_end = tile.is_end
-        publish_tile(tile_ring, tiles, tile, grid)
+        publish_tile(channels.tiles, tiles, tile, grid)
         if not is_end:
             tiles += 1
             head_blocks = row_blocks_a_head(grid)
@@ -127,18 +178,17 @@ def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens
             head = tile.head * grid.group_size
             steps = grid.group_size * (tile.m_max - tile.m_min)
             for i in range(steps):
-                at = coordinates(tile.b, tile.start_q, tile.seqlen_q, m * BLOCK_M, head, 0, grid.varlen)
-                full = q_ring.acquire(used, BLOCK_M * BLOCK_D * 2 + 2 * BLOCK_M * 4)
-                tma_load(q_desc, at, full, as_box(q_ring.at(used), q_desc))
-                tma_load(rows_desc, [2 * (row_blocks + m), 0], full, rows_s.index(used % q_ring.stages))
+                at = coordinates(tile.b, tile.start_q, tile.seqlen_q, m * form.block_m, head, 0, grid.varlen)
+                full = channels.queries.acquire(used, tile_bytes + row_bytes)
+                tma_load(q_desc, at, full, as_box(channels.queries.at(used), q_desc))
+                tma_load(rows_desc, [2 * (row_blocks + m), 0], full, channels.rows.index(used % stages))
                 if i == 0:
-                    load_keys(v_desc, tile, grid, v_ring, seen, BLOCK_D, GROUPS)
-                # The barrier of released queries is that of dout too.
-                full = dout_ring.full.index(used % q_ring.stages)
-                mbarrier.expect(full, BLOCK_M * BLOCK_D * 2)
-                tma_load(dout_desc, at, full, as_box(dout_ring.at(used), dout_desc))
+                    load_keys(v_desc, tile, grid, channels.values, seen, form)
+                full = channels.dout.full.index(used % stages)
+                mbarrier.expect(full, tile_bytes)
+                tma_load(dout_desc, at, full, as_box(channels.dout.at(used), dout_desc))
                 if i == 0:
-                    load_keys(k_desc, tile, grid, k_ring, seen, BLOCK_D, GROUPS)
+                    load_keys(k_desc, tile, grid, channels.keys, seen, form)
                 used += 1
                 m += 1
                 if m == tile.m_max:
@@ -178,43 +228,53 @@ def probabilities(s, origin, transform):
         return p, p
 
 
-# dq of a row block is computed by both warpgroups: each has 64 of 128 rows, or half the columns of 64 rows.
+# dq of a row block is computed by both warpgroups: each has 64 of 128 rows, or half the columns of 64 rows. Where it
+# goes comes as a tuple: dq of the workspace; its descriptor and a buffer, or None: without TMA; the turns, or None.
 
 
 @gluon.jit
-def start_dq(ds_ring, k_ring, used, seen, PIECE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-             BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
-    """Starts the product for one piece of this warpgroup's share of dq, WIDTH columns."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    row: gl.constexpr = 64 * GROUP if BLOCK_M == 128 else 0
-    col: gl.constexpr = PIECE * WIDTH if BLOCK_M == 128 else GROUP * (BLOCK_D // 2) + PIECE * WIDTH
-    dq = gl.zeros([64, WIDTH], gl.float32, layout)
-    for part in gl.static_range(GROUPS):
-        ds_tile = part_of(ds_ring, used, part, GROUPS).slice(row, 64, dim=1).permute((1, 0))
-        k_tile = fixed_part_of(k_ring, seen, part, used, GROUPS).slice(col, WIDTH, dim=1)
+def start_dq(channels, used, seen, form, PIECE: gl.constexpr, GROUP: gl.constexpr):
+    """Starts the product for one piece of this warpgroup's share of dq."""
+    width: gl.constexpr = form.dq_width
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    row: gl.constexpr = 64 * GROUP if form.block_m == 128 else 0
+    col: gl.constexpr = PIECE * width + (0 if form.block_m == 128 else GROUP * form.dq_share)
+    dq = gl.zeros([64, width], gl.float32, layout)
+    for part in gl.static_range(form.groups):
+        ds_tile = part_of(channels.dscores, used, part, form.groups).slice(row, 64, dim=1).permute((1, 0))
+        k_tile = fixed_part_of(channels.keys, seen, part, used, form.groups).slice(col, width, dim=1)
         dq = warpgroup_mma(ds_tile, k_tile, dq, use_acc=part > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def add_accumulators(ptr, acc, WIDTH: gl.constexpr):
-    """Adds [64, WIDTH] to global memory in the order of ``backward_rows``: four of a thread's numbers side by side."""
+def add_accumulators(dq_out, offset, acc, WIDTH: gl.constexpr):
+    """Adds [64, WIDTH] to dq of the workspace from element ``offset`` on, in the order of ``backward_rows``."""
+    dq_ptr, dq_desc, dq_s, _ = dq_out
     t = gl.reshape(acc, [4, 2, 8, WIDTH // 8, 4, 2])
     t = gl.reshape(gl.permute(t, (3, 0, 2, 4, 1, 5)), [WIDTH // 8, 128, 4])
-    layout: gl.constexpr = t.type.layout
-    eights = gl.arange(0, WIDTH // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    threads = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    fours = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    offsets = 512 * eights[:, None, None] + (4 * threads[None, :, None] + fours[None, None, :])
-    gl.atomic_add(ptr + offsets, t, sem="relaxed")
+    if dq_desc is not None:
+        tma_store_wait(0)
+        dq_s.store(gl.reshape(t, [WIDTH // 2, 128]))
+        fence_async_shared()
+        tma_add(dq_desc, [(offset // 128).to(gl.int32), 0], dq_s)
+    else:
+        # Straight from registers, four of a thread's numbers at once.
+        layout: gl.constexpr = t.type.layout
+        eights = gl.arange(0, WIDTH // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        threads = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        fours = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        offsets = 512 * eights[:, None, None] + (4 * threads[None, :, None] + fours[None, None, :])
+        gl.atomic_add(dq_ptr + offset + offsets, t, sem="relaxed")
 
 
 @gluon.jit
-def finish_dq(dq, dq_ptr, turns_ptr, block, mine, ds_ring, k_ring, used, seen, GROUP: gl.constexpr,
-              GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+def finish_dq(dq, dq_out, block, mine, channels, used, seen, form, GROUP: gl.constexpr):
     """Adds this warpgroup's share of dq to row block ``block``, when its turn ``mine`` has come if there are turns."""
-    share: gl.constexpr = BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2
-    at = dq_ptr + block.to(gl.int64) * (BLOCK_M * BLOCK_D) + GROUP * (64 * share)
+    width: gl.constexpr = form.dq_width
+    pieces: gl.constexpr = form.dq_share // width
+    turns_ptr = dq_out[3]
+    offset = block.to(gl.int64) * (form.block_m * form.block_d) + GROUP * (64 * form.dq_share)
     dq = warpgroup_mma_wait(0, deps=[dq])
     if turns_ptr is not None:
         while gl.load(turns_ptr + block, volatile=True) < mine:
@@ -223,83 +283,77 @@ def finish_dq(dq, dq_ptr, turns_ptr, block, mine, ds_ring, k_ring, used, seen, G
         # threads that take no part in it.
         gl.atomic_add(turns_ptr + block, 0, sem="acquire")
         thread_barrier()
-    for piece in gl.static_range(1, share // WIDTH):
-        add_accumulators(at + (piece - 1) * (64 * WIDTH), dq, WIDTH)
+    for piece in gl.static_range(1, pieces):
+        add_accumulators(dq_out, offset + (piece - 1) * (64 * width), dq, width)
         # Keeps the adds in front of the next product, which takes their registers.
         thread_barrier()
-        dq = start_dq(ds_ring, k_ring, used, seen, piece, GROUP, GROUPS, BLOCK_M, BLOCK_D, WIDTH)
+        dq = start_dq(channels, used, seen, form, piece, GROUP)
         dq = warpgroup_mma_wait(0, deps=[dq])
-    ds_ring.release(used)
-    add_accumulators(at + (share // WIDTH - 1) * (64 * WIDTH), dq, WIDTH)
+    channels.dscores.release(used)
+    add_accumulators(dq_out, offset + (pieces - 1) * (64 * width), dq, width)
     if turns_ptr is not None:
         thread_barrier()
         gl.atomic_add(turns_ptr + block, 1, sem="release")
 
 
 @gluon.jit
-def step(q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, used, seen, dk, dv, zeros, dq_ptr, turns_ptr, last_block,
-         last_turn, start, is_edge, first_rows, last_rows, grid, transform, IS_FIRST: gl.constexpr,
-         GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_D: gl.constexpr, EARLY_DV: gl.constexpr,
-         DQ_WIDTH: gl.constexpr):  # fmt: skip
+def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, start, is_edge, first_rows, last_rows,
+         grid, transform, form, IS_FIRST: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """What one row block adds to dk and dv, and what the one before, ``last_block``, adds to dq.
 
     So dq's product runs under the exponentials, and nobody waits for the dscores that the other warpgroup is making.
     """
-    BLOCK_M: gl.constexpr = grid.block_m
-    GRAD_D: gl.constexpr = dk.shape[1]
-    dtype: gl.constexpr = q_ring.buffers.dtype
+    dtype: gl.constexpr = channels.queries.buffers.dtype
     layout: gl.constexpr = zeros.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    own: gl.constexpr = GROUP if GROUPS == 2 else 0
-    q_tile, dout_tile = q_ring.at(used), dout_ring.at(used)
-    k_tile = fixed_part_of(k_ring, seen, own, used, GROUPS)
-    v_tile = fixed_part_of(v_ring, seen, own, used, GROUPS)
-    rows = rows_s.index(used % q_ring.stages)
-    q_ring.wait(used)
+    own: gl.constexpr = GROUP if form.groups == 2 else 0
+    q_tile, dout_tile = channels.queries.at(used), channels.dout.at(used)
+    k_tile = fixed_part_of(channels.keys, seen, own, used, form.groups)
+    v_tile = fixed_part_of(channels.values, seen, own, used, form.groups)
+    rows = channels.rows.index(used % channels.queries.stages)
+    channels.queries.wait(used)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if IS_FIRST:
         s = warpgroup_mma_wait(0, deps=[s])
     else:
-        ds_ring.wait(used - 1)
-        dq = start_dq(ds_ring, k_ring, used - 1, seen, 0, GROUP, GROUPS, BLOCK_M, BLOCK_D, DQ_WIDTH)
+        channels.dscores.wait(used - 1)
+        dq = start_dq(channels, used - 1, seen, form, 0, GROUP)
         s = warpgroup_mma_wait(1, deps=[s])
     if transform.has_softcap and not IS_FIRST:
         # Its derivative takes the registers that dq holds.
-        finish_dq(dq, dq_ptr, turns_ptr, last_block, last_turn, ds_ring, k_ring, used - 1, seen, GROUP, GROUPS,
-                  BLOCK_M, BLOCK_D, DQ_WIDTH)  # fmt: skip
+        finish_dq(dq, dq_out, last_block, last_turn, channels, used - 1, seen, form, GROUP)
     p, factor = probabilities(s, rows.slice(0, 1).load(layout), transform)
     if is_edge:
-        p = keep_rows(p, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, BLOCK_M)
+        p = keep_rows(p, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
         if transform.has_softcap:
-            factor = keep_rows(factor, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, BLOCK_M)
+            factor = keep_rows(factor, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
         else:
             factor = p
     if not IS_FIRST and not transform.has_softcap:
-        finish_dq(dq, dq_ptr, turns_ptr, last_block, last_turn, ds_ring, k_ring, used - 1, seen, GROUP, GROUPS,
-                  BLOCK_M, BLOCK_D, DQ_WIDTH)  # fmt: skip
+        finish_dq(dq, dq_out, last_block, last_turn, channels, used - 1, seen, form, GROUP)
 
-    dout_ring.wait(used)
+    channels.dout.wait(used)
     dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if GROUPS == 1:
-        q_tile = q_tile.slice(GROUP * GRAD_D, GRAD_D, dim=1)
-        dout_tile = dout_tile.slice(GROUP * GRAD_D, GRAD_D, dim=1)
+    if form.groups == 1:
+        q_tile = q_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
+        dout_tile = dout_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
     probs = gl.convert_layout(p.to(dtype), operand)
-    if EARLY_DV:
+    if form.early_dv:
         dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp])
     ds = (factor * (dp - rows.slice(1, 1).load(layout))).to(dtype)
-    if not EARLY_DV:
+    if not form.early_dv:
         dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
-    if GROUP < GROUPS:
-        ds_ring.claim(used)
-        part_of(ds_ring, used, GROUP, GROUPS).store(ds)
+    if form.groups > GROUP:
+        channels.dscores.claim(used)
+        part_of(channels.dscores, used, GROUP, form.groups).store(ds)
         fence_async_shared()
-        ds_ring.publish(used)
+        channels.dscores.publish(used)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    q_ring.release(used)
+    channels.queries.release(used)
     return dk, dv
 
 
@@ -313,15 +367,16 @@ def store(desc, at, buffer, tile):
 
 
 @gluon.jit
-def store_gradient(desc, grad, tile_ring, tiles, key, col, out_s, grid, GRAD_D: gl.constexpr, STAGED: gl.constexpr):
-    """Stores 64 keys of dk or dv from column ``col`` on, in two halves if STAGED."""
+def store_gradient(desc, grad, tile_ring, tiles, key, col, out_s, grid, form):
+    """Stores 64 keys of dk or dv from column ``col`` on, in two halves if ``staged``."""
+    half: gl.constexpr = form.grad_d // 2
     b, head = field(tile_ring, tiles, SEQUENCE), field(tile_ring, tiles, HEAD)
     start_k, seqlen_k = field(tile_ring, tiles, START_K), field(tile_ring, tiles, SEQLEN_K)
     grad = grad.to(desc.dtype)
-    if STAGED:
-        low, high = gl.split(gl.permute(gl.reshape(grad, [GROUP_KEYS, 2, GRAD_D // 2]), (0, 2, 1)))
+    if form.staged:
+        low, high = gl.split(gl.permute(gl.reshape(grad, [GROUP_KEYS, 2, half]), (0, 2, 1)))
         store(desc, coordinates(b, start_k, seqlen_k, key, head, col, grid.varlen), out_s, low)
-        store(desc, coordinates(b, start_k, seqlen_k, key, head, col + GRAD_D // 2, grid.varlen), out_s, high)
+        store(desc, coordinates(b, start_k, seqlen_k, key, head, col + half, grid.varlen), out_s, high)
     else:
         store(desc, coordinates(b, start_k, seqlen_k, key, head, col, grid.varlen), out_s, grad)
 
@@ -341,15 +396,12 @@ def key_bounds(key, like, seqlen_q, seqlen_k, grid):
 
 
 @gluon.jit
-def scorer(dk_desc, dv_desc, dq_ptr, turns_ptr, tile_ring, q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, out_s,
-           grid, transform, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_D: gl.constexpr, EARLY_DV: gl.constexpr,
-           DQ_WIDTH: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of every tile, or of half their columns if both have the same keys."""
-    BLOCK_M: gl.constexpr = grid.block_m
-    GRAD_D: gl.constexpr = BLOCK_D if GROUPS == 2 else BLOCK_D // 2
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GRAD_D, 16])
-    zeros = gl.zeros([GROUP_KEYS, BLOCK_M], gl.float32, s_layout)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_m, 16])
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.grad_d, 16])
+    zeros = gl.zeros([GROUP_KEYS, form.block_m], gl.float32, s_layout)
+    tile_ring = channels.tiles
     tiles = 0
     used = 0
     seen = 0
@@ -360,24 +412,23 @@ def scorer(dk_desc, dv_desc, dq_ptr, turns_ptr, tile_ring, q_ring, rows_s, dout_
         seqlen_q, seqlen_k = field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
         first_key = field(tile_ring, tiles, KEY)
         key, col = first_key + GROUP * GROUP_KEYS, 0
-        if GROUPS == 1:
-            key, col = first_key, GROUP * GRAD_D
+        if form.groups == 1:
+            key, col = first_key, GROUP * form.grad_d
         head_blocks = row_blocks_a_head(grid)
         row_blocks = field(tile_ring, tiles, ROW_BLOCK) + field(tile_ring, tiles, HEAD) * grid.group_size * head_blocks
         first_rows, last_rows, is_end_of_keys = key_bounds(key, zeros, seqlen_q, seqlen_k, grid)
-        dk = gl.zeros([GROUP_KEYS, GRAD_D], gl.float32, grad_layout)
-        dv = gl.zeros([GROUP_KEYS, GRAD_D], gl.float32, grad_layout)
+        dk = gl.zeros([GROUP_KEYS, form.grad_d], gl.float32, grad_layout)
+        dv = gl.zeros([GROUP_KEYS, form.grad_d], gl.float32, grad_layout)
         steps = grid.group_size * (m_max - m_min)
         if steps > 0:
-            k_ring.wait(seen)
-            v_ring.wait(seen)
+            channels.keys.wait(seen)
+            channels.values.wait(seen)
             is_edge = (m_min < m_full_min) | (m_min >= m_full_max) | is_end_of_keys
             block = row_blocks + m_min
-            mine = my_turn(m_min, first_key, seqlen_q, seqlen_k, grid, turns_ptr)
+            mine = my_turn(m_min, first_key, seqlen_q, seqlen_k, grid, dq_out[3])
             dk, dv = step(
-                q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, used, seen, dk, dv, zeros, dq_ptr, turns_ptr,
-                block, mine, m_min * BLOCK_M, is_edge, first_rows, last_rows, grid, transform, True, GROUP, GROUPS,
-                BLOCK_D, EARLY_DV, DQ_WIDTH,
+                channels, used, seen, dk, dv, zeros, dq_out, block, mine, m_min * form.block_m, is_edge, first_rows,
+                last_rows, grid, transform, form, True, GROUP,
             )  # fmt: skip
             m = m_min
             for _ in range(1, steps):
@@ -388,23 +439,21 @@ def scorer(dk_desc, dv_desc, dq_ptr, turns_ptr, tile_ring, q_ring, rows_s, dout_
                     row_blocks += head_blocks
                 is_edge = (m < m_full_min) | (m >= m_full_max) | is_end_of_keys
                 dk, dv = step(
-                    q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring, used, seen, dk, dv, zeros, dq_ptr, turns_ptr,
-                    block, mine, m * BLOCK_M, is_edge, first_rows, last_rows, grid, transform, False, GROUP, GROUPS,
-                    BLOCK_D, EARLY_DV, DQ_WIDTH,
+                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, m * form.block_m, is_edge, first_rows,
+                    last_rows, grid, transform, form, False, GROUP,
                 )  # fmt: skip
                 block = row_blocks + m
-                mine = my_turn(m, first_key, seqlen_q, seqlen_k, grid, turns_ptr)
-            v_ring.release(seen)
-            ds_ring.wait(used)
-            dq = start_dq(ds_ring, k_ring, used, seen, 0, GROUP, GROUPS, BLOCK_M, BLOCK_D, DQ_WIDTH)
-            finish_dq(dq, dq_ptr, turns_ptr, block, mine, ds_ring, k_ring, used, seen, GROUP, GROUPS, BLOCK_M, BLOCK_D,
-                      DQ_WIDTH)  # fmt: skip
-            k_ring.release(seen)
+                mine = my_turn(m, first_key, seqlen_q, seqlen_k, grid, dq_out[3])
+            channels.values.release(seen)
+            channels.dscores.wait(used)
+            dq = start_dq(channels, used, seen, form, 0, GROUP)
+            finish_dq(dq, dq_out, block, mine, channels, used, seen, form, GROUP)
+            channels.keys.release(seen)
             used += 1
             seen += 1
-        store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, GRAD_D, STAGED)
+        store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, form)
         dk = dk * transform.softmax_scale
-        store_gradient(dk_desc, dk, tile_ring, tiles, key, col, out_s, grid, GRAD_D, STAGED)
+        store_gradient(dk_desc, dk, tile_ring, tiles, key, col, out_s, grid, form)
         tile_ring.release(tiles)
         tiles += 1
         tile_ring.wait(tiles)
@@ -422,16 +471,16 @@ def my_turn(m, key, seqlen_q, seqlen_k, grid, turns_ptr):
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
 _RUN_TIME = [
-    "counter_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "scale_log2", "softmax_scale", "softcap", "prescale",
-    "seqlen_q", "seqlen_k", "batch", "num_heads_kv", "group_size", "left", "right", "heads_at_once",
+    "turns_ptr", "counter_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "scale_log2", "softmax_scale", "softcap",
+    "prescale", "seqlen_q", "seqlen_k", "batch", "num_heads_kv", "group_size", "left", "right", "heads_at_once",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUN_TIME)
 def attention_backward(
-    q_desc, k_desc, v_desc, dout_desc, rows_desc, dk_desc, dv_desc, dq_ptr, turns_ptr, counter_ptr, cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr, scale_log2, softmax_scale, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_kv, group_size,
-    left, right, heads_at_once,
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dk_desc, dv_desc, dq_desc, dq_ptr, turns_ptr, counter_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, softmax_scale, softcap, prescale, seqlen_q, seqlen_k, batch,
+    num_heads_kv, group_size, left, right, heads_at_once,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, EARLY_DV: gl.constexpr, DQ_WIDTH: gl.constexpr,
     STAGED: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -439,37 +488,42 @@ def attention_backward(
 ):  # fmt: skip
     """Every tile's dk and dv, and what it adds to dq; a program an SM.
 
-    Arguments, in groups: descriptors of the tensors and of the workspace's rows; dq of the workspace, the turns (None:
-    add in any order), the counter of tiles; cu_seqlens, None if dense; numbers of ``gradients.scales``; sizes, whose
-    lengths are rows of the tensors if VARLEN; the band; then ``backward_tiles.Config`` and what the call has.
-    ``backward_rows.prepare_rows`` must have run.
+    Arguments, in groups: descriptors of the tensors, of the workspace's rows, and of its dq (None: add from registers);
+    dq of the workspace, the turns (None: add in any order), the counter of tiles; cu_seqlens, None if dense; numbers of
+    ``gradients.scales``; sizes, whose lengths are rows of the tensors if VARLEN; the band; then
+    ``backward_tiles.Config`` and what the call has. ``backward_rows.prepare_rows`` must have run.
     """
     dtype: gl.constexpr = q_desc.dtype
-    grad_d: gl.constexpr = BLOCK_D if GROUPS == 2 else BLOCK_D // 2
-    out_d: gl.constexpr = grad_d // 2 if STAGED else grad_d
+    form = Form(BLOCK_M, BLOCK_D, GROUPS, EARLY_DV, DQ_WIDTH, STAGED)
+    out_d: gl.constexpr = form.grad_d // 2 if STAGED else form.grad_d
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     key_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_D], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_M], dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, out_d], dtype)
     record_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile_ring = make_ring(gl.int32, [RECORD_SIZE], record_layout, 2, 2)
-    k_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, K_STAGES, GROUPS, 1)
-    v_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, V_STAGES, GROUPS, 1)
-    ds_ring = make_parts_ring(dtype, [GROUP_KEYS, BLOCK_M], ds_layout, DS_STAGES, GROUPS, GROUPS)
-    q_ring = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2)
-    dout_ring = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2)
-    rows_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout)
+    channels = Channels(
+        make_ring(gl.int32, [RECORD_SIZE], record_layout, 2, 2),
+        make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout),
+        make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2),
+        make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, K_STAGES, GROUPS, 1),
+        make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, V_STAGES, GROUPS, 1),
+        make_parts_ring(dtype, [GROUP_KEYS, BLOCK_M], ds_layout, DS_STAGES, GROUPS, GROUPS),
+    )
     out_s = gl.allocate_shared_memory(dtype, [2, GROUP_KEYS, out_d], out_layout)
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, left, right, heads_at_once,
                    [HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, GROUP_KEYS * GROUPS])  # fmt: skip
     transform = Transform(scale_log2, softmax_scale, softcap, prescale, HAS_SOFTCAP)
+    if dq_desc is not None:
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_WIDTH // 2, 128], dq_desc.layout)
+        dq0, dq1 = (dq_ptr, dq_desc, dq_s.index(0), turns_ptr), (dq_ptr, dq_desc, dq_s.index(1), turns_ptr)
+    else:
+        dq0, dq1 = (dq_ptr, None, None, turns_ptr), (dq_ptr, None, None, turns_ptr)
     gl.warp_specialize([
-        (scorer, (dk_desc, dv_desc, dq_ptr, turns_ptr, tile_ring, q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring,
-                  out_s.index(0), grid, transform, 0, GROUPS, BLOCK_D, EARLY_DV, DQ_WIDTH, STAGED)),
-        (scorer, (dk_desc, dv_desc, dq_ptr, turns_ptr, tile_ring, q_ring, rows_s, dout_ring, k_ring, v_ring, ds_ring,
-                  out_s.index(1), grid, transform, 1, GROUPS, BLOCK_D, EARLY_DV, DQ_WIDTH, STAGED)),
+        (scorer, (dk_desc, dv_desc, dq0, channels, out_s.index(0), grid, transform, form, 0)),
+        (scorer, (dk_desc, dv_desc, dq1, channels, out_s.index(1), grid, transform, form, 1)),
         (loader, (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                  tile_ring, k_ring, v_ring, q_ring, rows_s, dout_ring, grid, BLOCK_D, GROUPS)),
+                  channels, grid, form)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 

@@ -45,12 +45,16 @@ def sweep(problem: Problem, config: backward_tiles.Config) -> KernelBuild:
 
     names = ("q_desc", "k_desc", "v_desc", "dout_desc", "dk_desc", "dv_desc")
     signature = dict(zip(names, map(descriptor, gradients.boxes(config, problem.varlen)), strict=True))
-    signature["rows_desc"] = f"tensordesc<fp32{[2, config.block_m]},{gradients.rows_layout()!r}>"
+    signature["rows_desc"] = f"tensordesc<fp32{[2, config.block_m]},{gradients.floats_layout()!r}>"
     signature |= {"dq_ptr": "*fp32", "counter_ptr": "*i32"}
     signature |= dict.fromkeys(("scale_log2", "softmax_scale", "softcap", "prescale"), "fp32")
     sizes = ("seqlen_q", "seqlen_k", "batch", "num_heads_kv", "group_size", "left", "right", "heads_at_once")
     signature |= dict.fromkeys(sizes, "i32")
     constexprs = gradients.constants(problem, config)
+    if gradients.adds_by_tma(problem, config):
+        signature["dq_desc"] = f"tensordesc<fp32{gradients.dq_box(config)},{gradients.floats_layout()!r}>"
+    else:
+        constexprs["dq_desc"] = None
     for name, is_there in (
         ("turns_ptr", problem.deterministic),
         ("cu_seqlens_q_ptr", problem.varlen),

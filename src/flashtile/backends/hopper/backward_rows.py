@@ -36,7 +36,7 @@ def locate(
     return b, h, start, block * BLOCK_M, length
 
 
-_RUN_TIME = ["batch", "seqlen_q", "num_heads_q"]
+_RUN_TIME = ["cu_seqlens_q_ptr", "batch", "seqlen_q", "num_heads_q"]
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)

@@ -27,6 +27,8 @@ class Config:
         ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq.
         early_dv: Whether dv's product starts before the gradients of the scores are computed, which takes registers.
         dq_width: Columns of dq that a warpgroup computes at once.
+        dq_tma: Whether dq is added by TMA, through shared memory, instead of from registers. Sums in a fixed order are
+            always added from registers.
         staged: Whether dk and dv leave in two halves through a buffer of half their size.
         registers: What setmaxnreg gives a computing thread.
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
@@ -41,6 +43,7 @@ class Config:
     ds_stages: int = 2
     early_dv: bool = False
     dq_width: int = 64
+    dq_tma: bool = False
     staged: bool = False
     registers: int = 240
     max_registers: int = 168
@@ -78,7 +81,8 @@ class Config:
         rows = 2 * self.stages * self.block_m * self.block_d
         dscores = self.ds_stages * self.block_n * self.block_m
         out = 2 * GROUP_KEYS * self.out_d
-        return 2 * (keys + rows + dscores + out) + self.stages * 2 * self.block_m * 4 + 1024
+        dq = 2 * 64 * self.dq_width if self.dq_tma else 0
+        return 2 * (keys + rows + dscores + out) + 4 * dq + self.stages * 2 * self.block_m * 4 + 1024
 
     def __str__(self) -> str:
         return f"tiles {self.block_m} x {self.block_n}, head_dim {self.block_d}, {self.stages} stages"
@@ -95,9 +99,11 @@ VARIANTS = {
     "64 wide": WIDE_64,
     "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
     "64 narrow": NARROW_64,
+    "64 by TMA": replace(WIDE_64, k_stages=1, v_stages=1, dq_tma=True),
     "128": BASE_128,
     "128 late dv": replace(BASE_128, early_dv=False),
     "128, 3 stages": replace(BASE_128, stages=3, k_stages=1),
+    "128 by TMA": replace(BASE_128, k_stages=1, dq_tma=True),
     "256": SPLIT_256,
 }
 

@@ -1,8 +1,10 @@
 """The Gluon names that differ between Triton releases, under one name each (3.6.0, 3.7.1 and 3.9.0 are tried)."""
 
 import triton
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
@@ -11,6 +13,18 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+# Public from 3.9 on; before, the operation is there without a name.
+if hasattr(tma, "async_atomic_add"):
+    tma_add = tma.async_atomic_add
+else:
+
+    @builtin
+    def tma_add(tensor_desc, coord, src, _semantic=None):
+        """Adds a tile in shared memory to global memory."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
 
 # Public from 3.9 on.
 aggregate = triton.aggregate if hasattr(triton, "aggregate") else core._aggregate

@@ -10,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashtile.backends.base import Gradients
 from flashtile.backends.hopper import backward_tiles, launch
@@ -44,12 +43,21 @@ class Workspace:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A kernel with everything it is called with: its grid, its arguments in order, the compiler's options."""
+    """A kernel with everything it is called with.
+
+    Attributes:
+        kernel: The kernel.
+        grid: Programs; all three numbers, as a compiled kernel takes them.
+        arguments: In order.
+        options: The compiler's.
+        build: What tells its build from the kernel's others of one problem; None if that takes a look at the arguments.
+    """
 
     kernel: Any
-    grid: tuple[int, ...]
+    grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
     options: dict[str, int]
+    build: tuple[object, ...] | None
 
 
 def run(
@@ -89,7 +97,7 @@ def run(
     with torch.cuda.device_of(q):
         work = plan.workspace(q)
         for each in plan.launches(tensors, out, lse, dout, dlse, Gradients(dq, dk, dv), work):
-            each.kernel[each.grid](*each.arguments, **each.options)
+            plan.launch(each)
     if sinks is not None:
         dsinks = plan.sinks_gradient(sinks, work)
     return Gradients(dq, dk, dv, None, dsinks)
@@ -149,9 +157,24 @@ def boxes(config: backward_tiles.Config, varlen: bool) -> list[list[int]]:
     return [rows, keys, keys, rows, out, out]
 
 
-def rows_layout() -> Any:
-    """Shared-memory layout of a row block's rows: as they lie in the workspace."""
+def adds_by_tma(problem: Problem, config: backward_tiles.Config) -> bool:
+    """Whether dq is added by TMA: not in a fixed order, which needs to know when an add is over."""
+    return config.dq_tma and not problem.deterministic
+
+
+def dq_box(config: backward_tiles.Config) -> list[int]:
+    """What TMA adds at once, in a workspace seen as lines of 128 floats."""
+    return [config.dq_width // 2, 128]
+
+
+def floats_layout() -> Any:
+    """Shared-memory layout of what is taken from or added to the workspace: as it lies there."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@functools.cache
+def _floats_box(rows: int, cols: int) -> launch._Box:
+    return launch._Box((rows, cols), floats_layout())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,9 +191,10 @@ class Plan:
         self.config = config
         self.num_sms = num_sms
         dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[p.dtype]
-        layouts = gl.NVMMASharedLayout.get_default_for
-        self.boxes = [(box, layouts(box, dtype)) for box in boxes(config, p.varlen)]
-        self.rows_layout = rows_layout()
+        self.boxes = [launch._Box.of(box, dtype) for box in boxes(config, p.varlen)]
+        self.rows_box = _floats_box(2, config.block_m)
+        self.dq_box = _floats_box(*dq_box(config)) if adds_by_tma(problem, config) else None
+        self.builds: dict[object, Any] = {}
         far = 2**30
         self.bounds = tuple(0 if x is None else max(-far, min(far, x)) for x in (p.band.left, p.band.right))
         self.constants = tuple(constants(p, config).values())
@@ -193,6 +217,17 @@ class Plan:
             counts[:1],
             counts[1:] if self.problem.deterministic else None,
         )
+
+    def launch(self, each: Launch) -> None:
+        """Launches a kernel on the current stream, past the compiler's front end if its build is known."""
+        key = None if each.build is None else (id(each.kernel), each.build)
+        known = self.builds.get(key)
+        if known is not None:
+            known[each.grid](*each.arguments)
+            return
+        compiled = each.kernel[each.grid](*each.arguments, **each.options)
+        if key is not None:
+            self.builds[key] = compiled
 
     def launches(
         self,
@@ -222,31 +257,28 @@ class Plan:
             dout_strides[0], dout_strides[1], dout_strides[2], *dlse_strides, p.batch, out.shape[0 if p.varlen else 1],
             p.num_heads_q, p.head_dim, config.block_m, config.block_d, p.varlen,
         )  # fmt: skip
-        return Launch(prepare_rows, (work.rows.shape[0],), arguments, {"num_warps": 8})
+        build = tuple((stride % 16 == 0, stride == 1) for stride in dout_strides) if dlse is None else None
+        return Launch(prepare_rows, (work.rows.shape[0], 1, 1), arguments, {"num_warps": 8}, build)
 
     def _sweep(self, tensors: Tensors, dout: Tensor, grads: Gradients, work: Workspace) -> Launch:
         p, config = self.problem, self.config
         q, k = tensors.q, tensors.k
         described = (q, k, tensors.v, dout, grads.dk, grads.dv)
-        descriptors = [
-            TensorDescriptor(x, *launch.geometry(tuple(x.shape), x.stride(), p.varlen), box, layout)
-            for x, (box, layout) in zip(described, self.boxes, strict=True)
-        ]
-        lines = work.rows.view(-1, config.block_m)
-        rows_desc = TensorDescriptor(
-            lines, list(lines.shape), [config.block_m, 1], [2, config.block_m], self.rows_layout
-        )
+        descriptors = [launch._descriptor(x, box, p.varlen) for x, box in zip(described, self.boxes, strict=True)]
+        rows_desc = launch._descriptor(work.rows.view(-1, config.block_m), self.rows_box, False)
+        dq_desc = launch._descriptor(work.dq.view(-1, 128), self.dq_box, False) if self.dq_box else None
         rows_q, rows_k = (q.shape[0], k.shape[0]) if p.varlen else (q.shape[1], k.shape[1])
         arguments = (
-            *descriptors[:4], rows_desc, *descriptors[4:], work.dq, work.turns, work.counter, tensors.cu_seqlens_q,
-            tensors.cu_seqlens_k, *scales(p), rows_q, rows_k, p.batch, p.num_heads_kv, p.group_size, *self.bounds,
-            self.heads_at_once(rows_q), *self.constants,
+            *descriptors[:4], rows_desc, *descriptors[4:], dq_desc, work.dq, work.turns, work.counter,
+            tensors.cu_seqlens_q, tensors.cu_seqlens_k, *scales(p), rows_q, rows_k, p.batch, p.num_heads_kv,
+            p.group_size, *self.bounds, self.heads_at_once(rows_q), *self.constants,
         )  # fmt: skip
         blocks = triton.cdiv(rows_k, config.block_n) * p.batch
         if p.varlen:
             blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
-        grid = (min(self.num_sms, blocks * p.num_heads_kv),)
-        return Launch(attention_backward, grid, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
+        grid = (min(self.num_sms, blocks * p.num_heads_kv), 1, 1)
+        # Nothing but the problem decides about its build: run-time arguments are unspecialised or fresh memory.
+        return Launch(attention_backward, grid, arguments, {"num_warps": 4, "maxnreg": config.max_registers}, ())
 
     def _finish(self, tensors: Tensors, dq: Tensor, work: Workspace) -> Launch:
         p, config = self.problem, self.config
@@ -254,7 +286,7 @@ class Plan:
             work.dq, dq, tensors.cu_seqlens_q, p.batch, dq.shape[0 if p.varlen else 1], p.num_heads_q,
             p.softmax_scale, p.head_dim, config.block_m, config.block_d, p.varlen,
         )  # fmt: skip
-        return Launch(finish_dq, (work.rows.shape[0] * config.block_m // _ROWS,), arguments, {"num_warps": 4})
+        return Launch(finish_dq, (work.rows.shape[0] * config.block_m // _ROWS, 1, 1), arguments, {"num_warps": 4}, ())
 
     def heads_at_once(self, rows: int) -> int:
         """Key heads whose rows, with dq in float32, fit the cache; one if all tiles of a head cost the same."""
