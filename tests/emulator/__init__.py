@@ -20,7 +20,7 @@ functions a meaning.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -61,10 +61,21 @@ def launch(
     Raises:
         EmulatorError: The kernel does what hardware does not forgive.
     """
-    num_programs = tuple(int(n) for n in grid)
-    total = torch.Size(num_programs).numel()
+    total = torch.Size(tuple(grid)).numel()
     machine = Machine(seed, resident or total)
-    binding = _Binding(Language(machine, num_programs), replacements or {})
+    run_on(machine, range(total), kernel, grid, arguments, replacements or {})
+
+
+def run_on(
+    machine: Machine,
+    programs: Iterable[int],
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Sequence[Any],
+    replacements: Mapping[Any, Callable[..., Any]],
+) -> None:
+    """Runs some programs of a grid on a machine."""
+    binding = _Binding(Language(machine, tuple(int(n) for n in grid)), replacements)
     function = binding.of(kernel)
     constants = {name for name, each in zip(kernel.arg_names, kernel.params, strict=True) if each.is_constexpr}
     given = [
@@ -75,7 +86,7 @@ def launch(
     # The tiles are small, and threads that wait for each other cost more than they help.
     torch.set_num_threads(1)
     try:
-        machine.run([lambda: function(*given)] * total)
+        machine.run({program: lambda: function(*given) for program in programs})
     finally:
         torch.set_num_threads(threads)
 

@@ -5,7 +5,9 @@ What is missing here raises an AttributeError that names it: add it when a kerne
 
 from __future__ import annotations
 
-import itertools
+import linecache
+import re
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from tests.emulator.values import (
     SharedMemory,
     Value,
     pair,
+    report,
     value_of,
 )
 
@@ -39,17 +42,27 @@ class BarrierLayout(Anything):
     """Marks shared memory as barriers."""
 
 
-def elementwise(compute: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Operand], Value]:
-    return lambda x: Value(compute(value_of(x).data))
+def elementwise(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    """A function of one value or two."""
+
+    def apply(x: Operand, y: Operand | None = None) -> Value:
+        result = compute(value_of(x).data) if y is None else compute(*pair(x, y))
+        report(compute.__name__, result.numel())
+        return Value(result)
+
+    return apply
 
 
 def select(condition: Operand, x: Operand, y: Operand) -> Value:
     a, b = pair(x, y)
-    return Value(torch.where(value_of(condition).data, a, b))
+    result = torch.where(value_of(condition).data, a, b)
+    report("select", result.numel())
+    return Value(result)
 
 
-def _reduce(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+def _reduce(kind: str, compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     def reduce(x: Value, axis: int | None = None) -> Value:
+        report(kind, x.data.numel())
         data = x.data.reshape(-1) if axis is None else x.data
         return Value(compute(data, dim=0 if axis is None else axis))
 
@@ -75,8 +88,6 @@ class Language:
     def __init__(self, machine: Machine, num_programs: tuple[int, ...]) -> None:
         self.machine = machine
         self.num_programs = num_programs
-        self._barrier_names = (f"barrier {n}" for n in itertools.count())
-        self._buffer_names = (f"buffer {n}" for n in itertools.count())
 
     @property
     def task(self) -> Task:
@@ -105,7 +116,7 @@ class Language:
                 self._end(self.task)
 
             name = f"{function.name} (partition {number} of program {here.program})"
-            started.append(self.machine.spawn(name, here.program, body, here.know.copy()))
+            started.append(self.machine.spawn(name, here.program, body, here.know.copy(), num_warps[number - 1]))
         here.name = f"{first[0].name} (partition 0 of program {here.program})"
         first[0](*first[1])
         self._end(here)
@@ -124,6 +135,7 @@ class Language:
     def load(self, pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False, **_: Any) -> Value:
         if volatile:
             self.task.pause()
+        report("load", pointer.offsets.data.numel())
         return pointer.load(mask, other)
 
     def store(self, pointer: Pointer, value: Operand, mask: Any = None, **_: Any) -> None:
@@ -131,6 +143,7 @@ class Language:
 
     def atomic_add(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
         self.task.pause()
+        report("atomic", pointer.offsets.data.numel())
         old = pointer.load(mask, 0)
         pointer.store(old + value_of(value), mask)
         return old
@@ -144,9 +157,10 @@ class Language:
     # Shared memory.
 
     def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Barriers | SharedMemory:
+        name = _assigned_name()
         if isinstance(layout, BarrierLayout):
-            return Barriers([Barrier(next(self._barrier_names)) for _ in range(shape[0])])
-        return SharedMemory.allocate(self.machine, dtype, shape, next(self._buffer_names))
+            return Barriers([Barrier(f"{name}[{i}]") for i in range(shape[0])])
+        return SharedMemory.allocate(self.machine, dtype, shape, name)
 
     # Barriers.
 
@@ -164,6 +178,7 @@ class Language:
 
     def barrier_arrive(self, barrier: Barriers, *, count: int = 1, pred: Operand = True) -> None:
         if value_of(pred):
+            report("arrive", 1)
             self.task.pause()
             barrier.one.arrive(count, self.task.know)
 
@@ -190,7 +205,9 @@ class Language:
             barrier.one.land(desc.num_bytes, operation.know)
 
         self.task.pause()
-        self.machine.loads.append(self.task.start([], memory.slots, finish, "a copy"))
+        operation = self.task.start([], memory.slots, finish, "a copy")
+        self.machine.schedule_copy(operation, desc.num_bytes, True)
+        self.machine.loads.append(operation)
 
     def copy_out(self, desc: Descriptor, at: Any, memory: SharedMemory) -> None:
         self._leave(memory, desc, lambda: desc.store(at, memory.data))
@@ -201,7 +218,9 @@ class Language:
     def _leave(self, memory: SharedMemory, desc: Descriptor, move: Callable[[], None]) -> None:
         _check_box(desc, memory)
         self.task.pause()
-        self.task.stores.append(self.task.start(memory.slots, [], lambda _: move(), "a copy"))
+        operation = self.task.start(memory.slots, [], lambda _: move(), "a copy")
+        self.machine.schedule_copy(operation, desc.num_bytes, False)
+        self.task.stores.append(operation)
 
     def copy_out_wait(self, outstanding: int) -> None:
         self.task.pause()
@@ -226,7 +245,9 @@ class Language:
 
         slots = [*(a.slots if isinstance(a, SharedMemory) else ()), *b.slots]
         self.task.pause()
-        self.task.products.append(self.task.start(slots, [], finish, "a product"))
+        operation = self.task.start(slots, [], finish, "a product")
+        self.machine.schedule_product(operation, (a.shape[0], b.shape[1], a.shape[1]), isinstance(a, SharedMemory))
+        self.task.products.append(operation)
         if is_async:
             return pending
         self.task.drain(self.task.products, 0)
@@ -250,12 +271,12 @@ class Language:
             "log2": elementwise(torch.log2),
             "abs": elementwise(torch.abs),
             # A NaN gives way to a number, as in the instructions.
-            "maximum": lambda a, b: Value(torch.fmax(*pair(a, b))),
-            "minimum": lambda a, b: Value(torch.fmin(*pair(a, b))),
+            "maximum": elementwise(torch.fmax),
+            "minimum": elementwise(torch.fmin),
             "fma": lambda a, b, c: a * b + c,
             "cdiv": lambda a, b: (a + b - 1) // b,
-            "max": _reduce(_reduced_max),
-            "sum": _reduce(_sum),
+            "max": _reduce("reduce max", _reduced_max),
+            "sum": _reduce("reduce sum", _sum),
             "arange": lambda start, stop, layout=None: Value(torch.arange(start, stop, dtype=torch.int32)),
             "full": _full,
             "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype),
@@ -298,6 +319,20 @@ class Language:
             init=self.barrier_init, wait=self.barrier_wait, arrive=self.barrier_arrive, expect=self.barrier_expect,
             MBarrierLayout=BarrierLayout,
         )  # fmt: skip
+
+
+def _assigned_name() -> str:
+    """What the kernel calls the memory it allocates: ``ring.full`` where ``ring = make_ring(...)`` assigns ``full``."""
+    names: list[str] = []
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "emulator" not in frame.f_globals.get("__name__", ""):
+        # A kernel's own globals hold no name of its module.
+        found = re.match(r"\s*(\w+) = ", linecache.getline(frame.f_code.co_filename, frame.f_lineno))
+        names.insert(0, found[1] if found else "memory")
+        frame = frame.f_back
+        while frame.f_back is not None and frame.f_code.co_name == "__call__":
+            frame = frame.f_back
+    return ".".join(names)
 
 
 def _full(shape: Sequence[int], value: Operand, dtype: Any, layout: Any = None) -> Value:

@@ -95,11 +95,13 @@ class Operation:
         know: What was known at its start, and what it did.
         finish: Moves the data, and signals whoever is to be signalled.
         done: Whether it has completed.
+        due: When it completes, where there is a clock.
     """
 
     know: Knowledge
     finish: Callable[[], None]
     done: bool = False
+    due: float = 0.0
 
     def complete(self) -> None:
         if not self.done:
@@ -166,16 +168,20 @@ class Task:
 
     Attributes:
         name: The role's function and program, for messages.
+        warps: How many warps it stands for.
         know: What it knows to be finished.
         products: Its matrix products in flight, oldest first.
         stores: Its copies from shared memory in flight, oldest first.
         unfenced: Slots it has stored to since its last fence.
     """
 
-    def __init__(self, machine: Machine, name: str, program: int, body: Callable[[], None], know: Knowledge) -> None:
+    def __init__(
+        self, machine: Machine, name: str, program: int, body: Callable[[], None], know: Knowledge, warps: int
+    ) -> None:
         self.machine = machine
         self.name = name
         self.program = program
+        self.warps = warps
         self.know = know
         self.products: deque[Operation] = deque()
         self.stores: deque[Operation] = deque()
@@ -198,6 +204,7 @@ class Task:
     def drain(self, operations: deque[Operation], outstanding: int) -> None:
         """Waits until at most ``outstanding`` of the operations are in flight, oldest first."""
         while len(operations) > outstanding:
+            self.machine.await_operation(self, operations[0])
             operation = operations.popleft()
             operation.complete()
             self.know.join(operation.know)
@@ -255,7 +262,7 @@ class Machine:
         self.now: Task | None = None
         self.loads: list[Operation] = []
         self._tokens = itertools.count()
-        self._tasks: list[Task] = []
+        self.tasks: list[Task] = []
         self.main = greenlet.getcurrent()
 
     @property
@@ -274,39 +281,50 @@ class Machine:
         slot.reads = set()
         slot.unfenced = set()
 
-    def spawn(self, name: str, program: int, body: Callable[[], None], know: Knowledge) -> Task:
-        task = Task(self, name, program, body, know)
-        self._tasks.append(task)
+    def spawn(self, name: str, program: int, body: Callable[[], None], know: Knowledge, warps: int = 4) -> Task:
+        task = Task(self, name, program, body, know, warps)
+        self.tasks.append(task)
         return task
+
+    # What a machine with a clock does more.
+
+    def schedule_copy(self, operation: Operation, num_bytes: int, is_load: bool) -> None:
+        """Says when a copy into or out of shared memory completes."""
+
+    def schedule_product(self, operation: Operation, shape: tuple[int, int, int], is_left_shared: bool) -> None:
+        """Says when a product of shape (m, n, k) completes."""
+
+    def await_operation(self, task: Task, operation: Operation) -> None:
+        """Lets the time pass until an operation is due."""
 
     def switch(self, task: Task) -> None:
         """Called by the running task: back to the loop that draws the next one."""
         self.main.switch()
         self.now = task
 
-    def run(self, programs: list[Callable[[], None]]) -> None:
-        """Runs a grid; each program is the body of its first partition."""
-        waiting = deque(enumerate(programs))
+    def run(self, programs: dict[int, Callable[[], None]]) -> None:
+        """Runs programs by number; each is the body of its first partition."""
+        waiting = deque(programs.items())
         while True:
-            running = {task.program for task in self._tasks}
+            running = {task.program for task in self.tasks}
             while waiting and len(running) < self.resident:
                 program, body = waiting.popleft()
                 self.spawn(f"program {program}", program, body, Knowledge())
                 running.add(program)
-            if not self._tasks:
+            if not self.tasks:
                 break
             self._turn()
         if self.loads:
             raise EmulatorError("a program ended before its loads had landed")
 
     def _turn(self) -> None:
-        able = [task for task in self._tasks if task.ready is None or task.ready()]
+        able = [task for task in self.tasks if task.ready is None or task.ready()]
         # Any copy in flight may complete now.
         if self.loads and (not able or self.random.random() < 0.3):
             self.loads.pop(self.random.randrange(len(self.loads))).complete()
             return
         if not able:
-            waits = "\n".join(f"  {task.name} waits for {task.waits_for}" for task in self._tasks)
+            waits = "\n".join(f"  {task.name} waits for {task.waits_for}" for task in self.tasks)
             raise DeadlockError(f"every task waits:\n{waits}")
         task = max(able, key=lambda each: each.priority)
         if self.random.random() < 0.3:
@@ -314,4 +332,4 @@ class Machine:
         self.now = task
         task.greenlet.switch()
         if task.greenlet.dead:
-            self._tasks.remove(task)
+            self.tasks.remove(task)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,25 @@ TORCH_DTYPES: dict[Any, torch.dtype] = {
     tl.float64: torch.float64,
 }
 TRITON_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+
+
+_listeners: list[Callable[[str, int], None]] = []
+
+
+@contextmanager
+def listening(listener: Callable[[str, int], None]) -> Iterator[None]:
+    """Within, ``listener(kind, elements)`` hears of every operation on values."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def report(kind: str, elements: int) -> None:
+    """Tells listeners of an operation."""
+    for listener in _listeners:
+        listener(kind, elements)
 
 
 class Anything:
@@ -99,6 +119,8 @@ class Value:
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
         target = TORCH_DTYPES[dtype]
+        if target != self.data.dtype and not bitcast:
+            report("convert", self.data.numel())
         return Value(self.data.view(target) if bitcast else self.data.to(target))
 
     def reshape(self, *shape: Any) -> Value:
@@ -159,10 +181,16 @@ def _binary(name: str, compute: Callable[[torch.Tensor, torch.Tensor], torch.Ten
     def forward(self: Value, other: Operand) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
-        return Value(compute(*pair(self, other)))
+        return reported(self, other, *pair(self, other))
 
     def reflected(self: Value, other: Operand) -> Any:
-        return Value(compute(*pair(other, self)))
+        return reported(self, other, *pair(other, self))
+
+    def reported(self: Value, other: Operand, a: torch.Tensor, b: torch.Tensor) -> Value:
+        result = compute(a, b)
+        by = "" if isinstance(other, Value) and other.data.dim() else " by scalar"
+        report(name + (by if isinstance(other, Value) else " by number"), result.numel())
+        return Value(result)
 
     setattr(Value, f"__{name}__", forward)
     setattr(Value, f"__r{name}__", reflected)
@@ -271,6 +299,7 @@ class SharedMemory:
         return LAYOUT
 
     def load(self, layout: Any) -> Value:
+        report("load shared", self.data.numel() * self.data.element_size())
         task = self._machine.running
         task.pause()
         task.read(self.slots)
@@ -281,6 +310,7 @@ class SharedMemory:
             raise EmulatorError(f"a store of {value.dtype} to shared memory of {self.dtype}")
         if value.shape != self.shape:
             raise EmulatorError(f"a store of {value.shape} to shared memory of {self.shape}")
+        report("store shared", self.data.numel() * self.data.element_size())
         task = self._machine.running
         task.pause()
         task.write(self.slots)

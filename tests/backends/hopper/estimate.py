@@ -1,0 +1,83 @@
+"""About how fast the Hopper kernels are, with no GPU: ``python -m tests.backends.hopper.estimate 128:2048:causal ...``.
+
+The cells are those of the benchmarks: 16k tokens, hidden size 2048, bf16. One program of an H200 runs in the emulator
+against ``tests.emulator.clock``, which says how much to believe.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from flashtile.backends.hopper import launch, tiles
+from flashtile.masks import Band
+from flashtile.problem import Problem, Tensors
+from tests.backends.hopper.emulated import REPLACEMENTS
+from tests.emulator import clock
+
+NUM_SMS = 132
+# An H200 under load, and what a launch takes before the first and behind the last instruction.
+CLOCK_HZ = 1.65e9
+LAUNCH_S = 8e-6
+TOKENS, HIDDEN = 16384, 2048
+
+_CELLS = [
+    f"{dim}:{length}:{mask}" for dim in (64, 128, 256) for mask in ("full", "causal") for length in (512, 1024, 2048)
+]
+
+
+class _Caught:
+    """Stands for a kernel and keeps what it would be launched with."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., _Caught]:
+        def catch(*arguments: Any, **options: Any) -> _Caught:
+            self.grid, self.arguments = grid, arguments
+            return self
+
+        return catch
+
+
+def forward(head_dim: int, seqlen: int, causal: bool, config: tiles.Config | None = None) -> tuple[clock.Timing, float]:
+    """The timing of the first program of a cell, and the cell's FLOPs."""
+    heads, batch = HIDDEN // head_dim, TOKENS // seqlen
+    tensors = Tensors(*(torch.randn(batch, seqlen, heads, head_dim).bfloat16() for _ in range(3)))
+    problem = Problem.build(tensors, Band(None, 0) if causal else Band())
+    caught, kernel = _Caught(), launch.attention_forward
+    launch._plan.cache_clear()
+    with ExitStack() as patches:
+        device = SimpleNamespace(multi_processor_count=NUM_SMS)
+        for place, name, value in (
+            (torch.cuda, "current_device", lambda: None),
+            (torch.cuda, "get_device_properties", lambda _: device),
+            (launch, "_Address", lambda tensor: tensor),
+            (launch, "attention_forward", caught),
+        ):
+            patches.enter_context(mock.patch.object(place, name, value))
+        launch.forward(problem, tensors, config)
+    launch._plan.cache_clear()
+    timing = clock.measure(kernel, caught.grid, caught.arguments, replacements=REPLACEMENTS)
+    return timing, 4 * batch * heads * seqlen**2 * head_dim * (0.5 if causal else 1.0)
+
+
+def main(cells: list[str]) -> None:
+    """Prints a line a cell, and what its computing roles wait for."""
+    for cell in cells or _CELLS:
+        head_dim, seqlen, mask = cell.split(":")
+        timing, flops = forward(int(head_dim), int(seqlen), mask == "causal")
+        seconds = timing.cycles / CLOCK_HZ + LAUNCH_S
+        busy = ", ".join(f"{name} {share:.0%}" for name, share in timing.busy.items())
+        print(f"{cell:16} {flops / seconds / 1e12:5.0f} TFLOPS; {busy}", flush=True)
+        for role, spent in timing.roles.items():
+            most = sorted(spent.items(), key=lambda item: -item[1])[:5]
+            if role.startswith("consumer"):
+                print("    " + ", ".join(f"{what} {share:.0%}" for what, share in most))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
