@@ -358,6 +358,26 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, sta
 
 
 @gluon.jit
+def is_blank(m, key, seqlen_q, seqlen_k, grid, form, GROUP: gl.constexpr):
+    """Whether no row of a tile's first row block keeps any of this warpgroup's keys: only behind the band's right."""
+    if grid.has_right and GROUP == 1 and form.groups == 2 and form.block_m < grid.block_n:
+        return (m + 1) * form.block_m <= key - (seqlen_k - seqlen_q) - grid.right
+    else:
+        return False
+
+
+@gluon.jit
+def blank_step(channels, used, form, GROUP: gl.constexpr):
+    """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
+    channels.dscores.claim(used)
+    blank = part_of(channels.dscores, used, GROUP % form.groups, form.groups)
+    blank.store(gl.zeros(blank.shape, blank.dtype, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
+    fence_async_shared()
+    channels.dscores.publish(used)
+    channels.queries.release(used)
+
+
+@gluon.jit
 def store(desc, at, buffer, tile):
     """Stores a tile by TMA, once the store before it has left the buffer."""
     tma_store_wait(0)
@@ -426,10 +446,13 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
             is_edge = (m_min < m_full_min) | (m_min >= m_full_max) | is_end_of_keys
             block = row_blocks + m_min
             mine = my_turn(m_min, first_key, seqlen_q, seqlen_k, grid, dq_out[3])
-            dk, dv = step(
-                channels, used, seen, dk, dv, zeros, dq_out, block, mine, m_min * form.block_m, is_edge, first_rows,
-                last_rows, grid, transform, form, True, GROUP,
-            )  # fmt: skip
+            if is_blank(m_min, key, seqlen_q, seqlen_k, grid, form, GROUP):
+                blank_step(channels, used, form, GROUP)
+            else:
+                dk, dv = step(
+                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, m_min * form.block_m, is_edge,
+                    first_rows, last_rows, grid, transform, form, True, GROUP,
+                )  # fmt: skip
             m = m_min
             for _ in range(1, steps):
                 used += 1
@@ -447,11 +470,14 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
             channels.values.release(seen)
             channels.dscores.wait(used)
             dq = start_dq(channels, used, seen, form, 0, GROUP)
+            # dv leaves under the last product.
+            store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, form)
             finish_dq(dq, dq_out, block, mine, channels, used, seen, form, GROUP)
             channels.keys.release(seen)
             used += 1
             seen += 1
-        store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, form)
+        else:
+            store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, form)
         dk = dk * transform.softmax_scale
         store_gradient(dk_desc, dk, tile_ring, tiles, key, col, out_s, grid, form)
         tile_ring.release(tiles)
