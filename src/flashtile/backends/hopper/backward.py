@@ -358,20 +358,12 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, sta
 
 
 @gluon.jit
-def is_blank(m, key, seqlen_q, seqlen_k, grid, form, GROUP: gl.constexpr):
-    """Whether no row of a tile's first row block keeps any of this warpgroup's keys: only behind the band's right."""
-    if grid.has_right and GROUP == 1 and form.groups == 2 and form.block_m < grid.block_n:
-        return (m + 1) * form.block_m <= key - (seqlen_k - seqlen_q) - grid.right
-    else:
-        return False
-
-
-@gluon.jit
 def blank_step(channels, used, form, GROUP: gl.constexpr):
     """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
     channels.dscores.claim(used)
     blank = part_of(channels.dscores, used, GROUP % form.groups, form.groups)
-    blank.store(gl.zeros(blank.shape, blank.dtype, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    blank.store(gl.zeros([GROUP_KEYS, form.block_m], channels.queries.buffers.dtype, layout))
     fence_async_shared()
     channels.dscores.publish(used)
     channels.queries.release(used)
@@ -421,6 +413,8 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_m, 16])
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.grad_d, 16])
     zeros = gl.zeros([GROUP_KEYS, form.block_m], gl.float32, s_layout)
+    # A tile's first row block may end before its second 64 keys begin to be kept.
+    may_be_blank: gl.constexpr = grid.has_right and GROUP == 1 and form.groups == 2 and form.block_m < grid.block_n
     tile_ring = channels.tiles
     tiles = 0
     used = 0
@@ -446,7 +440,11 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
             is_edge = (m_min < m_full_min) | (m_min >= m_full_max) | is_end_of_keys
             block = row_blocks + m_min
             mine = my_turn(m_min, first_key, seqlen_q, seqlen_k, grid, dq_out[3])
-            if is_blank(m_min, key, seqlen_q, seqlen_k, grid, form, GROUP):
+            is_blank = False
+            if may_be_blank:
+                # The first row that keeps a key lies behind the first row block.
+                is_blank = (m_min + 1) * form.block_m <= key - (seqlen_k - seqlen_q) - grid.right
+            if is_blank:
                 blank_step(channels, used, form, GROUP)
             else:
                 dk, dv = step(

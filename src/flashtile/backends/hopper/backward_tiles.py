@@ -92,7 +92,7 @@ class Config:
 WIDE_64 = Config(block_d=64, block_m=128, v_stages=2)
 NARROW_64 = Config(block_d=64, block_m=64, stages=3, v_stages=2, early_dv=True, dq_width=32)
 BASE_128 = Config(block_d=128, early_dv=True)
-SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, staged=True)
+SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, early_dv=True, staged=True)
 
 # What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
 VARIANTS = {
@@ -105,6 +105,7 @@ VARIANTS = {
     "128, 3 stages": replace(BASE_128, stages=3, k_stages=1),
     "128 by TMA": replace(BASE_128, k_stages=1, dq_tma=True),
     "256": SPLIT_256,
+    "256 late dv": replace(SPLIT_256, early_dv=False),
 }
 
 
