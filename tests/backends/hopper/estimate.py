@@ -15,7 +15,9 @@ from unittest import mock
 
 import torch
 
-from flashtile.backends.hopper import launch, tiles
+from flashtile.backends.base import Gradients
+from flashtile.backends.hopper import backward_tiles, gradients, launch, tiles
+from flashtile.backends.hopper.gluon_compat import thread_barrier
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 from tests.backends.hopper.emulated import REPLACEMENTS
@@ -65,18 +67,46 @@ def forward(head_dim: int, seqlen: int, causal: bool, config: tiles.Config | Non
     return timing, 4 * batch * heads * seqlen**2 * head_dim * (0.5 if causal else 1.0)
 
 
+def backward(
+    head_dim: int, seqlen: int, causal: bool, config: backward_tiles.Config | None = None
+) -> tuple[clock.Timing, float]:
+    """The timing of the main kernel, for as many tiles as a program would get of a cell, and the cell's FLOPs.
+
+    Programs draw their tiles from a counter, so a problem of one program's share stands for the cell.
+    """
+    share = TOKENS * HIDDEN / head_dim / seqlen / NUM_SMS
+    batch = max(1, round(share))
+    tensors = Tensors(*(torch.randn(batch, seqlen, 1, head_dim).bfloat16() for _ in range(3)))
+    problem = Problem.build(tensors, Band(None, 0) if causal else Band())
+    plan = gradients.Plan(problem, config or backward_tiles.choose(problem), NUM_SMS)
+    work = plan.workspace(tensors.q)
+    for each in (work.rows, work.dq, work.counter):
+        each.zero_()
+    grads = Gradients(*(torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v)))
+    lse = torch.zeros(batch, 1, seqlen)
+    with mock.patch.object(launch, "_Address", lambda tensor: tensor):
+        launch._descriptors.clear()
+        main_launch = plan.launches(tensors, tensors.q, lse, tensors.q, None, grads, work)[1]
+        launch._descriptors.clear()
+    timing = clock.measure(
+        main_launch.kernel, main_launch.grid, main_launch.arguments, replacements={thread_barrier: lambda: None}
+    )
+    return timing, 10 * batch * seqlen**2 * head_dim * (0.5 if causal else 1.0) * NUM_SMS
+
+
 def main(cells: list[str]) -> None:
-    """Prints a line a cell, and what its computing roles wait for."""
+    """Prints a line a cell and direction, and what its computing roles wait for."""
     for cell in cells or _CELLS:
         head_dim, seqlen, mask = cell.split(":")
-        timing, flops = forward(int(head_dim), int(seqlen), mask == "causal")
-        seconds = timing.cycles / CLOCK_HZ + LAUNCH_S
-        busy = ", ".join(f"{name} {share:.0%}" for name, share in timing.busy.items())
-        print(f"{cell:16} {flops / seconds / 1e12:5.0f} TFLOPS; {busy}", flush=True)
-        for role, spent in timing.roles.items():
-            most = sorted(spent.items(), key=lambda item: -item[1])[:5]
-            if role.startswith("consumer"):
-                print("    " + ", ".join(f"{what} {share:.0%}" for what, share in most))
+        for direction, roles in ((forward, "consumer"), (backward, "scorer")):
+            timing, flops = direction(int(head_dim), int(seqlen), mask == "causal")
+            rate = flops / (timing.cycles / CLOCK_HZ + LAUNCH_S)
+            busy = ", ".join(f"{name} {share:.0%}" for name, share in timing.busy.items())
+            print(f"{cell:16} {direction.__name__:8} {rate / 1e12:5.0f} TFLOPS; {busy}", flush=True)
+            for role, spent in timing.roles.items():
+                most = sorted(spent.items(), key=lambda item: -item[1])[:5]
+                if role.startswith(roles):
+                    print("    " + ", ".join(f"{what} {share:.0%}" for what, share in most))
 
 
 if __name__ == "__main__":
