@@ -277,7 +277,7 @@ def run_all(args: argparse.Namespace) -> None:
         print(f"{name}: exit codes {codes} after {time.perf_counter() - start_s:.0f} s", flush=True)
 
     smoke = {
-        (dim, name): stage(["--stage", "smoke", "--head-dims", str(dim), "--variant", name, "--limit-s", "30"], 45.0)
+        (dim, name): stage(["--stage", "smoke", "--head-dims", str(dim), "--variant", name, "--limit-s", "30"], 80.0)
         for dim in args.head_dims
         for name in variants(dim)
     }

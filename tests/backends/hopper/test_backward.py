@@ -102,6 +102,17 @@ def test_sums_are_in_any_order_unless_asked_for() -> None:
     assert len(bits) > 1
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_behind_the_end_weigh_nothing(dim: int) -> None:
+    """Where all scores are far below 0, a key of zeros would have a probability of infinity."""
+    call = build(Case("full", batch=1, seqlen_q=300, seqlen_k=150, heads=1, kv_heads=1, head_dim=dim), torch.bfloat16)
+    with torch.no_grad():
+        call.leaves["q"].add_(10.0)
+        call.leaves["k"].sub_(10.0)
+    with on_cpu():
+        judge(call, "hopper")
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_lies_behind_a_length_reaches_nothing(causal: bool) -> None:
     """NaN behind the last sequence and in the neighbours: gradients of the sequence in between stay as they are."""

@@ -70,7 +70,9 @@ def test_spills_would_be_seen() -> None:
     assert any("spills" in problem for problem in builds.compile_build(starved, "sm_90a").problems)
 
 
-@pytest.mark.parametrize("change", [{"stages": 6}, {"registers": 248}, {"dq_width": 96}, {"block_m": 32}])
+@pytest.mark.parametrize(
+    "change", [{"stages": 6}, {"registers": 248}, {"dq_width": 96}, {"block_m": 32}, {"ds_stages": 1}]
+)
 def test_what_does_not_fit_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError):
         dataclasses.replace(backward_tiles.BASE_128, **change)

@@ -94,9 +94,10 @@ class Form:
     dq_width: gl.constexpr
     dq_share: gl.constexpr
     staged: gl.constexpr
+    staggered: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, block_m, block_d, groups, early_dv, dq_width, staged):
+    def __init__(self, block_m, block_d, groups, early_dv, dq_width, staged, staggered):
         self.block_m = gl.constexpr(block_m)
         self.block_d = gl.constexpr(block_d)
         self.grad_d = gl.constexpr(block_d if groups == 2 else block_d // 2)
@@ -105,11 +106,17 @@ class Form:
         self.dq_width = gl.constexpr(dq_width)
         self.dq_share = gl.constexpr(block_d if block_m == 128 else block_d // 2)
         self.staged = gl.constexpr(staged)
+        self.staggered = gl.constexpr(staggered)
 
 
 @aggregate
 class Channels:
-    """What the warps hand each other. Queries, what belongs to their rows, and dout are claimed and released as one."""
+    """What the warps hand each other. Queries, what belongs to their rows, and dout are claimed and released as one.
+
+    Where both warpgroups write dscores, nobody needs to claim them: each publishes its part of a step after it has read
+    the step before, and waits for both parts of that before it writes over those of one step earlier still.
+    ``start`` is a barrier that holds the second warpgroup back once, until the first one's exponentials are done.
+    """
 
     tiles: Ring
     queries: Ring
@@ -118,9 +125,10 @@ class Channels:
     keys: Ring
     values: Ring
     dscores: Ring
+    start: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, tiles, queries, rows, dout, keys, values, dscores):
+    def __init__(self, tiles, queries, rows, dout, keys, values, dscores, start):
         self.tiles = tiles
         self.queries = queries
         self.rows = rows
@@ -128,6 +136,7 @@ class Channels:
         self.keys = keys
         self.values = values
         self.dscores = dscores
+        self.start = start
 
 
 @gluon.jit
@@ -289,7 +298,8 @@ def finish_dq(dq, dq_out, block, mine, channels, used, seen, form, GROUP: gl.con
         thread_barrier()
         dq = start_dq(channels, used, seen, form, piece, GROUP)
         dq = warpgroup_mma_wait(0, deps=[dq])
-    channels.dscores.release(used)
+    if form.groups == 1:
+        channels.dscores.release(used)
     add_accumulators(dq_out, offset + (pieces - 1) * (64 * width), dq, width)
     if turns_ptr is not None:
         thread_barrier()
@@ -323,6 +333,8 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, sta
         # Its derivative takes the registers that dq holds.
         finish_dq(dq, dq_out, last_block, last_turn, channels, used - 1, seen, form, GROUP)
     p, factor = probabilities(s, rows.slice(0, 1).load(layout), transform)
+    if form.staggered and IS_FIRST and GROUP == 0:
+        mbarrier.arrive(channels.start, count=1, pred=seen == 0)
     if is_edge:
         p = keep_rows(p, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
         if transform.has_softcap:
@@ -348,7 +360,8 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, sta
         dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
     if form.groups > GROUP:
-        channels.dscores.claim(used)
+        if form.groups == 1:
+            channels.dscores.claim(used)
         part_of(channels.dscores, used, GROUP, form.groups).store(ds)
         fence_async_shared()
         channels.dscores.publish(used)
@@ -360,7 +373,6 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, sta
 @gluon.jit
 def blank_step(channels, used, form, GROUP: gl.constexpr):
     """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
-    channels.dscores.claim(used)
     blank = part_of(channels.dscores, used, GROUP % form.groups, form.groups)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     blank.store(gl.zeros([GROUP_KEYS, form.block_m], channels.queries.buffers.dtype, layout))
@@ -437,6 +449,8 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
         if steps > 0:
             channels.keys.wait(seen)
             channels.values.wait(seen)
+            if form.staggered and GROUP == 1:
+                mbarrier.wait(channels.start, 0, pred=seen == 0)
             is_edge = (m_min < m_full_min) | (m_min >= m_full_max) | is_end_of_keys
             block = row_blocks + m_min
             mine = my_turn(m_min, first_key, seqlen_q, seqlen_k, grid, dq_out[3])
@@ -507,8 +521,8 @@ def attention_backward(
     num_heads_kv, group_size, left, right, heads_at_once,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, EARLY_DV: gl.constexpr, DQ_WIDTH: gl.constexpr,
-    STAGED: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr, VARLEN: gl.constexpr,
+    STAGED: gl.constexpr, STAGGERED: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Every tile's dk and dv, and what it adds to dq; a program an SM.
 
@@ -518,7 +532,7 @@ def attention_backward(
     ``backward_tiles.Config`` and what the call has. ``backward_rows.prepare_rows`` must have run.
     """
     dtype: gl.constexpr = q_desc.dtype
-    form = Form(BLOCK_M, BLOCK_D, GROUPS, EARLY_DV, DQ_WIDTH, STAGED)
+    form = Form(BLOCK_M, BLOCK_D, GROUPS, EARLY_DV, DQ_WIDTH, STAGED, STAGGERED)
     out_d: gl.constexpr = form.grad_d // 2 if STAGED else form.grad_d
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     key_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_D], dtype)
@@ -533,7 +547,9 @@ def attention_backward(
         make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, K_STAGES, GROUPS, 1),
         make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, V_STAGES, GROUPS, 1),
         make_parts_ring(dtype, [GROUP_KEYS, BLOCK_M], ds_layout, DS_STAGES, GROUPS, GROUPS),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
     )
+    mbarrier.init(channels.start, count=1)
     out_s = gl.allocate_shared_memory(dtype, [2, GROUP_KEYS, out_d], out_layout)
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, left, right, heads_at_once,
                    [HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, GROUP_KEYS * GROUPS])  # fmt: skip

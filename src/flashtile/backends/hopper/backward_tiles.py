@@ -30,6 +30,8 @@ class Config:
         dq_tma: Whether dq is added by TMA, through shared memory, instead of from registers. Sums in a fixed order are
             always added from registers.
         staged: Whether dk and dv leave in two halves through a buffer of half their size.
+        staggered: Whether the second warpgroup starts behind the first one's first exponentials, so that the products
+            of one run under the exponentials of the other; otherwise they drift as they may.
         registers: What setmaxnreg gives a computing thread.
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
     """
@@ -45,12 +47,15 @@ class Config:
     dq_width: int = 64
     dq_tma: bool = False
     staged: bool = False
+    staggered: bool = False
     registers: int = 240
     max_registers: int = 168
 
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128):
             raise ValueError(f"a row block has 64 or 128 queries: {self}")
+        if self.ds_stages < 2:
+            raise ValueError(f"a step writes its dscores while the last ones are read: {self}")
         share = self.block_d if self.block_m == 128 else self.block_d // 2
         if share % self.dq_width:
             raise ValueError(f"a warpgroup has {share} columns of dq: {self}")
@@ -98,13 +103,16 @@ SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, early_dv=True, staged=
 VARIANTS = {
     "64 wide": WIDE_64,
     "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
+    "64 staggered": replace(WIDE_64, staggered=True),
     "64 narrow": NARROW_64,
     "64 by TMA": replace(WIDE_64, k_stages=1, v_stages=1, dq_tma=True),
     "128": BASE_128,
+    "128 staggered": replace(BASE_128, staggered=True),
     "128 late dv": replace(BASE_128, early_dv=False),
     "128, 3 stages": replace(BASE_128, stages=3, k_stages=1),
     "128 by TMA": replace(BASE_128, k_stages=1, dq_tma=True),
     "256": SPLIT_256,
+    "256 staggered": replace(SPLIT_256, staggered=True),
     "256 late dv": replace(SPLIT_256, early_dv=False),
 }
 

@@ -140,6 +140,7 @@ def constants(problem: Problem, config: backward_tiles.Config) -> dict[str, Any]
         "EARLY_DV": config.early_dv,
         "DQ_WIDTH": config.dq_width,
         "STAGED": config.staged,
+        "STAGGERED": config.staggered,
         "REGISTERS": config.registers,
         "HAS_LEFT": problem.band.left is not None,
         "HAS_RIGHT": problem.band.right is not None,
