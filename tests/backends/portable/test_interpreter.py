@@ -31,20 +31,23 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     judge(build(case, dtype), "portable")
 
 
-UNEVEN = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
-DESCRIPTORS = Config(32, 16, 4, 1, tma=True), Config(16, 32, 4, 1, tma=True)
-ONE_LOOP = Config(32, 16, 4, 1, tma=True, one_loop=True), Config(16, 32, 4, 1, one_loop=True)
+WIDE, TALL = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
+UNEVEN = {"forward": WIDE, "dkdv": TALL, "dq": WIDE}
+DESCRIPTORS = {name: dataclasses.replace(config, tma=True) for name, config in UNEVEN.items()}
+ONE_LOOP = {name: dataclasses.replace(config, one_loop=True) for name, config in DESCRIPTORS.items()}
+APART = {"forward": WIDE, "dk": dataclasses.replace(TALL, tma=True, one_loop=True), "dv": WIDE, "dq": WIDE}
 
 
-@pytest.mark.parametrize("pair", [UNEVEN, DESCRIPTORS, ONE_LOOP], ids=["pointers", "descriptors", "one loop"])
+@pytest.mark.parametrize(
+    "configs", [UNEVEN, DESCRIPTORS, ONE_LOOP, APART], ids=["pointers", "descriptors", "one loop", "dk and dv apart"]
+)
 @pytest.mark.parametrize(
     "name",
     ["causal", "more_keys_window", "more_rows_window", "group_causal", "varlen_spare", "varlen_window", "dropout"],
 )
-def test_tiles_of_other_shapes_and_descriptors(name: str, pair: tuple[Config, Config]) -> None:
+def test_tiles_of_other_shapes_and_descriptors(name: str, configs: dict[str, Config]) -> None:
     case = dataclasses.replace(next(c for c in CASES if c.name == name), head_dim=16, head_dim_v=24)
-    wide, tall = pair
-    with tiles.override(forward=wide, dkdv=tall, dq=wide):
+    with tiles.override(**configs):
         judge(build(case, torch.float32), "portable")
 
 

@@ -21,23 +21,33 @@ def _problem(head_dim: int, **changes: object):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "dbias"])
-def test_every_head_dim_has_tiles_that_fit(arch: str, kernel: tiles.Kernel) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"band": Band(None, 0)}, {"varlen": True}, {"mask": True}, {"dtype": torch.float32}], ids=str
+)
+def test_every_head_dim_has_tiles_that_fit(arch: str, changes: dict[str, object]) -> None:
     for head_dim in (1, 16, 24, 64, 80, 128, 192, 256):
-        for dtype in (torch.float16, torch.float32):
-            config = tiles.choose(_problem(head_dim, dtype=dtype), kernel, arch)
-            bytes_each = 4 if dtype == torch.float32 else 2
-            fixed, moving = {
-                "forward": (config.block_m, config.block_n),
-                "dq": (config.block_m, config.block_n),
-                "dkdv": (config.block_n, config.block_m),
-                "dbias": (0, config.block_m + config.block_n),
-            }[kernel]
+        problem = _problem(head_dim, **changes)
+        for kernel in ("forward", *tiles.key_kernels(problem, arch), "dq", "dbias"):
+            config = tiles.choose(problem, kernel, arch)
+            fixed, moving = config.block_m, config.block_n
+            if kernel in ("dkdv", "dk", "dv"):
+                fixed, moving = moving, fixed
             # Two moving operands in num_stages tiles, and at least one fixed operand that matrix units read.
-            need = tiles.padded(head_dim) * bytes_each * (2 * moving * config.num_stages + fixed)
-            if kernel == "dbias":
-                need = tiles.padded(head_dim) * bytes_each * moving
-            assert need <= tiles.SHARED_BYTES[arch], (head_dim, dtype, config)
+            rows = moving + fixed if kernel == "dbias" else 2 * moving * config.num_stages + fixed
+            need = tiles.padded(head_dim) * problem.dtype.itemsize * rows
+            assert need <= tiles.SHARED_BYTES[arch], (head_dim, kernel, config)
+
+
+def test_dk_and_dv_stand_apart_where_tiles_of_dv_do() -> None:
+    assert tiles.key_kernels(_problem(256), "sm_90") == ("dk", "dv")
+    assert tiles.key_kernels(_problem(128), "sm_90") == ("dkdv",)
+    assert tiles.key_kernels(_problem(256), "sm_80") == ("dkdv",)
+    assert tiles.key_kernels(_problem(256, dtype=torch.float32), "sm_90") == ("dkdv",)
+    one = Config(16, 16, 4, 1)
+    with tiles.override(dk=one, dv=one):
+        assert tiles.key_kernels(_problem(128), "sm_90") == ("dk", "dv")
+    with tiles.override(dkdv=one):
+        assert tiles.key_kernels(_problem(256), "sm_90") == ("dkdv",)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +78,7 @@ def test_tiles_ignore_batch_and_lengths(kernel: tiles.Kernel) -> None:
     assert tiles.choose(one, kernel, "sm_90") == tiles.choose(many, kernel, "sm_90")
 
 
-@pytest.mark.parametrize("sizes", [(8, 16), (48, 64), (512, 64), (64, 256)])
+@pytest.mark.parametrize("sizes", [(8, 16), (48, 64), (512, 64), (64, 512)])
 def test_illegal_tiles_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="block_"):
         Config(*sizes, 4, 1)
@@ -98,7 +108,8 @@ def test_describe_names_the_tiles() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "gfx942"])
 def test_builds_name_every_argument_once(arch: str) -> None:
     records = builds(arch)
-    assert {r.name for r in records} == {
+    apart = {"attention_backward_dk", "attention_backward_dv"} if arch in ("sm_90a", "sm_100") else set()
+    assert {r.name for r in records} == apart | {
         "attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dq",
         "attention_backward_dbias",
     }  # fmt: skip

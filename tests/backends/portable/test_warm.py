@@ -9,7 +9,8 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashtile.backends.portable import forward, tiles, warm
+from flashtile.backends.portable import forward, gradients, tiles, warm
+from flashtile.backends.portable.launch import Launch
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 
@@ -42,7 +43,8 @@ def _call(tensors: Tensors, compiled: _Compiled, config: tiles.Config) -> tuple[
             return compiled
 
     operands = forward._operands(tensors, out, lse)
-    warm._on_device("forward", problem, config, operands, Made, 0)  # type: ignore[arg-type]
+    with tiles.override(forward=config):
+        warm._on_device("forward", problem, operands, lambda: [Made()], 0)  # type: ignore[list-item]
     return fresh, bool(made)
 
 
@@ -84,3 +86,32 @@ def test_whatever_a_kernel_is_built_on_makes_a_fresh_launch() -> None:
         dataclasses.replace(strided, k=strided.k.transpose(1, 2).contiguous().transpose(1, 2)), compiled, config
     )[1]
     assert not _call(_tensors(rows=48), compiled, config)[1]
+
+
+def test_a_repeated_backward_passes_each_kernel_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, _Compiled]] = []
+
+    def run(launch: Any) -> _Compiled:
+        made.append((launch, _Compiled()))
+        return made[-1][1]
+
+    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(warm, "launch", lambda *arguments: warm._on_device(*arguments, 0))
+    config = tiles.Config(64, 64, 4, 2)
+    with tiles.override(dk=config, dv=dataclasses.replace(config, tma=True), dq=config):
+        for expected in (4, 4):
+            tensors = _tensors()
+            problem = Problem.build(tensors, Band(None, 0), needs_grad=True)
+            grads = gradients.run(problem, tensors, tensors.v, torch.zeros(2, 4, 32), tensors.v, None)
+            assert len(made) == expected
+    for launch, compiled in made:
+        ((grid, *arguments),) = compiled.calls
+        assert grid == (launch.programs, 1, 1)
+        for parameter, got in zip(launch.kernel.params, arguments, strict=True):
+            want, now = launch.arguments[parameter.name], {"q_ptr": tensors.q, "dq_ptr": grads.dq, "dk_ptr": grads.dk}
+            if isinstance(want, TensorDescriptor):
+                assert got.base is getattr(tensors, {"q": "q", "dout": "v"}[parameter.name.removesuffix("_source")])
+            elif isinstance(want, torch.Tensor):
+                assert got.shape == want.shape and got is now.get(parameter.name, got), parameter.name
+            else:
+                assert got == want, parameter.name

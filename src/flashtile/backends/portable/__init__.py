@@ -55,9 +55,10 @@ class PortableBackend:
         """The tiles of the direction's kernels."""
         if direction == "forward":
             return f"Triton, tiles {tiles.choose(problem, 'forward')}"
-        parts = [f"dk and dv {tiles.choose(problem, 'dkdv')}", f"dq {tiles.choose(problem, 'dq')}"]
+        kernels: list[tiles.Kernel] = [*tiles.key_kernels(problem), "dq"]
         if problem.bias_grad:
-            parts.append(f"dbias {tiles.choose(problem, 'dbias')}")
+            kernels.append("dbias")
+        parts = [f"{'dk and dv' if name == 'dkdv' else name} {tiles.choose(problem, name)}" for name in kernels]
         return f"Triton, tiles {'; '.join(parts)}; no atomics"
 
     def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ class PortableBackend:
     def backward(
         self, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Gradients:
-        """Row sums, then dk and dv, dq, and dbias if asked for, a kernel each."""
+        """Row sums, dk and dv, dq, and dbias if asked for: a kernel each, dk and dv one or two."""
         from flashtile.backends.portable import gradients
 
         if _needs_widening(problem):

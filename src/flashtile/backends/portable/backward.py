@@ -5,9 +5,7 @@
     dv = probs^T @ dout    dk = dscores^T @ q    dq = dscores @ k    dbias = dscores, summed over what broadcasts
 
 One kernel owns blocks of keys and makes dk and dv, one owns blocks of queries and makes dq, one owns tiles of the bias:
-each gradient is written by one program, in one order, so the result is bitwise repeatable without any atomics. The
-gradients of a block that holds a NaN or an infinity in a valid element may be NaN for all its rows and keys: only the
-forward keeps those to the rows that attend to them.
+each gradient is written by one program, in one order, so the result is bitwise repeatable without any atomics.
 Mathematics: docs/algorithm.md. Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4.
 """
 
@@ -16,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.backends.portable import poison
 from flashtile.backends.portable.forward import load_rows, locate, store_rows
 from flashtile.backends.vocab import blocks, dropout, mask, scores, sequence, softmax
 
@@ -30,7 +29,7 @@ def prepare_rows(
 
     out is contiguous ``(batch, seqlen_q, num_heads_q, HEAD_DIM_V)``; delta and origin are ``(batch, num_heads_q,
     row_pitch)``, row_pitch a multiple of BLOCK_M. The origin of an empty row and of the rows from seqlen_q on is +inf,
-    so that their probabilities are 0 without a mask; their delta is 0.
+    so that their probabilities are 0 without a mask; their delta is 0, whatever dout holds there.
     """
     num_blocks = row_pitch // BLOCK_M
     pid = tl.program_id(0)
@@ -50,7 +49,7 @@ def prepare_rows(
         delta -= tl.load(dlse_at, mask=exists, other=0.0)
     lse = tl.load(lse_ptr + (b * num_heads_q + h) * seqlen_q + i, mask=exists, other=float("-inf"))
     at = (b * num_heads_q + h) * row_pitch + i
-    tl.store(delta_ptr + at, delta)
+    tl.store(delta_ptr + at, tl.where(lse == float("-inf"), 0.0, delta))
     tl.store(origin_ptr + at, softmax.backward_origin(lse))
 
 
@@ -85,12 +84,12 @@ def probabilities(
 def score_gradient(probs, dprobs, delta, derivative, select):
     """The gradient of a block of scores, in front of the score transform.
 
-    With ``select``, 0 wherever the probability is: a masked element's dprobs or delta may be NaN.
+    With ``select``, 0 wherever the probability is: a masked element's dprobs, delta or derivative may be NaN.
     """
-    dscores = probs * (dprobs - delta)
+    dscores = probs * (dprobs - delta) * derivative
     if select:
         dscores = tl.where(probs == 0.0, 0.0, dscores)
-    return dscores * derivative
+    return dscores
 
 
 @triton.jit
@@ -104,13 +103,14 @@ def over_queries(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
+    ONE_LOOP: tl.constexpr, CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
     """Adds what query blocks m_start ... m_stop - 1 of one head give to dk and dv; scores lie keys first.
 
-    Without MASKED the blocks need no mask; with it, those from full_start to full_stop - 1 do not.
+    Without MASKED no block needs a mask; with ONE_LOOP too, those from full_start to full_stop - 1 do not. CAREFUL
+    takes 0 for every infinity and NaN of q and dout where a mask may have made the other factor 0.
     """
-    for m in tl.range(m_start, m_stop):
+    for m in tl.range(m_start, m_stop, num_stages=1 if CAREFUL else None):
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         edge = MASKED
@@ -138,56 +138,47 @@ def over_queries(
         dout = load_rows(dout_source, dout_at, batch_index, h, start_q, first, length_q, dout_stride_row,
                          BLOCK_M, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
         dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
+        if CAREFUL:
+            q, dout = poison.finite(q), poison.finite(dout)
         kept_probs = probs
         if rng_state_ptr is not None:
             key_blocks = n_first // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
             kept = tl.trans(dropout.keep(rng_state_ptr, dropout_threshold, head_index, rows[:, None], key_blocks))
             kept_probs = tl.where(kept, probs, 0.0)
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
-        dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
-        dscores = score_gradient(probs, dprobs, delta[None, :], derivative, select)
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
+        if WITH_DV:
+            dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
+        if WITH_DK:
+            dscores = score_gradient(probs, dprobs, delta[None, :], derivative, select)
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "heads_at_once", "left", "right", "dropout_threshold"])
-def attention_backward_dkdv(
-    q_ptr, k_ptr, v_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
-    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
-    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
-    v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
-    mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+@triton.jit
+def over_heads(
+    k, v, n_first, b, head_kv, start_q, length_q, start_k, length_k,
+    q_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr, alibi_ptr, mask_ptr, bias_ptr,
+    rng_state_ptr, q_stride_b, q_stride_row, q_stride_head, dout_stride_b, dout_stride_row, dout_stride_head,
+    alibi_stride_b, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
-    dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, ONE_LOOP: tl.constexpr,
+    CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
-    """The gradients dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
+    """Stores dk and dv, those that are asked for, summed over the query heads of a group.
 
-    dk and dv are contiguous. Arguments as the forward's; row_pitch is that of delta and origin.
+    CAREFUL lets no infinity and no NaN of a query reach a key that it does not keep.
+
+    Returns:
+        Whether dk and dv may hold a NaN that leaked.
     """
-    num_heads_kv = num_heads_q // group_size
-    b, head_kv, n_block, start_q, length_q, start_k, length_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_kv, heads_at_once,
-        BLOCK_N, True, HAS_RIGHT,
-    )  # fmt: skip
-    n_first = n_block * BLOCK_N
-    if n_first >= length_k:
-        return
-    VARLEN: tl.constexpr = cu_seqlens_q_ptr is not None
-    HAS_ALIBI: tl.constexpr = alibi_ptr is not None
     batch_index = b
     if VARLEN:
         batch_index = 0
-    k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
-    v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
-    k = load_rows(k_at, k_at, b, head_kv, start_k, n_first, length_k, k_stride_row,
-                  BLOCK_N, HEAD_DIM, BLOCK_D, True, False)  # fmt: skip
-    v = load_rows(v_at, v_at, b, head_kv, start_k, n_first, length_k, v_stride_row,
-                  BLOCK_N, HEAD_DIM_V, BLOCK_DV, True, False)  # fmt: skip
+    num_heads_kv = num_heads_q // group_size
     n_last = tl.minimum(n_first + BLOCK_N, length_k) - 1
     m_min, m_full_min, m_full_max, m_max = blocks.query_blocks(
         n_first, n_last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M
@@ -214,14 +205,101 @@ def attention_backward_dkdv(
                 mask_at, mask_stride_row, mask_stride_col, rng_state_ptr, dropout_threshold, keep_scale, n_first,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD,
                 DERIVATIVE, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), VARLEN,
-                MASKED=phase != 1,
-                ONE_LOOP=ONE_LOOP,
+                MASKED=phase != 1, ONE_LOOP=ONE_LOOP and not CAREFUL, CAREFUL=CAREFUL, WITH_DK=WITH_DK,
+                WITH_DV=WITH_DV,
             )  # fmt: skip
     at = (tl.cast(batch_index, tl.int64) * seqlen_k + start_k) * num_heads_kv + head_kv
-    store_rows(dk_ptr + at * HEAD_DIM, n_first, length_k, num_heads_kv * HEAD_DIM, dk * scale,
-               BLOCK_N, HEAD_DIM, BLOCK_D)  # fmt: skip
-    store_rows(dv_ptr + at * HEAD_DIM_V, n_first, length_k, num_heads_kv * HEAD_DIM_V, dv * keep_scale,
-               BLOCK_N, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+    dk_stride_row, dv_stride_row = num_heads_kv * HEAD_DIM, num_heads_kv * HEAD_DIM_V
+    leaked_dk, leaked_dv = False, False
+    if WITH_DK:
+        store_rows(dk_ptr + at * HEAD_DIM, n_first, length_k, dk_stride_row, dk * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
+        leaked_dk = poison.leaks(dk)
+    if WITH_DV:
+        store_rows(dv_ptr + at * HEAD_DIM_V, n_first, length_k, dv_stride_row, dv * keep_scale,
+                   BLOCK_N, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+        leaked_dv = poison.leaks(dv)
+    if CAREFUL:
+        tl.debug_barrier()  # the same elements are stored again, perhaps by other threads
+        for member in range(group_size):
+            h = head_kv * group_size + member
+            mask_at = None if mask_ptr is None else scores.plane_of(mask_ptr, b, h, mask_stride_b, mask_stride_head)
+            if WITH_DK:
+                q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
+                poison.spread(
+                    dk_ptr + at * HEAD_DIM, dk_stride_row, n_first, length_k, None, q_at, q_stride_row,
+                    m_min * BLOCK_M, m_max * BLOCK_M, length_q, length_q, length_k, left, right, mask_at,
+                    mask_stride_row, mask_stride_col, HEAD_DIM, BLOCK_N, HAS_LEFT, HAS_RIGHT, True, True,
+                )  # fmt: skip
+            if WITH_DV:
+                dout_at = sequence.base(dout_ptr, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
+                poison.spread(
+                    dv_ptr + at * HEAD_DIM_V, dv_stride_row, n_first, length_k, None, dout_at, dout_stride_row,
+                    m_min * BLOCK_M, m_max * BLOCK_M, length_q, length_q, length_k, left, right, mask_at,
+                    mask_stride_row, mask_stride_col, HEAD_DIM_V, BLOCK_N, HAS_LEFT, HAS_RIGHT, True, True,
+                )  # fmt: skip
+    return leaked_dk, leaked_dv
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "heads_at_once", "left", "right", "dropout_threshold"])
+def attention_backward_dkdv(
+    q_ptr, k_ptr, v_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
+    v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
+    mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+    bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
+    dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
+):  # fmt: skip
+    """The gradients dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
+
+    dk and dv are contiguous; None for one that is not asked for. Arguments as the forward's; row_pitch is that of delta
+    and origin.
+    """
+    num_heads_kv = num_heads_q // group_size
+    b, head_kv, n_block, start_q, length_q, start_k, length_k = locate(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_kv, heads_at_once,
+        BLOCK_N, True, HAS_RIGHT,
+    )  # fmt: skip
+    n_first = n_block * BLOCK_N
+    if n_first >= length_k:
+        return
+    VARLEN: tl.constexpr = cu_seqlens_q_ptr is not None
+    k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
+    v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
+    k = load_rows(k_at, k_at, b, head_kv, start_k, n_first, length_k, k_stride_row,
+                  BLOCK_N, HEAD_DIM, BLOCK_D, True, False)  # fmt: skip
+    v = load_rows(v_at, v_at, b, head_kv, start_k, n_first, length_k, v_stride_row,
+                  BLOCK_N, HEAD_DIM_V, BLOCK_DV, True, False)  # fmt: skip
+    # Attempt 0 makes what is asked for; where a mask may have let a NaN through, 1 and 2 make dk and dv again.
+    leaked_dk, leaked_dv = False, False
+    MAY_LEAK: tl.constexpr = HAS_LEFT or HAS_RIGHT or (mask_ptr is not None)
+    for attempt in tl.static_range(3 if MAY_LEAK else 1):
+        wanted = True
+        if attempt == 1:
+            wanted = leaked_dk
+        if attempt == 2:
+            wanted = leaked_dv
+        if wanted:
+            leaks = over_heads(
+                k, v, n_first, b, head_kv, start_q, length_q, start_k, length_k,
+                q_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
+                alibi_ptr, mask_ptr, bias_ptr, rng_state_ptr, q_stride_b, q_stride_row, q_stride_head,
+                dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
+                mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+                bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
+                seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M if attempt == 0 else poison.STEP, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT,
+                HAS_RIGHT, alibi_ptr is not None, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
+                TMA and attempt == 0, VARLEN, ONE_LOOP or attempt > 0, CAREFUL=attempt > 0,
+                WITH_DK=dk_ptr is not None and attempt != 2, WITH_DV=dv_ptr is not None and attempt != 1,
+            )  # fmt: skip
+            if attempt == 0:
+                leaked_dk, leaked_dv = leaks
 
 
 @triton.jit
@@ -235,9 +313,10 @@ def over_keys(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, ONE_LOOP: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Adds what key blocks n_start ... n_stop - 1 give to dq; MASKED, full_start and full_stop as ``over_queries``."""
-    for n in tl.range(n_start, n_stop):
+    """Adds what key blocks n_start ... n_stop - 1 give to dq; MASKED and what follows as for ``over_queries``."""
+    for n in tl.range(n_start, n_stop, num_stages=1 if CAREFUL else None):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         edge = MASKED
@@ -262,6 +341,8 @@ def over_keys(
             key_blocks = n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
             kept = dropout.keep(rng_state_ptr, dropout_threshold, head_index, rows[:, None], key_blocks)
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
+        if CAREFUL:
+            k = poison.finite(k)
         dscores = score_gradient(probs, dprobs, delta[:, None], derivative, select)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=INPUT_PRECISION)
     return dq
@@ -316,17 +397,34 @@ def attention_backward_dq(
         m_first, m_last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all.
-    for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 3):
+    leaked = False
+    MAY_LEAK: tl.constexpr = HAS_LEFT or HAS_RIGHT or (mask_ptr is not None)
+    REFINE: tl.constexpr = BLOCK_N // poison.STEP
+    # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end, and all again where a
+    # mask may have let a NaN through. ONE_LOOP takes the first three together.
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
+        if phase == 3:
+            leaked = poison.leaks(dq)
+            n_start, n_stop = n_min * REFINE, tl.where(leaked, n_max, n_min) * REFINE
+            dq = tl.where(leaked, 0.0, dq)
         dq = over_keys(
             dq, q, dout, origin, delta, n_start, n_stop, n_full_min, n_full_max, k_source, k_at, k_stride_row,
             v_source, v_at, v_stride_row,
             batch_index, head_kv, start_k, b, h, b * num_heads_q + h, rows, length_q, length_k, left, right,
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-            rng_state_ptr, dropout_threshold, keep_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
-            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
-            TMA and not (VARLEN and phase != 1), MASKED=phase != 1, ONE_LOOP=ONE_LOOP,
+            rng_state_ptr, dropout_threshold, keep_scale, HEAD_DIM, HEAD_DIM_V, poison.STEP if phase == 3 else BLOCK_N,
+            BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
+            TMA and phase != 3 and not (VARLEN and phase != 1), MASKED=phase != 1, ONE_LOOP=ONE_LOOP and phase != 3,
+            CAREFUL=phase == 3,
         )  # fmt: skip
     at = ((tl.cast(batch_index, tl.int64) * seqlen_q + start_q) * num_heads_q + h) * HEAD_DIM
-    store_rows(dq_ptr + at, m_first, length_q, num_heads_q * HEAD_DIM, dq * scale, BLOCK_M, HEAD_DIM, BLOCK_D)
+    dq_stride_row = num_heads_q * HEAD_DIM
+    store_rows(dq_ptr + at, m_first, length_q, dq_stride_row, dq * scale, BLOCK_M, HEAD_DIM, BLOCK_D)
+    if leaked:
+        tl.debug_barrier()  # the same elements are stored again, perhaps by other threads
+        poison.spread(
+            dq_ptr + at, dq_stride_row, m_first, length_q, None, k_at, k_stride_row, n_min * BLOCK_N, n_max * BLOCK_N,
+            length_k, length_q, length_k, left, right, mask_at, mask_stride_row, mask_stride_col, HEAD_DIM, BLOCK_M,
+            HAS_LEFT, HAS_RIGHT, False, True,
+        )  # fmt: skip

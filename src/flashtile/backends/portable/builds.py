@@ -115,9 +115,11 @@ def _kernels(
     yield _build("attention_forward", "forward", launch, config | {"tiles": str(chosen("forward"))})
     launch = gradients.prepare_launch(problem, out, lse, out, None, *rows)
     yield _build("prepare_rows", "backward preprocess", launch, config)
-    launch = gradients.dkdv_launch(problem, tensors, out, rows, grads, chosen("dkdv"))
-    yield _build("attention_backward_dkdv", "backward", launch, config | {"tiles": str(chosen("dkdv"))})
-    launch = gradients.dq_launch(problem, tensors, out, rows, grads, chosen("dq"))
+    for name in tiles.key_kernels(problem, _ARCHS[arch]):
+        results = None if name == "dv" else grads.dk, None if name == "dk" else grads.dv
+        launch = gradients.dkdv_launch(problem, tensors, out, rows, *results, chosen(name))
+        yield _build(f"attention_backward_{name}", "backward", launch, config | {"tiles": str(chosen(name))})
+    launch = gradients.dq_launch(problem, tensors, out, rows, grads.dq, chosen("dq"))
     yield _build("attention_backward_dq", "backward", launch, config | {"tiles": str(chosen("dq"))})
     if tensors.attn_bias is not None:
         dbias = torch.empty_like(tensors.attn_bias)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.portable import warm
+from flashtile.backends.portable import poison, warm
 from flashtile.backends.portable.launch import (
     Launch,
     common_arguments,
@@ -123,44 +123,6 @@ def store_rows(
 
 
 @triton.jit
-def spread_poison(
-    out_at, v_ptr, v_stride_row, key_start, key_stop, m_first, good, length_q, length_k, left, right, out_stride_row,
-    mask_at, mask_stride_row, mask_stride_col,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """Stores what infinities and NaN of v make of the rows that keep their key; good rows alone are touched.
-
-    Counts, by products with 0 and 1, the kept keys of each kind, STEP keys and columns at a time.
-    """
-    rows = m_first + tl.arange(0, BLOCK_M)[:, None]
-    for column in range(0, HEAD_DIM_V, STEP):
-        col = column + tl.arange(0, STEP)[None, :]
-        nans = tl.zeros([BLOCK_M, STEP], tl.float32)
-        above = tl.zeros([BLOCK_M, STEP], tl.float32)
-        below = tl.zeros([BLOCK_M, STEP], tl.float32)
-        for first in range(key_start, key_stop, STEP):
-            cols = first + tl.arange(0, STEP)[None, :]
-            key = first + tl.arange(0, STEP)[:, None]
-            v_at = v_ptr + key.to(tl.int64) * v_stride_row + col
-            v = tl.load(v_at, mask=(key < length_k) & (col < HEAD_DIM_V), other=0.0).to(tl.float32)
-            keep = tl.full([BLOCK_M, STEP], 1.0, tl.float32)
-            position = rows + (length_k - length_q)
-            keep = mask.band_select(keep, position, cols, length_k, left, right, 0.0, HAS_LEFT, HAS_RIGHT)
-            keep = scores.select_mask(
-                keep, mask_at, mask_stride_row, mask_stride_col, rows, cols, length_q, length_k, 0.0
-            ).to(tl.float16)
-            nans = tl.dot(keep, (v != v).to(tl.float16), nans)
-            above = tl.dot(keep, (v == float("inf")).to(tl.float16), above)
-            below = tl.dot(keep, (v == float("-inf")).to(tl.float16), below)
-        poison = tl.where(above > 0.0, float("inf"), float("-inf"))
-        poison = tl.where((nans > 0.0) | ((above > 0.0) & (below > 0.0)), float("nan"), poison)
-        touched = good[:, None] & (nans + above + below > 0.0) & (rows < length_q) & (col < HEAD_DIM_V)
-        at = out_at + rows.to(tl.int64) * out_stride_row + col
-        tl.store(at, poison.to(out_at.dtype.element_ty), mask=touched)
-
-
-@triton.jit
 def attend(
     acc, row_max, row_sum, q, n_start, n_stop, full_start, full_stop, k_source, k_ptr, k_stride_row, v_source, v_ptr,
     v_stride_row,
@@ -175,10 +137,10 @@ def attend(
     """Takes key blocks n_start ... n_stop - 1 into the state of BLOCK_M rows.
 
     MASKED applies the band and the end of the keys, with ONE_LOOP outside blocks full_start ... full_stop - 1 only;
-    without MASKED every row keeps every key. CAREFUL takes 0 for every
-    infinity and NaN of v; ``spread_poison`` then adds what they do.
+    without MASKED every row keeps every key. CAREFUL takes 0 for every infinity and NaN of v; ``poison.spread`` then
+    adds what they do.
     """
-    for n in tl.range(n_start, n_stop):
+    for n in tl.range(n_start, n_stop, num_stages=1 if CAREFUL else None):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         k = load_rows(k_source, k_ptr, batch_index, head_kv, start_k, first, length_k, k_stride_row,
@@ -203,10 +165,10 @@ def attend(
             kept = dropout.keep(rng_state_ptr, dropout_threshold, head_index, rows, key_blocks)
             probs = tl.where(kept, probs, 0.0)
         v = load_rows(v_source, v_ptr, batch_index, head_kv, start_k, first, length_k, v_stride_row,
-                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA and not CAREFUL)  # fmt: skip
+                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
         acc = acc * rescale[:, None]
         if CAREFUL:
-            v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)
+            v = poison.finite(v)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
     return acc, row_max, row_sum
 
@@ -279,13 +241,14 @@ def attention_forward(
     # again, carefully.
     leaked = False
     MAY_LEAK: tl.constexpr = HAS_LEFT or HAS_RIGHT or (mask_ptr is not None)
+    REFINE: tl.constexpr = BLOCK_N // poison.STEP
     # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end, the careful repeat.
     # ONE_LOOP takes the first three together.
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         if phase == 3:
-            leaked = tl.max((acc != acc).to(tl.int32)) > 0
-            n_start, n_stop = n_min, tl.where(leaked, n_max, n_min)
+            leaked = poison.leaks(acc)
+            n_start, n_stop = n_min * REFINE, tl.where(leaked, n_max, n_min) * REFINE
             acc = tl.where(leaked, 0.0, acc)
             row_max = tl.where(leaked, float("-inf"), row_max)
             row_sum = tl.where(leaked, 0.0, row_sum)
@@ -294,9 +257,10 @@ def attention_forward(
             v_at, v_stride_row,
             batch_index, head_kv, start_k, b, h, b * num_heads_q + h, rows[:, None], length_q, length_k, left, right,
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-            rng_state_ptr, dropout_threshold, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT,
-            HAS_ALIBI, SCORE_MOD, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), MASKED=phase != 1,
-            ONE_LOOP=ONE_LOOP and phase != 3, CAREFUL=phase == 3,
+            rng_state_ptr, dropout_threshold, HEAD_DIM, HEAD_DIM_V, poison.STEP if phase == 3 else BLOCK_N, BLOCK_D,
+            BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, TRANSFORMED, INPUT_PRECISION,
+            TMA and phase != 3 and not (VARLEN and phase != 1), MASKED=phase != 1, ONE_LOOP=ONE_LOOP and phase != 3,
+            CAREFUL=phase == 3,
         )  # fmt: skip
 
     out, lse = finish(acc, row_max, row_sum, sinks_ptr, h, b < batch, keep_scale)
@@ -307,10 +271,10 @@ def attention_forward(
     tl.store(lse_at + rows, lse, mask=rows < length_q)
     if leaked:
         tl.debug_barrier()  # the same elements are stored again, perhaps by other threads
-        spread_poison(
-            out_at, v_at, v_stride_row, n_min * BLOCK_N, n_max * BLOCK_N, m_first, lse == lse, length_q, length_k,
-            left, right, out_stride_row, mask_at, mask_stride_row, mask_stride_col, HEAD_DIM_V, BLOCK_M, 16,
-            HAS_LEFT, HAS_RIGHT,
+        poison.spread(
+            out_at, out_stride_row, m_first, length_q, (lse == lse)[:, None], v_at, v_stride_row, n_min * BLOCK_N,
+            n_max * BLOCK_N, length_k, length_q, length_k, left, right, mask_at, mask_stride_row, mask_stride_col,
+            HEAD_DIM_V, BLOCK_M, HAS_LEFT, HAS_RIGHT, False, False,
         )  # fmt: skip
 
 
@@ -334,7 +298,6 @@ def run(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     q = tensors.q
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty(problem.lse_shape(q), dtype=torch.float32, device=q.device)
-    config = choose(problem, "forward")
-    warm.launch("forward", problem, config, _operands(tensors, out, lse),
-                lambda: forward_launch(problem, tensors, out, lse, config))  # fmt: skip
+    warm.launch("forward", problem, _operands(tensors, out, lse),
+                lambda: [forward_launch(problem, tensors, out, lse, choose(problem, "forward"))])  # fmt: skip
     return out, lse

@@ -20,7 +20,7 @@ from flashtile.backends.portable.launch import (
     num_programs,
     row_strides,
 )
-from flashtile.backends.portable.tiles import Config, choose, padded
+from flashtile.backends.portable.tiles import Config, choose, key_kernels, padded
 from flashtile.backends.vocab import scores
 from flashtile.problem import Problem, Tensors
 
@@ -81,27 +81,33 @@ def _loop_arguments(problem: Problem, config: Config) -> dict[str, Any]:
 
 
 def dkdv_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], grads: Gradients, config: Config
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    rows: tuple[Tensor, Tensor],
+    dk: Tensor | None,
+    dv: Tensor | None,
+    config: Config,
 ) -> Launch:
-    """The launch for dk and dv; rows is (delta, origin), of ``row_workspace``."""
+    """The launch for dk and dv, or for the one that is not None; rows is (delta, origin), of ``row_workspace``."""
     arguments = _arguments(problem, tensors, dout, *rows, config)
     sources = {"q": (tensors.q, arguments["BLOCK_D"]), "dout": (dout, arguments["BLOCK_DV"])}
     arguments |= descriptors(sources, config.block_m, config, problem.varlen)
     arguments |= _loop_arguments(problem, config)
-    arguments |= {"dk_ptr": grads.dk, "dv_ptr": grads.dv, "heads_at_once": heads_at_once(problem, tensors.q, dout)}
+    arguments |= {"dk_ptr": dk, "dv_ptr": dv, "heads_at_once": heads_at_once(problem, tensors.q, dout)}
     programs = num_programs(problem, tensors, config.block_n, over_keys=True)
     return Launch(backward.attention_backward_dkdv, programs, arguments, config.options())
 
 
 def dq_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], grads: Gradients, config: Config
+    problem: Problem, tensors: Tensors, dout: Tensor, rows: tuple[Tensor, Tensor], dq: Tensor, config: Config
 ) -> Launch:
     """The launch for dq; rows is (delta, origin), of ``row_workspace``."""
     arguments = _arguments(problem, tensors, dout, *rows, config)
     sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
     arguments |= descriptors(sources, config.block_n, config, problem.varlen)
     arguments |= _loop_arguments(problem, config)
-    arguments |= {"dq_ptr": grads.dq, "heads_at_once": heads_at_once(problem, tensors.k, tensors.v)}
+    arguments |= {"dq_ptr": dq, "heads_at_once": heads_at_once(problem, tensors.k, tensors.v)}
     programs = num_programs(problem, tensors, config.block_m)
     return Launch(backward.attention_backward_dq, programs, arguments, config.options())
 
@@ -135,27 +141,26 @@ def run(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tens
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     bias, sinks = tensors.attn_bias, tensors.sinks
-    rows = row_workspace(lse)
-    prepared = {"out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse}
-    prepared |= {"delta_ptr": rows[0], "origin_ptr": rows[1]}
-    warm.launch("prepare_rows", problem, None, prepared, lambda: prepare_launch(problem, out, lse, dout, dlse, *rows))
+    delta, origin = rows = row_workspace(lse)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (tensors.q, tensors.k, tensors.v))
-    dbias = (
-        torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-        if bias is not None and problem.bias_grad
-        else None
-    )
-    dsinks = None if sinks is None else sinks_gradient(problem, sinks, lse, rows[0][..., : lse.shape[-1]])
-    grads = Gradients(dq, dk, dv, dbias, dsinks)
-    inputs = {**common_operands(tensors), "dout_ptr": dout, "delta_ptr": rows[0], "origin_ptr": rows[1]}
-    common = problem, tensors, dout, rows
+    dbias = None
+    if bias is not None and problem.bias_grad:
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
-    tiles = choose(problem, "dkdv")
-    results = {"dk_ptr": dk, "dv_ptr": dv}
-    warm.launch("dkdv", problem, tiles, inputs | results, lambda: dkdv_launch(*common, grads, tiles))
-    dq_tiles = choose(problem, "dq")
-    warm.launch("dq", problem, dq_tiles, inputs | {"dq_ptr": dq}, lambda: dq_launch(*common, grads, dq_tiles))
-    if dbias is not None:
-        bias_tiles, bias_result = choose(problem, "dbias"), inputs | {"dbias_ptr": dbias}
-        warm.launch("dbias", problem, bias_tiles, bias_result, lambda: dbias_launch(*common, dbias, bias_tiles))
-    return grads
+    def launches() -> list[Launch]:
+        common = problem, tensors, dout, rows
+        made = [prepare_launch(problem, out, lse, dout, dlse, *rows)]
+        for name in key_kernels(problem):
+            wanted = None if name == "dv" else dk, None if name == "dk" else dv
+            made.append(dkdv_launch(*common, *wanted, choose(problem, name)))
+        made.append(dq_launch(*common, dq, choose(problem, "dq")))
+        if dbias is not None:
+            made.append(dbias_launch(*common, dbias, choose(problem, "dbias")))
+        return made
+
+    operands = common_operands(tensors)
+    operands |= {"out_ptr": out, "lse_ptr": lse, "dout_ptr": dout, "dlse_ptr": dlse, "delta_ptr": delta}
+    operands |= {"origin_ptr": origin, "dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "dbias_ptr": dbias}
+    warm.launch("backward", problem, operands, launches)
+    dsinks = None if sinks is None else sinks_gradient(problem, sinks, lse, delta[..., : lse.shape[-1]])
+    return Gradients(dq, dk, dv, dbias, dsinks)

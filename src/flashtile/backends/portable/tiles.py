@@ -15,7 +15,8 @@ import torch
 
 from flashtile.problem import Problem
 
-Kernel = Literal["forward", "dkdv", "dq", "dbias"]
+# dkdv makes dk and dv; dk and dv, which a table may have in its place, one each.
+Kernel = Literal["forward", "dkdv", "dk", "dv", "dq", "dbias"]
 
 # Shared memory a program may take, in bytes, by architecture.
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
@@ -34,7 +35,8 @@ class Config:
         one_loop: Visit every block in one loop with the mask under a branch, instead of one loop for the blocks that
             need it and one for those that do not: one pipeline to fill instead of two, and the registers of one loop
             alone; but packed sequences then load nothing by descriptors. Bitwise the same result.
-        maxnreg: Most registers a thread, None for the compiler's choice.
+        maxnreg: Most registers a thread, None for the compiler's choice. Where the repeat for NaN, which hardly ever
+            runs, takes more than the loops before it, a limit keeps their occupancy; the repeat alone spills.
     """
 
     block_m: int
@@ -50,8 +52,6 @@ class Config:
             size = getattr(self, name)
             if size < 16 or size > 256 or size & (size - 1):
                 raise ValueError(f"{name} is {size}, must be a power of two from 16 to 256")
-        if self.block_n > 128:
-            raise ValueError(f"block_n is {self.block_n}, at most 128: the careful product counts keys in base 256")
 
     def options(self) -> dict[str, int]:
         """What Triton takes beside the kernel's arguments."""
@@ -107,29 +107,54 @@ def override(**configs: Config) -> Iterator[None]:
         _override.update(before)
 
 
+def overridden() -> tuple[tuple[str, Config], ...]:
+    """What ``override`` holds now: beside the problem, all that ``choose`` depends on."""
+    return tuple(_override.items())
+
+
 def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
     """The tiles of a kernel for a problem.
 
     Args:
         problem: The call.
-        kernel: Which kernel.
+        kernel: Which kernel; dk and dv only where ``key_kernels`` names them, dkdv only where not.
         arch: Instead of the problem's own device.
     """
     if kernel in _override:
         return _override[kernel]
     arch = arch or arch_of(problem)
-    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if arch == "interpreter":
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
-        return _float32(arch, dim)
-    if arch in ("sm_90", "sm_100"):
-        config = _hopper_table(problem, kernel)[kernel][max(64, dim)]
-    else:
-        config = {"sm_80": _SM_80, "sm_86": _SM_86, "gfx942": _GFX942}[arch][kernel][dim]
+        return _float32(arch, max(padded(problem.head_dim), padded(problem.head_dim_v)), kernel)
+    config = _rows(problem, kernel, arch)[kernel]
     if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
         config = dataclasses.replace(config, tma=False)
     return config
+
+
+def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]:
+    """The kernels that make dk and dv: one for both, or one each where the table has tiles for dv alone.
+
+    Apart they make the scores twice, but each holds half the sums, so that its tiles may be larger.
+    """
+    arch = arch or arch_of(problem)
+    if "dkdv" in _override or "dv" in _override:
+        apart = "dkdv" not in _override
+    else:
+        plain = arch == "interpreter" or problem.dtype == torch.float32
+        apart = not plain and "dv" in _rows(problem, "dv", arch)
+    return ("dk", "dv") if apart else ("dkdv",)
+
+
+def _rows(problem: Problem, kernel: Kernel, arch: str) -> dict[str, Config]:
+    """By kernel: the rows of a problem's table for its head dimensions."""
+    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if arch in ("sm_90", "sm_100"):
+        table, dim = _hopper_table(problem, kernel), max(64, dim)
+    else:
+        table = {"sm_80": _SM_80, "sm_86": _SM_86, "gfx942": _GFX942}[arch]
+    return {name: configs[dim] for name, configs in table.items() if dim in configs}
 
 
 def _hopper_table(problem: Problem, kernel: Kernel) -> _Table:
@@ -141,10 +166,11 @@ def _hopper_table(problem: Problem, kernel: Kernel) -> _Table:
     return _DENSE_SM_90 if problem.band.unbounded else _BANDED_SM_90
 
 
-def _float32(arch: str, dim: int) -> Config:
+def _float32(arch: str, dim: int, kernel: Kernel) -> Config:
     # True float32 products run on the plain FMA units from registers: small tiles keep their operands there.
     size = 32 if dim <= 128 else 16
-    return Config(size, size, 4, 2 if dim <= 64 and arch != "gfx942" else 1)
+    stages = 2 if dim <= 64 and arch != "gfx942" else 1
+    return Config(size, size, 4, stages, maxnreg=128 if kernel == "dq" and arch != "gfx942" and dim <= 64 else None)
 
 
 _Table = dict[str, dict[int, Config]]
@@ -154,6 +180,9 @@ _Table = dict[str, dict[int, Config]]
 # - Four warps over 64 rows beat eight over 128: two or three programs share a multiprocessor, so one computes
 #   exponentials while another multiplies, which nothing inside a program does here.
 # - Descriptors free the registers that addresses took, and lose where the tiles are small anyway.
+# - dk and dv at d 256 stand apart by what was measured of their mirror images, not by their own times: dk is dq, and dv
+#   the forward, with rows and keys exchanged (8192 keys: 3.8 and 2.1 ms, together 6.0, against 6.9 for both at once).
+#   In one loop ptxas serialises the WGMMA of both at once, a wait behind each.
 _DENSE_SM_90: _Table = {
     "forward": {
         64: Config(64, 128, 4, 2, tma=True),
@@ -163,8 +192,9 @@ _DENSE_SM_90: _Table = {
     "dkdv": {
         64: Config(128, 64, 4, 2, tma=True),
         128: Config(64, 64, 4, 2, tma=True),
-        256: Config(64, 64, 8, 2, tma=True, one_loop=True),
     },
+    "dk": {256: Config(32, 128, 8, 2, tma=True)},
+    "dv": {256: Config(64, 128, 8, 2, tma=True)},
     "dq": {
         64: Config(64, 64, 4, 3, tma=True),
         128: Config(128, 64, 8, 3),
@@ -172,7 +202,7 @@ _DENSE_SM_90: _Table = {
     },
 }
 # Under a band, smaller query tiles waste less of the diagonal. One loop instead of three takes the spills out of dkdv's
-# hot loop: 87 reloads at d 128 and 213 at d 256 become 3 and none.
+# hot loop: 87 reloads at d 128 become 1. With 168 registers three programs of dq share a multiprocessor.
 _BANDED_SM_90: _Table = {
     "forward": {
         64: Config(64, 64, 4, 3),
@@ -182,12 +212,13 @@ _BANDED_SM_90: _Table = {
     "dkdv": {
         64: Config(64, 64, 4, 2, tma=True, one_loop=True),
         128: Config(64, 64, 4, 2, tma=True, one_loop=True),
-        256: Config(64, 64, 8, 2, tma=True, one_loop=True),
     },
+    "dk": {256: Config(32, 128, 8, 2, tma=True, one_loop=True)},
+    "dv": {256: Config(64, 128, 8, 2, tma=True, one_loop=True)},
     "dq": {
-        64: Config(64, 64, 4, 3),
+        64: Config(64, 64, 4, 3, maxnreg=168),
         128: Config(128, 64, 8, 3),
-        256: Config(128, 32, 8, 2, tma=True),
+        256: Config(128, 32, 8, 2),
     },
 }
 # Descriptors know the end of the whole packed tensor alone, so masked blocks load by pointers, which takes registers:
@@ -201,31 +232,33 @@ _PACKED_SM_90: _Table = {
     "dkdv": {
         64: Config(64, 64, 4, 2, one_loop=True),
         128: Config(32, 128, 8, 3, one_loop=True),
-        256: Config(64, 64, 8, 2, one_loop=True),
     },
+    "dk": {256: Config(32, 128, 8, 2, one_loop=True)},
+    "dv": {256: Config(32, 128, 8, 3, one_loop=True)},
     "dq": {
-        64: Config(64, 64, 4, 3),
+        64: Config(64, 64, 4, 3, maxnreg=168),
         128: Config(128, 64, 8, 3),
-        256: Config(128, 32, 8, 2, one_loop=True),
+        256: Config(128, 32, 8, 2),
     },
 }
-# Transforms, masks, bias and dropout take registers of their own; chosen by builds, where no loop spills more than a
-# few reloads, not by time.
+# Transforms, masks, bias and dropout take registers of their own; chosen by builds, not by time: two programs share a
+# multiprocessor where their registers allow it, and no loop is one where a branch around that much code makes ptxas
+# serialise the WGMMA beside it.
 _FEATURED_SM_90: _Table = {
     "forward": {
-        64: Config(128, 64, 8, 3, tma=True, one_loop=True),
-        128: Config(128, 64, 8, 2, tma=True, one_loop=True),
-        256: Config(128, 32, 8, 2, tma=True, one_loop=True),
+        64: Config(64, 64, 4, 2, tma=True),
+        128: Config(64, 64, 4, 2, tma=True),
+        256: Config(64, 32, 4, 2, tma=True),
     },
     "dkdv": {
-        64: Config(64, 128, 8, 2, tma=True, one_loop=True),
-        128: Config(64, 64, 8, 2, tma=True, one_loop=True),
-        256: Config(32, 64, 8, 2, tma=True, one_loop=True),
+        64: Config(64, 64, 4, 2, tma=True),
+        128: Config(32, 64, 4, 2, tma=True),
+        256: Config(32, 64, 8, 2, tma=True),
     },
     "dq": {
-        64: Config(128, 64, 8, 2, tma=True, one_loop=True),
-        128: Config(128, 64, 8, 2, tma=True, one_loop=True),
-        256: Config(128, 32, 8, 2, tma=True, one_loop=True),
+        64: Config(64, 64, 4, 2, tma=True),
+        128: Config(64, 32, 4, 2, tma=True),
+        256: Config(128, 32, 8, 2, tma=True),
     },
     "dbias": {dim: Config(64, 64, 4, 2 if dim < 256 else 1) for dim in (64, 128, 256)},
 }

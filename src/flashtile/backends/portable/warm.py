@@ -2,7 +2,7 @@
 
 Triton derives from each argument what to specialise on, some 45 of them a launch. All of that follows from the problem,
 the tiles, and the shapes, strides and alignment of the tensors, so a call that agrees in these with an earlier one runs
-that one's kernel, with that one's numbers.
+that one's kernels, with that one's numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashtile.backends.portable import tiles
 from flashtile.backends.portable.launch import Launch, input_precision
-from flashtile.backends.portable.tiles import Config
 from flashtile.problem import Problem
 
 Operands = Mapping[str, Tensor | None]
 
 _MAX_KNOWN = 4096
-_known: dict[tuple[Any, ...], _Repeat] = {}
+_known: dict[tuple[Any, ...], list[_Repeat]] = {}
 
 
 class _Repeat:
@@ -52,42 +52,39 @@ class _Repeat:
         self.runner(*arguments)
 
 
-def launch(name: str, problem: Problem, config: Config | None, operands: Operands, make: Callable[[], Launch]) -> None:
-    """Launches a kernel on the tensors' device.
+def launch(name: str, problem: Problem, operands: Operands, make: Callable[[], list[Launch]]) -> None:
+    """Launches the kernels of a direction, in order, on the tensors' device.
 
     Args:
-        name: Which kernel.
+        name: Which direction.
         problem: The call.
-        config: Its tiles, None for a kernel that has but one choice.
-        operands: Every tensor that the launch takes, by argument.
-        make: Makes the launch, called the first time only.
+        operands: Every tensor that a launch takes, by argument.
+        make: Makes the launches, called the first time only.
     """
     first = next(iter(operands.values()))
     assert first is not None
     if not first.is_cuda or torch.version.hip is not None:
         # The interpreter compiles nothing; on AMD, Triton also looks at the size of the memory behind a pointer.
-        make().run()
+        for made in make():
+            made.run()
     elif first.device.index == torch.cuda.current_device():
-        _on_device(name, problem, config, operands, make, first.device.index)
+        _on_device(name, problem, operands, make, first.device.index)
     else:
         with torch.cuda.device(first.device):
-            _on_device(name, problem, config, operands, make, first.device.index)
+            _on_device(name, problem, operands, make, first.device.index)
 
 
-def _on_device(
-    name: str, problem: Problem, config: Config | None, operands: Operands, make: Callable[[], Launch], device: int
-) -> None:
+def _on_device(name: str, problem: Problem, operands: Operands, make: Callable[[], list[Launch]], device: int) -> None:
     layouts = tuple([
         None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in operands.values()
     ])  # fmt: skip
-    key = (name, problem, config, input_precision(problem.dtype), device, layouts)
-    repeat = _known.get(key)
-    if repeat is not None:
-        repeat.run(operands)
+    key = (name, problem, tiles.overridden(), input_precision(problem.dtype), device, layouts)
+    repeats = _known.get(key)
+    if repeats is not None:
+        for repeat in repeats:
+            repeat.run(operands)
         return
-    made = make()
-    compiled = made.run()
-    if compiled is not None:
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[key] = _Repeat(made, compiled)
+    run = [(made, made.run()) for made in make()]
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    _known[key] = [_Repeat(made, compiled) for made, compiled in run if compiled is not None]
