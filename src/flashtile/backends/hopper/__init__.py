@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.base import Capabilities, Direction, Gradients
-from flashtile.errors import UnsupportedError
 from flashtile.problem import Problem, Tensors
 
 _FORWARD = Capabilities(
@@ -28,6 +28,8 @@ _FORWARD = Capabilities(
     deterministic=True,
 )
 
+_BACKWARD = dataclasses.replace(_FORWARD, by_name_only="it has passed its tests in an emulator, and run on no GPU yet")
+
 
 @functools.cache
 def _missing() -> str | None:
@@ -42,16 +44,17 @@ class _Backend:
     name = "hopper"
     summary = "NVIDIA Hopper (compute capability 9.0)"
 
-    def capabilities(self, direction: Direction) -> Capabilities | None:
-        return _FORWARD if direction == "forward" else None
+    def capabilities(self, direction: Direction) -> Capabilities:
+        return _FORWARD if direction == "forward" else _BACKWARD
 
     def missing(self) -> str | None:
         return _missing()
 
     def describe(self, problem: Problem, direction: Direction) -> str:
-        from flashtile.backends.hopper import tiles
+        from flashtile.backends.hopper import backward_tiles, tiles
 
-        return f"TMA and WGMMA, warp-specialised and persistent, {tiles.choose(problem)}"
+        config = tiles.choose(problem) if direction == "forward" else backward_tiles.choose(problem)
+        return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
     def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
         from flashtile.backends.hopper import launch
@@ -61,7 +64,9 @@ class _Backend:
     def backward(
         self, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Gradients:
-        raise UnsupportedError("hopper has no backward")
+        from flashtile.backends.hopper import gradients
+
+        return gradients.run(problem, tensors, out, lse, dout, dlse)
 
 
 BACKEND = _Backend()
