@@ -37,7 +37,14 @@ def _seed(case: Case) -> int:
     return zlib.crc32(case.name.encode())
 
 
-@pytest.mark.parametrize("case", TABLE, ids=str)
+# What the table has without a gradient of lse.
+NO_KEYS = (
+    Case("no_keys", batch=3, seqlen_k=0, sinks=True, lse_grad=True),
+    Case("varlen_no_keys", batch=2, lengths=((3, 0), (5, 0)), spare=4, sinks=True, lse_grad=True),
+)
+
+
+@pytest.mark.parametrize("case", TABLE + list(NO_KEYS), ids=str)
 def test_the_case_table(case: Case) -> None:
     with on_cpu(_seed(case)):
         judge(build(case, torch.bfloat16), "hopper")

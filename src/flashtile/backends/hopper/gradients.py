@@ -85,11 +85,11 @@ def run(
     """
     q, k, v, sinks = tensors.q, tensors.k, tensors.v, tensors.sinks
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dsinks = None if sinks is None else torch.zeros_like(sinks)
     band = problem.band
     # A band that keeps nothing, or no rows, or no keys: TMA has no descriptor of an empty tensor.
     keeps_nothing = band.left is not None and band.right is not None and band.left + band.right < 0
     if keeps_nothing or q.numel() == 0 or k.numel() == 0:
+        dsinks = None if sinks is None else _sinks_gradient_without_keys(sinks, lse, dlse)
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
     if not describable(dout):
         dout = dout.contiguous()
@@ -98,9 +98,16 @@ def run(
         work = plan.workspace(q)
         for each in plan.launches(tensors, out, lse, dout, dlse, Gradients(dq, dk, dv), work):
             plan.launch(each)
-    if sinks is not None:
-        dsinks = plan.sinks_gradient(sinks, work)
+    dsinks = None if sinks is None else plan.sinks_gradient(sinks, work)
     return Gradients(dq, dk, dv, None, dsinks)
+
+
+def _sinks_gradient_without_keys(sinks: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """Where no row has a key, lse is the sink, but for rows behind the last packed sequence."""
+    if dlse is None:
+        return torch.zeros_like(sinks)
+    rows = torch.where(lse == -torch.inf, 0.0, dlse)
+    return rows.transpose(-1, -2).reshape(-1, sinks.shape[0]).sum(0).to(sinks.dtype)
 
 
 def describable(tensor: Tensor) -> bool:
