@@ -34,9 +34,9 @@ from triton.runtime.jit import JITFunction
 
 from tests.emulator.language import Language
 from tests.emulator.machine import DeadlockError, EmulatorError, Machine, RaceError
-from tests.emulator.values import Descriptor, Pointer, Value, value_of
+from tests.emulator.values import Descriptor, Pointer, SharedMemory, Value, value_of
 
-__all__ = ["DeadlockError", "EmulatorError", "RaceError", "Value", "launch"]
+__all__ = ["DeadlockError", "EmulatorError", "RaceError", "Value", "launch", "reduce_out"]
 
 
 def launch(
@@ -99,6 +99,11 @@ def _argument(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return Pointer.to_tensor(x)
     return value_of(x)
+
+
+def reduce_out(desc: Descriptor, at: Any, memory: SharedMemory) -> None:
+    """Adds a box of shared memory to a tensor, by the copy engine; a replacement for whatever a kernel calls it."""
+    Language(memory.machine, ()).reduce_out(desc, at, memory)
 
 
 class _Function:

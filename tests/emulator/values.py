@@ -270,7 +270,7 @@ class SharedMemory:
     def __init__(self, machine: Machine, data: torch.Tensor, slots: list[Slot], is_part: bool = False) -> None:
         self.data = data
         self.slots = slots
-        self._machine = machine
+        self.machine = machine
         self._is_part = is_part
 
     @classmethod
@@ -300,7 +300,7 @@ class SharedMemory:
 
     def load(self, layout: Any) -> Value:
         report("load shared", self.data.numel() * self.data.element_size())
-        task = self._machine.running
+        task = self.machine.running
         task.pause()
         task.read(self.slots)
         return Value(self.data.clone())
@@ -311,7 +311,7 @@ class SharedMemory:
         if value.shape != self.shape:
             raise EmulatorError(f"a store of {value.shape} to shared memory of {self.shape}")
         report("store shared", self.data.numel() * self.data.element_size())
-        task = self._machine.running
+        task = self.machine.running
         task.pause()
         task.write(self.slots)
         self.data.copy_(value.data)
@@ -319,7 +319,7 @@ class SharedMemory:
     def index(self, index: Any) -> SharedMemory:
         i = _checked(int(value_of(index)), self.data.shape[0])
         slots = self.slots if self._is_part or len(self.slots) == 1 else [self.slots[i]]
-        return SharedMemory(self._machine, self.data[i], slots, True)
+        return SharedMemory(self.machine, self.data[i], slots, True)
 
     def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
         _checked(start, self.data.shape[dim] - length + 1)
@@ -337,7 +337,7 @@ class SharedMemory:
     _reinterpret = reinterpret
 
     def _part(self, data: torch.Tensor) -> SharedMemory:
-        return SharedMemory(self._machine, data, self.slots, True)
+        return SharedMemory(self.machine, data, self.slots, True)
 
 
 def _checked(index: int, size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,13 +13,15 @@ import torch
 
 from flashtile import dispatch, ops
 from flashtile.backends import hopper
-from flashtile.backends.hopper import inline_asm, launch
+from flashtile.backends.hopper import backward_tiles, gradients, inline_asm, launch, tiles
+from flashtile.backends.hopper.gluon_compat import tma_add
 from tests import emulator
 
-# What the inline assembly means.
+# What the inline assembly means, and the name that only the newest Triton has.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_asm.hold: lambda x: x,
     inline_asm.rescale: lambda acc, factor, width: acc * factor[:, None],
+    tma_add: emulator.reduce_out,
 }
 
 
@@ -38,25 +40,48 @@ class Emulated:
         return run
 
 
+def _forget() -> None:
+    launch._plan.cache_clear()
+    launch._descriptors.clear()
+    gradients._plan.cache_clear()
+    ops._KNOWN.clear()
+    dispatch._first.cache_clear()
+
+
 @contextmanager
-def on_cpu(seed: int = 0, num_sms: int = 3) -> Iterator[None]:
-    """Within, ``backend="hopper"`` takes CPU tensors, as if of a device with ``num_sms`` multiprocessors."""
+def on_cpu(
+    seed: int = 0,
+    num_sms: int = 3,
+    forward: tiles.Config | None = None,
+    backward: backward_tiles.Config | None = None,
+) -> Iterator[None]:
+    """Within, ``backend="hopper"`` takes CPU tensors, as if of a device with ``num_sms`` multiprocessors.
+
+    Args:
+        seed: Draws the order of events.
+        num_sms: Multiprocessors of the device.
+        forward: Tiles to use instead of the chosen ones.
+        backward: The same for the backward.
+    """
     here = {"device_types": ("cpu",), "min_compute_capability": None, "max_compute_capability": None}
     properties = SimpleNamespace(multi_processor_count=num_sms)
-
-    def forget() -> None:
-        launch._plan.cache_clear()
-        launch._descriptors.clear()
-        ops._KNOWN.clear()
-        dispatch._first.cache_clear()
-
-    forget()
-    with (
-        mock.patch.object(hopper, "_FORWARD", dataclasses.replace(hopper._FORWARD, **here)),
-        mock.patch.object(torch.cuda, "current_device", lambda: None),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
-        mock.patch.object(launch, "_Address", lambda tensor: tensor),
-        mock.patch.object(launch, "attention_forward", Emulated(launch.attention_forward, seed)),
-    ):
+    patches: list[tuple[Any, str, Any]] = [
+        (hopper, "_FORWARD", dataclasses.replace(hopper._FORWARD, **here)),
+        (hopper, "_BACKWARD", dataclasses.replace(hopper._BACKWARD, **here)),
+        (torch.cuda, "current_device", lambda: None),
+        (torch.cuda, "get_device_properties", lambda device: properties),
+        (launch, "_Address", lambda tensor: tensor),
+        (launch, "attention_forward", Emulated(launch.attention_forward, seed)),
+    ]
+    for name in ("prepare_rows", "attention_backward", "finish_dq"):
+        patches.append((gradients, name, Emulated(getattr(gradients, name), seed)))
+    if forward is not None:
+        patches.append((tiles, "choose", lambda problem: forward))
+    if backward is not None:
+        patches.append((backward_tiles, "choose", lambda problem: backward))
+    _forget()
+    with ExitStack() as entered:
+        for place, name, value in patches:
+            entered.enter_context(mock.patch.object(place, name, value))
         yield
-    forget()
+    _forget()
