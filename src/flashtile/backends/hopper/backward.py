@@ -167,10 +167,12 @@ def load_keys(desc, tile, grid, ring, use, form):
 @gluon.jit
 def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, channels,
            grid, form):  # fmt: skip
-    """Takes tiles and loads what they need. Queries and values come first: their buffers are free before the keys'."""
+    """Takes tiles and loads what they need, in the order in which it is used and buffers become free."""
     tile_bytes: gl.constexpr = form.block_m * form.block_d * 2
     row_bytes: gl.constexpr = 2 * form.block_m * 4
     stages: gl.constexpr = channels.queries.stages
+    # A second buffer for keys is free long before the values', an only one is free last.
+    keys_first: gl.constexpr = channels.keys.stages > 1
     tiles = 0
     used = 0
     seen = 0
@@ -192,12 +194,18 @@ def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens
                 tma_load(q_desc, at, full, as_box(channels.queries.at(used), q_desc))
                 tma_load(rows_desc, [2 * (row_blocks + m), 0], full, channels.rows.index(used % stages))
                 if i == 0:
-                    load_keys(v_desc, tile, grid, channels.values, seen, form)
+                    if keys_first:
+                        load_keys(k_desc, tile, grid, channels.keys, seen, form)
+                    else:
+                        load_keys(v_desc, tile, grid, channels.values, seen, form)
                 full = channels.dout.full.index(used % stages)
                 mbarrier.expect(full, tile_bytes)
                 tma_load(dout_desc, at, full, as_box(channels.dout.at(used), dout_desc))
                 if i == 0:
-                    load_keys(k_desc, tile, grid, channels.keys, seen, form)
+                    if keys_first:
+                        load_keys(v_desc, tile, grid, channels.values, seen, form)
+                    else:
+                        load_keys(k_desc, tile, grid, channels.keys, seen, form)
                 used += 1
                 m += 1
                 if m == tile.m_max:
