@@ -286,13 +286,25 @@ def add_accumulators(dq_out, offset, acc, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def finish_dq(dq, dq_out, block, mine, channels, used, seen, form, GROUP: gl.constexpr):
-    """Adds this warpgroup's share of dq to row block ``block``, when its turn ``mine`` has come if there are turns."""
+def pass_turn(turns_ptr, block, is_held):
+    """Moves a row block's turn on, if there are turns and ``is_held``: other tiles may add to it."""
+    if turns_ptr is not None:
+        thread_barrier()
+        gl.atomic_add(turns_ptr + block, 1, mask=is_held, sem="release")
+
+
+@gluon.jit
+def finish_dq(dq, dq_out, block, mine, held, is_held, channels, used, seen, form, GROUP: gl.constexpr):
+    """Adds this warpgroup's share of dq to row block ``block``, when its turn ``mine`` has come if there are turns.
+
+    The turn of block ``held``, to which the step before has added, is passed on now: its adds have had time to finish.
+    """
     width: gl.constexpr = form.dq_width
     pieces: gl.constexpr = form.dq_share // width
     turns_ptr = dq_out[3]
     offset = block.to(gl.int64) * (form.block_m * form.block_d) + GROUP * (64 * form.dq_share)
     dq = warpgroup_mma_wait(0, deps=[dq])
+    pass_turn(turns_ptr, held, is_held)
     if turns_ptr is not None:
         while gl.load(turns_ptr + block, volatile=True) < mine:
             pass
@@ -309,14 +321,11 @@ def finish_dq(dq, dq_out, block, mine, channels, used, seen, form, GROUP: gl.con
     if form.groups == 1:
         channels.dscores.release(used)
     add_accumulators(dq_out, offset + (pieces - 1) * (64 * width), dq, width)
-    if turns_ptr is not None:
-        thread_barrier()
-        gl.atomic_add(turns_ptr + block, 1, sem="release")
 
 
 @gluon.jit
-def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, start, is_edge, first_rows, last_rows,
-         grid, transform, form, IS_FIRST: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, held, is_held, start, is_edge, first_rows,
+         last_rows, grid, transform, form, IS_FIRST: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """What one row block adds to dk and dv, and what the one before, ``last_block``, adds to dq.
 
     So dq's product runs under the exponentials, and nobody waits for the dscores that the other warpgroup is making.
@@ -339,7 +348,7 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, sta
         s = warpgroup_mma_wait(1, deps=[s])
     if transform.has_softcap and not IS_FIRST:
         # Its derivative takes the registers that dq holds.
-        finish_dq(dq, dq_out, last_block, last_turn, channels, used - 1, seen, form, GROUP)
+        finish_dq(dq, dq_out, last_block, last_turn, held, is_held, channels, used - 1, seen, form, GROUP)
     p, factor = probabilities(s, rows.slice(0, 1).load(layout), transform)
     if form.staggered and IS_FIRST and GROUP == 0:
         mbarrier.arrive(channels.start, count=1, pred=seen == 0)
@@ -350,7 +359,7 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, sta
         else:
             factor = p
     if not IS_FIRST and not transform.has_softcap:
-        finish_dq(dq, dq_out, last_block, last_turn, channels, used - 1, seen, form, GROUP)
+        finish_dq(dq, dq_out, last_block, last_turn, held, is_held, channels, used - 1, seen, form, GROUP)
 
     channels.dout.wait(used)
     dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -470,11 +479,12 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
                 blank_step(channels, used, form, GROUP)
             else:
                 dk, dv = step(
-                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, m_min * form.block_m, is_edge,
-                    first_rows, last_rows, grid, transform, form, True, GROUP,
+                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, block, False, m_min * form.block_m,
+                    is_edge, first_rows, last_rows, grid, transform, form, True, GROUP,
                 )  # fmt: skip
             m = m_min
-            for _ in range(1, steps):
+            held = block
+            for i in range(1, steps):
                 used += 1
                 m += 1
                 if m == m_max:
@@ -482,9 +492,10 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
                     row_blocks += head_blocks
                 is_edge = (m < m_full_min) | (m >= m_full_max) | is_end_of_keys
                 dk, dv = step(
-                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, m * form.block_m, is_edge, first_rows,
-                    last_rows, grid, transform, form, False, GROUP,
+                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, held, i > 1, m * form.block_m, is_edge,
+                    first_rows, last_rows, grid, transform, form, False, GROUP,
                 )  # fmt: skip
+                held = block
                 block = row_blocks + m
                 mine = my_turn(m, first_key, seqlen_q, seqlen_k, grid, dq_out[3])
             channels.values.release(seen)
@@ -492,7 +503,8 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
             dq = start_dq(channels, used, seen, form, 0, GROUP)
             # dv leaves under the last product.
             store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, form)
-            finish_dq(dq, dq_out, block, mine, channels, used, seen, form, GROUP)
+            finish_dq(dq, dq_out, block, mine, held, steps > 1, channels, used, seen, form, GROUP)
+            pass_turn(dq_out[3], block, steps > 0)
             channels.keys.release(seen)
             used += 1
             seen += 1
