@@ -265,7 +265,9 @@ class Plan:
             dout_strides[0], dout_strides[1], dout_strides[2], *dlse_strides, p.batch, out.shape[0 if p.varlen else 1],
             p.num_heads_q, p.head_dim, config.block_m, config.block_d, p.varlen,
         )  # fmt: skip
-        build = tuple((stride % 16 == 0, stride == 1) for stride in dout_strides) if dlse is None else None
+        # What the compiler would look at in an argument that it specialises.
+        seen = tuple((stride % 16 == 0, stride == 1, stride < 2**31) for stride in dout_strides)
+        build = seen if dlse is None else None
         return Launch(prepare_rows, (work.rows.shape[0], 1, 1), arguments, {"num_warps": 8}, build)
 
     def _sweep(self, tensors: Tensors, dout: Tensor, grads: Gradients, work: Workspace) -> Launch:
