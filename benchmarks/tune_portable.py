@@ -187,27 +187,35 @@ def weak_candidates(kernel: str, dim: int, causal: bool) -> list[Config]:
     wait behind each. Two of dkdv at d 256 are there for comparison: 64x64x8x2 T spills, and TO waits.
     """
     sizes = {
-        ("forward", 256): "128x64x8x2 T, 64x32x4x2 T, 64x64x4x1 T, 64x64x4x1 TO, 64x32x4x3 T",
-        ("dkdv", 64): "64x64x4x2 TO, 64x64x4x2 T, 64x64x4x3, 64x64x4x2 O",
+        ("forward", 64): "64x64x4x3, 64x64x4x3 A, 64x128x4x2 TA",
+        ("forward", 128): "64x64x4x3 T, 64x64x4x3 TA",
+        ("forward", 256): "128x64x8x2 T, 128x64x8x2 TA, 64x32x4x2 T, 64x64x4x1 T, 64x64x4x1 TO",
+        ("dkdv", 64): "64x64x4x2 TO, 64x64x4x2 T, 64x64x4x3, 64x64x4x2 O" if causal else
+                      "128x64x4x2 T, 64x64x4x2 TO, 64x128x8x2 TO",
         ("dkdv", 128): "64x64x4x2 TO, 64x64x4x2 T, 32x64x4x2 TO, 64x128x8x2 TO",
         ("dk", 128): "64x64x4x2 TO, 64x128x8x2 TO",
         ("dv", 128): "64x64x4x2 T, 64x128x8x2 TO",
-        ("dq", 64): "64x64x4x3 168, 64x64x4x3, 64x64x4x3 T 168",
+        ("dq", 64): "64x64x4x3 168, 64x64x4x3, 64x64x4x3 T 168, 64x64x4x3 A 168",
+        ("dq", 128): "128x64x8x3, 128x64x8x3 A",
         ("dkdv", 256): "64x64x8x2 T, 64x64x8x2 TO, 32x64x8x3 TO, 32x32x4x2 T",
         ("dk", 256): "32x128x8x2 TO, 32x128x8x2 T, 32x128x8x2, 32x128x8x2 O, 64x64x8x2 T",
         ("dv", 256): "64x128x8x2 TO, 64x128x8x2 T, 32x128x8x3 T, 32x64x4x2 T, 64x64x8x2 T",
-        ("dq", 256): "128x32x8x2, 128x32x8x2 T, 128x64x8x1 TO, 64x32x4x1 TO",
+        ("dq", 256): "128x32x8x2, 128x32x8x2 T, 128x32x8x2 A, 128x64x8x1 TO, 64x32x4x1 TO",
     }.get((kernel, dim), "")  # fmt: skip
-    weak = causal or (dim == 256 and kernel != "forward")
+    weak = causal or (kernel, dim) == ("dkdv", 64) or (dim == 256 and kernel != "forward")
     return [parse(text) for text in sizes.split(", ")] if sizes and weak else []
 
 
 def parse(text: str) -> Config:
-    """A candidate from "rows x keys x warps x stages", then T for descriptors, O for one loop, a limit of registers."""
+    """A candidate from "rows x keys x warps x stages", then flags and a limit of registers.
+
+    T stands for descriptors, O for one loop, A for one loop that masks all blocks.
+    """
     sizes, *rest = text.split()
     flags, limit = "".join(word for word in rest if word.isalpha()), next((int(w) for w in rest if w.isdigit()), None)
     block_m, block_n, num_warps, num_stages = map(int, sizes.split("x"))
-    return Config(block_m, block_n, num_warps, num_stages, tma="T" in flags, one_loop="O" in flags, maxnreg=limit)
+    one_loop, mask_all = "O" in flags or "A" in flags, "A" in flags
+    return Config(block_m, block_n, num_warps, num_stages, "T" in flags, one_loop, mask_all, limit)
 
 
 def candidates(kernel: str, dim: int) -> list[Config]:

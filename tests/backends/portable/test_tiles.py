@@ -84,6 +84,11 @@ def test_illegal_tiles_are_refused(sizes: tuple[int, int]) -> None:
         Config(*sizes, 4, 1)
 
 
+def test_masking_all_blocks_takes_one_loop() -> None:
+    with pytest.raises(ValueError, match="one_loop"):
+        Config(64, 64, 4, 2, mask_all=True)
+
+
 def test_override_lasts_as_long_as_it_should() -> None:
     problem = _problem(64)
     before = tiles.choose(problem, "dq", "sm_80")

@@ -103,18 +103,18 @@ def over_queries(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr,
-    ONE_LOOP: tl.constexpr, CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    BRANCH: tl.constexpr, CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
     """Adds what query blocks m_start ... m_stop - 1 of one head give to dk and dv; scores lie keys first.
 
-    Without MASKED no block needs a mask; with ONE_LOOP too, those from full_start to full_stop - 1 do not. CAREFUL
+    Without MASKED no block needs a mask; with BRANCH, those from full_start to full_stop - 1 do not. CAREFUL
     takes 0 for every infinity and NaN of q and dout where a mask may have made the other factor 0.
     """
     for m in tl.range(m_start, m_stop, num_stages=1 if CAREFUL else None):
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         edge = MASKED
-        if ONE_LOOP:
+        if BRANCH:
             edge = (m < full_start) | (m >= full_stop)
         select = edge
         if mask_at is not None:
@@ -166,7 +166,7 @@ def over_heads(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, ONE_LOOP: tl.constexpr,
-    CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    MASK_ALL: tl.constexpr, CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
     """Stores dk and dv, those that are asked for, summed over the query heads of a group.
 
@@ -205,7 +205,7 @@ def over_heads(
                 mask_at, mask_stride_row, mask_stride_col, rng_state_ptr, dropout_threshold, keep_scale, n_first,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD,
                 DERIVATIVE, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), VARLEN,
-                MASKED=phase != 1, ONE_LOOP=ONE_LOOP and not CAREFUL, CAREFUL=CAREFUL, WITH_DK=WITH_DK,
+                MASKED=phase != 1, BRANCH=ONE_LOOP and not MASK_ALL, CAREFUL=CAREFUL, WITH_DK=WITH_DK,
                 WITH_DV=WITH_DV,
             )  # fmt: skip
     at = (tl.cast(batch_index, tl.int64) * seqlen_k + start_k) * num_heads_kv + head_kv
@@ -253,7 +253,7 @@ def attention_backward_dkdv(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
+    TMA: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """The gradients dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
 
@@ -295,7 +295,7 @@ def attention_backward_dkdv(
                 seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M if attempt == 0 else poison.STEP, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT,
                 HAS_RIGHT, alibi_ptr is not None, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
-                TMA and attempt == 0, VARLEN, ONE_LOOP or attempt > 0, CAREFUL=attempt > 0,
+                TMA and attempt == 0, VARLEN, ONE_LOOP or attempt > 0, MASK_ALL or attempt > 0, CAREFUL=attempt > 0,
                 WITH_DK=dk_ptr is not None and attempt != 2, WITH_DV=dv_ptr is not None and attempt != 1,
             )  # fmt: skip
             if attempt == 0:
@@ -312,7 +312,7 @@ def over_keys(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, ONE_LOOP: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, BRANCH: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Adds what key blocks n_start ... n_stop - 1 give to dq; MASKED and what follows as for ``over_queries``."""
@@ -320,7 +320,7 @@ def over_keys(
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         edge = MASKED
-        if ONE_LOOP:
+        if BRANCH:
             edge = (n < full_start) | (n >= full_stop)
         select = edge
         if mask_at is not None:
@@ -361,7 +361,7 @@ def attention_backward_dq(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
+    TMA: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """The gradient dq, contiguous, of BLOCK_M rows of one head. Arguments as for dk and dv."""
     b, h, m_block, start_q, length_q, start_k, length_k = locate(
@@ -415,8 +415,8 @@ def attention_backward_dq(
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
             rng_state_ptr, dropout_threshold, keep_scale, HEAD_DIM, HEAD_DIM_V, poison.STEP if phase == 3 else BLOCK_N,
             BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
-            TMA and phase != 3 and not (VARLEN and phase != 1), MASKED=phase != 1, ONE_LOOP=ONE_LOOP and phase != 3,
-            CAREFUL=phase == 3,
+            TMA and phase != 3 and not (VARLEN and phase != 1), MASKED=phase != 1,
+            BRANCH=ONE_LOOP and phase != 3 and not MASK_ALL, CAREFUL=phase == 3,
         )  # fmt: skip
     at = ((tl.cast(batch_index, tl.int64) * seqlen_q + start_q) * num_heads_q + h) * HEAD_DIM
     dq_stride_row = num_heads_q * HEAD_DIM

@@ -132,11 +132,11 @@ def attend(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_ALIBI: tl.constexpr,
     SCORE_MOD: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr,
-    MASKED: tl.constexpr, ONE_LOOP: tl.constexpr, CAREFUL: tl.constexpr,
+    MASKED: tl.constexpr, BRANCH: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Takes key blocks n_start ... n_stop - 1 into the state of BLOCK_M rows.
 
-    MASKED applies the band and the end of the keys, with ONE_LOOP outside blocks full_start ... full_stop - 1 only;
+    MASKED applies the band and the end of the keys, with BRANCH outside blocks full_start ... full_stop - 1 only;
     without MASKED every row keeps every key. CAREFUL takes 0 for every infinity and NaN of v; ``poison.spread`` then
     adds what they do.
     """
@@ -152,7 +152,7 @@ def attend(
                                     cols, length_q, length_k, SCORE_MOD, None, HAS_ALIBI)  # fmt: skip
             scale_log2 = softmax.LOG2_E
         edge = MASKED
-        if ONE_LOOP:
+        if BRANCH:
             edge = (n < full_start) | (n >= full_stop)
         if edge:
             x = mask.band_scores(x, rows + (length_k - length_q), cols, length_k, left, right, HAS_LEFT, HAS_RIGHT)
@@ -198,7 +198,7 @@ def attention_forward(
     keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
+    ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """The output and lse of BLOCK_M rows of one head.
 
@@ -259,8 +259,8 @@ def attention_forward(
             scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
             rng_state_ptr, dropout_threshold, HEAD_DIM, HEAD_DIM_V, poison.STEP if phase == 3 else BLOCK_N, BLOCK_D,
             BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, TRANSFORMED, INPUT_PRECISION,
-            TMA and phase != 3 and not (VARLEN and phase != 1), MASKED=phase != 1, ONE_LOOP=ONE_LOOP and phase != 3,
-            CAREFUL=phase == 3,
+            TMA and phase != 3 and not (VARLEN and phase != 1), MASKED=phase != 1,
+            BRANCH=ONE_LOOP and phase != 3 and not MASK_ALL, CAREFUL=phase == 3,
         )  # fmt: skip
 
     out, lse = finish(acc, row_max, row_sum, sinks_ptr, h, b < batch, keep_scale)
@@ -287,7 +287,7 @@ def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor,
     arguments = common_arguments(problem, tensors, config)
     sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
     arguments |= descriptors(sources, config.block_n, config, problem.varlen)
-    arguments["ONE_LOOP"] = config.one_loop
+    arguments |= {"ONE_LOOP": config.one_loop, "MASK_ALL": config.mask_all}
     arguments["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
     arguments |= _operands(tensors, out, lse)
     return Launch(attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options())

@@ -77,7 +77,7 @@ def _arguments(
 
 def _loop_arguments(problem: Problem, config: Config) -> dict[str, Any]:
     derivative = scores.softcap_derivative if problem.softcap > 0 else None
-    return {"ONE_LOOP": config.one_loop, "DERIVATIVE": derivative}
+    return {"ONE_LOOP": config.one_loop, "MASK_ALL": config.mask_all, "DERIVATIVE": derivative}
 
 
 def dkdv_launch(

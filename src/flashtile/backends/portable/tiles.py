@@ -35,6 +35,8 @@ class Config:
         one_loop: Visit every block in one loop with the mask under a branch, instead of one loop for the blocks that
             need it and one for those that do not: one pipeline to fill instead of two, and the registers of one loop
             alone; but packed sequences then load nothing by descriptors. Bitwise the same result.
+        mask_all: Without that branch: one loop that masks every block. Beside some branches ptxas serialises the WGMMA,
+            a wait behind each; a comparison and a select a score may cost less. Bitwise the same result.
         maxnreg: Most registers a thread, None for the compiler's choice. Where the repeat for NaN, which hardly ever
             runs, takes more than the loops before it, a limit keeps their occupancy; the repeat alone spills.
     """
@@ -45,6 +47,7 @@ class Config:
     num_stages: int
     tma: bool = False
     one_loop: bool = False
+    mask_all: bool = False
     maxnreg: int | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +55,8 @@ class Config:
             size = getattr(self, name)
             if size < 16 or size > 256 or size & (size - 1):
                 raise ValueError(f"{name} is {size}, must be a power of two from 16 to 256")
+        if self.mask_all and not self.one_loop:
+            raise ValueError("mask_all masks every block of one loop, so one_loop must be set too")
 
     def options(self) -> dict[str, int]:
         """What Triton takes beside the kernel's arguments."""
@@ -60,7 +65,12 @@ class Config:
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
-        return text + (", TMA" if self.tma else "") + (", one loop" if self.one_loop else "")
+        return (
+            text
+            + (", TMA" if self.tma else "")
+            + (", one loop" if self.one_loop else "")
+            + (", all masked" if self.mask_all else "")
+        )
 
 
 def padded(dim: int) -> int:
