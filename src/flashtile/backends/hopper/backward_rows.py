@@ -36,6 +36,16 @@ def locate(
     return b, h, start, block * BLOCK_M, length
 
 
+@triton.jit
+def last_first():
+    """Programs from the last to the first.
+
+    The main kernel goes through the workspace from the front: it finds what was prepared last in the cache, and leaves
+    there what is to be finished first.
+    """
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
 _RUN_TIME = ["cu_seqlens_q_ptr", "batch", "seqlen_q", "num_heads_q"]
 
 
@@ -51,7 +61,7 @@ def prepare_rows(
     out and lse are contiguous, of the backend's shapes. A row behind its sequence or without keys gets (inf, 0): its
     probabilities are then 0 without a mask, whatever lies in its place.
     """
-    pid = tl.program_id(0)
+    pid = last_first()
     b, h, start, first, length = locate(pid, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M, VARLEN)
     b64, start64 = tl.cast(b, tl.int64), tl.cast(start, tl.int64)
     at = first + tl.arange(0, BLOCK_M)
@@ -87,7 +97,7 @@ def finish_dq(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """64 rows of dq from the workspace, times ``scale``, to out: contiguous, like q."""
-    pid = tl.program_id(0)
+    pid = last_first()
     parts: tl.constexpr = BLOCK_M // 64
     b, h, start, first, length = locate(
         pid // parts, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M, VARLEN
