@@ -23,7 +23,7 @@ from tests import emulator
 
 def _add(desc: Any, at: Any, memory: Any) -> None:
     """What ``tma_add`` does, as a copy out of shared memory."""
-    task = memory._machine.running
+    task = memory.machine.running
     task.stores.append(task.start(memory.slots, [], lambda _: desc.add(at, memory.data), "an addition"))
     task.pause()
 
