@@ -164,12 +164,20 @@ def _rows(problem: Problem, kernel: Kernel, arch: str) -> dict[str, Config]:
         table, dim = _hopper_table(problem, kernel), max(64, dim)
     else:
         table = {"sm_80": _SM_80, "sm_86": _SM_86, "gfx942": _GFX942}[arch]
-    return {name: configs[dim] for name, configs in table.items() if dim in configs}
+    rows = {name: configs[dim] for name, configs in table.items() if dim in configs}
+    if arch in ("sm_80", "sm_86") and dim <= 128 and _has_features(problem):
+        rows |= _FEATURED_SM_80
+    return rows
+
+
+def _has_features(problem: Problem) -> bool:
+    """Whether scores take registers of their own: by a transform, a mask, a bias or dropout."""
+    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None
+    return transformed or problem.mask or problem.dropout_p > 0
 
 
 def _hopper_table(problem: Problem, kernel: Kernel) -> _Table:
-    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None
-    if kernel == "dbias" or transformed or problem.mask or problem.dropout_p > 0:
+    if kernel == "dbias" or _has_features(problem):
         return _FEATURED_SM_90
     if problem.varlen:
         return _PACKED_SM_90
@@ -295,6 +303,12 @@ _SM_80: _Table = {
         256: Config(64, 32, 8, 1),
     },
     "dbias": {dim: Config(32, 32, 4, 1) for dim in (16, 32, 64, 128, 256)},
+}
+# As _FEATURED_SM_90, by builds, for every head dim up to 128: tiles of the table above would spill up to 1 KB in dkdv.
+_FEATURED_SM_80 = {
+    "forward": Config(64, 32, 4, 2),
+    "dkdv": Config(32, 64, 8, 2),
+    "dq": Config(64, 32, 4, 2),
 }
 # 99 KB of shared memory: what fits sm_80 in 163 KB loses a stage or half a tile.
 _SM_86: _Table = _SM_80 | {
