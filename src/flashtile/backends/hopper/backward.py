@@ -3,10 +3,10 @@
     S^T = K Q^T      P^T = exp2(S^T * scale - origin)      dV += P^T dO
     dP^T = V dO^T    dS^T = P^T * (dP^T - delta)           dK += dS^T Q      dQ += dS K
 
-Scores lie keys first, so that P^T and dS^T are left operands straight from registers. Two warpgroups score, 64 keys
-each; they never wait for each other. Each hands its dS^T through shared memory to a third warpgroup, which multiplies
-it with the keys and adds dQ to float32 global memory from registers, in the order of the accumulators. One warp loads
-by TMA. ``split_d`` is for head dims whose dK and dV fill the registers: both warpgroups then score the same 64 keys.
+Scores lie keys first, so that P^T and dS^T are left operands straight from registers. Two warpgroups compute, each with
+64 keys of its own: its dK and dV stay in registers. Both put dS^T into shared memory, and each makes one half of the dQ
+that all 128 keys add to a row block, one step later, and adds it to float32 global memory. One warp loads by TMA. For
+head dims whose dK and dV fill the registers, both warpgroups score the same 64 keys and each owns half the columns.
 Mathematics: docs/algorithm.md. Sources: Dao et al. 2022, arXiv:2205.14135, algorithm 4; Shah et al. 2024,
 FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the backward).
 """
@@ -113,8 +113,6 @@ class Form:
 class Channels:
     """What the warps hand each other. Queries, what belongs to their rows, and dout are claimed and released as one.
 
-    Where both warpgroups write dscores, nobody needs to claim them: each publishes its part of a step after it has read
-    the step before, and waits for both parts of that before it writes over those of one step earlier still.
     ``start`` is a barrier that holds the second warpgroup back once, until the first one's exponentials are done.
     """
 
@@ -318,8 +316,7 @@ def finish_dq(dq, dq_out, block, mine, held, is_held, channels, used, seen, form
         thread_barrier()
         dq = start_dq(channels, used, seen, form, piece, GROUP)
         dq = warpgroup_mma_wait(0, deps=[dq])
-    if form.groups == 1:
-        channels.dscores.release(used)
+    channels.dscores.release(used)
     add_accumulators(dq_out, offset + (pieces - 1) * (64 * width), dq, width)
 
 
@@ -328,7 +325,8 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
          last_rows, grid, transform, form, IS_FIRST: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """What one row block adds to dk and dv, and what the one before, ``last_block``, adds to dq.
 
-    So dq's product runs under the exponentials, and nobody waits for the dscores that the other warpgroup is making.
+    So the warpgroups may be almost a step apart before one waits for the dscores of the other: the products of one
+    run while the other computes.
     """
     dtype: gl.constexpr = channels.queries.buffers.dtype
     layout: gl.constexpr = zeros.type.layout
@@ -340,15 +338,9 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
     rows = channels.rows.index(used % channels.queries.stages)
     channels.queries.wait(used)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if IS_FIRST:
-        s = warpgroup_mma_wait(0, deps=[s])
-    else:
-        channels.dscores.wait(used - 1)
-        dq = start_dq(channels, used - 1, seen, form, 0, GROUP)
-        s = warpgroup_mma_wait(1, deps=[s])
-    if transform.has_softcap and not IS_FIRST:
-        # Its derivative takes the registers that dq holds.
-        finish_dq(dq, dq_out, last_block, last_turn, held, is_held, channels, used - 1, seen, form, GROUP)
+    channels.dout.wait(used)
+    dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
     p, factor = probabilities(s, rows.slice(0, 1).load(layout), transform)
     if form.staggered and IS_FIRST and GROUP == 0:
         mbarrier.arrive(channels.start, count=1, pred=seen == 0)
@@ -358,11 +350,6 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
             factor = keep_rows(factor, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
         else:
             factor = p
-    if not IS_FIRST and not transform.has_softcap:
-        finish_dq(dq, dq_out, last_block, last_turn, held, is_held, channels, used - 1, seen, form, GROUP)
-
-    channels.dout.wait(used)
-    dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if form.groups == 1:
         q_tile = q_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
         dout_tile = dout_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
@@ -376,20 +363,28 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
     if not form.early_dv:
         dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
+    if not IS_FIRST:
+        channels.dscores.wait(used - 1)
+        dq = start_dq(channels, used - 1, seen, form, 0, GROUP)
     if form.groups > GROUP:
-        if form.groups == 1:
-            channels.dscores.claim(used)
+        channels.dscores.claim(used)
         part_of(channels.dscores, used, GROUP, form.groups).store(ds)
         fence_async_shared()
         channels.dscores.publish(used)
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    channels.queries.release(used)
+    if IS_FIRST:
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        channels.queries.release(used)
+    else:
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+        channels.queries.release(used)
+        finish_dq(dq, dq_out, last_block, last_turn, held, is_held, channels, used - 1, seen, form, GROUP)
     return dk, dv
 
 
 @gluon.jit
 def blank_step(channels, used, form, GROUP: gl.constexpr):
     """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
+    channels.dscores.claim(used)
     blank = part_of(channels.dscores, used, GROUP % form.groups, form.groups)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     blank.store(gl.zeros([GROUP_KEYS, form.block_m], channels.queries.buffers.dtype, layout))

@@ -55,7 +55,7 @@ class Config:
         if self.block_m not in (64, 128):
             raise ValueError(f"a row block has 64 or 128 queries: {self}")
         if self.ds_stages < 2:
-            raise ValueError(f"a step writes its dscores while the last ones are read: {self}")
+            raise ValueError(f"a step writes its dscores before the last ones are read: {self}")
         share = self.block_d if self.block_m == 128 else self.block_d // 2
         if share % self.dq_width:
             raise ValueError(f"a warpgroup has {share} columns of dq: {self}")
