@@ -20,7 +20,6 @@ from flashtile.backends.hopper.gluon_compat import tma_add
 from flashtile.problem import Problem, Tensors
 from tests import emulator
 
-
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {tma_add: emulator.reduce_out}
 
 

@@ -43,7 +43,7 @@ class Config:
     k_stages: int = 2
     v_stages: int = 1
     ds_stages: int = 2
-    early_dv: bool = False
+    early_dv: bool = True
     dq_width: int = 64
     dq_tma: bool = False
     staged: bool = False
@@ -95,15 +95,16 @@ class Config:
 
 # 128 queries: a product's left operand, read from shared memory, then serves 128 columns and not 64.
 WIDE_64 = Config(block_d=64, block_m=128, v_stages=2)
-NARROW_64 = Config(block_d=64, block_m=64, stages=3, v_stages=2, early_dv=True, dq_width=32)
-BASE_128 = Config(block_d=128, early_dv=True)
-SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, early_dv=True, staged=True)
+NARROW_64 = Config(block_d=64, block_m=64, stages=3, v_stages=2, dq_width=32)
+BASE_128 = Config(block_d=128)
+SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, staged=True)
 
 # What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
 VARIANTS = {
     "64 wide": WIDE_64,
     "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
     "64 staggered": replace(WIDE_64, staggered=True),
+    "64 late dv": replace(WIDE_64, early_dv=False),
     "64 narrow": NARROW_64,
     "64 by TMA": replace(WIDE_64, k_stages=1, v_stages=1, dq_tma=True),
     "128": BASE_128,
