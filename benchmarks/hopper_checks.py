@@ -236,3 +236,25 @@ def check_poison(dim: int) -> None:
     out, _ = launch.forward(problem, t)
     kept = torch.equal(out[:200], clean[:200]) and torch.equal(out[350:427], clean[350:427])
     print(f"  NaN stays in its sequence: {kept}; and fills it: {bool(out[200:350].isnan().all())}")
+
+
+def check_leaks(dim: int) -> bool:
+    """A NaN or an infinity of one key's value reaches the rows that keep the key, and no other row of its block."""
+    from flashtile.backends.hopper import launch
+
+    good = True
+    for band, junk in itertools.product((Band(None, 0), Band(60, 30)), (math.nan, math.inf)):
+        problem, t = build(Case(head_dim=dim, lengths=((300, 300),) * 2, heads=(4, 2), band=band))
+        clean, clean_lse = launch.forward(problem, t)
+        t.v[1, 200, 1, 5] = junk
+        out, lse = launch.forward(problem, t)
+        exact, _ = reference.attention(problem, t)
+        same_rows = torch.equal(out.isfinite(), exact.isfinite())
+        kept = exact.isfinite()
+        same_numbers = torch.allclose(out[kept], clean[kept], atol=2e-2, rtol=2e-2)
+        same_lse = torch.allclose(lse, clean_lse, atol=1e-3)
+        if not (same_rows and same_numbers and same_lse):
+            good = False
+            print(f"  LEAK {band}, {junk}: rows {same_rows}, numbers {same_numbers}, lse {same_lse}", flush=True)
+    print(f"  values of masked keys stay away: {good}", flush=True)
+    return good

@@ -6,6 +6,7 @@ Stages, each in processes of their own under a time limit, so that a kernel that
     check   every feature against the float64 reference with NaN-filled outputs; repetitions and variants bit for bit
     time    variants, FlashAttention-3 (FA3_SO) and cuDNN, interleaved, on the 36 cells
     host    host time of a warm call
+    choose  the best variant of each cell and of each class of lengths, and what choosing it would be worth
 
 Every stage prints a short table; rows go to DIR as JSON lines.
 """
@@ -35,6 +36,7 @@ from benchmarks.hopper_checks import (
     DEVICE,
     check_bits,
     check_cases,
+    check_leaks,
     check_poison,
     check_variants,
     run_checks,
@@ -47,8 +49,11 @@ from flashtile.problem import Problem, Tensors
 
 TOKENS, HIDDEN = 16384, 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+CLASSES = ((512,), (1024,), (2048, 4096), (8192, 16384))
+PEERS = ("fa3", "cudnn")
 HEAD_DIMS = (64, 128, 256)
 WRONG = 3
+ROWS = "tune_hopper.jsonl"
 
 
 def variants(dim: int, skip: Sequence[str] = ()) -> dict[str, tiles.Config]:
@@ -114,7 +119,7 @@ def time_cells(
         tera = {name: flops / t.median_ms / 1e9 for name, t in timings.items()}
         best = max(tera.get("fa3", 0.0), tera["cudnn"])
         ratios.append(tera["table"] / best)
-        most = max(value for name, value in tera.items() if name not in ("fa3", "cudnn")) / best
+        most = max(value for name, value in tera.items() if name not in PEERS) / best
         shown = "  ".join(f"{name} {value:.0f}" for name, value in tera.items())
         mask = "causal" if causal else "full  "
         print(f"d{dim} {mask} {seqlen:5}: {ratios[-1]:.3f} {most:.3f}   {shown}", flush=True)
@@ -124,8 +129,43 @@ def time_cells(
                 file.write(
                     json.dumps(row | {"median_ms": t.median_ms, "spread": t.spread, "tflops": tera[name]}) + "\n"
                 )
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    print(f"geomean to the better peer {mean:.3f}, least {min(ratios):.3f}", flush=True)
+    print(f"geomean to the better peer {geomean(ratios):.3f}, least {min(ratios):.3f}", flush=True)
+
+
+def geomean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def print_choice(path: Path) -> None:
+    """Prints the best variants, as ratios to the better peer, from the last row of each name and cell."""
+    cells: dict[tuple[int, bool, int], dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        cells.setdefault((row["head_dim"], row["causal"], row["seqlen"]), {})[row["name"]] = row["tflops"]
+    ratios = {
+        cell: {name: value / max(tera.get(peer, 0.0) for peer in PEERS) for name, value in tera.items()}
+        for cell, tera in cells.items()
+    }
+    chosen: dict[tuple[int, bool, int], float] = {}
+    for dim, causal, seqlens in itertools.product(HEAD_DIMS, (False, True), CLASSES):
+        some = [ratios[dim, causal, seqlen] for seqlen in seqlens if (dim, causal, seqlen) in ratios]
+        names = set.intersection(*(set(each) for each in some)) - {"table", *PEERS} if some else set()
+        if not names:
+            continue
+        worth = {name: geomean(each[name] for each in some) for name in names}
+        best = max(worth, key=lambda name: worth[name])
+        chosen |= {(dim, causal, n): ratios[dim, causal, n][best] for n in seqlens if (dim, causal, n) in ratios}
+        others = "  ".join(f"{name} {worth[name]:.3f}" for name in sorted(worth, key=lambda name: -worth[name]))
+        print(f"choose d{dim} {'causal' if causal else 'full'} {seqlens}: {best}   {others}", flush=True)
+    of = {
+        "the table as it is": [each["table"] for each in ratios.values() if "table" in each],
+        "the best of each class": list(chosen.values()),
+        "the best of each cell": [max(v for n, v in each.items() if n not in PEERS) for each in ratios.values()],
+    }
+    for what, values in of.items():
+        if values:
+            print(f"{what}: geomean {geomean(values):.3f}, least {min(values):.3f}, {len(values)} cells", flush=True)
 
 
 def time_host() -> None:
@@ -165,12 +205,12 @@ def stage(arguments: list[str], limit_s: float) -> subprocess.Popen[bytes]:
 def main() -> None:
     """Runs one stage here, or all in processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=("all", "smoke", "check", "time", "host"), default="all")
+    parser.add_argument("--stage", choices=("all", "smoke", "check", "time", "host", "choose"), default="all")
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--cases", type=int, default=64)
     parser.add_argument("--shards", nargs="+", type=int, default=[0, 1, 2, 3], help="of the checks")
-    parser.add_argument("--limit-s", type=float, default=110.0)
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of the checks")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--variant", help="check this one instead of the table's choice")
     parser.add_argument("--skip", nargs="*", default=[], help="variants to leave out")
@@ -191,14 +231,17 @@ def main() -> None:
             if 0 in args.shards:
                 check_bits(dim, 20)
                 check_poison(dim)
+                right &= check_leaks(dim)
                 right &= check_variants(dim, variants(dim, args.skip))
     if args.stage == "time":
-        rows = args.out / "tune_hopper.jsonl"
+        rows = args.out / ROWS
         masks = (True,) if args.only_causal else (False, True)
         skip = None if args.only_table else args.skip
         time_cells(args.head_dims, masks, getattr(torch, args.dtype), args.rounds, skip, rows)
     if args.stage == "host":
         time_host()
+    if args.stage == "choose":
+        print_choice(args.out / ROWS)
     if not right:
         sys.exit(WRONG)
 
@@ -225,7 +268,7 @@ def run_all(args: argparse.Namespace) -> None:
         options = ["--cases", str(args.cases), "--limit-s", str(args.limit_s), *skip]
         checks = {
             f"d{dim}/{shard}": stage(
-                ["--stage", "check", "--head-dims", str(dim), "--shards", str(shard), *options], args.limit_s + 30.0
+                ["--stage", "check", "--head-dims", str(dim), "--shards", str(shard), *options], args.limit_s + 15.0
             )
             for dim, shard in itertools.product(alive, range(4))
         }
@@ -234,9 +277,11 @@ def run_all(args: argparse.Namespace) -> None:
     options += ["--only-table"] if args.only_table else []
     options += ["--only-causal"] if args.only_causal else []
     for dim in alive:
-        code = stage(["--stage", "time", "--head-dims", str(dim), *options], 80.0).wait()
+        code = stage(["--stage", "time", "--head-dims", str(dim), *options], 45.0).wait()
         report("time", {f"d{dim}": code})
-    report("host", {"host": stage(["--stage", "host"], 60.0).wait()})
+    report("host", {"host": stage(["--stage", "host"], 30.0).wait()})
+    if (args.out / ROWS).exists():
+        print_choice(args.out / ROWS)
 
 
 if __name__ == "__main__":

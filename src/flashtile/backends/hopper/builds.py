@@ -99,7 +99,12 @@ def _forward(problem: Problem) -> KernelBuild:
     sizes = ("seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right")
     signature |= dict.fromkeys(sizes, "i32")
     constexprs = launch.constants(problem, config)
+    banded = f"*{dtype}" if problem.band.left is not None or problem.band.right is not None else None
     optional = {
+        "q_ptr": banded,
+        "k_ptr": banded,
+        "v_ptr": banded,
+        "out_ptr": banded,
         "sinks_ptr": f"*{dtype}" if problem.sinks else None,
         "cu_seqlens_q_ptr": "*i32" if problem.varlen else None,
         "cu_seqlens_k_ptr": "*i32" if problem.varlen else None,

@@ -7,61 +7,46 @@ while a tile's output is normalised and stored. Source of the schedule: Shah et 
 arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands behind a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.hopper.gluon_compat import aggregate, as_box, tma_load, tma_store, tma_store_wait
+from flashtile.backends.hopper.gluon_compat import as_box, tma_load, tma_store, tma_store_wait
 from flashtile.backends.hopper.inline_asm import hold, rescale
+from flashtile.backends.hopper.mend import is_suspect, mend
 from flashtile.backends.hopper.pipeline import make_ring
 from flashtile.backends.hopper.schedule import (
+    GROUPS_AT,
     HEAD,
     HEAD_KV,
     N_BLOCK_MAX,
     N_BLOCK_MIN,
+    N_FULL_MAX,
+    N_FULL_MIN,
+    PACKED_ROWS,
+    POSITION,
     RECORD_SIZE,
     ROW,
     SEQLEN_K,
     SEQLEN_Q,
     SEQUENCE,
+    SKIPPED,
     START_K,
     START_Q,
     Sizes,
     coordinates,
     field,
-    group_blocks,
-    key_blocks,
+    lse_of,
     next_tile,
     publish_tile,
 )  # fmt: skip
-from flashtile.backends.vocab import lagging_softmax, mask, quick_scores, softmax
+from flashtile.backends.hopper.transform import Transform
+from flashtile.backends.vocab import lagging_softmax, mask, softmax
 
 LOG2_E = softmax.LOG2_E
 # Keys and values that are worked on at the same time: the L2 cache has 50 MB, and queries and outputs pass through it.
 CACHED_BYTES = gl.constexpr(2**25)
-
-
-@aggregate
-class Transform:
-    """How products become exponents of 2, and what else shapes the code of a step; the same for every block."""
-
-    scale_log2: gl.tensor
-    softcap: gl.tensor
-    prescale: gl.tensor
-    has_softcap: gl.constexpr
-    scale_first: gl.constexpr
-    may_be_empty: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, scale_log2, softcap, prescale, has_softcap, scale_first, may_be_empty):
-        self.scale_log2 = scale_log2
-        self.softcap = softcap
-        self.prescale = prescale
-        self.has_softcap = gl.constexpr(has_softcap)
-        self.scale_first = gl.constexpr(scale_first)
-        self.may_be_empty = gl.constexpr(may_be_empty)
 
 
 @gluon.jit
@@ -75,8 +60,7 @@ def scheduler(tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
         tile = next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
         step = tile.step
         is_end = tile.is_end
-        n_block_min, n_block_max = key_blocks(tile, sizes)
-        publish_tile(tile_ring, tiles, tile, n_block_min, n_block_max, tile.head // sizes.group_size)
+        publish_tile(tile_ring, tiles, tile, sizes)
         tiles += 1
 
 
@@ -192,10 +176,7 @@ def keep_keys(s, start, first_keys, last_keys, HAS_LEFT: gl.constexpr, M: gl.con
 @gluon.jit
 def shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, MASKED: gl.constexpr):
     """Softcap and mask: what happens to the scores before the softmax."""
-    if transform.has_softcap:
-        s = quick_scores.softcap(s, transform.softcap, transform.prescale)
-    if transform.scale_first:
-        s = s * transform.prescale
+    s = transform.scores(s)
     # MASKED is decided when the kernel is compiled, is_edge when it runs.
     if MASKED:  # noqa: SIM102
         if is_edge:
@@ -276,10 +257,13 @@ def store(desc, at, buffer, tile):
 
 @gluon.jit
 def epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
-             GROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
-    """Normalises a tile's output, stores it, in two halves if STAGED, and stores lse."""
+             left, GROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+    """Normalises a tile's output, and stores it and lse; returns the rows that are left, see mend.py."""
     rows_layout: gl.constexpr = origin.type.layout
     out_layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    suspect = False
+    if sizes.has_left or sizes.has_right:
+        suspect = is_suspect(acc, sizes.has_left, sizes.has_right, sizes.block_m, BLOCK_D)
     head = field(tile_ring, tiles, HEAD)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
     if sinks_ptr is not None:
@@ -294,37 +278,30 @@ def epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc,
         scale, lse = softmax.finalise(origin, total)
     scale = gl.convert_layout(scale, out_layout)
     out = acc * scale[:, None]
-    if transform.may_be_empty:
-        # A row without keys shares a block with rows that have some: 0 times a NaN value must not become its output.
-        out = gl.where(scale[:, None] == 0.0, 0.0, out)
+    out = out.to(out_desc.dtype)
     row = field(tile_ring, tiles, ROW) + GROUP * sizes.block_m
     b = field(tile_ring, tiles, SEQUENCE)
-    start_q, seqlen_q, _ = lengths(tile_ring, tiles, sizes)
-    out = out.to(out_desc.dtype)
+    start_q, seqlen_q = 0, sizes.seqlen_q
+    if sizes.varlen:
+        start_q, seqlen_q = field(tile_ring, tiles, START_Q), field(tile_ring, tiles, SEQLEN_Q)
+    rows = row + gl.arange(0, sizes.block_m, rows_layout)
+    place = lse_of(b, head, start_q, sizes)
+    if sizes.has_left or sizes.has_right:
+        # A note is a number, not a float: floats may come out with other bits.
+        noted = gl.where(suspect & (rows == row), left, lse.to(gl.int32, bitcast=True))
+        lse = noted.to(gl.float32, bitcast=True)
+        left = gl.where(suspect & (row < seqlen_q), place + row, left)
+        # Behind the end of the tensor nothing is stored; a branch around the store would cost the loops registers.
+        row = gl.where(suspect, row + PACKED_ROWS, row)
+    at = coordinates(b, start_q, seqlen_q, row, head, 0, sizes.varlen)
     if STAGED:
         low, high = gl.split(gl.permute(gl.reshape(out, [sizes.block_m, 2, BLOCK_D // 2]), (0, 2, 1)))
-        at = coordinates(b, start_q, seqlen_q, row, head, 0, sizes.varlen)
         store(out_desc, at, out_s, low)
-        at = coordinates(b, start_q, seqlen_q, row, head, BLOCK_D // 2, sizes.varlen)
-        store(out_desc, at, out_s, high)
+        store(out_desc, coordinates(b, start_q, seqlen_q, row, head, BLOCK_D // 2, sizes.varlen), out_s, high)
     else:
-        store(out_desc, coordinates(b, start_q, seqlen_q, row, head, 0, sizes.varlen), out_s, out)
-
-    rows = row + gl.arange(0, sizes.block_m, rows_layout)
-    if sizes.varlen:
-        offsets = head * sizes.seqlen_q + start_q + rows
-    else:
-        offsets = (b * sizes.num_heads_q + head) * sizes.seqlen_q + rows
-    gl.store(lse_ptr + offsets, lse, mask=rows < seqlen_q)
-
-
-@gluon.jit
-def lengths(tile_ring, tiles, sizes):
-    """(start_q, seqlen_q, seqlen_k) of a tile's sequence."""
-    if sizes.varlen:
-        return field(tile_ring, tiles, START_Q), field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
-    else:
-        return 0, sizes.seqlen_q, sizes.seqlen_k
+        store(out_desc, at, out_s, out)
+    gl.store(lse_ptr + place + rows, lse, mask=rows < seqlen_q)
+    return left
 
 
 @gluon.jit
@@ -333,10 +310,18 @@ def open_tile(tile_ring, tiles, sizes, rows, like, GROUP: gl.constexpr):
     tile_ring.wait(tiles)
     n_block_max = field(tile_ring, tiles, N_BLOCK_MAX)
     n_block_min = field(tile_ring, tiles, N_BLOCK_MIN)
-    row = field(tile_ring, tiles, ROW)
-    _, seqlen_q, seqlen_k = lengths(tile_ring, tiles, sizes)
-    n_full_min, n_full_max, skipped = group_blocks(row, seqlen_q, seqlen_k, n_block_min, n_block_max, sizes, GROUP)
-    positions = rows + (row + seqlen_k - seqlen_q)
+    skipped, n_full_min = 0, 0
+    positions, seqlen_k = rows, sizes.seqlen_k
+    # Without a band, all blocks are full but the one in which the keys end.
+    n_full_max = n_block_max - gl.where((seqlen_k & (sizes.block_n - 1)) > 0, 1, 0)
+    if sizes.has_left:
+        n_full_min = field(tile_ring, tiles, GROUPS_AT + 4 * GROUP + N_FULL_MIN)
+    if sizes.has_right:
+        skipped = field(tile_ring, tiles, GROUPS_AT + 4 * GROUP + SKIPPED)
+    if sizes.has_left or sizes.has_right or sizes.varlen:
+        n_full_max = field(tile_ring, tiles, GROUPS_AT + 4 * GROUP + N_FULL_MAX)
+        positions += field(tile_ring, tiles, POSITION)
+        seqlen_k = field(tile_ring, tiles, SEQLEN_K)
     n_block = n_block_max - skipped - 1
     first_keys = mask.first_key(positions, sizes.left, sizes.has_left)
     last_keys = mask.last_key(positions, seqlen_k, sizes.right, sizes.has_right)
@@ -346,7 +331,7 @@ def open_tile(tile_ring, tiles, sizes, rows, like, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, out_s, sizes, transform,
+def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, out_s, left_s, sizes, transform,
              GROUP: gl.constexpr, BLOCK_D: gl.constexpr, OVERLAP: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
     """One warpgroup: 64 rows of every tile."""
     BLOCK_M: gl.constexpr = sizes.block_m
@@ -374,6 +359,7 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, ou
     e, origin, row_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
     probs = operand(e, dtype, p_layout)
 
+    left = gl.to_tensor(-1)
     while is_tile:
         acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, out_layout)
         while n_block > n_block_min:
@@ -385,19 +371,18 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, ou
             )  # fmt: skip
             used += 1
 
-        is_tile, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys = open_tile(
-            tile_ring, tiles + 1, sizes, rows, zeros, GROUP
-        )
-        ahead = used + 1 + skipped
-        is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
         if OVERLAP:
+            is_tile, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys = open_tile(
+                tile_ring, tiles + 1, sizes, rows, zeros, GROUP
+            )
+            is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
             # The next tile's first scores, under the last values and the epilogue of this one. Behind the last tile
             # they are those of stale buffers, and nobody reads them.
             s = first_scores(q_ring, tiles + 1, k_ring, used + 1, skipped, is_tile, zeros)
             v_ring.wait(used)
             acc = warpgroup_mma(probs, v_ring.at(used), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
-            k_ring.release(ahead, is_tile)
+            k_ring.release(used + 1 + skipped, is_tile)
             q_ring.release(tiles)
             e, next_origin, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
             next_sum = hold(next_sum)
@@ -405,39 +390,46 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, ou
             v_ring.release(used)
             v_ring.skip(used + 1, skipped, is_tile)
             probs = operand(e, dtype, p_layout)
-            epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
-                     GROUP, BLOCK_D, STAGED)  # fmt: skip
+            left = epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
+                            out_s, left, GROUP, BLOCK_D, STAGED)  # fmt: skip
         else:
             v_ring.wait(used)
             acc = warpgroup_mma(probs, v_ring.at(used), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             v_ring.release(used)
-            v_ring.skip(used + 1, skipped, is_tile)
-            epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
-                     GROUP, BLOCK_D, STAGED)  # fmt: skip
+            left = epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
+                            out_s, left, GROUP, BLOCK_D, STAGED)  # fmt: skip
+            is_tile, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys = open_tile(
+                tile_ring, tiles + 1, sizes, rows, zeros, GROUP
+            )
+            is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
             s = first_scores(q_ring, tiles + 1, k_ring, used + 1, skipped, is_tile, zeros)
             s = warpgroup_mma_wait(0, deps=[s])
-            k_ring.release(ahead, is_tile)
+            v_ring.skip(used + 1, skipped, is_tile)
+            k_ring.release(used + 1 + skipped, is_tile)
             q_ring.release(tiles + 1, is_tile & (n_block == n_block_min))
             e, next_origin, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
             probs = operand(e, dtype, p_layout)
         tile_ring.release(tiles)
         origin, row_sum = next_origin, next_sum
         tiles += 1
-        used = ahead
+        used += 1 + skipped
+    if sizes.has_left or sizes.has_right:
+        left_s.store(gl.full([1], left, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     tma_store_wait(0)
 
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
 _RUN_TIME = [
-    "lse_ptr", "sinks_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "counter_ptr", "scale_log2", "softcap", "prescale",
-    "seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right",
+    "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "sinks_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "counter_ptr",
+    "scale_log2", "softcap", "prescale", "seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUN_TIME)
 def attention_forward(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, out_desc, q_ptr, k_ptr, v_ptr, out_ptr,
+    lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr,
     scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr, OVERLAP: gl.constexpr, STAGED: gl.constexpr,
@@ -446,10 +438,10 @@ def attention_forward(
 ):  # fmt: skip
     """Attention of every tile; a program an SM.
 
-    Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says; pointers to lse (float32,
-    natural log, as the backend returns it), sinks, cu_seqlens, and a counter of tiles (int32, 0 before and after), the
-    last four None if absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN;
-    the band; then ``tiles.Config`` and what the call has.
+    Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says, and pointers to them, None
+    without a band; pointers to lse (float32, natural log, as the backend returns it), sinks, cu_seqlens, and a counter
+    of tiles (int32, 0 before and after), the last four None if absent; the numbers of ``launch.scales``; sizes, whose
+    lengths are rows of the tensors if VARLEN; the band; then ``tiles.Config`` and what the call has.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
@@ -463,34 +455,35 @@ def attention_forward(
     out_s = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, out_width], q_layout)
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
                   [HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS, CACHED_BYTES // (4 * BLOCK_D)])  # fmt: skip
-    # Rows of a packed sequence or of a band can be without keys; those of a dense full call cannot.
-    transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST,
-                          HAS_LEFT or HAS_RIGHT or VARLEN)  # fmt: skip
+    transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST)
     # Registers of a thread that does not compute. 32 leave the first computing warpgroup 8 fewer than the others have,
     # which the wide loop bodies of packed calls cannot spare; their tiles are found with fewer divisions.
     LOADER: gl.constexpr = 24 if VARLEN else 32
+    left_s = gl.allocate_shared_memory(gl.int32, [GROUPS, 1], record_layout)
     q0 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
     q1 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
     if GROUPS == 2:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_ring, v_ring, out_s.index(0), sizes, transform,
-                        0, BLOCK_D, OVERLAP, STAGED)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), sizes, transform,
-                        1, BLOCK_D, OVERLAP, STAGED)),
-            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_ring, v_ring, sizes, BLOCK_D,
-                        OVERLAP)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_ring, v_ring, out_s.index(0), left_s.index(0),
+                        sizes, transform, 0, BLOCK_D, OVERLAP, STAGED)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), left_s.index(1),
+                        sizes, transform, 1, BLOCK_D, OVERLAP, STAGED)),
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_ring, v_ring, sizes, BLOCK_D, OVERLAP)),
             (scheduler, (tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)),
         ], [4, 1, 1], [REGISTERS, LOADER, LOADER])  # fmt: skip
     else:
         q2 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_ring, v_ring, out_s.index(0), sizes, transform,
-                        0, BLOCK_D, OVERLAP, STAGED)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), sizes, transform,
-                        1, BLOCK_D, OVERLAP, STAGED)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q2, k_ring, v_ring, out_s.index(2), sizes, transform,
-                        2, BLOCK_D, OVERLAP, STAGED)),
-            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_ring, v_ring, sizes, BLOCK_D,
-                        OVERLAP)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_ring, v_ring, out_s.index(0), left_s.index(0),
+                        sizes, transform, 0, BLOCK_D, OVERLAP, STAGED)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), left_s.index(1),
+                        sizes, transform, 1, BLOCK_D, OVERLAP, STAGED)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q2, k_ring, v_ring, out_s.index(2), left_s.index(2),
+                        sizes, transform, 2, BLOCK_D, OVERLAP, STAGED)),
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_ring, v_ring, sizes, BLOCK_D, OVERLAP)),
             (scheduler, (tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, LOADER, LOADER])  # fmt: skip
+    if HAS_LEFT or HAS_RIGHT:
+        tensors = ((q_ptr, k_ptr, v_ptr, out_ptr), (q_desc, k_desc, v_desc, out_desc))
+        for group in range(GROUPS):
+            mend(left_s.index(group), tensors, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sizes, transform)

@@ -128,6 +128,7 @@ class _Plan:
         self.scalars = (*scales(p),)
         self.heads = (p.num_heads_q, p.group_size)
         self.batch = p.batch
+        self.is_banded = not p.band.unbounded
         self.bounds = tuple(
             0 if bound is None else max(-_FAR, min(_FAR, bound)) for bound in (p.band.left, p.band.right)
         )
@@ -142,10 +143,12 @@ class _Plan:
         rows_q, rows_k = (q.shape[0], k.shape[0]) if self.varlen else (q.shape[1], k.shape[1])
         blocks = rows_q // self.rows + self.batch + 1 if self.varlen else -(-rows_q // self.rows) * self.batch
         grid = (min(self.num_sms, blocks * self.heads[0]), 1, 1)
+        # Read again where a masked value may have left a NaN, which only a band can mask.
+        pointers = (q, k, v, out) if self.is_banded else (None,) * 4
         counter = _counter(lse.device) if self.config.dynamic else None
         args = (
-            *descriptors, lse, tensors.sinks, tensors.cu_seqlens_q, tensors.cu_seqlens_k, counter, *self.scalars,
-            rows_q, rows_k, self.batch, *self.heads, *self.bounds, *self.constants,
+            *descriptors, *pointers, lse, tensors.sinks, tensors.cu_seqlens_q, tensors.cu_seqlens_k, counter,
+            *self.scalars, rows_q, rows_k, self.batch, *self.heads, *self.bounds, *self.constants,
         )  # fmt: skip
         # The kernel's arguments are declared unspecialised, so nothing else decides which build a call needs.
         key = None if tensors.sinks is None else tensors.sinks.dtype

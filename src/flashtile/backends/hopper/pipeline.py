@@ -4,6 +4,7 @@ A channel is a ring of shared-memory buffers. Both ends count their uses of it f
 ``u % stages``, and the parity of ``u // stages`` tells this round of the ring from the last one.
 """
 
+# ruff: noqa: RET505 - Triton compiles what stands behind a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,37 +34,57 @@ class Ring:
         self.stages = gl.constexpr(stages)
 
     @gluon.jit
+    def stage(self, use):
+        """Which buffer a use lives in. Uses are not negative, which the compiler does not know: a mask is cheaper."""
+        if self.stages & (self.stages - 1) == 0:
+            return use & (self.stages - 1)
+        else:
+            return use % self.stages
+
+    @gluon.jit
+    def parity(self, use):
+        """Tells this round of the ring from the last one."""
+        if self.stages == 1:
+            return use & 1
+        elif self.stages == 2:
+            return (use >> 1) & 1
+        elif self.stages == 4:
+            return (use >> 2) & 1
+        else:
+            return (use // self.stages) & 1
+
+    @gluon.jit
     def claim(self, use):
         """Waits until every consumer has released the buffer of the use before."""
-        mbarrier.wait(self.empty.index(use % self.stages), ((use // self.stages) & 1) ^ 1)
+        mbarrier.wait(self.empty.index(self.stage(use)), self.parity(use) ^ 1)
 
     @gluon.jit
     def publish(self, use):
         """What was written to a claimed buffer is complete."""
-        mbarrier.arrive(self.full.index(use % self.stages), count=1)
+        mbarrier.arrive(self.full.index(self.stage(use)), count=1)
 
     @gluon.jit
     def acquire(self, use, num_bytes: gl.constexpr):
         """Claims a buffer for a load of ``num_bytes``; returns the barrier that the load must signal."""
         self.claim(use)
-        full = self.full.index(use % self.stages)
+        full = self.full.index(self.stage(use))
         mbarrier.expect(full, num_bytes)
         return full
 
     @gluon.jit
     def wait(self, use, pred=True):
         """Waits until the load of this use has landed."""
-        mbarrier.wait(self.full.index(use % self.stages), (use // self.stages) & 1, pred=pred)
+        mbarrier.wait(self.full.index(self.stage(use)), self.parity(use), pred=pred)
 
     @gluon.jit
     def at(self, use):
         """The buffer of a use."""
-        return self.buffers.index(use % self.stages)
+        return self.buffers.index(self.stage(use))
 
     @gluon.jit
     def release(self, use, pred=True):
         """This consumer no longer reads the buffer. A use must have been waited for before it is released."""
-        mbarrier.arrive(self.empty.index(use % self.stages), count=1, pred=pred)
+        mbarrier.arrive(self.empty.index(self.stage(use)), count=1, pred=pred)
 
     @gluon.jit
     def skip(self, use, count, pred):

@@ -126,6 +126,9 @@ def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
                 head = place // num_blocks
                 block = place - head * num_blocks
         b = head // sizes.num_heads_q
+        if not sizes.has_right:
+            # The same, without a product that the compiler would compute ahead of all roles.
+            is_end = b >= sizes.batch
         return block, b, head - b * sizes.num_heads_q, is_tile, is_end
 
 
@@ -165,35 +168,39 @@ def key_blocks(tile, sizes):
 
 
 @gluon.jit
-def group_blocks(row, seqlen_q, seqlen_k, n_block_min, n_block_max, sizes, GROUP: gl.constexpr):
-    """What one warpgroup of a tile makes of the tile's key blocks [n_block_min, n_block_max).
+def group_blocks(tile, group, n_block_min, n_block_max, sizes):
+    """What one warpgroup of a tile, or each of several, makes of the tile's key blocks [n_block_min, n_block_max).
 
     Returns:
         (n_full_min, n_full_max, skipped): blocks outside [n_full_min, n_full_max) need a mask. The warpgroup leaves
         out ``skipped`` blocks at the upper end, 0 or 1: the producer goes through a tile from above, and waits for the
         value block before last.
     """
-    first = row + GROUP * sizes.block_m
-    last = gl.minimum(first + sizes.block_m, seqlen_q) - 1
+    first = tile.row + group * sizes.block_m
+    last = gl.minimum(first + sizes.block_m, tile.seqlen_q) - 1
     _, n_full_min, n_full_max, own_max = blocks.key_blocks(
-        first, last, seqlen_q, seqlen_k, sizes.left, sizes.right, sizes.has_left, sizes.has_right, sizes.block_n
-    )
-    skipped = 0
-    if sizes.has_right:
-        skipped = gl.where((own_max < n_block_max) & (n_block_max - n_block_min > 1), 1, 0)
+        first, last, tile.seqlen_q, tile.seqlen_k, sizes.left, sizes.right, sizes.has_left, sizes.has_right,
+        sizes.block_n,
+    )  # fmt: skip
+    skipped = gl.where((own_max < n_block_max) & (n_block_max - n_block_min > 1), 1, 0)
     return n_full_min, n_full_max, skipped
 
 
-# What the scheduler tells the other roles of a tile, in this order, as int32. n_block_max is 0 behind the last tile.
-# Read from shared memory when needed, a tile costs the consumers no registers.
-RECORD_SIZE = gl.constexpr(16)
+# What the scheduler tells the other roles of a tile, in this order, as int32. n_block_max is 0 behind the last tile;
+# POSITION is the key position of the first row. Read from shared memory when needed, a tile costs the consumers no
+# registers.
+RECORD_SIZE = gl.constexpr(32)
 N_BLOCK_MIN, N_BLOCK_MAX, ROW, HEAD, SEQUENCE = (gl.constexpr(i) for i in range(5))
-START_Q, SEQLEN_Q, START_K, SEQLEN_K, HEAD_KV = (gl.constexpr(i) for i in range(5, 10))
+START_Q, SEQLEN_Q, START_K, SEQLEN_K, HEAD_KV, POSITION = (gl.constexpr(i) for i in range(5, 11))
+# From GROUPS_AT on, four numbers a warpgroup.
+GROUPS_AT = gl.constexpr(16)
+N_FULL_MIN, N_FULL_MAX, SKIPPED = (gl.constexpr(i) for i in range(3))
 
 
 @gluon.jit
-def publish_tile(ring, use, tile, n_block_min, n_block_max, head_kv):
-    """Writes a tile's record into a claimed buffer."""
+def publish_tile(ring, use, tile, sizes):
+    """Writes a tile's record into a claimed buffer; each lane has a number of it."""
+    n_block_min, n_block_max = key_blocks(tile, sizes)
     lane = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     record = gl.where(lane == N_BLOCK_MIN, n_block_min, gl.where(tile.is_end, 0, n_block_max))
     record = gl.where(lane == ROW, tile.row, record)
@@ -203,7 +210,13 @@ def publish_tile(ring, use, tile, n_block_min, n_block_max, head_kv):
     record = gl.where(lane == SEQLEN_Q, tile.seqlen_q, record)
     record = gl.where(lane == START_K, tile.start_k, record)
     record = gl.where(lane == SEQLEN_K, tile.seqlen_k, record)
-    record = gl.where(lane == HEAD_KV, head_kv, record)
+    record = gl.where(lane == HEAD_KV, tile.head // sizes.group_size, record)
+    record = gl.where(lane == POSITION, tile.row + tile.seqlen_k - tile.seqlen_q, record)
+    if sizes.has_left or sizes.has_right or sizes.varlen:
+        n_full_min, n_full_max, skipped = group_blocks(tile, (lane - GROUPS_AT) // 4, n_block_min, n_block_max, sizes)
+        which = lane % 4
+        of_group = gl.where(which == N_FULL_MIN, n_full_min, gl.where(which == N_FULL_MAX, n_full_max, skipped))
+        record = gl.where(lane < GROUPS_AT, record, of_group)
     ring.at(use).store(record)
     ring.publish(use)
 
@@ -222,3 +235,12 @@ def coordinates(b, start, length, row, head, col, VARLEN: gl.constexpr):
         return PACKED_ROWS, start + length, PACKED_ROWS - length + row, head, col
     else:
         return b, row, head, col
+
+
+@gluon.jit
+def lse_of(b, head, start_q, sizes):
+    """Where in lse a sequence's rows of one head begin."""
+    if sizes.varlen:
+        return head * sizes.seqlen_q + start_q
+    else:
+        return (b * sizes.num_heads_q + head) * sizes.seqlen_q
