@@ -314,7 +314,7 @@ def test_a_poisoned_element_reaches_only_rows_that_attend_to_it(backend: str, re
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_poisoned_element_reaches_only_gradients_of_those_who_attend(head_dim: int) -> None:
-    """A key that no row keeps, and a row whose output's gradient is poisoned: portable gradients of the others stay."""
+    """A row whose output has a poisoned gradient spoils its own gradient and those of its keys, and no other."""
     q, k, v = _inputs(1, 300, 2, head_dim, grad=True)
     dout = torch.randn_like(q)
 

@@ -1,4 +1,4 @@
-"""The Hopper backward's own source, run on the CPU: the case table, and what no table of results shows."""
+"""The Hopper backward in the emulator: its variants, its order of sums, and what must not reach a gradient."""
 
 from __future__ import annotations
 
@@ -10,51 +10,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.hopper import backward_tiles
-from tests.backends.hopper.backward_emulated import on_cpu
-from tests.cases import CASES, Case, build, judge
+from tests.backends.hopper.emulated import on_cpu
+from tests.cases import Case, build, judge
 from tests.poison import poisoned_memory
-
-# Alignment is not looked at on a CPU, where nothing needs it.
-TABLE = [case for case in CASES if case.name != "sliced"]
-
-# Several tiles and row blocks a program, ends of sequences inside blocks.
-LONG = (
-    Case("full", batch=1, seqlen_q=300, seqlen_k=420, head_dim=64),
-    Case("causal", batch=2, seqlen_q=513, seqlen_k=513, heads=3, kv_heads=1, head_dim=64, causal=True),
-    Case("causal_128", batch=1, seqlen_q=260, seqlen_k=390, heads=2, kv_heads=2, head_dim=128, causal=True, sinks=True),
-    Case("causal_256", batch=1, seqlen_q=300, seqlen_k=200, heads=2, kv_heads=1, head_dim=256, causal=True),
-    Case("full_256", batch=1, seqlen_q=130, seqlen_k=200, head_dim=200),
-    Case("window", batch=1, seqlen_q=700, seqlen_k=650, head_dim=64, window=(130, 20), softcap=5.0),
-    Case("window_left", batch=1, seqlen_q=400, seqlen_k=700, head_dim=72, window=(200, None)),
-    Case("negative_scale", batch=1, seqlen_q=200, seqlen_k=330, head_dim=96, scale=-0.1, causal=True),
-    Case("varlen", batch=4, lengths=((200, 200), (1, 400), (0, 7), (333, 333)), head_dim=64, causal=True, spare=70),
-    Case("varlen_128", batch=3, lengths=((130, 260), (300, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
-    Case("varlen_256", batch=3, lengths=((130, 260), (300, 0), (64, 128)), head_dim=256, spare=3, lse_grad=True),
-)
-
-
-def _seed(case: Case) -> int:
-    return zlib.crc32(case.name.encode())
-
-
-# What the table has without a gradient of lse.
-NO_KEYS = (
-    Case("no_keys", batch=3, seqlen_k=0, sinks=True, lse_grad=True),
-    Case("varlen_no_keys", batch=2, lengths=((3, 0), (5, 0)), spare=4, sinks=True, lse_grad=True),
-)
-
-
-@pytest.mark.parametrize("case", TABLE + list(NO_KEYS), ids=str)
-def test_the_case_table(case: Case) -> None:
-    with on_cpu(_seed(case)):
-        judge(build(case, torch.bfloat16), "hopper")
-
-
-@pytest.mark.parametrize("num_sms", [1, 4])
-@pytest.mark.parametrize("case", LONG, ids=str)
-def test_many_tiles_a_program(case: Case, num_sms: int) -> None:
-    with on_cpu(_seed(case) + num_sms, num_sms):
-        judge(build(case, torch.float16 if num_sms == 1 else torch.bfloat16), "hopper")
 
 
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
@@ -66,7 +24,7 @@ def test_every_variant(name: str) -> None:
         Case("varlen", batch=2, lengths=((200, 130), (70, 260)), head_dim=dim, heads=1, kv_heads=1, window=(90, 30),
              softcap=9.0),
     ):  # fmt: skip
-        with on_cpu(_seed(case), 2, config):
+        with on_cpu(zlib.crc32(name.encode()), 2, backward=config):
             judge(build(case, torch.bfloat16), "hopper")
 
 
@@ -98,9 +56,9 @@ def test_deterministic_bits_depend_neither_on_the_order_of_events_nor_on_the_pro
 
 def test_sums_are_in_any_order_unless_asked_for() -> None:
     """Otherwise the test before this one shows nothing."""
-    case = next(case for case in LONG if case.name == "full")
+    case = Case("full", batch=1, seqlen_q=300, seqlen_k=420, head_dim=64)
     bits = set()
-    for seed in range(4):
+    for seed in range(12):
         with on_cpu(seed, 4):
             call = build(case, torch.bfloat16)
             out, _ = call.run("hopper")

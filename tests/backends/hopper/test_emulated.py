@@ -1,4 +1,4 @@
-"""The Hopper forward's own source, run on the CPU: the case table, and what no table of results shows."""
+"""The Hopper kernels' own source, run on the CPU: the case table, and what no table of results shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = (
     Case("negative_scale", batch=1, seqlen_q=200, seqlen_k=330, head_dim=96, scale=-0.1, causal=True),
     Case("varlen", batch=4, lengths=((200, 200), (1, 400), (0, 7), (333, 333)), head_dim=64, causal=True, spare=70),
     Case("varlen_128", batch=3, lengths=((130, 260), (300, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
-    Case("varlen_256", batch=3, lengths=((130, 260), (300, 0), (64, 128)), head_dim=256, spare=3),
+    Case("varlen_256", batch=3, lengths=((130, 260), (300, 0), (64, 128)), head_dim=256, spare=3, lse_grad=True),
 )
 
 
