@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flashtile.problem import Problem
 
@@ -72,7 +72,6 @@ class Config:
 THREE_GROUPS_64 = Config(block_d=64, groups=3, stages=3, registers=160, max_registers=128)
 TWO_GROUPS_64 = Config(block_d=64, stages=4)
 TWO_GROUPS_128 = Config(block_d=128)
-SHORT_128 = replace(TWO_GROUPS_128, overlap=False)
 # 64 keys a block: 128 rows of queries, two stages of keys and of values and half an output fill the shared memory.
 TWO_GROUPS_256 = Config(block_d=256, block_n=64, q_stages=1, overlap=False, staged=True)
 
@@ -90,7 +89,9 @@ def choose(problem: Problem) -> Config:
     a block that is masked for all of a row adds exact zeros. So the choice may differ between a sequence alone and in
     a batch, packed or dense, and the bits do not.
 
-    Lengths at which the choice changes: H200, bf16, 2026-11-20, of a kernel whose loading warp found the tiles too.
+    Lengths at which the choice changes: H200, bf16, 2026-11-20, of a kernel whose loading warp found the tiles too. It
+    was faster without ``overlap`` up to 2048 keys at head_dim 128 and with two warpgroups at 2048 causal at 64; since
+    then loads come in the order in which they are needed, and by the emulator's clock both have turned round.
     """
     width = block_d(problem.head_dim)
     is_causal = problem.band.right is not None
@@ -98,9 +99,6 @@ def choose(problem: Problem) -> Config:
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
         wide = problem.varlen or problem.softcap > 0 or problem.band.left is not None
         # Tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
-        short = problem.seqlen_q <= (2048 if is_causal else 512)
+        short = problem.seqlen_q <= (1024 if is_causal else 512)
         return TWO_GROUPS_64 if wide or short else THREE_GROUPS_64
-    if width == 128:
-        # The first scores of a next tile come late where tiles are short, and the end of this one waited for them.
-        return SHORT_128 if problem.seqlen_q <= 2048 else TWO_GROUPS_128
-    return TWO_GROUPS_256
+    return TWO_GROUPS_128 if width == 128 else TWO_GROUPS_256
