@@ -134,7 +134,7 @@ class Language:
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False, **_: Any) -> Value:
         if volatile:
-            self.task.pause()
+            self.task.step_back()
         report("load", pointer.offsets.data.numel())
         return pointer.load(mask, other)
 

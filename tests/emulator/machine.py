@@ -195,6 +195,11 @@ class Task:
         """Lets others go first."""
         self.machine.switch(self)
 
+    def step_back(self) -> None:
+        """Lets everyone go first who is not just looking whether something has changed."""
+        self.priority = self.machine.random.random() - 1
+        self.machine.switch(self)
+
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Sleeps until ``ready``."""
         self.ready, self.waits_for = ready, what
