@@ -9,8 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "flashtile"
 # Raised from 10,000 on 2026-11-20: the command with its demo takes 2,400 lines, flash-attn's signatures 900, and two in
-# five lines of src are docstrings. Kernels and their host code stay under 6,000.
-TOTAL_LINES = 13_000
+# five lines of src are docstrings. Kernels and their host code stay under 6,000. From 13,000 the same day: the Hopper
+# backward takes 1,500 lines, and keeping a NaN where it belongs 400.
+TOTAL_LINES = 15_000
 FILE_LINES = 400
 KERNEL_FILE_LINES = 700
 FUNCTION_LINES = 100
