@@ -6,8 +6,9 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,6 +157,17 @@ def run_checks(cases: Iterator[Case], config: tiles.Config | None, limit_s: floa
     # NaN in whatever the kernel does not write.
     allocate = torch.Tensor.new_empty
     torch.Tensor.new_empty = lambda *a, **k: allocate(*a, **k).fill_(math.nan)  # type: ignore[assignment,method-assign]
+    return all_right(cases, lambda case, seed: wrong(case, config, seed), limit_s)
+
+
+def all_right(cases: Iterator[Any], wrong: Callable[[Any, int], str | None], limit_s: float) -> bool:
+    """Whether no case is wrong, as far as the time goes; prints what is.
+
+    Args:
+        cases: Cases to check.
+        wrong: What is wrong with a case, from it and how many were right before; nothing if it is right.
+        limit_s: After so many seconds no case starts.
+    """
     start_s = time.perf_counter()
     good = bad = 0
     for case in cases:
@@ -163,7 +175,7 @@ def run_checks(cases: Iterator[Case], config: tiles.Config | None, limit_s: floa
             print("  out of time", flush=True)
             break
         try:
-            verdict = wrong(case, config, good)
+            verdict = wrong(case, good)
         except Exception as error:
             verdict = f"{type(error).__name__}: {str(error)[:300]}"
         if verdict:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.cases import Case as Cell
 from benchmarks.cases import make_inputs
-from benchmarks.hopper_checks import DEVICE, Case, build, check_cases, smoke_cases
+from benchmarks.hopper_checks import DEVICE, Case, all_right, build, check_cases, smoke_cases
 from benchmarks.providers import PROVIDERS
 from benchmarks.timing import Call, measure
 from flashtile import reference
@@ -99,25 +99,7 @@ def poison_memory() -> None:
 
 def run_checks(cases: Iterator[Case], config: backward_tiles.Config | None, limit_s: float) -> bool:
     """Checks until the cases or the time run out; prints failures."""
-    start_s = time.perf_counter()
-    good = bad = 0
-    for case in cases:
-        if time.perf_counter() - start_s > limit_s:
-            print("  out of time", flush=True)
-            break
-        try:
-            verdict = wrong(case, config, good)
-        except Exception as error:
-            verdict = f"{type(error).__name__}: {str(error)[:300]}"
-        if verdict:
-            bad += 1
-            print(f"  WRONG {case}: {verdict}", flush=True)
-            if "CUDA" in verdict:
-                break
-        else:
-            good += 1
-    print(f"  {good} right, {bad} wrong, {time.perf_counter() - start_s:.0f} s", flush=True)
-    return bad == 0
+    return all_right(cases, lambda case, seed: wrong(case, config, seed), limit_s)
 
 
 def _call(dim: int, causal: bool, seqlen: int, dtype: torch.dtype) -> tuple[Problem, tuple[Any, ...]]:
