@@ -143,7 +143,8 @@ def exponents(q_at, k_at, rows, seqlen_q, head_dim, transform):
 def softmax_state(q_at, k_at, k_stride, row, rows, seqlen_q, seqlen_k, head_dim, sizes, transform):
     """(row_max, row_sum) of the rows, as ``softmax.update`` has them."""
     first_keys, last_keys, key, stop = key_range(row, rows, seqlen_q, seqlen_k, sizes)
-    row_sum = gl.zeros([sizes.block_m], gl.float32, rows.type.layout)
+    layout: gl.constexpr = rows.type.layout
+    row_sum = gl.zeros([sizes.block_m], gl.float32, layout)
     row_max = row_sum - float("inf")
     while key < stop:
         s = exponents(q_at, k_at + gl.cast(key, gl.int64) * k_stride, rows, seqlen_q, head_dim, transform)
@@ -159,7 +160,8 @@ def weighted_values(q_at, k_at, k_stride, v_at, v_stride, row, rows, is_col, ori
     """[block_m, COLS] float32: the rows' output in the columns that v_at points to."""
     first_keys, last_keys, first, key = key_range(row, rows, seqlen_q, seqlen_k, sizes)
     changing = ((rows < seqlen_q) & (scale != 0.0))[:, None] & is_col[None, :]
-    acc = gl.zeros(changing.shape, gl.float32, changing.type.layout)
+    layout: gl.constexpr = changing.type.layout
+    acc = gl.zeros([sizes.block_m, COLS], gl.float32, layout)
     # From the last key down, until nothing can change: mostly, all rows have soon met a NaN of their own.
     is_open = key > first
     while is_open:
