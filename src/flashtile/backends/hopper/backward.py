@@ -215,7 +215,7 @@ def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens
 
 @gluon.jit
 def keep_rows(p, start, first_rows, last_rows, HAS_LEFT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """The probabilities [M, N] of rows ``start ...``, 0 outside the keys' first and last rows.
+    """What [M, N] is in rows ``start ...``, 0 outside the keys' first and last rows.
 
     Both come as ``lane_keys``: a thread compares one number a key with its column numbers, which are immediates.
     """
@@ -346,9 +346,7 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
         mbarrier.arrive(channels.start, count=1, pred=seen == 0)
     if is_edge:
         p = keep_rows(p, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
-        if transform.has_softcap:
-            factor = keep_rows(factor, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
-        else:
+        if not transform.has_softcap:
             factor = p
     if form.groups == 1:
         q_tile = q_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
@@ -359,7 +357,11 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
         dp = warpgroup_mma_wait(1, deps=[dp])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = (factor * (dp - rows.slice(1, 1).load(layout))).to(dtype)
+    ds = factor * (dp - rows.slice(1, 1).load(layout))
+    if is_edge:
+        # A pair that is masked may have NaN in dp, from a value that no row keeps or from dout of a row without it.
+        ds = keep_rows(ds, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
+    ds = ds.to(dtype)
     if not form.early_dv:
         dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
