@@ -26,8 +26,6 @@ from flashtile.backends.hopper.backward_schedule import (
     HEAD,
     IS_TILE,
     KEY,
-    M_FULL_MAX,
-    M_FULL_MIN,
     M_MAX,
     M_MIN,
     RECORD_SIZE,
@@ -182,7 +180,7 @@ def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens
         if not is_end:
             tiles += 1
             head_blocks = row_blocks_a_head(grid)
-            row_blocks = first_row_block(tile, grid) + tile.head * grid.group_size * head_blocks
+            row_blocks = first_row_block(tile, grid)
             m = tile.m_min
             head = tile.head * grid.group_size
             steps = grid.group_size * (tile.m_max - tile.m_min)
@@ -213,31 +211,74 @@ def loader(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens
             seen += gl.where(steps > 0, 1, 0)
 
 
-@gluon.jit
-def keep_rows(p, start, first_rows, last_rows, HAS_LEFT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """What [M, N] is in rows ``start ...``, 0 outside the keys' first and last rows.
+@aggregate
+class KeyRows:
+    """Which rows keep each of a warpgroup's 64 keys.
 
-    Both come as ``lane_keys``: a thread compares one number a key with its column numbers, which are immediates.
+    The first and the last ones come as ``lane_keys``: a thread compares one number a key with its column numbers,
+    which are immediates. Rows from ``clear_from`` on and before ``clear_to`` keep all 64.
     """
-    t = gl.reshape(p, [M, N // 8, 4, 2])
+
+    first: gl.tensor
+    last: gl.tensor
+    clear_from: gl.tensor
+    clear_to: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, last, clear_from, clear_to):
+        self.first = first
+        self.last = last
+        self.clear_from = clear_from
+        self.clear_to = clear_to
+
+
+@gluon.jit
+def rows_of_keys(key, like, seqlen_q, seqlen_k, grid):
+    """The ``KeyRows`` of 64 keys from ``key`` on. A key's rows are what a row's keys are, with the sides exchanged."""
+    keys = key + gl.arange(0, GROUP_KEYS, gl.SliceLayout(1, like.type.layout))
+    shift = seqlen_k - seqlen_q
+    first = gl.where(keys < seqlen_k, mask.first_key(keys - shift, grid.right, grid.has_right), FAR)
+    last = mask.last_key(keys - shift, seqlen_q, grid.left, grid.has_left)
+    clear_from = mask.first_key(key + (GROUP_KEYS - 1) - shift, grid.right, grid.has_right)
+    clear_from = gl.where(key + GROUP_KEYS > seqlen_k, FAR, clear_from)
+    clear_to = mask.last_key(key - shift, FAR, grid.left, grid.has_left) + 1
+    first = lane_keys(first, like, GROUP_KEYS, grid.block_m)
+    return KeyRows(first, lane_keys(last, like, GROUP_KEYS, grid.block_m), clear_from, clear_to)
+
+
+@gluon.jit
+def is_cut(start, key_rows, grid):
+    """Whether some row of the block from ``start`` on does not keep some of the keys."""
+    cut = start < key_rows.clear_from
+    if grid.has_left:
+        cut = cut | (start + grid.block_m > key_rows.clear_to)
+    return cut
+
+
+@gluon.jit
+def keep_rows(x, start, key_rows, grid):
+    """What [64, block_m] is in rows ``start ...``, 0 where a row does not keep a key."""
+    M: gl.constexpr = GROUP_KEYS
+    N: gl.constexpr = grid.block_m
+    t = gl.reshape(x, [M, N // 8, 4, 2])
     layout: gl.constexpr = t.type.layout
     tens = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     ones = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     cols = 8 * tens[None, :, None, None] + ones[None, None, None, :]
-    t = gl.where(cols >= (first_rows - start)[:, None, :, None], t, 0.0)
-    if HAS_LEFT:
-        t = gl.where(cols <= (last_rows - start)[:, None, :, None], t, 0.0)
-    return gl.convert_layout(gl.reshape(t, [M, N]), p.type.layout)
+    t = gl.where(cols >= (key_rows.first - start)[:, None, :, None], t, 0.0)
+    if grid.has_left:
+        t = gl.where(cols <= (key_rows.last - start)[:, None, :, None], t, 0.0)
+    return gl.convert_layout(gl.reshape(t, [M, N]), x.type.layout)
 
 
 @gluon.jit
 def probabilities(s, origin, transform):
     """Normalised probabilities, and what dscores have as factor besides ``dprobs - delta``."""
     if transform.has_softcap:
-        s = quick_scores.softcap(s, transform.softcap, transform.prescale)
-        p = gl.exp2(s * LOG2_E - origin)
-        ratio = s / transform.softcap
-        return p, p * (1.0 - ratio * ratio)
+        # Scores as shares of the cap.
+        s = quick_scores.softcap(s, 1.0, transform.prescale)
+        p = gl.exp2(s * (transform.softcap * LOG2_E) - origin)
+        return p, p * (1.0 - s * s)
     else:
         p = gl.exp2(s * transform.scale_log2 - origin)
         return p, p
@@ -284,25 +325,26 @@ def add_accumulators(dq_out, offset, acc, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def pass_turn(turns_ptr, block, is_held):
-    """Moves a row block's turn on, if there are turns and ``is_held``: other tiles may add to it."""
+def pass_turn(turns_ptr, block):
+    """Moves a row block's turn on, if there are turns and the block is one: other tiles may add to it."""
     if turns_ptr is not None:
         thread_barrier()
-        gl.atomic_add(turns_ptr + block, 1, mask=is_held, sem="release")
+        gl.atomic_add(turns_ptr + block, 1, mask=block >= 0, sem="release")
 
 
 @gluon.jit
-def finish_dq(dq, dq_out, block, mine, held, is_held, channels, used, seen, form, GROUP: gl.constexpr):
+def finish_dq(dq, dq_out, block, mine, held, channels, used, seen, form, GROUP: gl.constexpr):
     """Adds this warpgroup's share of dq to row block ``block``, when its turn ``mine`` has come if there are turns.
 
-    The turn of block ``held``, to which the step before has added, is passed on now: its adds have had time to finish.
+    The turn of block ``held``, to which the step before has added (-1: none), is passed on now: its adds have had time
+    to finish.
     """
     width: gl.constexpr = form.dq_width
     pieces: gl.constexpr = form.dq_share // width
     turns_ptr = dq_out[3]
     offset = block.to(gl.int64) * (form.block_m * form.block_d) + GROUP * (64 * form.dq_share)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    pass_turn(turns_ptr, held, is_held)
+    pass_turn(turns_ptr, held)
     if turns_ptr is not None:
         while gl.load(turns_ptr + block, volatile=True) < mine:
             pass
@@ -321,8 +363,8 @@ def finish_dq(dq, dq_out, block, mine, held, is_held, channels, used, seen, form
 
 
 @gluon.jit
-def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, held, is_held, start, is_edge, first_rows,
-         last_rows, grid, transform, form, IS_FIRST: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, held, start, key_rows, grid,
+         transform, form, IS_FIRST: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """What one row block adds to dk and dv, and what the one before, ``last_block``, adds to dq.
 
     So the warpgroups may be almost a step apart before one waits for the dscores of the other: the products of one
@@ -344,8 +386,9 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
     p, factor = probabilities(s, rows.slice(0, 1).load(layout), transform)
     if form.staggered and IS_FIRST and GROUP == 0:
         mbarrier.arrive(channels.start, count=1, pred=seen == 0)
+    is_edge = is_cut(start, key_rows, grid)
     if is_edge:
-        p = keep_rows(p, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
+        p = keep_rows(p, start, key_rows, grid)
         if not transform.has_softcap:
             factor = p
     if form.groups == 1:
@@ -360,7 +403,7 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
     ds = factor * (dp - rows.slice(1, 1).load(layout))
     if is_edge:
         # A pair that is masked may have NaN in dp, from a value that no row keeps or from dout of a row without it.
-        ds = keep_rows(ds, start, first_rows, last_rows, grid.has_left, GROUP_KEYS, form.block_m)
+        ds = keep_rows(ds, start, key_rows, grid)
     ds = ds.to(dtype)
     if not form.early_dv:
         dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
@@ -379,7 +422,7 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
     else:
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
         channels.queries.release(used)
-        finish_dq(dq, dq_out, last_block, last_turn, held, is_held, channels, used - 1, seen, form, GROUP)
+        finish_dq(dq, dq_out, last_block, last_turn, held, channels, used - 1, seen, form, GROUP)
     return dk, dv
 
 
@@ -405,9 +448,18 @@ def store(desc, at, buffer, tile):
 
 
 @gluon.jit
-def store_gradient(desc, grad, tile_ring, tiles, key, col, out_s, grid, form):
-    """Stores 64 keys of dk or dv from column ``col`` on, in two halves if ``staged``."""
+def group_key(tile_ring, tiles, form, GROUP: gl.constexpr):
+    """The first of a warpgroup's keys of a tile."""
+    key = field(tile_ring, tiles, KEY)
+    return key + GROUP * GROUP_KEYS if form.groups == 2 else key
+
+
+@gluon.jit
+def store_gradient(desc, grad, tile_ring, tiles, out_s, grid, form, GROUP: gl.constexpr):
+    """Stores a warpgroup's 64 keys of dk or dv, or its half of their columns; in two halves if ``staged``."""
     half: gl.constexpr = form.grad_d // 2
+    col: gl.constexpr = GROUP * form.grad_d if form.groups == 1 else 0
+    key = group_key(tile_ring, tiles, form, GROUP)
     b, head = field(tile_ring, tiles, SEQUENCE), field(tile_ring, tiles, HEAD)
     start_k, seqlen_k = field(tile_ring, tiles, START_K), field(tile_ring, tiles, SEQLEN_K)
     grad = grad.to(desc.dtype)
@@ -420,17 +472,33 @@ def store_gradient(desc, grad, tile_ring, tiles, key, col, out_s, grid, form):
 
 
 @gluon.jit
-def key_bounds(key, like, seqlen_q, seqlen_k, grid):
-    """The first and last rows that keep each of 64 keys, as ``lane_keys``, and whether every row block needs a mask."""
-    keys = key + gl.arange(0, GROUP_KEYS, gl.SliceLayout(1, like.type.layout))
-    # A key's rows are what a row's keys are, with the two sides exchanged.
-    positions = keys - (seqlen_k - seqlen_q)
-    first_rows = mask.first_key(positions, grid.right, grid.has_right)
-    first_rows = gl.where(keys < seqlen_k, first_rows, FAR)
-    last_rows = mask.last_key(positions, seqlen_q, grid.left, grid.has_left)
-    first_rows = lane_keys(first_rows, like, GROUP_KEYS, grid.block_m)
-    last_rows = lane_keys(last_rows, like, GROUP_KEYS, grid.block_m)
-    return first_rows, last_rows, key + GROUP_KEYS > seqlen_k
+def next_rows(start, block, left, tile_ring, tiles, grid):
+    """The row block behind one: its first row, its place in the workspace, and how many of the head are left with it.
+
+    Behind a head's last one comes the first one of the next head that shares the keys.
+    """
+    start += grid.block_m
+    block += 1
+    left -= 1
+    if left == 0:
+        left = field(tile_ring, tiles, M_MAX) - field(tile_ring, tiles, M_MIN)
+        start -= left * grid.block_m
+        block += row_blocks_a_head(grid) - left
+    return start, block, left
+
+
+@gluon.jit
+def my_turn(start, tile_ring, tiles, grid, turns_ptr):
+    """What the turn of the rows from ``start`` on must have reached: two warpgroups move it on once each a tile.
+
+    0 without turns.
+    """
+    if turns_ptr is not None:
+        key = field(tile_ring, tiles, KEY)
+        seqlen_q, seqlen_k = field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
+        return 2 * turn(start, key, seqlen_q, seqlen_k, grid)
+    else:
+        return 0
 
 
 @gluon.jit
@@ -447,81 +515,61 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
     seen = 0
     tile_ring.wait(tiles)
     while field(tile_ring, tiles, IS_TILE) > 0:
-        m_min, m_max = field(tile_ring, tiles, M_MIN), field(tile_ring, tiles, M_MAX)
-        m_full_min, m_full_max = field(tile_ring, tiles, M_FULL_MIN), field(tile_ring, tiles, M_FULL_MAX)
-        seqlen_q, seqlen_k = field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
-        first_key = field(tile_ring, tiles, KEY)
-        key, col = first_key + GROUP * GROUP_KEYS, 0
-        if form.groups == 1:
-            key, col = first_key, GROUP * form.grad_d
-        head_blocks = row_blocks_a_head(grid)
-        row_blocks = field(tile_ring, tiles, ROW_BLOCK) + field(tile_ring, tiles, HEAD) * grid.group_size * head_blocks
-        first_rows, last_rows, is_end_of_keys = key_bounds(key, zeros, seqlen_q, seqlen_k, grid)
         dk = gl.zeros([GROUP_KEYS, form.grad_d], gl.float32, grad_layout)
         dv = gl.zeros([GROUP_KEYS, form.grad_d], gl.float32, grad_layout)
-        steps = grid.group_size * (m_max - m_min)
-        if steps > 0:
+        key = group_key(tile_ring, tiles, form, GROUP)
+        seqlen_q, seqlen_k = field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
+        key_rows = rows_of_keys(key, zeros, seqlen_q, seqlen_k, grid)
+        left = field(tile_ring, tiles, M_MAX) - field(tile_ring, tiles, M_MIN)
+        end = used + grid.group_size * left
+        if end > used:
             channels.keys.wait(seen)
             channels.values.wait(seen)
             if form.staggered and GROUP == 1:
                 mbarrier.wait(channels.start, 0, pred=seen == 0)
-            is_edge = (m_min < m_full_min) | (m_min >= m_full_max) | is_end_of_keys
-            block = row_blocks + m_min
-            mine = my_turn(m_min, first_key, seqlen_q, seqlen_k, grid, dq_out[3])
+            start = field(tile_ring, tiles, M_MIN) * form.block_m
+            block = field(tile_ring, tiles, ROW_BLOCK)
+            mine = my_turn(start, tile_ring, tiles, grid, dq_out[3])
+            held = gl.to_tensor(-1)
             is_blank = False
             if may_be_blank:
                 # The first row that keeps a key lies behind the first row block.
-                is_blank = (m_min + 1) * form.block_m <= key - (seqlen_k - seqlen_q) - grid.right
+                is_blank = start + form.block_m <= key - (seqlen_k - seqlen_q) - grid.right
             if is_blank:
                 blank_step(channels, used, form, GROUP)
             else:
                 dk, dv = step(
-                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, block, False, m_min * form.block_m,
-                    is_edge, first_rows, last_rows, grid, transform, form, True, GROUP,
+                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, held, start, key_rows, grid,
+                    transform, form, True, GROUP,
                 )  # fmt: skip
-            m = m_min
-            held = block
-            for i in range(1, steps):
-                used += 1
-                m += 1
-                if m == m_max:
-                    m = m_min
-                    row_blocks += head_blocks
-                is_edge = (m < m_full_min) | (m >= m_full_max) | is_end_of_keys
-                dk, dv = step(
-                    channels, used, seen, dk, dv, zeros, dq_out, block, mine, held, i > 1, m * form.block_m, is_edge,
-                    first_rows, last_rows, grid, transform, form, False, GROUP,
-                )  # fmt: skip
-                held = block
-                block = row_blocks + m
-                mine = my_turn(m, first_key, seqlen_q, seqlen_k, grid, dq_out[3])
-            channels.values.release(seen)
-            channels.dscores.wait(used)
-            dq = start_dq(channels, used, seen, form, 0, GROUP)
-            # dv leaves under the last product.
-            store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, form)
-            finish_dq(dq, dq_out, block, mine, held, steps > 1, channels, used, seen, form, GROUP)
-            pass_turn(dq_out[3], block, steps > 0)
-            channels.keys.release(seen)
             used += 1
+            while used < end:
+                last_block = block
+                start, block, left = next_rows(start, block, left, tile_ring, tiles, grid)
+                dk, dv = step(
+                    channels, used, seen, dk, dv, zeros, dq_out, last_block, mine, held, start, key_rows, grid,
+                    transform, form, False, GROUP,
+                )  # fmt: skip
+                held = last_block
+                mine = my_turn(start, tile_ring, tiles, grid, dq_out[3])
+                used += 1
+            channels.values.release(seen)
+            channels.dscores.wait(used - 1)
+            dq = start_dq(channels, used - 1, seen, form, 0, GROUP)
+            # dv leaves under the last product.
+            store_gradient(dv_desc, dv, tile_ring, tiles, out_s, grid, form, GROUP)
+            finish_dq(dq, dq_out, block, mine, held, channels, used - 1, seen, form, GROUP)
+            pass_turn(dq_out[3], block)
+            channels.keys.release(seen)
             seen += 1
         else:
-            store_gradient(dv_desc, dv, tile_ring, tiles, key, col, out_s, grid, form)
+            store_gradient(dv_desc, dv, tile_ring, tiles, out_s, grid, form, GROUP)
         dk = dk * transform.softmax_scale
-        store_gradient(dk_desc, dk, tile_ring, tiles, key, col, out_s, grid, form)
+        store_gradient(dk_desc, dk, tile_ring, tiles, out_s, grid, form, GROUP)
         tile_ring.release(tiles)
         tiles += 1
         tile_ring.wait(tiles)
     tma_store_wait(0)
-
-
-@gluon.jit
-def my_turn(m, key, seqlen_q, seqlen_k, grid, turns_ptr):
-    """What row block m's turn must have reached: two warpgroups move it on once each a tile. 0 without turns."""
-    if turns_ptr is not None:
-        return 2 * turn(m, key, seqlen_q, seqlen_k, grid)
-    else:
-        return 0
 
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.

@@ -59,12 +59,10 @@ class KeyTile:
     start_k: gl.tensor
     seqlen_k: gl.tensor
     m_min: gl.tensor
-    m_full_min: gl.tensor
-    m_full_max: gl.tensor
     m_max: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_blocks):
+    def __init__(self, is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max):
         self.is_end = is_end
         self.b = b
         self.head = head
@@ -73,10 +71,8 @@ class KeyTile:
         self.seqlen_q = seqlen_q
         self.start_k = start_k
         self.seqlen_k = seqlen_k
-        self.m_min = m_blocks[0]
-        self.m_full_min = m_blocks[1]
-        self.m_full_max = m_blocks[2]
-        self.m_max = m_blocks[3]
+        self.m_min = m_min
+        self.m_max = m_max
 
 
 @gluon.jit
@@ -120,11 +116,11 @@ def next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
         seqlen_q = gl.where(b < grid.batch, seqlen_q, 0)
     key = block * grid.block_n
     last = gl.minimum(key + grid.block_n, seqlen_k) - 1
-    m_blocks = blocks.query_blocks(
+    m_min, _, _, m_max = blocks.query_blocks(
         key, last, seqlen_q, seqlen_k, grid.left, grid.right, grid.has_left, grid.has_right, grid.block_m
     )
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
-    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_blocks)
+    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
 
 
 @gluon.jit
@@ -139,17 +135,16 @@ def row_blocks_a_head(grid):
 
 @gluon.jit
 def first_row_block(tile, grid):
-    """The workspace's row block of the tile's sequence, head 0, row 0."""
+    """The workspace's row block of the tile's sequence and of its first head of queries, row 0."""
     if grid.varlen:
-        return tile.start_q // grid.block_m + tile.b
+        return tile.head * grid.group_size * row_blocks_a_head(grid) + tile.start_q // grid.block_m + tile.b
     else:
-        return tile.b * grid.num_heads_kv * grid.group_size * row_blocks_a_head(grid)
+        return (tile.b * grid.num_heads_kv + tile.head) * grid.group_size * row_blocks_a_head(grid)
 
 
 @gluon.jit
-def turn(m, key, seqlen_q, seqlen_k, grid):
-    """How many tiles of this head add to dq's row block m before the tile that starts at ``key``."""
-    first = m * grid.block_m
+def turn(first, key, seqlen_q, seqlen_k, grid):
+    """How many tiles of this head add to dq's rows from ``first`` on before the tile that starts at ``key``."""
     last = gl.minimum(first + grid.block_m, seqlen_q) - 1
     n_min, _, _, n_max = blocks.key_blocks(
         first, last, seqlen_q, seqlen_k, grid.left, grid.right, grid.has_left, grid.has_right, grid.block_n
@@ -161,11 +156,12 @@ def turn(m, key, seqlen_q, seqlen_k, grid):
         return n - n_min
 
 
-# What the loader tells the other roles of a tile, in this order, as int32. IS_TILE is 0 behind the last one.
+# What the loader tells the other roles of a tile, in this order, as int32. IS_TILE is 0 behind the last one; ROW_BLOCK
+# is where the workspace has the first row block that the tile visits.
 RECORD_SIZE = gl.constexpr(16)
-IS_TILE, M_MIN, M_FULL_MIN, M_FULL_MAX, M_MAX, KEY, HEAD, SEQUENCE, START_K, SEQLEN_Q, SEQLEN_K, ROW_BLOCK = (
-    gl.constexpr(i) for i in range(12)
-)
+IS_TILE, M_MIN, M_MAX, KEY, HEAD, SEQUENCE, START_K, SEQLEN_Q, SEQLEN_K, ROW_BLOCK = (
+    gl.constexpr(i) for i in range(10)
+)  # fmt: skip
 
 
 @gluon.jit
@@ -174,8 +170,6 @@ def publish_tile(ring, use, tile, grid):
     ring.claim(use)
     lane = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     record = gl.where(lane == M_MIN, tile.m_min, gl.where(tile.is_end, 0, 1))
-    record = gl.where(lane == M_FULL_MIN, tile.m_full_min, record)
-    record = gl.where(lane == M_FULL_MAX, tile.m_full_max, record)
     record = gl.where(lane == M_MAX, tile.m_max, record)
     record = gl.where(lane == KEY, tile.key, record)
     record = gl.where(lane == HEAD, tile.head, record)
@@ -183,6 +177,6 @@ def publish_tile(ring, use, tile, grid):
     record = gl.where(lane == START_K, tile.start_k, record)
     record = gl.where(lane == SEQLEN_Q, tile.seqlen_q, record)
     record = gl.where(lane == SEQLEN_K, tile.seqlen_k, record)
-    record = gl.where(lane == ROW_BLOCK, first_row_block(tile, grid), record)
+    record = gl.where(lane == ROW_BLOCK, first_row_block(tile, grid) + tile.m_min, record)
     ring.at(use).store(record)
     ring.publish(use)
