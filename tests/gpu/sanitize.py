@@ -23,6 +23,7 @@ CASES = (
     Case("odd", seqlen_q=61, seqlen_k=77, head_dim=33, head_dim_v=7, window=(20, 5)),
     Case("features", batch=1, seqlen_q=70, seqlen_k=70, head_dim=32, softcap=3.0, alibi="h", bias="hqk", mask="qk",
          sinks=True, dropout=0.2, causal=True),
+    Case("varlen_wide", batch=2, lengths=((70, 130), (90, 33)), head_dim=256, heads=2, kv_heads=1, window=(50, 9)),
     Case("varlen", batch=3, lengths=((40, 90), (0, 7), (65, 20)), head_dim=64, causal=True, sinks=True, spare=9),
 )  # fmt: skip
 

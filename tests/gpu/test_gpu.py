@@ -79,6 +79,11 @@ def test_large(case: Case, dtype: torch.dtype, seed: int, backend: str) -> None:
     judge(build(case, dtype, "cuda", seed), backend)
 
 
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large_in_float32(case: Case) -> None:
+    judge(build(case, torch.float32, "cuda"), "portable")
+
+
 def _can(backend: str, q: torch.Tensor, *, grad: bool = False, varlen: bool = False, **keywords: Any) -> bool:
     problem = Problem.build(Tensors(q, q, q), band_of(keywords.get("causal", False), keywords.get("window_size")))
     problem = replace(problem, varlen=varlen, softcap=keywords.get("softcap", 0.0), needs_grad=grad)
@@ -99,9 +104,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"causal": True, "window_size": (100, 0)}], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1], ids=["", "mqa"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_forward_is_the_same_alone_and_in_any_batch(backend: str, kwargs: dict[str, Any], head_dim: int) -> None:
+def test_the_forward_is_the_same_alone_and_in_any_batch(
+    backend: str, kwargs: dict[str, Any], head_dim: int, kv_heads: int
+) -> None:
     q, k, v = _inputs(7, 1100, 4, head_dim)
+    k, v = k[:, :, :kv_heads], v[:, :, :kv_heads]
     if not _can(backend, q, **kwargs):
         pytest.skip(f"{backend} declares that it cannot")
     whole = flashtile.attention(q, k, v, backend=backend, **kwargs)
@@ -280,6 +289,46 @@ def test_more_than_two_to_the_31_elements(backend: str) -> None:
     assert torch.equal(
         flashtile.attention(far, far, far, backend=backend), flashtile.attention(near, near, near, backend=backend)
     )
+
+
+def test_gradients_of_more_than_two_to_the_31_elements(backend: str) -> None:
+    """Gradients of keys whose offset passes 2^31 elements, against those of the same keys alone."""
+    if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GiB")
+    heads, head_dim, rows, left = 16, 128, 300, 200
+    big = torch.zeros(1, 1_100_000, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    assert big.numel() > 2**31
+    tail = torch.randn(1, rows, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    big[:, -rows:] = tail.detach()
+    big.requires_grad_()
+    dout = torch.randn_like(tail)
+    # Rows whose window reaches in front of the tail see other keys there than alone.
+    dout[:, :left] = 0
+
+    def gradients(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = flashtile.attention(tail, keys, keys, causal=True, window_size=(left, 0), backend=backend)
+        return torch.autograd.grad(out, (tail, keys), dout)
+
+    own = tail.detach().clone().requires_grad_()
+    (dq, dk), (want_dq, want_dk) = gradients(big), gradients(own)
+    torch.testing.assert_close(dq, want_dq, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(dk[:, -rows:], want_dk, rtol=2e-2, atol=1e-3)
+    assert not dk[:, :-rows].any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_memory_of_gradients_is_linear(backend: str, deterministic: bool) -> None:
+    extra = {}
+    for seqlen in (8192, 32768):
+        leaves = _inputs(1, seqlen, 2, 64, grad=True)
+        out = flashtile.attention(*leaves, causal=True, deterministic=deterministic, backend=backend)
+        dout = torch.randn_like(out)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = torch.autograd.grad(out, leaves, dout)
+        extra[seqlen] = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in gradients)
+    assert extra[32768] <= 4 * extra[8192] + 2**22
 
 
 def test_memory_is_linear(backend: str) -> None:
