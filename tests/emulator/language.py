@@ -42,6 +42,17 @@ class BarrierLayout(Anything):
     """Marks shared memory as barriers."""
 
 
+class BoxLayout(Anything):
+    """Says how many columns a copy may move by themselves."""
+
+    def __init__(self, cols: int) -> None:
+        self.cols = cols
+
+    @classmethod
+    def get_default_for(cls, shape: Sequence[int], dtype: Any) -> BoxLayout:
+        return cls(int(shape[-1]))
+
+
 def elementwise(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     """A function of one value or two."""
 
@@ -160,7 +171,9 @@ class Language:
         name = _assigned_name()
         if isinstance(layout, BarrierLayout):
             return Barriers([Barrier(f"{name}[{i}]") for i in range(shape[0])])
-        return SharedMemory.allocate(self.machine, dtype, shape, name)
+        return SharedMemory.allocate(
+            self.machine, dtype, shape, name, layout.cols if isinstance(layout, BoxLayout) else 0
+        )
 
     # Barriers.
 
@@ -285,6 +298,8 @@ class Language:
             "permute": lambda x, order: x.permute(*order),
             "join": lambda a, b: Value(torch.stack(pair(a, b), -1)),
             "split": lambda x: tuple(Value(each) for each in x.data.unbind(-1)),
+            "trans": lambda x: x.permute(1, 0),
+            "dot": _dot,
             "expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis)),
             "static_range": range,
             "static_assert": _static_assert,
@@ -303,7 +318,7 @@ class Language:
     def gluon(self) -> SimpleNamespace:
         layouts = dict.fromkeys(_LAYOUTS, LAYOUT)
         return SimpleNamespace(
-            **self.shared_names() | layouts,
+            **self.shared_names() | layouts | {"NVMMASharedLayout": BoxLayout},
             to_tensor=value_of,
             convert_layout=lambda x, layout: x,
             set_auto_layout=lambda x, layout: x,
@@ -337,6 +352,15 @@ def _assigned_name() -> str:
 
 def _full(shape: Sequence[int], value: Operand, dtype: Any, layout: Any = None) -> Value:
     return Value(value_of(value).data.to(TORCH_DTYPES[dtype]).expand(tuple(int(n) for n in shape)).clone())
+
+
+def _dot(a: Value, b: Value, acc: Value | None = None) -> Value:
+    """A product that is over when it returns."""
+    if a.data.dtype != b.data.dtype:
+        raise EmulatorError(f"a product of {a.dtype} and {b.dtype}")
+    product = a.data.float() @ b.data.float()
+    report("product", product.numel() * a.data.shape[1])
+    return Value(product if acc is None else product + acc.data)
 
 
 def _static_assert(condition: Any, message: str = "") -> None:

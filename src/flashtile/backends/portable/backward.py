@@ -16,7 +16,7 @@ import triton.language as tl
 
 from flashtile.backends.portable import poison
 from flashtile.backends.portable.forward import load_rows, locate, store_rows
-from flashtile.backends.vocab import blocks, dropout, mask, scores, sequence, softmax
+from flashtile.backends.vocab import blocks, dropout, finite, mask, scores, sequence, softmax
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def over_queries(
                          BLOCK_M, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
         dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
         if CAREFUL:
-            q, dout = poison.finite(q), poison.finite(dout)
+            q, dout = finite.finite(q), finite.finite(dout)
         kept_probs = probs
         if rng_state_ptr is not None:
             key_blocks = n_first // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
@@ -213,11 +213,11 @@ def over_heads(
     leaked_dk, leaked_dv = False, False
     if WITH_DK:
         store_rows(dk_ptr + at * HEAD_DIM, n_first, length_k, dk_stride_row, dk * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
-        leaked_dk = poison.leaks(dk)
+        leaked_dk = finite.leaks(dk)
     if WITH_DV:
         store_rows(dv_ptr + at * HEAD_DIM_V, n_first, length_k, dv_stride_row, dv * keep_scale,
                    BLOCK_N, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
-        leaked_dv = poison.leaks(dv)
+        leaked_dv = finite.leaks(dv)
     if CAREFUL:
         tl.debug_barrier()  # the same elements are stored again, perhaps by other threads
         for member in range(group_size):
@@ -342,7 +342,7 @@ def over_keys(
             kept = dropout.keep(rng_state_ptr, dropout_threshold, head_index, rows[:, None], key_blocks)
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         if CAREFUL:
-            k = poison.finite(k)
+            k = finite.finite(k)
         dscores = score_gradient(probs, dprobs, delta[:, None], derivative, select)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=INPUT_PRECISION)
     return dq
@@ -405,7 +405,7 @@ def attention_backward_dq(
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         if phase == 3:
-            leaked = poison.leaks(dq)
+            leaked = finite.leaks(dq)
             n_start, n_stop = n_min * REFINE, tl.where(leaked, n_max, n_min) * REFINE
             dq = tl.where(leaked, 0.0, dq)
         dq = over_keys(

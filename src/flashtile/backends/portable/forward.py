@@ -22,7 +22,7 @@ from flashtile.backends.portable.launch import (
     num_programs,
 )
 from flashtile.backends.portable.tiles import Config, choose
-from flashtile.backends.vocab import blocks, dropout, mask, scheduler, scores, sequence, softmax
+from flashtile.backends.vocab import blocks, dropout, finite, mask, scheduler, scores, sequence, softmax
 from flashtile.problem import Problem, Tensors
 
 
@@ -168,7 +168,7 @@ def attend(
                       BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
         acc = acc * rescale[:, None]
         if CAREFUL:
-            v = poison.finite(v)
+            v = finite.finite(v)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
     return acc, row_max, row_sum
 
@@ -247,7 +247,7 @@ def attention_forward(
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_LEFT else 1, 4 if MAY_LEAK else 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         if phase == 3:
-            leaked = poison.leaks(acc)
+            leaked = finite.leaks(acc)
             n_start, n_stop = n_min * REFINE, tl.where(leaked, n_max, n_min) * REFINE
             acc = tl.where(leaked, 0.0, acc)
             row_max = tl.where(leaked, float("-inf"), row_max)

@@ -17,19 +17,6 @@ STEP = tl.constexpr(16)
 
 
 @triton.jit
-def leaks(x):
-    """Whether an element is a NaN, or infinite, which a sum behind it makes NaN."""
-    nothing = tl.sum(x * 0.0)
-    return nothing != nothing
-
-
-@triton.jit
-def finite(x):
-    """A tile with 0 for every infinity and NaN."""
-    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
-
-
-@triton.jit
 def spread(
     result_at, result_stride_row, first, length, touchable, x_at, x_stride_row, start, stop, length_x, length_q,
     length_k, left, right, mask_at, mask_stride_row, mask_stride_col,
