@@ -73,7 +73,7 @@ def on_cpu(
         (launch, "_Address", lambda tensor: tensor),
         (launch, "attention_forward", Emulated(launch.attention_forward, seed)),
     ]
-    for name in ("prepare_rows", "attention_backward", "finish_dq"):
+    for name in ("prepare_rows", "attention_backward", "finish_dq", "mend_gradients"):
         patches.append((gradients, name, Emulated(getattr(gradients, name), seed)))
     if forward is not None:
         patches.append((tiles, "choose", lambda problem: forward))

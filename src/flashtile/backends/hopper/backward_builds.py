@@ -16,15 +16,14 @@ _SPILL_LIMITS = {64: 144, 128: 112, 256: 128}
 
 
 def builds(problem: Problem) -> list[KernelBuild]:
-    """The three kernels of a problem's backward, the main one first."""
-    return [sweep(problem, backward_tiles.choose(problem)), _prepare(problem), _finish(problem)]
+    """The kernels of a problem's backward, the main one first."""
+    needed = [sweep(problem, backward_tiles.choose(problem)), _prepare(problem), _finish(problem)]
+    return needed if problem.band.unbounded else [*needed, _mend(problem)]
 
 
 def _about(problem: Problem, tiles: str | None = None) -> dict[str, object]:
-    about: dict[str, object] = {"dtype": _TYPES[problem.dtype], "head_dim": problem.head_dim}
+    about: dict[str, object] = {"dtype": _TYPES[problem.dtype], "head_dim": problem.head_dim, "mask": str(problem.band)}
     features = [name for name in ("softcap", "varlen", "deterministic") if getattr(problem, name)]
-    if tiles:
-        about |= {"mask": str(problem.band)}
     if features:
         about["features"] = "+".join(features)
     return about | ({"tiles": tiles} if tiles else {})
@@ -84,12 +83,19 @@ def _prepare(problem: Problem) -> KernelBuild:
     config, dtype = backward_tiles.choose(problem), f"*{_TYPES[problem.dtype]}"
     signature = {"out_ptr": dtype, "dout_ptr": dtype, "lse_ptr": "*fp32"}
     signature |= dict.fromkeys(("rows_ptr", "dq_ptr"), "*fp32") | {"counter_ptr": "*i32"}
-    divisible = [*signature, "dout_stride_b", "dout_stride_row", "dout_stride_head"]
-    strides: tuple[str, ...] = ("dout_stride_b", "dout_stride_row", "dout_stride_head")
+    strides = _strides("q", "dout")
+    divisible = [*signature, *strides]
     strides += ("dlse_stride_b", "dlse_stride_head", "dlse_stride_row")
     signature |= dict.fromkeys((*strides, "batch", "seqlen_q", "num_heads_q"), "i32")
-    constexprs = _row_constants(problem, config) | {"dlse_ptr": None}
-    _optional(signature, constexprs, {"turns_ptr": problem.deterministic, "cu_seqlens_q_ptr": problem.varlen})
+    constexprs = _row_constants(problem, config) | {"dlse_ptr": None, "HAS_SOFTCAP": problem.softcap > 0}
+    banded = not problem.band.unbounded
+    if banded:
+        signature["q_ptr"] = dtype
+        divisible.append("q_ptr")
+    else:
+        constexprs["q_ptr"] = None
+    pointers = {"turns_ptr": problem.deterministic, "flags_ptr": banded, "cu_seqlens_q_ptr": problem.varlen}
+    _optional(signature, constexprs, pointers)
     return KernelBuild(
         name="prepare_rows",
         backend="hopper",
@@ -112,7 +118,7 @@ def _finish(problem: Problem) -> KernelBuild:
     divisible = tuple(signature)
     signature |= dict.fromkeys(("batch", "seqlen_q", "num_heads_q"), "i32") | {"scale": "fp32"}
     constexprs = _row_constants(problem, config)
-    _optional(signature, constexprs, {"cu_seqlens_q_ptr": problem.varlen})
+    _optional(signature, constexprs, {"flags_ptr": not problem.band.unbounded, "cu_seqlens_q_ptr": problem.varlen})
     return KernelBuild(
         name="finish_dq",
         backend="hopper",
@@ -125,6 +131,45 @@ def _finish(problem: Problem) -> KernelBuild:
         options={"num_warps": 4},
         spill_limit=0,
     )
+
+
+def _mend(problem: Problem) -> KernelBuild:
+    from flashtile.backends.hopper.backward_mend import mend_gradients
+
+    config = backward_tiles.choose(problem)
+    tensors = ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+    signature = dict.fromkeys(tensors, f"*{_TYPES[problem.dtype]}") | {"rows_ptr": "*fp32"}
+    divisible = tuple(signature)
+    signature["flags_ptr"] = "*i32"
+    signature |= dict.fromkeys(("scale_log2", "softmax_scale", "softcap", "prescale"), "fp32")
+    sizes = ("seqlen_q", "seqlen_k", "batch", "num_heads_kv", "group_size", "left", "right")
+    signature |= dict.fromkeys((*_strides("q", "k", "v", "dout"), *sizes), "i32")
+    constexprs: dict[str, object] = {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "HAS_LEFT": problem.band.left is not None,
+        "HAS_RIGHT": problem.band.right is not None,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "VARLEN": problem.varlen,
+    }
+    _optional(signature, constexprs, dict.fromkeys(("cu_seqlens_q_ptr", "cu_seqlens_k_ptr"), problem.varlen))
+    return KernelBuild(
+        name="mend_gradients",
+        backend="hopper",
+        direction="backward postprocess",
+        config=_about(problem, str(config)),
+        kernel=mend_gradients,
+        signature=signature,
+        constexprs=constexprs,
+        divisible=divisible,
+        options={"num_warps": 8},
+        spill_limit=0,
+    )
+
+
+def _strides(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}_stride_{of}" for name in names for of in ("b", "row", "head"))
 
 
 def _row_constants(problem: Problem, config: backward_tiles.Config) -> dict[str, object]:

@@ -16,11 +16,19 @@ _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
 
 
 def builds(arch: str) -> list[KernelBuild]:
-    """The forward: both masks at the usual head dims, long and short, then each feature; bf16 if not said."""
+    """The forward: both masks at the usual head dims, long and short, then each feature; bf16 if not said.
+
+    Of the tiles that consist of parts, those of the head dims in use.
+    """
     if arch != "sm_90a":
         return []
     usual = [_problem(dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
     usual += [_problem(dim, band, seqlen=512) for dim in (128, 64) for band in (_FULL, _CAUSAL)]
+    in_parts = [
+        _problem(dim, band, dim_v=dim_v)
+        for dim, dim_v in ((96, 96), (192, 192), (192, 128))
+        for band in (_FULL, _CAUSAL)
+    ]
     others = [
         _problem(dim, band, **features)
         for dim in (64, 128, 256)
@@ -32,7 +40,11 @@ def builds(arch: str) -> list[KernelBuild]:
             (_WINDOW, {"varlen": True, "softcap": 30.0, "sinks": True}),
         )
     ]
-    return [_forward(problem) for problem in usual + others] + _backward(usual)
+    others += [
+        _problem(dim, _WINDOW, dim_v=dim_v, varlen=True, softcap=30.0, sinks=True)
+        for dim, dim_v in ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))
+    ]
+    return [_forward(problem) for problem in usual + in_parts + others] + _backward(usual)
 
 
 def _backward(usual: list[Problem]) -> list[KernelBuild]:
@@ -50,11 +62,20 @@ def _backward(usual: list[Problem]) -> list[KernelBuild]:
         )
     ]
     sweeps = [backward_builds.sweep(problem, backward_tiles.choose(problem)) for problem in usual + others]
-    rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
+    rows = [
+        _problem(dim, band, **features)
+        for dim in (128, 64, 256)
+        for band, features in (
+            (_FULL, {}),
+            (_FULL, {"varlen": True}),
+            (_CAUSAL, {}),
+            (_WINDOW, {"varlen": True, "softcap": 30.0}),
+        )
+    ]
     return sweeps + [build for problem in rows for build in backward_builds.builds(problem)[1:]]
 
 
-def _problem(dim: int, band: Band, seqlen: int = 8192, **features: Any) -> Problem:
+def _problem(dim: int, band: Band, seqlen: int = 8192, dim_v: int | None = None, **features: Any) -> Problem:
     return Problem(
         device_type="cuda",
         compute_capability=(9, 0),
@@ -65,36 +86,30 @@ def _problem(dim: int, band: Band, seqlen: int = 8192, **features: Any) -> Probl
         num_heads_q=8,
         num_heads_kv=8,
         head_dim=dim,
-        head_dim_v=dim,
+        head_dim_v=dim_v or dim,
         band=band,
         softmax_scale=dim**-0.5,
         **features,
     )
 
 
-def _forward(problem: Problem) -> KernelBuild:
+def _forward(problem: Problem, config: tiles.Config | None = None) -> KernelBuild:
     """Types and values as a launch would find them."""
     from triton.experimental.gluon import language as gl
 
     from flashtile.backends.hopper import launch
     from flashtile.backends.hopper.forward import attention_forward
 
-    config = tiles.choose(problem)
+    config = config or tiles.choose(problem)
     dtype = _TYPES[problem.dtype]
 
-    def descriptor(rows: int, cols: int) -> str:
-        shape = launch.box(rows, cols, problem.varlen)
-        layout = gl.NVMMASharedLayout.get_default_for(shape, {"fp16": gl.float16, "bf16": gl.bfloat16}[dtype])
-        return f"tensordesc<{dtype}{shape},{layout!r}>"
+    def descriptor(box: list[int]) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(box, {"fp16": gl.float16, "bf16": gl.bfloat16}[dtype])
+        return f"tensordesc<{dtype}{box},{layout!r}>"
 
-    keys = descriptor(config.block_n, config.block_d)
-    signature = {
-        "q_desc": descriptor(config.block_m, config.block_d),
-        "k_desc": keys,
-        "v_desc": keys,
-        "out_desc": descriptor(config.block_m, config.block_d // 2 if config.staged else config.block_d),
-        "lse_ptr": "*fp32",
-    }
+    names = ("q_desc", "k_desc", "v_desc", "out_desc")
+    boxes = launch.boxes(config, problem.varlen)
+    signature = {name: descriptor(box) for name, box in zip(names, boxes, strict=True)} | {"lse_ptr": "*fp32"}
     signature |= dict.fromkeys(("scale_log2", "softcap", "prescale"), "fp32")
     sizes = ("seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right")
     signature |= dict.fromkeys(sizes, "i32")
@@ -116,7 +131,9 @@ def _forward(problem: Problem) -> KernelBuild:
         else:
             signature[name] = kind
     features = [name for name in ("softcap", "sinks", "varlen") if getattr(problem, name)]
-    about = {"dtype": dtype, "head_dim": problem.head_dim, "mask": str(problem.band)}
+    about: dict[str, object] = {"dtype": dtype, "head_dim": problem.head_dim, "mask": str(problem.band)}
+    if problem.head_dim_v != problem.head_dim:
+        about["head_dim_v"] = problem.head_dim_v
     if features:
         about["features"] = "+".join(features)
     return KernelBuild(

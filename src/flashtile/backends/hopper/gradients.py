@@ -1,4 +1,4 @@
-"""Host side of the Hopper backward: workspace, tensor descriptors, the three launches."""
+"""Host side of the Hopper backward: workspace, tensor descriptors, the launches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.base import Gradients
 from flashtile.backends.hopper import backward_tiles, launch
 from flashtile.backends.hopper.backward import attention_backward
+from flashtile.backends.hopper.backward_mend import mend_gradients
 from flashtile.backends.hopper.backward_rows import finish_dq, prepare_rows
 from flashtile.backends.vocab import scheduler
 from flashtile.backends.vocab.softmax import LOG2_E
@@ -26,19 +27,21 @@ _ROWS = 64
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """What the three kernels share; ``backward_rows`` says how it is laid out.
+    """What the kernels share; ``backward_rows`` says how it is laid out.
 
     Attributes:
         rows: ``(row_blocks, 2, block_m)`` float32.
         dq: ``(row_blocks * block_m * block_d,)`` float32.
         counter: ``(1,)`` int32, the next tile.
         turns: ``(row_blocks,)`` int32, or None where sums may be added up in any order.
+        flags: ``(1 + row_blocks * block_m / 64,)`` int32, or None without a band.
     """
 
     rows: Tensor
     dq: Tensor
     counter: Tensor
     turns: Tensor | None
+    flags: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +74,8 @@ def run(
 ) -> Gradients:
     """Every gradient, as ``Backend.backward`` says.
 
-    Memory besides the gradients, padded to whole row blocks: dq in float32, two float32 a row, and with
-    ``problem.deterministic`` one int32 a row block.
+    Memory besides the gradients, padded to whole row blocks: dq in float32, two float32 a row, with
+    ``problem.deterministic`` one int32 a row block, and with a band one every 64 rows.
 
     Args:
         problem: A call that the backend's capabilities cover.
@@ -180,6 +183,11 @@ def floats_layout() -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Of a batch, a row and a head; packed sequences are one batch."""
+    return x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+
+
 @functools.cache
 def _floats_box(rows: int, cols: int) -> launch._Box:
     return launch._Box((rows, cols), floats_layout())
@@ -218,12 +226,15 @@ class Plan:
         """Uninitialised memory for one call."""
         blocks, config = self.row_blocks(q.shape[0 if self.problem.varlen else 1]), self.config
         floats = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-        counts = torch.empty(1 + blocks * self.problem.deterministic, dtype=torch.int32, device=q.device)
+        turns = blocks if self.problem.deterministic else 0
+        flags = 0 if self.problem.band.unbounded else 1 + blocks * (config.block_m // _ROWS)
+        counts = torch.empty(1 + turns + flags, dtype=torch.int32, device=q.device)
         return Workspace(
             floats(blocks, 2, config.block_m),
             floats(blocks * config.block_m * config.block_d),
             counts[:1],
-            counts[1:] if self.problem.deterministic else None,
+            counts[1 : 1 + turns] if turns else None,
+            counts[1 + turns :] if flags else None,
         )
 
     def launch(self, each: Launch) -> None:
@@ -247,26 +258,29 @@ class Plan:
         grads: Gradients,
         work: Workspace,
     ) -> list[Launch]:
-        """The three kernels of a call, in order; they fill ``grads``."""
-        return [
+        """The kernels of a call, in order; they fill ``grads``."""
+        needed = [
             self._prepare(tensors, out, lse, dout, dlse, work),
             self._sweep(tensors, dout, grads, work),
             self._finish(tensors, grads.dq, work),
         ]
+        return needed if work.flags is None else [*needed, self._mend(tensors, dout, grads, work)]
 
     def _prepare(
         self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, work: Workspace
     ) -> Launch:
         p, config = self.problem, self.config
-        dout_strides = (0, *dout.stride()[:2]) if p.varlen else dout.stride()[:3]
+        # Queries are looked at only where something may leak.
+        q = None if work.flags is None else tensors.q
+        strides = *(_strides(q) if q is not None else (0, 0, 0)), *_strides(dout)
         dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.varlen else dlse.stride()
         arguments = (
-            out, dout, lse, dlse, tensors.cu_seqlens_q, work.rows, work.dq, work.counter, work.turns,
-            dout_strides[0], dout_strides[1], dout_strides[2], *dlse_strides, p.batch, out.shape[0 if p.varlen else 1],
-            p.num_heads_q, p.head_dim, config.block_m, config.block_d, p.varlen,
+            q, out, dout, lse, dlse, tensors.cu_seqlens_q, work.rows, work.dq, work.counter, work.turns, work.flags,
+            *strides, *dlse_strides, p.batch, out.shape[0 if p.varlen else 1],
+            p.num_heads_q, p.head_dim, config.block_m, config.block_d, p.varlen, p.softcap > 0,
         )  # fmt: skip
         # What the compiler would look at in an argument that it specialises.
-        seen = tuple((stride % 16 == 0, stride == 1, stride < 2**31) for stride in dout_strides)
+        seen = tuple((stride % 16 == 0, stride == 1, stride < 2**31) for stride in strides)
         build = seen if dlse is None else None
         return Launch(prepare_rows, (work.rows.shape[0], 1, 1), arguments, {"num_warps": 8}, build)
 
@@ -293,10 +307,24 @@ class Plan:
     def _finish(self, tensors: Tensors, dq: Tensor, work: Workspace) -> Launch:
         p, config = self.problem, self.config
         arguments = (
-            work.dq, dq, tensors.cu_seqlens_q, p.batch, dq.shape[0 if p.varlen else 1], p.num_heads_q,
+            work.dq, dq, work.flags, tensors.cu_seqlens_q, p.batch, dq.shape[0 if p.varlen else 1], p.num_heads_q,
             p.softmax_scale, p.head_dim, config.block_m, config.block_d, p.varlen,
         )  # fmt: skip
         return Launch(finish_dq, (work.rows.shape[0] * config.block_m // _ROWS, 1, 1), arguments, {"num_warps": 4}, ())
+
+    def _mend(self, tensors: Tensors, dout: Tensor, grads: Gradients, work: Workspace) -> Launch:
+        p, config = self.problem, self.config
+        read = (tensors.q, tensors.k, tensors.v, dout)
+        # TMA reads all of them, so that every stride is a multiple of 8 elements, but for those that nobody steps by.
+        strides = [stride // 8 for x in read for stride in _strides(x)]
+        rows_q, rows_k = (x.shape[0 if p.varlen else 1] for x in (tensors.q, tensors.k))
+        arguments = (
+            *read, grads.dq, grads.dk, grads.dv, work.rows, work.flags, tensors.cu_seqlens_q, tensors.cu_seqlens_k,
+            *strides, *scales(p), rows_q, rows_k, p.batch, p.num_heads_kv, p.group_size, *self.bounds, p.head_dim,
+            config.block_m, config.block_n, p.band.left is not None, p.band.right is not None, p.softcap > 0, p.varlen,
+        )  # fmt: skip
+        wide = tuple(stride >= 2**31 for stride in strides)
+        return Launch(mend_gradients, (self.num_sms, 1, 1), arguments, {"num_warps": 8}, wide)
 
     def heads_at_once(self, rows: int) -> int:
         """Key heads whose rows, with dq in float32, fit the cache; one if all tiles of a head cost the same."""
