@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -26,6 +27,7 @@ class Case:
     """One call. ``lengths`` holds (seqlen_q, seqlen_k) of each sequence; dense calls repeat one pair."""
 
     head_dim: int
+    head_dim_v: int | None = None
     lengths: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (2, 2)
     band: Band = field(default_factory=Band)
@@ -38,10 +40,10 @@ class Case:
     outliers: bool = False
 
 
-def _tensor(case: Case, side: int, seed: int) -> Tensor:
+def _tensor(case: Case, side: int, dim: int, seed: int) -> Tensor:
     """Query (side 0), key or value (side 1), in the case's layout; NaN behind the last packed sequence."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    heads, dim = case.heads[side], case.head_dim
+    heads = case.heads[side]
     lengths = [pair[side] for pair in case.lengths]
     shape = (sum(lengths) + 37, heads, dim) if case.varlen else (len(lengths), lengths[0], heads, dim)
     if case.layout == "heads_first" and not case.varlen:
@@ -73,9 +75,9 @@ def build(case: Case, seed: int = 0) -> tuple[Problem, Tensors]:
             ends = itertools.accumulate((pair[side] for pair in case.lengths), initial=0)
             bounds[side] = torch.tensor(list(ends), dtype=torch.int32, device=DEVICE)
     t = Tensors(
-        _tensor(case, 0, seed),
-        _tensor(case, 1, seed + 1),
-        _tensor(case, 1, seed + 2),
+        _tensor(case, 0, case.head_dim, seed),
+        _tensor(case, 1, case.head_dim, seed + 1),
+        _tensor(case, 1, case.head_dim_v or case.head_dim, seed + 2),
         sinks=sinks,
         cu_seqlens_q=bounds[0],
         cu_seqlens_k=bounds[1],
@@ -103,16 +105,28 @@ def wrong(case: Case, config: tiles.Config | None = None, seed: int = 0) -> str 
     return f"error {error:.1e} (bar {bar:.1e}), lse error {lse_error:.1e}, empty rows agree: {same_empty}"
 
 
-def smoke_cases(dim: int) -> Iterator[Case]:
+def smoke_cases(dim: int, dim_v: int | None = None) -> Iterator[Case]:
     """From the least that can run to many tiles a program."""
+    of = functools.partial(Case, head_dim=dim, head_dim_v=dim_v)
     for n, band in itertools.product((64, 128, 256, 1000), (Band(), Band(None, 0))):
-        yield Case(head_dim=dim, lengths=((n, n),), band=band)
+        yield of(lengths=((n, n),), band=band)
     for band in (Band(), Band(None, 0)):
-        yield Case(head_dim=dim, lengths=((777, 1234),) * 9, heads=(16, 4), band=band)
-        yield Case(head_dim=dim, lengths=((1000, 300),) * 5, heads=(8, 8), band=band)
+        yield of(lengths=((777, 1234),) * 9, heads=(16, 4), band=band)
+        yield of(lengths=((1000, 300),) * 5, heads=(8, 8), band=band)
 
 
-def check_cases(dim: int, count: int, shards: Iterable[int] = range(4)) -> Iterator[Case]:
+# Head dims that share tiles with the widest of them, but for 72 and 96 in the forward.
+NARROW = {
+    64: (8, 40, 64),
+    96: (72, 88, 96),
+    128: (72, 96, 128),
+    160: (136, 144, 160),
+    192: (168, 176, 192),
+    256: (136, 192, 256),
+}
+
+
+def check_cases(dim: int, count: int, shards: Iterable[int] = range(4), dim_v: int | None = None) -> Iterator[Case]:
     """Every feature on its own and in the mixtures that share a build, over awkward lengths; a shard has its builds."""
     pick = random.Random(dim)
     lengths = (1, 2, 17, 63, 64, 65, 127, 128, 129, 191, 193, 255, 257, 383, 511, 640, 777, 1025)
@@ -126,7 +140,6 @@ def check_cases(dim: int, count: int, shards: Iterable[int] = range(4)) -> Itera
         Band(513, None),
         Band(-3, 9),
     )
-    narrow = {64: (8, 40, 64), 128: (72, 96, 128), 256: (136, 192, 256)}[dim]
     for index in range(count):
         band = bands[index % len(bands)]
         varlen = index // len(bands) % 2 == 1
@@ -136,7 +149,8 @@ def check_cases(dim: int, count: int, shards: Iterable[int] = range(4)) -> Itera
         many = tuple((pick.choice((0, *lengths)), pick.choice((0, *lengths))) for _ in range(batch))
         some = all(sum(pair[side] for pair in many) for side in (0, 1))
         case = Case(
-            head_dim=pick.choice(narrow) if extra in (0, 1) else dim,
+            head_dim=pick.choice(NARROW[dim]) if extra in (0, 1) else dim,
+            head_dim_v=pick.choice(NARROW[dim_v]) if dim_v and extra in (0, 1) else dim_v,
             lengths=many if varlen and some else (pair,) * batch,
             heads=pick.choice(((2, 2), (4, 2), (6, 1), (3, 3))),
             band=band,
@@ -189,12 +203,12 @@ def all_right(cases: Iterator[Any], wrong: Callable[[Any, int], str | None], lim
     return bad == 0
 
 
-def check_bits(dim: int, repetitions: int) -> None:
+def check_bits(dim: int, dim_v: int, repetitions: int) -> None:
     """One bit pattern over repetitions, and for a sequence alone, in a batch, and packed."""
     from flashtile.backends.hopper import launch
 
     for band in (Band(), Band(None, 0)):
-        case = Case(head_dim=dim, lengths=((1500, 1500),) * 7, heads=(8, 2), band=band)
+        case = Case(head_dim=dim, head_dim_v=dim_v, lengths=((1500, 1500),) * 7, heads=(8, 2), band=band)
         problem, t = build(case)
         first = launch.forward(problem, t)
         same = True
@@ -211,23 +225,25 @@ def check_bits(dim: int, repetitions: int) -> None:
         print(f"  {band}: repetitions {same}, alone {in_batch}, packed {torch.equal(out, first[0].flatten(0, 1))}")
 
 
-def check_variants(dim: int, variants: Mapping[str, tiles.Config]) -> bool:
-    """Every configuration of a head_dim gives the same bits: so the choice may depend on the lengths."""
+def check_variants(dim: int, dim_v: int, variants: Mapping[str, tiles.Config]) -> bool:
+    """Every configuration with the same widths and blocks gives the same bits: so the choice may depend on lengths."""
     from flashtile.backends.hopper import launch
 
     alike = True
     for band, lengths, varlen in itertools.product(
         (Band(), Band(None, 0)), (((512, 512),) * 40, ((1500, 1500),) * 3, ((300, 777),) * 5), (False, True)
     ):
-        problem, t = build(Case(head_dim=dim, lengths=lengths, heads=(8, 4), band=band, varlen=varlen))
-        first: tuple[Tensor, Tensor] | None = None
+        problem, t = build(
+            Case(head_dim=dim, head_dim_v=dim_v, lengths=lengths, heads=(8, 4), band=band, varlen=varlen)
+        )
+        firsts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         for name, config in variants.items():
             # Packed, those alone that are chosen or differ from it by the counter.
-            fixed = replace(config, dynamic=False, tile_stages=tiles.TWO_GROUPS_64.tile_stages)
+            fixed = replace(config, dynamic=False, tile_stages=tiles.THREE_GROUPS_64.tile_stages)
             if varlen and fixed != tiles.choose(problem):
                 continue
             one = launch.forward(problem, t, config)
-            first = first or one
+            first = firsts.setdefault((config.block_d, config.block_dv, config.block_n), one)
             if not all(torch.equal(x, y) for x, y in zip(first, one, strict=True)):
                 alike = False
                 print(f"  OTHER BITS: {name}, {band}, {lengths[0]}, varlen {varlen}", flush=True)
@@ -235,11 +251,13 @@ def check_variants(dim: int, variants: Mapping[str, tiles.Config]) -> bool:
     return alike
 
 
-def check_poison(dim: int) -> None:
+def check_poison(dim: int, dim_v: int) -> None:
     """A sequence of NaN between two others changes neither."""
     from flashtile.backends.hopper import launch
 
-    case = Case(head_dim=dim, lengths=((200, 333), (150, 150), (77, 500)), varlen=True, band=Band(None, 0))
+    case = Case(
+        head_dim=dim, head_dim_v=dim_v, lengths=((200, 333), (150, 150), (77, 500)), varlen=True, band=Band(None, 0)
+    )
     problem, t = build(case)
     clean, _ = launch.forward(problem, t)
     for x in (t.q, t.k, t.v):
@@ -250,13 +268,13 @@ def check_poison(dim: int) -> None:
     print(f"  NaN stays in its sequence: {kept}; and fills it: {bool(out[200:350].isnan().all())}")
 
 
-def check_leaks(dim: int) -> bool:
+def check_leaks(dim: int, dim_v: int) -> bool:
     """A NaN or an infinity of one key's value reaches the rows that keep the key, and no other row of its block."""
     from flashtile.backends.hopper import launch
 
     good = True
     for band, junk in itertools.product((Band(None, 0), Band(60, 30)), (math.nan, math.inf)):
-        problem, t = build(Case(head_dim=dim, lengths=((300, 300),) * 2, heads=(4, 2), band=band))
+        problem, t = build(Case(head_dim=dim, head_dim_v=dim_v, lengths=((300, 300),) * 2, heads=(4, 2), band=band))
         clean, clean_lse = launch.forward(problem, t)
         t.v[1, 200, 1, 5] = junk
         out, lse = launch.forward(problem, t)

@@ -4,7 +4,8 @@ Stages, each in processes of their own under a time limit, so that a kernel that
 
     smoke   the smallest calls of every head_dim and variant, then larger ones
     check   every feature against the float64 reference with NaN-filled outputs; repetitions and variants bit for bit
-    time    variants, FlashAttention-3 (FA3_SO) and cuDNN, interleaved, on the 36 cells
+    time    variants, FlashAttention-3 (FA3_SO) and cuDNN, interleaved, on the 36 cells; those of other head dims, which
+            ``--head-dims`` names (96, 192, 192/128 for a head_dim_v of 128), up to 4096 tokens
     host    host time of a warm call
     choose  the best variant of each cell and of each class of lengths, and what choosing it would be worth
 
@@ -51,36 +52,60 @@ TOKENS, HIDDEN = 16384, 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 CLASSES = ((512,), (1024,), (2048, 4096), (8192, 16384))
 PEERS = ("fa3", "cudnn")
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
+# Of head dims whose tiles consist of parts, each with the tiles of one part that hold it.
+IN_PARTS = {(96, 96): (128, 128), (160, 160): (256, 256), (192, 192): (256, 256), (192, 128): (256, 128)}
 WRONG = 3
 ROWS = "tune_hopper.jsonl"
 
 
-def variants(dim: int, skip: Sequence[str] = ()) -> dict[str, tiles.Config]:
-    """Configurations by name: warpgroups, whether tiles overlap ("lap"), whether a counter deals them out ("dyn")."""
-    if dim == 64:
-        shapes = {"3g": tiles.THREE_GROUPS_64, "2g": tiles.TWO_GROUPS_64}
-    elif dim == 128:
-        shapes = {"2g": tiles.TWO_GROUPS_128}
-    else:
-        shapes = {"2g": tiles.TWO_GROUPS_256}
+def dims_of(text: str) -> tuple[int, int]:
+    """(head_dim, head_dim_v) of ``192/128`` or ``64``."""
+    dim, _, dim_v = text.partition("/")
+    return int(dim), int(dim_v or dim)
+
+
+def label(dims: tuple[int, int]) -> str:
+    """What ``dims_of`` reads."""
+    return f"{dims[0]}" if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
+
+
+def variants(dims: tuple[int, int], skip: Sequence[str] = ()) -> dict[str, tiles.Config]:
+    """Configurations by name.
+
+    They say warpgroups, whether tiles overlap ("lap") and whether a counter deals them out ("dyn"); of tiles in parts
+    also the tiles of one part ("pad"), and twice the keys a block ("128 keys").
+    """
+    shapes = {"2g": tiles.TWO_GROUPS[dims]}
+    if dims == (64, 64):
+        shapes["3g"] = tiles.THREE_GROUPS_64
     found = {}
     for name, config in shapes.items():
         for overlap in {config.overlap, False}:
             at_end = replace(config, overlap=overlap)
             found[name + " lap" * overlap] = at_end
             found[name + " lap" * overlap + " dyn"] = replace(at_end, dynamic=True, tile_stages=2)
+    if dims in IN_PARTS:
+        found["pad"] = tiles.TWO_GROUPS[IN_PARTS[dims]]
+    if dims == (192, 128):
+        found["128 keys"] = replace(tiles.TWO_GROUPS[dims], block_n=128, q_stages=1, overlap=False, out_cols=64)
     return {name: found[name] for name in sorted(found) if name not in skip}
 
 
+def seqlens(dims: tuple[int, int]) -> tuple[int, ...]:
+    """Lengths at which head dims are timed."""
+    return SEQLENS if dims in HEAD_DIMS else SEQLENS[:4]
+
+
 def cell_calls(
-    dim: int, causal: bool, seqlen: int, dtype: torch.dtype, some: dict[str, tiles.Config]
+    dims: tuple[int, int], causal: bool, seqlen: int, dtype: torch.dtype, some: dict[str, tiles.Config]
 ) -> dict[str, Call]:
     """What is timed in a cell."""
     from flashtile.backends.hopper import launch
 
-    shape = (max(1, TOKENS // seqlen), seqlen, HIDDEN // dim, dim)
-    q, k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
+    dim, dim_v = dims
+    shape = (max(1, TOKENS // seqlen), seqlen, HIDDEN // dim)
+    q, k, v = (torch.randn(*shape, n, device=DEVICE).to(dtype) for n in (dim, dim, dim_v))
     t = Tensors(q, k, v)
     problem = Problem.build(t, Band(None, 0) if causal else Band())
     calls: dict[str, Call] = {"table": functools.partial(launch.forward, problem, t)}
@@ -97,11 +122,26 @@ def cell_calls(
             return F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal)
 
     calls["cudnn"] = cudnn
-    return calls
+    return {name: call for name, call in calls.items() if name not in PEERS or _runs(name, call)}
+
+
+def _runs(name: str, call: Call) -> bool:
+    """Whether a peer takes a cell."""
+    try:
+        call()
+    except RuntimeError as error:
+        print(f"  no {name}: {str(error).splitlines()[0][:120]}", flush=True)
+        return False
+    return True
 
 
 def time_cells(
-    dims: list[int], masks: Iterable[bool], dtype: torch.dtype, rounds: int, skip: Sequence[str] | None, out: Path
+    some_dims: list[tuple[int, int]],
+    masks: Iterable[bool],
+    dtype: torch.dtype,
+    rounds: int,
+    skip: Sequence[str] | None,
+    out: Path,
 ) -> None:
     """Times the cells; prints TFLOPS, and the ratios of the table's and of the best choice to the better peer.
 
@@ -112,20 +152,28 @@ def time_cells(
 
         _load_fa3(os.environ["FA3_SO"])
     ratios = []
-    for dim, causal, seqlen in itertools.product(dims, masks, SEQLENS):
-        calls = cell_calls(dim, causal, seqlen, dtype, {} if skip is None else variants(dim, skip))
+    for dims, causal, seqlen in ((d, c, n) for d in some_dims for c in masks for n in seqlens(d)):
+        calls = cell_calls(dims, causal, seqlen, dtype, {} if skip is None else variants(dims, skip))
         timings = measure(calls, torch.device(DEVICE), rounds=rounds, burst_ms=5.0)
-        flops = 4 * TOKENS * HIDDEN * seqlen * (0.5 if causal else 1.0)
+        flops = 2 * TOKENS * (HIDDEN // dims[0]) * sum(dims) * seqlen * (0.5 if causal else 1.0)
         tera = {name: flops / t.median_ms / 1e9 for name, t in timings.items()}
-        best = max(tera.get("fa3", 0.0), tera["cudnn"])
+        # Without a peer, the tiles of one part.
+        best = max(tera.get(name, 0.0) for name in PEERS) or tera.get("pad", tera["table"])
         ratios.append(tera["table"] / best)
         most = max(value for name, value in tera.items() if name not in PEERS) / best
         shown = "  ".join(f"{name} {value:.0f}" for name, value in tera.items())
         mask = "causal" if causal else "full  "
-        print(f"d{dim} {mask} {seqlen:5}: {ratios[-1]:.3f} {most:.3f}   {shown}", flush=True)
+        print(f"d{label(dims)} {mask} {seqlen:5}: {ratios[-1]:.3f} {most:.3f}   {shown}", flush=True)
         with out.open("a") as file:
             for name, t in timings.items():
-                row = {"head_dim": dim, "causal": causal, "seqlen": seqlen, "dtype": str(dtype), "name": name}
+                row = {
+                    "head_dim": dims[0],
+                    "head_dim_v": dims[1],
+                    "causal": causal,
+                    "seqlen": seqlen,
+                    "dtype": str(dtype),
+                    "name": name,
+                }
                 file.write(
                     json.dumps(row | {"median_ms": t.median_ms, "spread": t.spread, "tflops": tera[name]}) + "\n"
                 )
@@ -139,25 +187,28 @@ def geomean(values: Iterable[float]) -> float:
 
 def print_choice(path: Path) -> None:
     """Prints the best variants, as ratios to the better peer, from the last row of each name and cell."""
-    cells: dict[tuple[int, bool, int], dict[str, float]] = {}
+    cells: dict[tuple[tuple[int, int], bool, int], dict[str, float]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        cells.setdefault((row["head_dim"], row["causal"], row["seqlen"]), {})[row["name"]] = row["tflops"]
+        dims = row["head_dim"], row.get("head_dim_v", row["head_dim"])
+        cells.setdefault((dims, row["causal"], row["seqlen"]), {})[row["name"]] = row["tflops"]
     ratios = {
-        cell: {name: value / max(tera.get(peer, 0.0) for peer in PEERS) for name, value in tera.items()}
+        cell: {
+            name: value / (max(tera.get(peer, 0.0) for peer in PEERS) or tera["table"]) for name, value in tera.items()
+        }
         for cell, tera in cells.items()
     }
-    chosen: dict[tuple[int, bool, int], float] = {}
-    for dim, causal, seqlens in itertools.product(HEAD_DIMS, (False, True), CLASSES):
-        some = [ratios[dim, causal, seqlen] for seqlen in seqlens if (dim, causal, seqlen) in ratios]
+    chosen: dict[tuple[tuple[int, int], bool, int], float] = {}
+    for dims, causal, lengths in itertools.product(sorted({dims for dims, _, _ in cells}), (False, True), CLASSES):
+        some = [ratios[dims, causal, seqlen] for seqlen in lengths if (dims, causal, seqlen) in ratios]
         names = set.intersection(*(set(each) for each in some)) - {"table", *PEERS} if some else set()
         if not names:
             continue
         worth = {name: geomean(each[name] for each in some) for name in names}
         best = max(worth, key=lambda name: worth[name])
-        chosen |= {(dim, causal, n): ratios[dim, causal, n][best] for n in seqlens if (dim, causal, n) in ratios}
+        chosen |= {(dims, causal, n): ratios[dims, causal, n][best] for n in lengths if (dims, causal, n) in ratios}
         others = "  ".join(f"{name} {worth[name]:.3f}" for name in sorted(worth, key=lambda name: -worth[name]))
-        print(f"choose d{dim} {'causal' if causal else 'full'} {seqlens}: {best}   {others}", flush=True)
+        print(f"choose d{label(dims)} {'causal' if causal else 'full'} {lengths}: {best}   {others}", flush=True)
     of = {
         "the table as it is": [each["table"] for each in ratios.values() if "table" in each],
         "the best of each class": list(chosen.values()),
@@ -206,7 +257,7 @@ def main() -> None:
     """Runs one stage here, or all in processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", choices=("all", "smoke", "check", "time", "host", "choose"), default="all")
-    parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
+    parser.add_argument("--head-dims", nargs="+", type=dims_of, default=list(HEAD_DIMS))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--cases", type=int, default=64)
     parser.add_argument("--shards", nargs="+", type=int, default=[0, 1, 2, 3], help="of the checks")
@@ -222,17 +273,19 @@ def main() -> None:
         run_all(args)
         return
     right = True
-    for dim in args.head_dims if args.stage in ("smoke", "check") else ():
-        print(f"{args.stage} head_dim {dim} {args.variant or ''}", flush=True)
+    for dims in args.head_dims if args.stage in ("smoke", "check") else ():
+        dim, dim_v = dims
+        print(f"{args.stage} head_dim {label(dims)} {args.variant or ''}", flush=True)
         if args.stage == "smoke":
-            right &= run_checks(smoke_cases(dim), variants(dim)[args.variant] if args.variant else None, args.limit_s)
+            variant = variants(dims)[args.variant] if args.variant else None
+            right &= run_checks(smoke_cases(dim, dim_v), variant, args.limit_s)
         else:
-            right &= run_checks(check_cases(dim, args.cases, args.shards), None, args.limit_s)
+            right &= run_checks(check_cases(dim, args.cases, args.shards, dim_v), None, args.limit_s)
             if 0 in args.shards:
-                check_bits(dim, 20)
-                check_poison(dim)
-                right &= check_leaks(dim)
-                right &= check_variants(dim, variants(dim, args.skip))
+                check_bits(dim, dim_v, 20)
+                check_poison(dim, dim_v)
+                right &= check_leaks(dim, dim_v)
+                right &= check_variants(dim, dim_v, variants(dims, args.skip))
     if args.stage == "time":
         rows = args.out / ROWS
         masks = (True,) if args.only_causal else (False, True)
@@ -255,30 +308,30 @@ def run_all(args: argparse.Namespace) -> None:
 
     # Compiles every build that is timed later, side by side.
     smoke = {
-        (dim, name): stage(["--stage", "smoke", "--head-dims", str(dim), "--variant", name], 60.0)
-        for dim in args.head_dims
-        for name in (() if args.only_table else variants(dim, args.skip))
+        (dims, name): stage(["--stage", "smoke", "--head-dims", label(dims), "--variant", name], 60.0)
+        for dims in args.head_dims
+        for name in (() if args.only_table else variants(dims, args.skip))
     }
-    smoke |= {(dim, ""): stage(["--stage", "smoke", "--head-dims", str(dim)], 60.0) for dim in args.head_dims}
+    smoke |= {(dims, ""): stage(["--stage", "smoke", "--head-dims", label(dims)], 60.0) for dims in args.head_dims}
     codes = {key: process.wait() for key, process in smoke.items()}
-    report("smoke", {f"d{dim} {name}": code for (dim, name), code in codes.items() if code} or {"all": 0})
-    alive = [dim for dim in args.head_dims if codes[dim, ""] in (0, WRONG)]
+    report("smoke", {f"d{label(dims)} {name}": code for (dims, name), code in codes.items() if code} or {"all": 0})
+    alive = [dims for dims in args.head_dims if codes[dims, ""] in (0, WRONG)]
     skip = ["--skip", *args.skip, *(name for (_, name), code in codes.items() if name and code not in (0, WRONG))]
     if args.cases:
         options = ["--cases", str(args.cases), "--limit-s", str(args.limit_s), *skip]
         checks = {
-            f"d{dim}/{shard}": stage(
-                ["--stage", "check", "--head-dims", str(dim), "--shards", str(shard), *options], args.limit_s + 15.0
+            f"d{label(dims)} {shard}": stage(
+                ["--stage", "check", "--head-dims", label(dims), "--shards", str(shard), *options], args.limit_s + 15.0
             )
-            for dim, shard in itertools.product(alive, range(4))
+            for dims, shard in itertools.product(alive, range(4))
         }
         report("check", {name: process.wait() for name, process in checks.items()})
     options = ["--dtype", args.dtype, "--rounds", str(args.rounds), "--out", str(args.out), *skip]
     options += ["--only-table"] if args.only_table else []
     options += ["--only-causal"] if args.only_causal else []
-    for dim in alive:
-        code = stage(["--stage", "time", "--head-dims", str(dim), *options], 45.0).wait()
-        report("time", {f"d{dim}": code})
+    for dims in alive:
+        code = stage(["--stage", "time", "--head-dims", label(dims), *options], 45.0).wait()
+        report("time", {f"d{label(dims)}": code})
     report("host", {"host": stage(["--stage", "host"], 30.0).wait()})
     if (args.out / ROWS).exists():
         print_choice(args.out / ROWS)

@@ -265,22 +265,26 @@ class Pointer:
 
 
 class SharedMemory:
-    """A shared_memory_descriptor: a view of an allocation, and the slots it lies in."""
+    """A shared_memory_descriptor: a view of an allocation, and the slots it lies in, ``boxes`` of them side by side."""
 
-    def __init__(self, machine: Machine, data: torch.Tensor, slots: list[Slot], is_part: bool = False) -> None:
+    def __init__(
+        self, machine: Machine, data: torch.Tensor, slots: list[Slot], is_part: bool = False, boxes: int = 1
+    ) -> None:
         self.data = data
         self.slots = slots
         self.machine = machine
         self._is_part = is_part
+        self._boxes = boxes
 
     @classmethod
-    def allocate(cls, machine: Machine, dtype: Any, shape: Sequence[int], name: str) -> SharedMemory:
-        """Uninitialised memory: NaN, or numbers that nothing expects."""
+    def allocate(cls, machine: Machine, dtype: Any, shape: Sequence[int], name: str, cols: int = 0) -> SharedMemory:
+        """Uninitialised memory: NaN, or numbers that nothing expects; ``cols`` columns may be written by themselves."""
         kind = TORCH_DTYPES[dtype]
         data = torch.full(tuple(shape), torch.nan if kind.is_floating_point else -(2**30) + 7, dtype=kind)
         # The first dimension of a small one counts buffers; anything else is a buffer of its own.
-        num_slots = shape[0] if len(shape) > 1 and shape[0] <= 16 else 1
-        return cls(machine, data, [Slot(f"{name}[{i}]") for i in range(num_slots)])
+        buffers = shape[0] if len(shape) > 1 and shape[0] <= 16 else 1
+        boxes = max(1, shape[-1] // cols) if cols else 1
+        return cls(machine, data, [Slot(f"{name}[{i // boxes}]") for i in range(buffers * boxes)], boxes=boxes)
 
     @property
     def dtype(self) -> Any:
@@ -318,12 +322,19 @@ class SharedMemory:
 
     def index(self, index: Any) -> SharedMemory:
         i = _checked(int(value_of(index)), self.data.shape[0])
-        slots = self.slots if self._is_part or len(self.slots) == 1 else [self.slots[i]]
-        return SharedMemory(self.machine, self.data[i], slots, True)
+        own = self._is_part or len(self.slots) == self._boxes
+        slots = self.slots if own else self.slots[i * self._boxes : (i + 1) * self._boxes]
+        return SharedMemory(self.machine, self.data[i], slots, True, self._boxes)
 
     def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
         _checked(start, self.data.shape[dim] - length + 1)
-        return self._part(self.data.narrow(dim, start, length))
+        part = self._part(self.data.narrow(dim, start, length))
+        if self._boxes > 1 and dim == self.data.dim() - 1:
+            cols = self.data.shape[dim] // self._boxes
+            if start % cols or length != cols:
+                raise EmulatorError(f"columns {start} to {start + length}, where boxes have {cols}")
+            part.slots = [self.slots[start // cols]]
+        return part
 
     def permute(self, order: Sequence[int]) -> SharedMemory:
         return self._part(self.data.permute(*order))

@@ -1,11 +1,13 @@
 """About how fast the Hopper kernels are, with no GPU: ``python -m tests.backends.hopper.estimate 128:2048:causal ...``.
 
-The cells are those of the benchmarks: 16k tokens, hidden size 2048, bf16. One program of an H200 runs in the emulator
+The cells are those of the benchmarks: 16k tokens, hidden size 2048, bf16; ``192/128:2048:full`` has a head_dim_v of
+128, forward alone. One program of an H200 runs in the emulator
 against ``tests.emulator.clock``, which says how much to believe.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -45,10 +47,13 @@ class _Caught:
         return catch
 
 
-def forward(head_dim: int, seqlen: int, causal: bool, config: tiles.Config | None = None) -> tuple[clock.Timing, float]:
+def forward(
+    head_dim: int, seqlen: int, causal: bool, config: tiles.Config | None = None, head_dim_v: int | None = None
+) -> tuple[clock.Timing, float]:
     """The timing of the first program of a cell, and the cell's FLOPs."""
     heads, batch = HIDDEN // head_dim, TOKENS // seqlen
-    tensors = Tensors(*(torch.randn(batch, seqlen, heads, head_dim).bfloat16() for _ in range(3)))
+    dims = (head_dim, head_dim, head_dim_v or head_dim)
+    tensors = Tensors(*(torch.randn(batch, seqlen, heads, dim).bfloat16() for dim in dims))
     problem = Problem.build(tensors, Band(None, 0) if causal else Band())
     caught, kernel = _Caught(), launch.attention_forward
     launch._plan.cache_clear()
@@ -64,7 +69,7 @@ def forward(head_dim: int, seqlen: int, causal: bool, config: tiles.Config | Non
         launch.forward(problem, tensors, config)
     launch._plan.cache_clear()
     timing = clock.measure(kernel, caught.grid, caught.arguments, replacements=REPLACEMENTS)
-    return timing, 4 * batch * heads * seqlen**2 * head_dim * (0.5 if causal else 1.0)
+    return timing, 2 * batch * heads * seqlen**2 * (dims[0] + dims[2]) * (0.5 if causal else 1.0)
 
 
 def backward(
@@ -97,12 +102,17 @@ def backward(
 def main(cells: list[str]) -> None:
     """Prints a line a cell and direction, and what its computing roles wait for."""
     for cell in cells or _CELLS:
-        head_dim, seqlen, mask = cell.split(":")
-        for direction, roles in ((forward, "consumer"), (backward, "scorer")):
-            timing, flops = direction(int(head_dim), int(seqlen), mask == "causal")
+        dims, seqlen, mask = cell.split(":")
+        head_dim, _, head_dim_v = dims.partition("/")
+        shape = int(head_dim), int(seqlen), mask == "causal"
+        estimates = [(functools.partial(forward, head_dim_v=int(head_dim_v or head_dim)), "forward", "consumer")]
+        if not head_dim_v:
+            estimates.append((backward, "backward", "scorer"))
+        for direction, name, roles in estimates:
+            timing, flops = direction(*shape)
             rate = flops / (timing.cycles / CLOCK_HZ + LAUNCH_S)
-            busy = ", ".join(f"{name} {share:.0%}" for name, share in timing.busy.items())
-            print(f"{cell:16} {direction.__name__:8} {rate / 1e12:5.0f} TFLOPS; {busy}", flush=True)
+            busy = ", ".join(f"{what} {share:.0%}" for what, share in timing.busy.items())
+            print(f"{cell:16} {name:8} {rate / 1e12:5.0f} TFLOPS; {busy}", flush=True)
             for role, spent in timing.roles.items():
                 most = sorted(spent.items(), key=lambda item: -item[1])[:5]
                 if role.startswith(roles):

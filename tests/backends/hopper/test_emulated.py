@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
+from flashtile import dispatch
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 
@@ -26,6 +28,16 @@ LONG = (
     Case("window", batch=1, seqlen_q=700, seqlen_k=650, head_dim=64, window=(130, 20), softcap=5.0),
     Case("window_left", batch=1, seqlen_q=400, seqlen_k=700, head_dim=72, window=(200, None)),
     Case("negative_scale", batch=1, seqlen_q=200, seqlen_k=330, head_dim=96, scale=-0.1, causal=True),
+    Case("full_72", batch=1, seqlen_q=200, seqlen_k=390, head_dim=72),
+    Case("causal_160", batch=1, seqlen_q=260, seqlen_k=300, heads=2, kv_heads=1, head_dim=160, causal=True),
+    Case("window_192", batch=1, seqlen_q=270, seqlen_k=330, head_dim=192, window=(130, 20), softcap=5.0),
+    Case("latent", batch=2, seqlen_q=200, seqlen_k=330, heads=2, kv_heads=1, head_dim=192, head_dim_v=128, causal=True),
+    Case("wide_v", batch=1, seqlen_q=260, seqlen_k=200, head_dim=64, head_dim_v=128, sinks=True),
+    Case("narrow_v", batch=1, seqlen_q=150, seqlen_k=330, head_dim=128, head_dim_v=64, window=(200, None)),
+    Case("narrow_v_96", batch=1, seqlen_q=260, seqlen_k=300, head_dim=96, head_dim_v=64, causal=True),
+    Case("odd_v", batch=1, seqlen_q=200, seqlen_k=150, head_dim=40, head_dim_v=80),
+    Case("varlen_96", batch=3, lengths=((130, 260), (0, 20), (64, 128)), head_dim=88, head_dim_v=96, causal=True),
+    Case("varlen_latent", batch=2, lengths=((130, 200), (70, 64)), head_dim=192, head_dim_v=128, causal=True, spare=9),
     Case("varlen", batch=4, lengths=((200, 200), (1, 400), (0, 7), (333, 333)), head_dim=64, causal=True, spare=70),
     Case("varlen_128", batch=3, lengths=((130, 260), (300, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
     Case("varlen_256", batch=3, lengths=((130, 260), (300, 0), (64, 128)), head_dim=256, spare=3, lse_grad=True),
@@ -70,3 +82,13 @@ def test_a_sequence_has_the_same_bits_in_any_batch(case: Case) -> None:
         out, lse = alone.run("hopper")
         got, got_lse = flashtile.attention(*whole, return_lse=True, backend="hopper", **alone.keywords)
     assert torch.equal(got[1], out[0]) and torch.equal(got_lse[1], lse[0])
+
+
+def test_gradients_of_another_head_dim_v_are_the_portable_backend_s() -> None:
+    case = Case("latent", seqlen_q=64, seqlen_k=64, head_dim=192, head_dim_v=128)
+    problem = dataclasses.replace(
+        build(case, torch.bfloat16).problem, device_type="cuda", compute_capability=(9, 0)
+    )  # fmt: skip
+    assert dispatch.select(problem, "forward").name == "hopper"
+    assert dispatch.select(problem, "backward").name == "portable"
+    assert "no head_dim_v other than head_dim" in dispatch.reasons("hopper", problem, "backward")

@@ -24,6 +24,19 @@ CASES = (
     Case("window_left", batch=1, seqlen_q=150, seqlen_k=260, head_dim=64, window=(100, None), scale=-0.1),
     Case("window_far", batch=1, seqlen_q=130, seqlen_k=400, head_dim=64, window=(2, 200)),
     Case("varlen", batch=3, lengths=((90, 130), (0, 5), (150, 150)), head_dim=64, causal=True, spare=9),
+    Case(
+        "causal_wide_v",
+        batch=1,
+        seqlen_q=200,
+        seqlen_k=200,
+        heads=2,
+        kv_heads=1,
+        head_dim=64,
+        head_dim_v=96,
+        causal=True,
+    ),
+    Case("window_narrow_v", batch=1, seqlen_q=150, seqlen_k=170, head_dim=192, head_dim_v=40, window=(60, 30)),
+    Case("varlen_192", batch=2, lengths=((70, 90), (64, 128)), head_dim=192, head_dim_v=160, causal=True, sinks=True),
     Case("varlen_256", batch=2, lengths=((70, 90), (64, 128)), head_dim=200, window=(20, 0)),
 )
 
@@ -54,7 +67,9 @@ def _check(call: Call, out: Tensor, lse: Tensor) -> None:
 @pytest.mark.parametrize("junk", [(torch.nan,), (torch.inf,), (torch.inf, -torch.inf, 1.0)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_only_rows_that_keep_a_key_meet_its_value(case: Case, junk: tuple[float, ...]) -> None:
-    call = _poisoned(case, junk, slice(-30, None, 9), 5)
+    # In the last part of the columns, where there are several.
+    column = 5 if case.head_dim_v is None else case.head_dim_v - 2
+    call = _poisoned(case, junk, slice(-30, None, 9), column)
     for seed, num_sms in enumerate((1, 4)):
         with on_cpu(seed, num_sms), torch.no_grad():
             _check(call, *launch.forward(call.problem, call.tensors))

@@ -24,13 +24,20 @@ CASES = (
     Case("full_256", batch=1, seqlen_q=130, seqlen_k=200, head_dim=256),
     Case("causal_256", batch=1, seqlen_q=200, seqlen_k=200, heads=2, kv_heads=1, head_dim=256, causal=True),
     Case("varlen_64", batch=4, lengths=((200, 200), (1, 400), (0, 7), (130, 130)), head_dim=64, causal=True, spare=70),
+    Case("full_96", batch=1, seqlen_q=270, seqlen_k=390, head_dim=96, head_dim_v=88),
+    Case("causal_192", batch=1, seqlen_q=300, seqlen_k=350, heads=2, kv_heads=1, head_dim=192, causal=True, sinks=True),
+    Case("causal_192_128", batch=2, seqlen_q=200, seqlen_k=200, head_dim=192, head_dim_v=128, causal=True),
+    Case(
+        "window_160", batch=1, seqlen_q=200, seqlen_k=270, head_dim=136, head_dim_v=160, window=(130, 20), softcap=5.0
+    ),
     Case("varlen_128", batch=3, lengths=((130, 260), (200, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
 )
 
 
-def _variants(head_dim: int) -> list[tiles.Config]:
-    width = tiles.block_d(head_dim)
-    table = {c for c in vars(tiles).values() if isinstance(c, tiles.Config) and c.block_d == width}
+def _variants(case: Case) -> list[tiles.Config]:
+    widths = tiles.width(case.head_dim), tiles.width(case.head_dim_v or case.head_dim)
+    table = {tiles.TWO_GROUPS[widths]} | ({tiles.THREE_GROUPS_64} if widths == (64, 64) else set())
+    table |= {dataclasses.replace(c, out_stages=1) for c in table}
     table |= {dataclasses.replace(c, overlap=False) for c in table}
     table |= {dataclasses.replace(c, dynamic=True, tile_stages=2) for c in table}
     return sorted(table, key=str)
@@ -42,7 +49,7 @@ def test_bits_do_not_depend_on_the_configuration(case: Case) -> None:
     low = reference.attention(call.problem, call.tensors, call.problem.dtype)[0]
     exact = reference.attention(call.problem, call.upcast().tensors)[0]
     first = None
-    for seed, config in enumerate(_variants(case.head_dim)):
+    for seed, config in enumerate(_variants(case)):
         with on_cpu(seed, 1 + seed % 5), torch.no_grad():
             out, lse = launch.forward(call.problem, call.tensors, config)
         if first is None:

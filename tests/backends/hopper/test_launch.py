@@ -40,25 +40,40 @@ def test_dense_geometry_replaces_strides_of_single_elements() -> None:
     assert launch.geometry(tuple(x.shape), strides, False) == ([1, 9, 1, 40], [40, 40, 40, 1])
 
 
-@pytest.mark.parametrize("head_dim, width", [(8, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)])
+@pytest.mark.parametrize("head_dim, width", [(8, 64), (64, 64), (72, 96), (96, 96), (128, 128), (136, 160), (168, 192),
+                                             (192, 192), (200, 256), (256, 256)])  # fmt: skip
 def test_tiles_hold_a_row(head_dim: int, width: int) -> None:
-    assert tiles.choose(_problem(head_dim, Band())).block_d == width
+    config = tiles.choose(_problem(head_dim, Band(), dim_v=64))
+    assert (config.block_d, config.block_dv) == (width, 64)
+    config = tiles.choose(_problem(128, Band(), dim_v=head_dim))
+    assert (config.block_d, config.block_dv) == (128, width)
 
 
 def test_configurations_of_a_head_dim_share_what_the_bits_depend_on() -> None:
-    table = [config for config in vars(tiles).values() if isinstance(config, tiles.Config)]
-    assert len(table) > len({c.block_d for c in table}) == 3
-    assert len({(c.block_d, c.block_m, c.block_n) for c in table}) == 3
+    three = tiles.THREE_GROUPS_64
+    same = tiles.TWO_GROUPS[three.block_d, three.block_dv]
+    assert (three.block_m, three.block_n) == (same.block_m, same.block_n)
+    assert all((c.block_d, c.block_dv) == dims for dims, c in tiles.TWO_GROUPS.items())
+
+
+def test_boxes_fill_the_parts_of_a_tile() -> None:
+    for config in (*tiles.TWO_GROUPS.values(), tiles.THREE_GROUPS_64):
+        for varlen in (False, True):
+            q, k, v, out = (box[-1] for box in launch.boxes(config, varlen))
+            assert q == k
+            for cols, width in ((q, config.block_d), (v, config.block_dv), (out, config.block_dv)):
+                assert cols.bit_count() == 1 and cols >= 32
+                assert all(part % cols == 0 for bit in range(9) if (part := width & 1 << bit))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, band: Band) -> None:
-    table = [c for c in vars(tiles).values() if isinstance(c, tiles.Config) and c.block_d == dim]
+@pytest.mark.parametrize("dim, dim_v", [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)])
+def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, dim_v: int, band: Band) -> None:
+    table = [tiles.TWO_GROUPS[dim, dim_v]] + [tiles.THREE_GROUPS_64] * (dim == dim_v == 64)
     table += [dataclasses.replace(c, overlap=False) for c in table]
     table += [dataclasses.replace(c, dynamic=True) for c in table]
-    q, k, v = (torch.randn(3, 1500, 8, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(3, 1500, 8, n, device="cuda", dtype=torch.bfloat16) for n in (dim, dim, dim_v))
     tensors = Tensors(q, k, v)
     problem = Problem.build(tensors, band)
     results = [launch.forward(problem, tensors, config) for config in table]
@@ -69,11 +84,11 @@ def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, band: Band) -
 
 def test_configs_that_cannot_run_are_refused() -> None:
     with pytest.raises(ValueError, match="shared memory"):
-        dataclasses.replace(tiles.TWO_GROUPS_128, stages=3)
+        dataclasses.replace(tiles.TWO_GROUPS[128, 128], stages=3)
     with pytest.raises(ValueError, match="registers"):
         dataclasses.replace(tiles.THREE_GROUPS_64, registers=168)
     with pytest.raises(ValueError, match="two buffers"):
-        dataclasses.replace(tiles.TWO_GROUPS_64, q_stages=1)
+        dataclasses.replace(tiles.TWO_GROUPS[64, 64], q_stages=1)
     with pytest.raises(ValueError, match="one key block"):
         dataclasses.replace(tiles.THREE_GROUPS_64, block_n=64)
 

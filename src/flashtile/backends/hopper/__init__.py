@@ -23,12 +23,15 @@ _FORWARD = Capabilities(
     window=True,
     grouped_heads=True,
     varlen=True,
+    head_dim_v=True,
     softcap=True,
     sinks=True,
     deterministic=True,
 )
 
-_BACKWARD = dataclasses.replace(_FORWARD, by_name_only="it has passed its tests in an emulator, and run on no GPU yet")
+_BACKWARD = dataclasses.replace(
+    _FORWARD, head_dim_v=False, by_name_only="it has passed its tests in an emulator, and run on no GPU yet"
+)
 
 
 @functools.cache

@@ -10,10 +10,22 @@ arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from flashtile.backends.hopper.gluon_compat import as_box, tma_load, tma_store, tma_store_wait
-from flashtile.backends.hopper.inline_asm import hold, rescale
+from flashtile.backends.hopper.columns import (
+    add_products,
+    also,
+    load,
+    make_rings,
+    of_rows,
+    rescale_rows,
+    start_scores,
+    store,
+    wait_for_products,
+    zero_accumulators,
+)
+from flashtile.backends.hopper.gluon_compat import tma_store_wait
+from flashtile.backends.hopper.inline_asm import hold
 from flashtile.backends.hopper.mend import is_suspect, mend
 from flashtile.backends.hopper.pipeline import make_ring
 from flashtile.backends.hopper.schedule import (
@@ -35,7 +47,6 @@ from flashtile.backends.hopper.schedule import (
     START_K,
     START_Q,
     Sizes,
-    coordinates,
     field,
     lse_of,
     next_tile,
@@ -65,14 +76,13 @@ def scheduler(tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, BLOCK_D: gl.constexpr,
-             OVERLAP: gl.constexpr):  # fmt: skip
+def producer(q_desc, k_desc, v_desc, tile_ring, groups, k_rings, v_rings, sizes, BLOCK_D: gl.constexpr,
+             BLOCK_DV: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Loads each tile's queries, and its key and value blocks from the last to the first.
 
     In the order in which they are needed: a block's values come behind the keys of the block after it, which are scored
-    first. With OVERLAP that block may be the next tile's.
+    first. With OVERLAP that block may be the next tile's. ``groups`` holds each warpgroup's queries.
     """
-    q_bytes: gl.constexpr = sizes.block_m * BLOCK_D * 2
     tiles = 0
     used = 0
     tile_ring.wait(tiles)
@@ -87,38 +97,38 @@ def producer(q_desc, k_desc, v_desc, tile_ring, q_rings, k_ring, v_ring, sizes, 
             start_q = field(tile_ring, tiles, START_Q, 1)
             seqlen_q = field(tile_ring, tiles, SEQLEN_Q, 1)
         for group in gl.static_range(sizes.groups):
-            at = coordinates(b, start_q, seqlen_q, row + group * sizes.block_m, head, 0, sizes.varlen)
-            load(q_desc, at, q_rings[group], tiles, q_bytes)
+            first = row + group * sizes.block_m
+            load(q_desc, groups[group], tiles, b, start_q, seqlen_q, first, head, BLOCK_D, sizes.varlen)
         n_block -= 1
-        load_block(k_desc, k_ring, used, tile_ring, tiles, n_block, sizes, BLOCK_D)
+        load_block(k_desc, k_rings, used, tile_ring, tiles, n_block, sizes, BLOCK_D)
         if OVERLAP:
-            load_last_values(v_desc, v_ring, used - 1, tile_ring, tiles - 1, sizes, BLOCK_D)
+            load_last_values(v_desc, v_rings, used - 1, tile_ring, tiles - 1, sizes, BLOCK_DV)
         while n_block > n_block_min:
             n_block -= 1
-            load_block(k_desc, k_ring, used + 1, tile_ring, tiles, n_block, sizes, BLOCK_D)
-            load_block(v_desc, v_ring, used, tile_ring, tiles, n_block + 1, sizes, BLOCK_D)
+            load_block(k_desc, k_rings, used + 1, tile_ring, tiles, n_block, sizes, BLOCK_D)
+            load_block(v_desc, v_rings, used, tile_ring, tiles, n_block + 1, sizes, BLOCK_DV)
             used += 1
         if not OVERLAP:
-            load_last_values(v_desc, v_ring, used, tile_ring, tiles, sizes, BLOCK_D)
+            load_last_values(v_desc, v_rings, used, tile_ring, tiles, sizes, BLOCK_DV)
         used += 1
         tiles += 1
         tile_ring.wait(tiles)
         n_block = field(tile_ring, tiles, N_BLOCK_MAX, 1)
     if OVERLAP:
-        load_last_values(v_desc, v_ring, used - 1, tile_ring, tiles - 1, sizes, BLOCK_D)
+        load_last_values(v_desc, v_rings, used - 1, tile_ring, tiles - 1, sizes, BLOCK_DV)
 
 
 @gluon.jit
-def load_last_values(v_desc, v_ring, use, tile_ring, tiles, sizes, BLOCK_D: gl.constexpr):
+def load_last_values(v_desc, v_rings, use, tile_ring, tiles, sizes, BLOCK_DV: gl.constexpr):
     """Loads the values that a tile needs last, which ends the use of its record. No tile comes before 0."""
     if tiles >= 0:
         n_block = field(tile_ring, tiles, N_BLOCK_MIN, 1)
-        load_block(v_desc, v_ring, use, tile_ring, tiles, n_block, sizes, BLOCK_D)
+        load_block(v_desc, v_rings, use, tile_ring, tiles, n_block, sizes, BLOCK_DV)
         tile_ring.release(tiles)
 
 
 @gluon.jit
-def load_block(desc, ring, use, tile_ring, tiles, n_block, sizes, BLOCK_D: gl.constexpr):
+def load_block(desc, rings, use, tile_ring, tiles, n_block, sizes, COLS: gl.constexpr):
     """Starts the load of a block of a tile's keys or values."""
     b = field(tile_ring, tiles, SEQUENCE, 1)
     head = field(tile_ring, tiles, HEAD_KV, 1)
@@ -126,15 +136,7 @@ def load_block(desc, ring, use, tile_ring, tiles, n_block, sizes, BLOCK_D: gl.co
     if sizes.varlen:
         start_k = field(tile_ring, tiles, START_K, 1)
         seqlen_k = field(tile_ring, tiles, SEQLEN_K, 1)
-    at = coordinates(b, start_k, seqlen_k, n_block * sizes.block_n, head, 0, sizes.varlen)
-    load(desc, at, ring, use, sizes.block_n * BLOCK_D * 2)
-
-
-@gluon.jit
-def load(desc, at, ring, use, num_bytes: gl.constexpr):
-    """Starts the load of a tile into a channel."""
-    full = ring.acquire(use, num_bytes)
-    tma_load(desc, at, full, as_box(ring.at(use), desc))
+    load(desc, rings, use, b, start_k, seqlen_k, n_block * sizes.block_n, head, COLS, sizes.varlen)
 
 
 # In a WGMMA accumulator four threads share a row, and column c belongs to thread c // 2 % 4 of them: seen as
@@ -192,48 +194,45 @@ def operand(probs, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def step(q_ring, tiles, k_ring, v_ring, used, probs, acc, origin, row_sum, zeros, sizes, transform, n_block, is_edge,
-         is_last, first_keys, last_keys, BLOCK_D: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+def step(q_rings, tiles, k_rings, v_rings, used, probs, accs, origin, row_sum, zeros, sizes, transform, n_block,
+         is_edge, is_last, first_keys, last_keys, OVERLAP: gl.constexpr):  # fmt: skip
     """Multiplies the probabilities of use ``used`` with its values while block ``n_block``, the next use, is scored.
 
     One loop runs over masked and unmasked blocks: where packed probabilities are carried from one loop into another,
     they are taken apart and put together by 64 byte permutes a step.
     """
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    dtype: gl.constexpr = v_ring.buffers.dtype
+    p_layout: gl.constexpr = probs.type.layout
     # Without a band only the last keys of a sequence need a mask, and they come first.
     masked: gl.constexpr = sizes.has_left or sizes.has_right
-    k_ring.wait(used + 1)
-    s = warpgroup_mma(q_ring.at(tiles), k_ring.at(used + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    v_ring.wait(used)
-    acc = warpgroup_mma(probs, v_ring.at(used), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
-    k_ring.release(used + 1)
+    k_rings[0].wait(used + 1)
+    s = start_scores(q_rings, tiles, k_rings, used + 1, zeros)
+    v_rings[0].wait(used)
+    accs = add_products(probs, v_rings, used, accs)
+    s = warpgroup_mma_wait(len(accs), deps=[s])
+    k_rings[0].release(used + 1)
     if not OVERLAP:
         # The only buffer of the queries: the next tile's are loaded while this one ends.
-        q_ring.release(tiles, is_last)
+        q_rings[0].release(tiles, is_last)
 
     s = shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, masked)
     origin, subtrahend, factor = lagging_softmax.raise_origin(origin, s, transform.scale_log2, masked)
     e = lagging_softmax.exponentials(s, transform.scale_log2, subtrahend)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
     row_sum = hold(row_sum * sum_factor[:, None] + lane_sums(e, sizes.block_m, sizes.block_n))
-    probs = operand(e, dtype, p_layout)
+    probs = operand(e, probs.dtype, p_layout)
 
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    v_ring.release(used)
-    acc = rescale(acc, gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), BLOCK_D)
-    return probs, acc, origin, row_sum
+    accs = wait_for_products(accs)
+    v_rings[0].release(used)
+    return probs, rescale_rows(accs, factor), origin, row_sum
 
 
 @gluon.jit
-def first_scores(q_ring, tiles, k_ring, used, skipped, is_tile, zeros):
+def first_scores(q_rings, tiles, k_rings, used, skipped, is_tile, zeros):
     """Starts a tile's first scores; without a tile, those of whatever the buffers hold."""
-    k_ring.skip(used, skipped, is_tile)
-    q_ring.wait(tiles, is_tile)
-    k_ring.wait(used + skipped, is_tile)
-    k_tile = k_ring.at(used + skipped).permute((1, 0))
-    return warpgroup_mma(q_ring.at(tiles), k_tile, zeros, use_acc=False, is_async=True)
+    k_rings[0].skip(used, skipped, is_tile)
+    q_rings[0].wait(tiles, is_tile)
+    k_rings[0].wait(used + skipped, is_tile)
+    return start_scores(q_rings, tiles, k_rings, used + skipped, zeros)
 
 
 @gluon.jit
@@ -247,23 +246,13 @@ def first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys):
 
 
 @gluon.jit
-def store(desc, at, buffer, tile):
-    """Stores a tile by TMA, once the store before it has left the buffer."""
-    tma_store_wait(0)
-    buffer.store(tile)
-    fence_async_shared()
-    tma_store(desc, at, as_box(buffer, desc))
-
-
-@gluon.jit
-def epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
-             left, GROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+def epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
+             left, GROUP: gl.constexpr):  # fmt: skip
     """Normalises a tile's output, and stores it and lse; returns the rows that are left, see mend.py."""
     rows_layout: gl.constexpr = origin.type.layout
-    out_layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     suspect = False
     if sizes.has_left or sizes.has_right:
-        suspect = is_suspect(acc, sizes.has_left, sizes.has_right, sizes.block_m, BLOCK_D)
+        suspect = is_suspect(accs, sizes.has_left, sizes.has_right)
     head = field(tile_ring, tiles, HEAD)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
     if sinks_ptr is not None:
@@ -276,9 +265,9 @@ def epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc,
         scale = scale * factor
     else:
         scale, lse = softmax.finalise(origin, total)
-    scale = gl.convert_layout(scale, out_layout)
-    out = acc * scale[:, None]
-    out = out.to(out_desc.dtype)
+    out = ()
+    for i in gl.static_range(len(accs)):
+        out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(out_desc.dtype))
     row = field(tile_ring, tiles, ROW) + GROUP * sizes.block_m
     b = field(tile_ring, tiles, SEQUENCE)
     start_q, seqlen_q = 0, sizes.seqlen_q
@@ -293,13 +282,8 @@ def epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc,
         left = gl.where(suspect & (row < seqlen_q), place + row, left)
         # Behind the end of the tensor nothing is stored; a branch around the store would cost the loops registers.
         row = gl.where(suspect, row + PACKED_ROWS, row)
-    at = coordinates(b, start_q, seqlen_q, row, head, 0, sizes.varlen)
-    if STAGED:
-        low, high = gl.split(gl.permute(gl.reshape(out, [sizes.block_m, 2, BLOCK_D // 2]), (0, 2, 1)))
-        store(out_desc, at, out_s, low)
-        store(out_desc, coordinates(b, start_q, seqlen_q, row, head, BLOCK_D // 2, sizes.varlen), out_s, high)
-    else:
-        store(out_desc, at, out_s, out)
+    stages: gl.constexpr = out_s.shape[0] // sizes.groups
+    store(out_desc, out, out_s, GROUP * stages, stages, b, start_q, seqlen_q, row, head, sizes.varlen)
     gl.store(lse_ptr + place + rows, lse, mask=rows < seqlen_q)
     return left
 
@@ -331,14 +315,13 @@ def open_tile(tile_ring, tiles, sizes, rows, like, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, out_s, left_s, sizes, transform,
-             GROUP: gl.constexpr, BLOCK_D: gl.constexpr, OVERLAP: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_rings, k_rings, v_rings, out_s, left_s, sizes, transform,
+             GROUP: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """One warpgroup: 64 rows of every tile."""
     BLOCK_M: gl.constexpr = sizes.block_m
     BLOCK_N: gl.constexpr = sizes.block_n
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     dtype: gl.constexpr = out_desc.dtype
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
     rows = GROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
@@ -348,26 +331,26 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, ou
     is_tile, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys = open_tile(
         tile_ring, tiles, sizes, rows, zeros, GROUP
     )
-    s = first_scores(q_ring, tiles, k_ring, used, skipped, is_tile, zeros)
+    s = first_scores(q_rings, tiles, k_rings, used, skipped, is_tile, zeros)
     s = warpgroup_mma_wait(0, deps=[s])
-    v_ring.skip(used, skipped, is_tile)
+    v_rings[0].skip(used, skipped, is_tile)
     used += skipped
-    k_ring.release(used, is_tile)
+    k_rings[0].release(used, is_tile)
     if not OVERLAP:
-        q_ring.release(tiles, is_tile & (n_block == n_block_min))
+        q_rings[0].release(tiles, is_tile & (n_block == n_block_min))
     is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
     e, origin, row_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
     probs = operand(e, dtype, p_layout)
 
     left = gl.to_tensor(-1)
     while is_tile:
-        acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, out_layout)
+        accs = zero_accumulators(BLOCK_M, v_rings)
         while n_block > n_block_min:
             n_block -= 1
             is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
-            probs, acc, origin, row_sum = step(
-                q_ring, tiles, k_ring, v_ring, used, probs, acc, origin, row_sum, zeros, sizes, transform, n_block,
-                is_edge, n_block == n_block_min, first_keys, last_keys, BLOCK_D, OVERLAP,
+            probs, accs, origin, row_sum = step(
+                q_rings, tiles, k_rings, v_rings, used, probs, accs, origin, row_sum, zeros, sizes, transform, n_block,
+                is_edge, n_block == n_block_min, first_keys, last_keys, OVERLAP,
             )  # fmt: skip
             used += 1
 
@@ -378,36 +361,36 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_ring, k_ring, v_ring, ou
             is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
             # The next tile's first scores, under the last values and the epilogue of this one. Behind the last tile
             # they are those of stale buffers, and nobody reads them.
-            s = first_scores(q_ring, tiles + 1, k_ring, used + 1, skipped, is_tile, zeros)
-            v_ring.wait(used)
-            acc = warpgroup_mma(probs, v_ring.at(used), acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s])
-            k_ring.release(used + 1 + skipped, is_tile)
-            q_ring.release(tiles)
+            s = first_scores(q_rings, tiles + 1, k_rings, used + 1, skipped, is_tile, zeros)
+            v_rings[0].wait(used)
+            accs = add_products(probs, v_rings, used, accs)
+            s = warpgroup_mma_wait(len(accs), deps=[s])
+            k_rings[0].release(used + 1 + skipped, is_tile)
+            q_rings[0].release(tiles)
             e, next_origin, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
             next_sum = hold(next_sum)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            v_ring.release(used)
-            v_ring.skip(used + 1, skipped, is_tile)
+            accs = wait_for_products(accs)
+            v_rings[0].release(used)
+            v_rings[0].skip(used + 1, skipped, is_tile)
             probs = operand(e, dtype, p_layout)
-            left = epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
-                            out_s, left, GROUP, BLOCK_D, STAGED)  # fmt: skip
+            left = epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
+                            out_s, left, GROUP)  # fmt: skip
         else:
-            v_ring.wait(used)
-            acc = warpgroup_mma(probs, v_ring.at(used), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            v_ring.release(used)
-            left = epilogue(acc, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
-                            out_s, left, GROUP, BLOCK_D, STAGED)  # fmt: skip
+            v_rings[0].wait(used)
+            accs = add_products(probs, v_rings, used, accs)
+            accs = wait_for_products(accs)
+            v_rings[0].release(used)
+            left = epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
+                            out_s, left, GROUP)  # fmt: skip
             is_tile, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys = open_tile(
                 tile_ring, tiles + 1, sizes, rows, zeros, GROUP
             )
             is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
-            s = first_scores(q_ring, tiles + 1, k_ring, used + 1, skipped, is_tile, zeros)
+            s = first_scores(q_rings, tiles + 1, k_rings, used + 1, skipped, is_tile, zeros)
             s = warpgroup_mma_wait(0, deps=[s])
-            v_ring.skip(used + 1, skipped, is_tile)
-            k_ring.release(used + 1 + skipped, is_tile)
-            q_ring.release(tiles + 1, is_tile & (n_block == n_block_min))
+            v_rings[0].skip(used + 1, skipped, is_tile)
+            k_rings[0].release(used + 1 + skipped, is_tile)
+            q_rings[0].release(tiles + 1, is_tile & (n_block == n_block_min))
             e, next_origin, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
             probs = operand(e, dtype, p_layout)
         tile_ring.release(tiles)
@@ -431,10 +414,10 @@ def attention_forward(
     q_desc, k_desc, v_desc, out_desc, q_ptr, k_ptr, v_ptr, out_ptr,
     lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr,
     scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr, OVERLAP: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
+    OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; a program an SM.
 
@@ -444,46 +427,49 @@ def attention_forward(
     lengths are rows of the tensors if VARLEN; the band; then ``tiles.Config`` and what the call has.
     """
     dtype: gl.constexpr = q_desc.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
-    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
     record_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_ring = make_ring(dtype, [BLOCK_N, BLOCK_D], kv_layout, STAGES, GROUPS)
-    v_ring = make_ring(dtype, [BLOCK_N, BLOCK_D], kv_layout, STAGES, GROUPS)
+    k_rings = make_rings(dtype, BLOCK_N, BLOCK_D, STAGES, GROUPS)
+    v_rings = make_rings(dtype, BLOCK_N, BLOCK_DV, STAGES, GROUPS)
     tile_ring = make_ring(gl.int32, [RECORD_SIZE], record_layout, TILE_STAGES, GROUPS + 1)
-    # Where the output does not fit beside the rest, it goes through half its size.
-    out_width: gl.constexpr = BLOCK_D // 2 if STAGED else BLOCK_D
-    out_s = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, out_width], q_layout)
+    # The output leaves in pieces, through fewer buffers than pieces where it does not fit beside the rest.
+    OUT_WIDTH: gl.constexpr = out_desc.block_type.shape[4 if VARLEN else 3]
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, OUT_WIDTH], dtype)
+    out_s = gl.allocate_shared_memory(dtype, [GROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-                  [HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS, CACHED_BYTES // (4 * BLOCK_D)])  # fmt: skip
+                  [HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS,
+                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV))])  # fmt: skip
     transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST)
     # Registers of a thread that does not compute. 32 leave the first computing warpgroup 8 fewer than the others have,
     # which the wide loop bodies of packed calls cannot spare; their tiles are found with fewer divisions.
     LOADER: gl.constexpr = 24 if VARLEN else 32
     left_s = gl.allocate_shared_memory(gl.int32, [GROUPS, 1], record_layout)
-    q0 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
-    q1 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
+    q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
+    q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     if GROUPS == 2:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_ring, v_ring, out_s.index(0), left_s.index(0),
-                        sizes, transform, 0, BLOCK_D, OVERLAP, STAGED)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), left_s.index(1),
-                        sizes, transform, 1, BLOCK_D, OVERLAP, STAGED)),
-            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_ring, v_ring, sizes, BLOCK_D, OVERLAP)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_rings, v_rings, out_s, left_s.index(0), sizes,
+                        transform, 0, OVERLAP)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_rings, v_rings, out_s, left_s.index(1), sizes,
+                        transform, 1, OVERLAP)),
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1), k_rings, v_rings, sizes, BLOCK_D, BLOCK_DV,
+                        OVERLAP)),
             (scheduler, (tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)),
         ], [4, 1, 1], [REGISTERS, LOADER, LOADER])  # fmt: skip
     else:
-        q2 = make_ring(dtype, [BLOCK_M, BLOCK_D], q_layout, Q_STAGES, 1)
+        q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_ring, v_ring, out_s.index(0), left_s.index(0),
-                        sizes, transform, 0, BLOCK_D, OVERLAP, STAGED)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_ring, v_ring, out_s.index(1), left_s.index(1),
-                        sizes, transform, 1, BLOCK_D, OVERLAP, STAGED)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q2, k_ring, v_ring, out_s.index(2), left_s.index(2),
-                        sizes, transform, 2, BLOCK_D, OVERLAP, STAGED)),
-            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_ring, v_ring, sizes, BLOCK_D, OVERLAP)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q0, k_rings, v_rings, out_s, left_s.index(0), sizes,
+                        transform, 0, OVERLAP)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q1, k_rings, v_rings, out_s, left_s.index(1), sizes,
+                        transform, 1, OVERLAP)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, tile_ring, q2, k_rings, v_rings, out_s, left_s.index(2), sizes,
+                        transform, 2, OVERLAP)),
+            (producer, (q_desc, k_desc, v_desc, tile_ring, (q0, q1, q2), k_rings, v_rings, sizes, BLOCK_D, BLOCK_DV,
+                        OVERLAP)),
             (scheduler, (tile_ring, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, LOADER, LOADER])  # fmt: skip
     if HAS_LEFT or HAS_RIGHT:
         tensors = ((q_ptr, k_ptr, v_ptr, out_ptr), (q_desc, k_desc, v_desc, out_desc))
         for group in range(GROUPS):
-            mend(left_s.index(group), tensors, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sizes, transform)
+            mend(left_s.index(group), tensors, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sizes, transform,
+                 BLOCK_DV)  # fmt: skip

@@ -1,24 +1,21 @@
 """The three things that tensor operations cannot say, in PTX: a hint to the assembler, a vote, a skipped product."""
 
-# ruff: noqa: RET505 - Triton compiles what stands behind a return, decided or not.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-def _rescale_ptx(pack: int) -> str:
+@gluon.constexpr_function
+def _rescale_ptx(pack):
     """Multiplies ``pack`` elements ($pack ...) by their factors ($2 * pack ...) unless the flag ($3 * pack) is 0."""
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i}; " for i in range(pack))
     return f"{{ .reg .pred p; setp.eq.s32 p, ${3 * pack}, 0; @p bra DONE; {products} DONE: }}"
 
 
-def _rescale_constraints(pack: int) -> str:
+@gluon.constexpr_function
+def _rescale_constraints(pack):
     return ",".join(["=f"] * pack + [str(i) for i in range(pack)] + ["f"] * pack + ["r"] * pack)
 
 
-_RESCALE_32 = gl.constexpr(_rescale_ptx(32))
-_RESCALE_64 = gl.constexpr(_rescale_ptx(64))
-_CONSTRAINTS_32 = gl.constexpr(_rescale_constraints(32))
-_CONSTRAINTS_64 = gl.constexpr(_rescale_constraints(64))
 _VOTE = gl.constexpr(
     "{ .reg .pred p, q; setp.neu.f32 p, $2, 0f3F800000; setp.neu.f32 q, $3, 0f3F800000; or.pred p, p, q; "
     "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; mov.b32 $1, $0; }"
@@ -42,20 +39,16 @@ def rescale(acc, factor, WIDTH: gl.constexpr):
     Args:
         acc: [64, WIDTH] float32 in the layout of a WGMMA accumulator of one warpgroup: WIDTH / 2 elements a thread.
         factor: [64] float32 in the same layout's rows: 2 elements a thread.
-        WIDTH: Columns, a multiple of 64.
+        WIDTH: Columns, a power of two from 32 on.
 
     Returns:
         The product. Each warp decides for itself, which tensor operations cannot express; a factor of 1 changes
         nothing, so what a row gets does not depend on its warp.
     """
     needed = gl.inline_asm_elementwise(_VOTE, "=r,=r,r,r", [factor], dtype=gl.int32, is_pure=True, pack=2)
-    if WIDTH == 64:
-        return gl.inline_asm_elementwise(
-            _RESCALE_32, _CONSTRAINTS_32, [acc, factor[:, None], needed[:, None]],
-            dtype=gl.float32, is_pure=True, pack=32,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            _RESCALE_64, _CONSTRAINTS_64, [acc, factor[:, None], needed[:, None]],
-            dtype=gl.float32, is_pure=True, pack=64,
-        )  # fmt: skip
+    # Elements of one assembly; a thread of a wide tile runs it several times.
+    PACK: gl.constexpr = min(WIDTH // 2, 64)
+    return gl.inline_asm_elementwise(
+        _rescale_ptx(PACK), _rescale_constraints(PACK), [acc, factor[:, None], needed[:, None]],
+        dtype=gl.float32, is_pure=True, pack=PACK,
+    )  # fmt: skip

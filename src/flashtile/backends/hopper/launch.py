@@ -38,7 +38,7 @@ def forward(problem: Problem, tensors: Tensors, config: tiles.Config | None = No
         config: Tiles to use instead of the chosen ones, for tuning.
     """
     q, k = tensors.q, tensors.k
-    out = q.new_empty(q.shape)
+    out = q.new_empty(*q.shape[:-1], problem.head_dim_v)
     lse = q.new_empty(problem.lse_shape(q), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
@@ -76,14 +76,15 @@ def constants(problem: Problem, config: tiles.Config) -> dict[str, Any]:
     """The kernel's compile-time arguments."""
     return {
         "BLOCK_D": config.block_d,
+        "BLOCK_DV": config.block_dv,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "GROUPS": config.groups,
         "STAGES": config.stages,
         "Q_STAGES": config.q_stages,
         "TILE_STAGES": config.tile_stages,
+        "OUT_STAGES": config.out_stages,
         "OVERLAP": config.overlap,
-        "STAGED": config.staged,
         "REGISTERS": config.registers,
         "HAS_LEFT": problem.band.left is not None,
         "HAS_RIGHT": problem.band.right is not None,
@@ -107,6 +108,17 @@ def box(rows: int, cols: int, varlen: bool) -> list[int]:
     return [1, 1, rows, 1, cols] if varlen else [1, rows, 1, cols]
 
 
+def boxes(config: tiles.Config, varlen: bool) -> list[list[int]]:
+    """Those of q, k, v and the output: rows of the narrowest part that a tile's columns consist of, see columns.py."""
+    cols, cols_v = tiles.narrowest(config.block_d), tiles.narrowest(config.block_dv)
+    return [
+        box(config.block_m, cols, varlen),
+        box(config.block_n, cols, varlen),
+        box(config.block_n, cols_v, varlen),
+        box(config.block_m, config.out_cols, varlen),
+    ]
+
+
 class _Plan:
     """Everything about a launch that does not change between two calls of one problem."""
 
@@ -115,16 +127,7 @@ class _Plan:
         self.varlen = p.varlen
         self.dtype = _GLUON_DTYPES[p.dtype]
         self.config = config
-        out_cols = config.block_d // 2 if config.staged else config.block_d
-        self.boxes = [
-            _Box.of(box(rows, cols, p.varlen), self.dtype)
-            for rows, cols in (
-                (config.block_m, config.block_d),
-                (config.block_n, config.block_d),
-                (config.block_n, config.block_d),
-                (config.block_m, out_cols),
-            )
-        ]
+        self.boxes = [_Box.of(each, self.dtype) for each in boxes(config, p.varlen)]
         self.scalars = (*scales(p),)
         self.heads = (p.num_heads_q, p.group_size)
         self.batch = p.batch

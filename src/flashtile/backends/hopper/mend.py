@@ -21,12 +21,28 @@ KEYS = gl.constexpr(64)
 
 
 @gluon.jit
-def is_suspect(acc, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """Whether a masked value may have reached a tile [M, N] in the layout of a WGMMA accumulator.
+def is_suspect(accs, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """Whether a masked value may have reached a tile, whose parts are WGMMA accumulators.
 
-    There a thread holds row ``16 * warp + lane // 4`` and the row 8 below: the first row of the tile is among the
+    In those a thread holds row ``16 * warp + lane // 4`` and the row 8 below: the first row of the tile is among the
     first kind, the last one among the second.
     """
+    of_lanes = nothing_in(accs[0], HAS_LEFT, HAS_RIGHT)
+    layout: gl.constexpr = of_lanes.type.layout
+    for i in gl.static_range(1, len(accs)):
+        of_lanes += gl.convert_layout(nothing_in(accs[i], HAS_LEFT, HAS_RIGHT), layout)
+    of_rows = gl.sum(gl.sum(of_lanes, 2), 1)
+    # Every thread adds up the four warps' sums: a reduction over warps would let one thread do that, and take longer.
+    of_warps = gl.convert_layout(of_rows, gl.BlockedLayout([of_rows.shape[0]], [32], [4], [0]))
+    nothing = gl.sum(of_warps, 0)
+    return nothing != nothing
+
+
+@gluon.jit
+def nothing_in(acc, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """[M, N] -> [M / 16, 8, 4]: for each thread 0, or NaN if one of the rows looked at is not finite."""
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
     upper, lower = gl.split(gl.permute(gl.reshape(acc, [M // 16, 2, 8, N // 8, 4, 2]), (0, 2, 3, 4, 5, 1)))
     if HAS_LEFT and HAS_RIGHT:
         looked_at = upper * 0.0 + lower * 0.0
@@ -34,11 +50,7 @@ def is_suspect(acc, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, M: gl.const
         looked_at = lower * 0.0
     else:
         looked_at = upper * 0.0
-    of_rows = gl.sum(gl.sum(gl.sum(gl.sum(looked_at, 2), 3), 2), 1)
-    # Every thread adds up the four warps' sums: a reduction over warps would let one thread do that, and take longer.
-    of_warps = gl.convert_layout(of_rows, gl.BlockedLayout([M // 16], [32], [4], [0]))
-    nothing = gl.sum(of_warps, 0)
-    return nothing != nothing
+    return gl.sum(gl.sum(looked_at, 2), 3)
 
 
 @gluon.jit
@@ -72,7 +84,8 @@ def head_base(ptr, desc, b, start, head, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def mend(left_s, tensors, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sizes, transform):
+def mend(left_s, tensors, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sizes, transform,
+         BLOCK_DV: gl.constexpr):  # fmt: skip
     """Computes and stores all rows that a warpgroup left; the place in lse of the last ones is in shared memory."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
@@ -100,18 +113,20 @@ def mend(left_s, tensors, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
         v_at, v_stride = head_base(pointers[2], descs[2], b, start_k, head_kv, sizes.varlen)
         out_at, out_stride = head_base(pointers[3], descs[3], b, start_q, head, sizes.varlen)
         head_dim = descs[0].shape[4 if sizes.varlen else 3]
+        head_dim_v = descs[3].shape[4 if sizes.varlen else 3]
         row_max, row_sum = softmax_state(q_at + places * q_stride, k_at, k_stride, row, rows, seqlen_q, seqlen_k,
                                          head_dim, sizes, transform)  # fmt: skip
         if sinks_ptr is not None:
             _, row_max, row_sum = softmax.add_sink(row_max, row_sum, gl.load(sinks_ptr + head).to(gl.float32))
         scale, lse = softmax.finalise(row_max, row_sum)
         gl.store(lse_at + (rows - row), lse, mask=rows < seqlen_q)
-        for col in range(0, head_dim, COLS):
+        # A loop to head_dim_v would cost the roles registers.
+        for col in range(0, BLOCK_DV, COLS):
             cols = col + gl.arange(0, COLS, gl.SliceLayout(0, layout))
             acc = weighted_values(q_at + places * q_stride, k_at, k_stride, v_at + cols, v_stride, row, rows,
-                                  cols < head_dim, softmax.finite_origin(row_max), scale, seqlen_q, seqlen_k, head_dim,
-                                  sizes, transform)  # fmt: skip
-            is_real = (rows < seqlen_q)[:, None] & (cols < head_dim)[None, :]
+                                  cols < head_dim_v, softmax.finite_origin(row_max), scale, seqlen_q, seqlen_k,
+                                  head_dim, sizes, transform)  # fmt: skip
+            is_real = (rows < seqlen_q)[:, None] & (cols < head_dim_v)[None, :]
             gl.store(out_at + places * out_stride + cols[None, :], acc.to(descs[3].dtype), mask=is_real)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from flashtile.problem import Problem
@@ -9,6 +10,8 @@ from flashtile.problem import Problem
 SHARED_BYTES = 227 * 1024
 REGISTERS_PER_LANE = 64 * 1024 // 128
 PRODUCER_REGISTERS = 32
+# Shared memory for barriers, tile records and what the compiler needs.
+OTHER_BYTES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +19,9 @@ class Config:
     """One configuration of the forward.
 
     Attributes:
-        block_d: Columns of a tile: head_dim, padded to 64, 128 or 256; TMA fills the difference with zeros.
+        block_d: Columns of a tile of queries or keys: head_dim, padded to one of WIDTHS; TMA fills the difference with
+            zeros.
+        block_dv: The same of head_dim_v, for values and the output.
         block_m: Rows a warpgroup.
         block_n: Keys a block.
         groups: Warpgroups that compute, so a tile has ``groups * block_m`` rows.
@@ -25,12 +30,15 @@ class Config:
         tile_stages: How many tiles a program finds ahead of working on them.
         dynamic: Whether programs take tiles from a shared counter, not from an order fixed beforehand.
         overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
-        staged: Whether the output leaves in two halves through a buffer of half its size.
+        out_cols: Columns of the pieces in which the output leaves.
+        out_stages: Buffers for such pieces.
         registers: What setmaxnreg gives a computing warpgroup's threads.
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
     """
 
     block_d: int
+    block_dv: int
+    out_cols: int
     block_m: int = 64
     block_n: int = 128
     groups: int = 2
@@ -39,7 +47,7 @@ class Config:
     tile_stages: int = 4
     dynamic: bool = False
     overlap: bool = True
-    staged: bool = False
+    out_stages: int = 1
     registers: int = 240
     max_registers: int = 168
 
@@ -55,50 +63,85 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the tiles, and 1 KiB for barriers, tile records and what the compiler needs."""
-        keys = 2 * self.stages * self.block_n * self.block_d
-        rows = self.groups * self.block_m * self.block_d
-        out = rows // 2 if self.staged else rows
-        return 2 * (keys + self.q_stages * rows + out) + 1024
+        """Shared memory of the tiles and of what else needs any."""
+        keys = self.stages * self.block_n * (self.block_d + self.block_dv)
+        rows = self.groups * self.block_m
+        return 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)) + OTHER_BYTES
 
     def __str__(self) -> str:
         rows = f"{self.groups} x {self.block_m}"
         overlap = "" if self.overlap else ", one after the other"
-        return f"tiles {rows} x {self.block_n}, head_dim {self.block_d}, {self.stages} stages{overlap}"
+        dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
+        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
 
 
-# Two warpgroups of 64 rows; registers allow three only where a row is short. All of a head_dim agree in block_m and
-# block_n, see choose.
-THREE_GROUPS_64 = Config(block_d=64, groups=3, stages=3, registers=160, max_registers=128)
-TWO_GROUPS_64 = Config(block_d=64, stages=4)
-TWO_GROUPS_128 = Config(block_d=128)
-# 64 keys a block: 128 rows of queries, two stages of keys and of values and half an output fill the shared memory.
-TWO_GROUPS_256 = Config(block_d=256, block_n=64, q_stages=1, overlap=False, staged=True)
+# Widths of tiles, whose parts are powers of two (see columns.py): each takes less time than the next.
+WIDTHS = (64, 96, 128, 160, 192, 256)
+# More buffers than these gain nothing.
+MOST_STAGES = 4
+
+
+def narrowest(width: int) -> int:
+    """Columns of the narrowest part of a tile."""
+    return width & -width
+
+
+def two_groups(block_d: int, block_dv: int) -> Config:
+    """Two warpgroups of 64 rows, of which registers allow no third where a row is long.
+
+    By the emulator's clock, which no GPU has confirmed for tiles of several parts, the first thing worth its shared
+    memory is the overlap of tiles, then buffers for all of the output, then a third and fourth stage. Blocks of 64
+    keys leave room for the overlap where a row is long, and registers where an output is.
+    """
+    block_n = 128 if max(block_d, block_dv) <= 128 else 64
+    out_cols = min(narrowest(block_dv), 128)
+    for overlap, out_stages in itertools.product((True, False), range(block_dv // out_cols, 0, -1)):
+        q_stages = 2 if overlap else 1
+        rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols)
+        stages = (SHARED_BYTES - OTHER_BYTES - rows) // (2 * block_n * (block_d + block_dv))
+        if stages >= 2:
+            return Config(
+                block_d=block_d, block_dv=block_dv, out_cols=out_cols, block_n=block_n, stages=min(stages, MOST_STAGES),
+                q_stages=q_stages, overlap=overlap, out_stages=out_stages,
+            )  # fmt: skip
+    raise ValueError(f"no tiles of {block_d} and {block_dv} columns fit into shared memory")
+
+
+TWO_GROUPS = {(block_d, block_dv): two_groups(block_d, block_dv) for block_d in WIDTHS for block_dv in WIDTHS}
+# All of a head_dim agree in block_m and block_n, see choose.
+THREE_GROUPS_64 = Config(
+    block_d=64, block_dv=64, out_cols=64, groups=3, stages=3, registers=160, max_registers=128
+)  # fmt: skip
+
+
+def width(head_dim: int) -> int:
+    """The narrowest tile that holds a row."""
+    return next(each for each in WIDTHS if head_dim <= each)
 
 
 def block_d(head_dim: int) -> int:
-    """The narrowest tile that holds a row."""
+    """The same for tiles that are one part."""
     return next(width for width in (64, 128, 256) if head_dim <= width)
 
 
 def choose(problem: Problem) -> Config:
-    """The configuration of a problem, from head_dim, the kind of mask and the length: never from the batch.
+    """The configuration of a problem, from its head_dims, the kind of mask and the length: never from the batch.
 
-    A row's result depends on ``block_d``, ``block_m`` and ``block_n`` alone, which are the same for all configurations
-    of a head_dim: each row meets the same blocks of keys in the same order and does the same arithmetic with them, and
-    a block that is masked for all of a row adds exact zeros. So the choice may differ between a sequence alone and in
-    a batch, packed or dense, and the bits do not.
+    A row's result depends on the widths, ``block_m`` and ``block_n`` alone, which are the same for all configurations
+    of a pair of head_dims: each row meets the same blocks of keys in the same order and does the same arithmetic with
+    them, and a block that is masked for all of a row adds exact zeros. So the choice may differ between a sequence
+    alone and in a batch, packed or dense, and the bits do not.
 
     Lengths at which the choice changes: H200, bf16, 2026-11-20, of a kernel whose loading warp found the tiles too. It
     was faster without ``overlap`` up to 2048 keys at head_dim 128 and with two warpgroups at 2048 causal at 64; since
     then loads come in the order in which they are needed, and by the emulator's clock both have turned round.
     """
-    width = block_d(problem.head_dim)
-    is_causal = problem.band.right is not None
-    if width == 64:
-        # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
-        wide = problem.varlen or problem.softcap > 0 or problem.band.left is not None
-        # Tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
-        short = problem.seqlen_q <= (1024 if is_causal else 512)
-        return TWO_GROUPS_64 if wide or short else THREE_GROUPS_64
-    return TWO_GROUPS_128 if width == 128 else TWO_GROUPS_256
+    block_d, block_dv = width(problem.head_dim), width(problem.head_dim_v)
+    config = TWO_GROUPS[block_d, block_dv]
+    if (block_d, block_dv) != (64, 64):
+        return config
+    # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
+    wide = problem.varlen or problem.softcap > 0 or problem.band.left is not None
+    # Tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
+    short = problem.seqlen_q <= (1024 if problem.band.right is not None else 512)
+    return config if wide or short else THREE_GROUPS_64
