@@ -74,7 +74,8 @@ def variants(dims: tuple[int, int], skip: Sequence[str] = ()) -> dict[str, tiles
     """Configurations by name.
 
     They say warpgroups, whether tiles overlap ("lap") and whether a counter deals them out ("dyn"); of tiles in parts
-    also the tiles of one part ("pad"), and twice the keys a block ("128 keys").
+    also the tiles of one part ("pad"), values without a part of 32 columns, whose products may not run at the full rate
+    ("pad v"), and twice the keys a block ("128 keys").
     """
     shapes = {"2g": tiles.TWO_GROUPS[dims]}
     if dims == (64, 64):
@@ -87,6 +88,8 @@ def variants(dims: tuple[int, int], skip: Sequence[str] = ()) -> dict[str, tiles
             found[name + " lap" * overlap + " dyn"] = replace(at_end, dynamic=True, tile_stages=2)
     if dims in IN_PARTS:
         found["pad"] = tiles.TWO_GROUPS[IN_PARTS[dims]]
+    if tiles.narrowest(dims[1]) == 32:
+        found["pad v"] = tiles.TWO_GROUPS[dims[0], dims[1] + 32]
     if dims == (192, 128):
         found["128 keys"] = replace(tiles.TWO_GROUPS[dims], block_n=128, q_stages=1, overlap=False, out_cols=64)
     return {name: found[name] for name in sorted(found) if name not in skip}
