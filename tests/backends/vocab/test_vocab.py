@@ -57,7 +57,10 @@ def _band_kernel(keep_ptr, scores_ptr, seqlen_q, seqlen_k, left, right, L: tl.co
     j = tl.arange(0, N)[None, :]
     at = tl.arange(0, M)[:, None] * N + j
     tl.store(keep_ptr + at, mask.band_keep(i, j, seqlen_k, left, right, L, R).to(tl.int8))
-    tl.store(scores_ptr + at, mask.band_scores(tl.zeros([M, N], tl.float32), i, j, seqlen_k, left, right, L, R))
+    tl.store(
+        scores_ptr + at,
+        mask.band_select(tl.zeros([M, N], tl.float32), i, j, seqlen_k, left, right, float("-inf"), L, R),
+    )
 
 
 BANDS = [Band(), Band(None, 0), Band(3, None), Band(2, 5), Band(0, 0), Band(4, -2), Band(-1, 3)]
@@ -135,18 +138,22 @@ def test_phases_take_every_block_once() -> None:
 
 
 @triton.jit
-def _terms_kernel(slopes_ptr, slopes_stride_b, plane_ptr, stride_b, stride_head, out_ptr, b, h):
-    tl.store(out_ptr, scores.slope_of(slopes_ptr, slopes_stride_b, b, h))
-    tl.store(out_ptr + 1, tl.load(scores.plane_of(plane_ptr, b, h, stride_b, stride_head)))
-    tl.store(out_ptr + 2, scores.slope_of(None, slopes_stride_b, b, h))
+def _terms_kernel(slopes_ptr, slopes_stride_b, bias_ptr, stride_b, stride_head, out_ptr, b, h):
+    absent = scores.ScoreTensor(None, 0, 0, 0, 0)
+    bias = scores.ScoreTensor(bias_ptr, stride_b, stride_head, 0, 0)
+    terms = scores.Terms(mask.Band(None, None), 1.0, 0.0, slopes_ptr, slopes_stride_b, bias, absent)
+    slope, bias_at, mask_at = scores.of_head(terms, b, h)
+    tl.store(out_ptr, slope)
+    tl.store(out_ptr + 1, tl.load(bias_at))
+    tl.store(out_ptr + 2, mask_at)
 
 
-def test_slope_and_plane_of_a_head() -> None:
-    slopes, plane, out = torch.rand(3, 4), torch.rand(3, 4, 2, 2), torch.full((3,), torch.nan)
-    _terms_kernel[(1,)](slopes, slopes.stride(0), plane, *plane.stride()[:2], out, 2, 1)
-    assert out.tolist() == [slopes[2, 1], plane[2, 1, 0, 0], 0]
-    _terms_kernel[(1,)](slopes, 0, plane, 0, plane.stride(1), out, 2, 1)
-    assert out.tolist() == [slopes[0, 1], plane[0, 1, 0, 0], 0]
+def test_terms_of_a_head() -> None:
+    slopes, bias, out = torch.rand(3, 4), torch.rand(3, 4, 2, 2), torch.full((3,), torch.nan)
+    _terms_kernel[(1,)](slopes, slopes.stride(0), bias, *bias.stride()[:2], out, 2, 1)
+    assert out.tolist() == [slopes[2, 1], bias[2, 1, 0, 0], 0]
+    _terms_kernel[(1,)](slopes, 0, bias, 0, bias.stride(1), out, 2, 1)
+    assert out.tolist() == [slopes[0, 1], bias[0, 1, 0, 0], 0]
 
 
 @triton.jit

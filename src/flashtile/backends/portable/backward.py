@@ -11,12 +11,46 @@ Mathematics: docs/algorithm.md. Source: Dao et al. 2022, arXiv:2205.14135, algor
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashtile.backends.portable import poison
-from flashtile.backends.portable.forward import load_rows, locate, store_rows
-from flashtile.backends.vocab import blocks, dropout, finite, mask, scores, sequence, softmax
+from flashtile.backends.portable.rows import load_rows, locate, store_rows
+from flashtile.backends.vocab import blocks, dropout, finite, scores, softmax
+from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab.mask import Band
+from flashtile.backends.vocab.scores import Pairs, ScoreTensor, Terms
+from flashtile.backends.vocab.sequence import Operand, Rows
+
+
+class Call(NamedTuple):
+    """What is the same for all heads of a call.
+
+    Attributes:
+        q: ``Operand``, like k, v and dout.
+        k: Keys.
+        v: Values.
+        dout: The output's gradient.
+        origin_ptr: What is subtracted from base-2 scores, ``(batch, num_heads_q, row_pitch)`` like delta.
+        delta_ptr: Of ``prepare_rows``.
+        row_pitch: Their stride between heads.
+        group_size: Query heads a key head.
+        terms: ``Terms``.
+        draws: ``Draws``.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    origin_ptr: Any
+    delta_ptr: Any
+    row_pitch: Any
+    group_size: Any
+    terms: Any
+    draws: Any
 
 
 @triton.jit
@@ -55,10 +89,8 @@ def prepare_rows(
 
 @triton.jit
 def probabilities(
-    product, origin, rows, cols, edge, length_q, length_k, b, h, left, right, scale, param, slope,
-    bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr,
-    DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
+    product, origin, rows, cols, edge, pairs,
+    SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
 ):  # fmt: skip
     """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the score transform's derivative.
 
@@ -66,18 +98,13 @@ def probabilities(
     """
     derivative = 1.0
     if TRANSFORMED:
-        x, derivative = scores.transform(
-            product, scale, param, slope, bias_at, bias_stride_row, bias_stride_col, b, h, rows, cols, length_q,
-            length_k, SCORE_MOD, DERIVATIVE, HAS_ALIBI,
-        )  # fmt: skip
+        x, derivative = scores.transform(product, pairs, rows, cols, SCORE_MOD, DERIVATIVE)
         probs = tl.exp2(x * softmax.LOG2_E - origin)
     else:
-        probs = tl.exp2(product * (scale * softmax.LOG2_E) - origin)
+        probs = tl.exp2(product * (pairs.terms.scale * softmax.LOG2_E) - origin)
     if edge:
-        i = rows + (length_k - length_q)
-        probs = mask.band_select(probs, i, cols, length_k, left, right, 0.0, HAS_LEFT, HAS_RIGHT)
-    probs = scores.select_mask(probs, mask_at, mask_stride_row, mask_stride_col, rows, cols, length_q, length_k, 0.0)
-    return probs, derivative
+        probs = scores.select_band(probs, pairs, rows, cols, 0.0)
+    return scores.select_mask(probs, pairs, rows, cols, 0.0), derivative
 
 
 @triton.jit
@@ -94,22 +121,18 @@ def score_gradient(probs, dprobs, delta, derivative, select):
 
 @triton.jit
 def over_queries(
-    dk, dv, k, v, m_start, m_stop, full_start, full_stop, q_source, q_at, q_stride_row, dout_source, dout_at,
-    dout_stride_row, origin_at,
-    delta_at, batch_index, start_q, b, h, head_index, cols, length_q, length_k, left, right, scale, param, slope,
-    bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col, rng_state_ptr,
-    dropout_threshold, keep_scale, n_first,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr,
-    BRANCH: tl.constexpr, CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    dk, dv, k, v, n_first, m_start, m_stop, full_start, full_stop, q_rows, dout_rows, origin_at, delta_at, pairs,
+    draws,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr,
+    TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
+    MASKED: tl.constexpr, BRANCH: tl.constexpr, CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
     """Adds what query blocks m_start ... m_stop - 1 of one head give to dk and dv; scores lie keys first.
 
     Without MASKED no block needs a mask; with BRANCH, those from full_start to full_stop - 1 do not. CAREFUL
     takes 0 for every infinity and NaN of q and dout where a mask may have made the other factor 0.
     """
+    cols = n_first + tl.arange(0, BLOCK_N)[:, None]
     for m in tl.range(m_start, m_stop, num_stages=1 if CAREFUL else None):
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
@@ -117,35 +140,29 @@ def over_queries(
         if BRANCH:
             edge = (m < full_start) | (m >= full_stop)
         select = edge
-        if mask_at is not None:
+        if pairs.terms.mask.ptr is not None:
             select = True
-        q = load_rows(q_source, q_at, batch_index, h, start_q, first, length_q, q_stride_row,
-                      BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA)  # fmt: skip
+        q = load_rows(q_rows, first, BLOCK_M, MASKED, TMA)
         # Rows behind the end have origin +inf, so probability 0: written there behind dense sequences, selected behind
         # packed ones.
         origin = tl.load(origin_at + first + tl.arange(0, BLOCK_M))
         delta = tl.load(delta_at + first + tl.arange(0, BLOCK_M))
         if VARLEN and MASKED:
-            origin = tl.where(rows < length_q, origin, float("inf"))
-            delta = tl.where(rows < length_q, delta, 0.0)
+            origin = tl.where(rows < pairs.length_q, origin, float("inf"))
+            delta = tl.where(rows < pairs.length_q, delta, 0.0)
         product = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         probs, derivative = probabilities(
-            product, origin[None, :], rows[None, :], cols, edge, length_q, length_k, b, h, left, right, scale, param,
-            slope,
-            bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED,
-        )  # fmt: skip
-        dout = load_rows(dout_source, dout_at, batch_index, h, start_q, first, length_q, dout_stride_row,
-                         BLOCK_M, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
+            product, origin[None, :], rows[None, :], cols, edge, pairs, SCORE_MOD, DERIVATIVE, TRANSFORMED
+        )
+        dout = load_rows(dout_rows, first, BLOCK_M, MASKED, TMA)
         dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
         if CAREFUL:
             q, dout = finite.finite(q), finite.finite(dout)
         kept_probs = probs
-        if rng_state_ptr is not None:
-            key_blocks = n_first // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
-            kept = tl.trans(dropout.keep(rng_state_ptr, dropout_threshold, head_index, rows[:, None], key_blocks))
+        if draws.rng_state_ptr is not None:
+            kept = tl.trans(dropout.keep_tile(draws, pairs.b, pairs.h, rows[:, None], n_first // 4, BLOCK_N))
             kept_probs = tl.where(kept, probs, 0.0)
-            dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
+            dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
         if WITH_DV:
             dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
         if WITH_DK:
@@ -156,17 +173,10 @@ def over_queries(
 
 @triton.jit
 def over_heads(
-    k, v, n_first, b, head_kv, start_q, length_q, start_k, length_k,
-    q_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr, alibi_ptr, mask_ptr, bias_ptr,
-    rng_state_ptr, q_stride_b, q_stride_row, q_stride_head, dout_stride_b, dout_stride_row, dout_stride_head,
-    alibi_stride_b, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
-    bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, ONE_LOOP: tl.constexpr,
-    MASK_ALL: tl.constexpr, CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    k, v, n_first, place, call, dk_tensor, dv_tensor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr,
+    TRANSFORMED: tl.constexpr, INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
+    ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr, CAREFUL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
     """Stores dk and dv, those that are asked for, summed over the query heads of a group.
 
@@ -175,68 +185,57 @@ def over_heads(
     Returns:
         Whether dk and dv may hold a NaN that leaked.
     """
+    b, start_q, length_q, length_k = place.b, place.start_q, place.length_q, place.length_k
+    draws = call.draws
     batch_index = b
     if VARLEN:
         batch_index = 0
-    num_heads_kv = num_heads_q // group_size
     n_last = tl.minimum(n_first + BLOCK_N, length_k) - 1
+    left, right = call.terms.band.left, call.terms.band.right
     m_min, m_full_min, m_full_max, m_max = blocks.query_blocks(
-        n_first, n_last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M
+        n_first, n_last, length_q, length_k, left, right, left is not None, right is not None, BLOCK_M
     )
-    cols = n_first + tl.arange(0, BLOCK_N)[:, None]
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for member in range(group_size):
-        h = head_kv * group_size + member
-        slope = scores.slope_of(alibi_ptr, alibi_stride_b, b, h)
-        mask_at = None if mask_ptr is None else scores.plane_of(mask_ptr, b, h, mask_stride_b, mask_stride_head)
-        bias_at = None if bias_ptr is None else scores.plane_of(bias_ptr, b, h, bias_stride_b, bias_stride_head)
-        q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
-        dout_at = sequence.base(dout_ptr, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
-        row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * row_pitch + start_q
+    dk = tl.zeros([BLOCK_N, call.q.cols.shape[0]], tl.float32)
+    dv = tl.zeros([BLOCK_N, call.dout.cols.shape[0]], tl.float32)
+    for member in range(call.group_size):
+        h = place.head * call.group_size + member
+        q_rows = Rows(call.q, batch_index, h, start_q, length_q)
+        dout_rows = Rows(call.dout, batch_index, h, start_q, length_q)
+        slope, bias_at, mask_at = scores.of_head(call.terms, b, h)
+        pairs = Pairs(call.terms, b, h, length_q, length_k, slope, bias_at, mask_at)
+        row_offset = (tl.cast(batch_index, tl.int64) * draws.num_heads + h) * call.row_pitch + start_q
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
-        for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_RIGHT else 1, 3):
+        for phase in tl.static_range(2 if ONE_LOOP else 0 if right is not None else 1, 3):
             m_start, m_stop = blocks.phase_blocks(phase, m_min, m_full_min, m_full_max, m_max, ONE_LOOP)
             dk, dv = over_queries(
-                dk, dv, k, v, m_start, m_stop, m_full_min, m_full_max, q_source, q_at, q_stride_row, dout_source,
-                dout_at, dout_stride_row,
-                origin_ptr + row_offset, delta_ptr + row_offset, batch_index, start_q, b, h, b * num_heads_q + h, cols,
-                length_q, length_k, left, right, scale, param, slope, bias_at, bias_stride_row, bias_stride_col,
-                mask_at, mask_stride_row, mask_stride_col, rng_state_ptr, dropout_threshold, keep_scale, n_first,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD,
+                dk, dv, k, v, n_first, m_start, m_stop, m_full_min, m_full_max, q_rows, dout_rows,
+                call.origin_ptr + row_offset, call.delta_ptr + row_offset, pairs, draws, BLOCK_M, BLOCK_N, SCORE_MOD,
                 DERIVATIVE, TRANSFORMED, INPUT_PRECISION, TMA and not (VARLEN and phase != 1), VARLEN,
-                MASKED=phase != 1, BRANCH=ONE_LOOP and not MASK_ALL, CAREFUL=CAREFUL, WITH_DK=WITH_DK,
-                WITH_DV=WITH_DV,
+                MASKED=phase != 1, BRANCH=ONE_LOOP and not MASK_ALL, CAREFUL=CAREFUL, WITH_DK=WITH_DK, WITH_DV=WITH_DV,
             )  # fmt: skip
-    at = (tl.cast(batch_index, tl.int64) * seqlen_k + start_k) * num_heads_kv + head_kv
-    dk_stride_row, dv_stride_row = num_heads_kv * HEAD_DIM, num_heads_kv * HEAD_DIM_V
     leaked_dk, leaked_dv = False, False
+    start_k, head_kv = place.start_k, place.head
     if WITH_DK:
-        store_rows(dk_ptr + at * HEAD_DIM, n_first, length_k, dk_stride_row, dk * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
+        dk_rows = Rows(dk_tensor, batch_index, head_kv, start_k, length_k)
+        store_rows(dk_rows, n_first, dk * call.terms.scale, BLOCK_N)
         leaked_dk = finite.leaks(dk)
     if WITH_DV:
-        store_rows(dv_ptr + at * HEAD_DIM_V, n_first, length_k, dv_stride_row, dv * keep_scale,
-                   BLOCK_N, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+        dv_rows = Rows(dv_tensor, batch_index, head_kv, start_k, length_k)
+        store_rows(dv_rows, n_first, dv * draws.keep_scale, BLOCK_N)
         leaked_dv = finite.leaks(dv)
     if CAREFUL:
         tl.debug_barrier()  # the same elements are stored again, perhaps by other threads
-        for member in range(group_size):
-            h = head_kv * group_size + member
-            mask_at = None if mask_ptr is None else scores.plane_of(mask_ptr, b, h, mask_stride_b, mask_stride_head)
+        m_first, m_stop = m_min * BLOCK_M, m_max * BLOCK_M
+        for member in range(call.group_size):
+            h = place.head * call.group_size + member
+            slope, bias_at, mask_at = scores.of_head(call.terms, b, h)
+            pairs = Pairs(call.terms, b, h, length_q, length_k, slope, bias_at, mask_at)
             if WITH_DK:
-                q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
-                poison.spread(
-                    dk_ptr + at * HEAD_DIM, dk_stride_row, n_first, length_k, None, q_at, q_stride_row,
-                    m_min * BLOCK_M, m_max * BLOCK_M, length_q, length_q, length_k, left, right, mask_at,
-                    mask_stride_row, mask_stride_col, HEAD_DIM, BLOCK_N, HAS_LEFT, HAS_RIGHT, True, True,
-                )  # fmt: skip
+                q_rows = Rows(call.q, batch_index, h, start_q, length_q)
+                poison.spread(dk_rows, n_first, None, q_rows, m_first, m_stop, pairs, BLOCK_N, True, True)
             if WITH_DV:
-                dout_at = sequence.base(dout_ptr, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
-                poison.spread(
-                    dv_ptr + at * HEAD_DIM_V, dv_stride_row, n_first, length_k, None, dout_at, dout_stride_row,
-                    m_min * BLOCK_M, m_max * BLOCK_M, length_q, length_q, length_k, left, right, mask_at,
-                    mask_stride_row, mask_stride_col, HEAD_DIM_V, BLOCK_N, HAS_LEFT, HAS_RIGHT, True, True,
-                )  # fmt: skip
+                dout_rows = Rows(call.dout, batch_index, h, start_q, length_q)
+                poison.spread(dv_rows, n_first, None, dout_rows, m_first, m_stop, pairs, BLOCK_N, True, True)
     return leaked_dk, leaked_dv
 
 
@@ -261,20 +260,36 @@ def attention_backward_dkdv(
     and origin.
     """
     num_heads_kv = num_heads_q // group_size
-    b, head_kv, n_block, start_q, length_q, start_k, length_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_kv, heads_at_once,
-        BLOCK_N, True, HAS_RIGHT,
-    )  # fmt: skip
-    n_first = n_block * BLOCK_N
+    place = locate(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_kv, heads_at_once,
+                   BLOCK_N, True, HAS_RIGHT)  # fmt: skip
+    b, head_kv, start_k, length_k = place.b, place.head, place.start_k, place.length_k
+    n_first = place.block * BLOCK_N
     if n_first >= length_k:
         return
     VARLEN: tl.constexpr = cu_seqlens_q_ptr is not None
-    k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
-    v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
-    k = load_rows(k_at, k_at, b, head_kv, start_k, n_first, length_k, k_stride_row,
-                  BLOCK_N, HEAD_DIM, BLOCK_D, True, False)  # fmt: skip
-    v = load_rows(v_at, v_at, b, head_kv, start_k, n_first, length_k, v_stride_row,
-                  BLOCK_N, HEAD_DIM_V, BLOCK_DV, True, False)  # fmt: skip
+    batch_index = b
+    if VARLEN:
+        batch_index = 0
+    cols, cols_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    dim = None if HEAD_DIM == BLOCK_D else HEAD_DIM
+    dim_v = None if HEAD_DIM_V == BLOCK_DV else HEAD_DIM_V
+    q = Operand(q_ptr, q_source, q_stride_b, q_stride_row, q_stride_head, cols, dim)
+    k = Operand(k_ptr, None, k_stride_b, k_stride_row, k_stride_head, cols, dim)
+    v = Operand(v_ptr, None, v_stride_b, v_stride_row, v_stride_head, cols_v, dim_v)
+    dout = Operand(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head, cols_v, dim_v)
+    bias = ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col)
+    mask = ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col)
+    band = Band(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    terms = Terms(band, scale, param, alibi_ptr, alibi_stride_b, bias, mask)
+    draws = Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q)
+    call = Call(q, k, v, dout, origin_ptr, delta_ptr, row_pitch, group_size, terms, draws)
+    keys = tl.cast(seqlen_k, tl.int64) * num_heads_kv
+    dk_tensor = Operand(dk_ptr, None, keys * HEAD_DIM, num_heads_kv * HEAD_DIM, HEAD_DIM, cols, dim)
+    dv_tensor = Operand(dv_ptr, None, keys * HEAD_DIM_V, num_heads_kv * HEAD_DIM_V, HEAD_DIM_V, cols_v, dim_v)
+    k_rows = Rows(k, batch_index, head_kv, start_k, length_k)
+    v_rows = Rows(v, batch_index, head_kv, start_k, length_k)
+    k_tile = load_rows(k_rows, n_first, BLOCK_N, True, False)
+    v_tile = load_rows(v_rows, n_first, BLOCK_N, True, False)
     # Attempt 0 makes what is asked for; where a mask may have let a NaN through, 1 and 2 make dk and dv again.
     leaked_dk, leaked_dv = False, False
     MAY_LEAK: tl.constexpr = HAS_LEFT or HAS_RIGHT or (mask_ptr is not None)
@@ -286,15 +301,8 @@ def attention_backward_dkdv(
             wanted = leaked_dv
         if wanted:
             leaks = over_heads(
-                k, v, n_first, b, head_kv, start_q, length_q, start_k, length_k,
-                q_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
-                alibi_ptr, mask_ptr, bias_ptr, rng_state_ptr, q_stride_b, q_stride_row, q_stride_head,
-                dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
-                mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
-                bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-                seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold, keep_scale,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M if attempt == 0 else poison.STEP, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT,
-                HAS_RIGHT, alibi_ptr is not None, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
+                k_tile, v_tile, n_first, place, call, dk_tensor, dv_tensor,
+                BLOCK_M if attempt == 0 else poison.STEP, BLOCK_N, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
                 TMA and attempt == 0, VARLEN, ONE_LOOP or attempt > 0, MASK_ALL or attempt > 0, CAREFUL=attempt > 0,
                 WITH_DK=dk_ptr is not None and attempt != 2, WITH_DV=dv_ptr is not None and attempt != 1,
             )  # fmt: skip
@@ -304,14 +312,8 @@ def attention_backward_dkdv(
 
 @triton.jit
 def over_keys(
-    dq, q, dout, origin, delta, n_start, n_stop, full_start, full_stop, k_source, k_at, k_stride_row, v_source, v_at,
-    v_stride_row,
-    batch_index, head_kv, start_k, b, h, head_index, rows, length_q, length_k, left, right, scale, param, slope,
-    bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col, rng_state_ptr,
-    dropout_threshold, keep_scale,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
+    dq, q, dout, origin, delta, rows, n_start, n_stop, full_start, full_stop, k_rows, v_rows, pairs, draws,
+    BLOCK_N: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, TRANSFORMED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, BRANCH: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
@@ -323,24 +325,18 @@ def over_keys(
         if BRANCH:
             edge = (n < full_start) | (n >= full_stop)
         select = edge
-        if mask_at is not None:
+        if pairs.terms.mask.ptr is not None:
             select = True
-        k = load_rows(k_source, k_at, batch_index, head_kv, start_k, first, length_k, k_stride_row,
-                      BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, TMA)  # fmt: skip
+        k = load_rows(k_rows, first, BLOCK_N, MASKED, TMA)
         product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         probs, derivative = probabilities(
-            product, origin[:, None], rows[:, None], cols, edge, length_q, length_k, b, h, left, right, scale, param,
-            slope,
-            bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-            HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED,
-        )  # fmt: skip
-        v = load_rows(v_source, v_at, batch_index, head_kv, start_k, first, length_k, v_stride_row,
-                      BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, TMA)  # fmt: skip
+            product, origin[:, None], rows[:, None], cols, edge, pairs, SCORE_MOD, DERIVATIVE, TRANSFORMED
+        )
+        v = load_rows(v_rows, first, BLOCK_N, MASKED, TMA)
         dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
-        if rng_state_ptr is not None:
-            key_blocks = n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
-            kept = dropout.keep(rng_state_ptr, dropout_threshold, head_index, rows[:, None], key_blocks)
-            dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
+        if draws.rng_state_ptr is not None:
+            kept = dropout.keep_tile(draws, pairs.b, pairs.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
         if CAREFUL:
             k = finite.finite(k)
         dscores = score_gradient(probs, dprobs, delta[:, None], derivative, select)
@@ -364,30 +360,39 @@ def attention_backward_dq(
     TMA: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """The gradient dq, contiguous, of BLOCK_M rows of one head. Arguments as for dk and dv."""
-    b, h, m_block, start_q, length_q, start_k, length_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, heads_at_once,
-        BLOCK_M, False, HAS_RIGHT,
+    place = locate(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, num_heads_q, heads_at_once,
+                   BLOCK_M, False, HAS_RIGHT)  # fmt: skip
+    b, h, start_q, length_q, start_k, length_k = (
+        place.b, place.head, place.start_q, place.length_q, place.start_k, place.length_k
     )  # fmt: skip
-    m_first = m_block * BLOCK_M
+    m_first = place.block * BLOCK_M
     if m_first >= length_q:
         return
     VARLEN: tl.constexpr = cu_seqlens_q_ptr is not None
-    HAS_ALIBI: tl.constexpr = alibi_ptr is not None
     batch_index = b
     if VARLEN:
         batch_index = 0
     head_kv = h // group_size
-    slope = scores.slope_of(alibi_ptr, alibi_stride_b, b, h)
-    mask_at = None if mask_ptr is None else scores.plane_of(mask_ptr, b, h, mask_stride_b, mask_stride_head)
-    bias_at = None if bias_ptr is None else scores.plane_of(bias_ptr, b, h, bias_stride_b, bias_stride_head)
-    k_at = sequence.base(k_ptr, b, start_k, head_kv, k_stride_b, k_stride_row, k_stride_head)
-    v_at = sequence.base(v_ptr, b, start_k, head_kv, v_stride_b, v_stride_row, v_stride_head)
-    q_at = sequence.base(q_ptr, b, start_q, h, q_stride_b, q_stride_row, q_stride_head)
-    dout_at = sequence.base(dout_ptr, b, start_q, h, dout_stride_b, dout_stride_row, dout_stride_head)
-    q = load_rows(q_at, q_at, b, h, start_q, m_first, length_q, q_stride_row,
-                  BLOCK_M, HEAD_DIM, BLOCK_D, True, False)  # fmt: skip
-    dout = load_rows(dout_at, dout_at, b, h, start_q, m_first, length_q, dout_stride_row,
-                     BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, False)  # fmt: skip
+    cols, cols_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    dim = None if HEAD_DIM == BLOCK_D else HEAD_DIM
+    dim_v = None if HEAD_DIM_V == BLOCK_DV else HEAD_DIM_V
+    q = Operand(q_ptr, None, q_stride_b, q_stride_row, q_stride_head, cols, dim)
+    k = Operand(k_ptr, k_source, k_stride_b, k_stride_row, k_stride_head, cols, dim)
+    v = Operand(v_ptr, v_source, v_stride_b, v_stride_row, v_stride_head, cols_v, dim_v)
+    dout = Operand(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head, cols_v, dim_v)
+    q_rows = Rows(q, batch_index, h, start_q, length_q)
+    k_rows = Rows(k, batch_index, head_kv, start_k, length_k)
+    v_rows = Rows(v, batch_index, head_kv, start_k, length_k)
+    dout_rows = Rows(dout, batch_index, h, start_q, length_q)
+    bias = ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col)
+    mask = ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col)
+    band = Band(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    terms = Terms(band, scale, param, alibi_ptr, alibi_stride_b, bias, mask)
+    slope, bias_at, mask_at = scores.of_head(terms, b, h)
+    pairs = Pairs(terms, b, h, length_q, length_k, slope, bias_at, mask_at)
+    draws = Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q)
+    q_tile = load_rows(q_rows, m_first, BLOCK_M, True, False)
+    dout_tile = load_rows(dout_rows, m_first, BLOCK_M, True, False)
     rows = m_first + tl.arange(0, BLOCK_M)
     row_offset = (tl.cast(batch_index, tl.int64) * num_heads_q + h) * row_pitch + start_q
     origin = tl.load(origin_ptr + row_offset + rows, mask=rows < length_q, other=float("inf"))
@@ -409,22 +414,15 @@ def attention_backward_dq(
             n_start, n_stop = n_min * REFINE, tl.where(leaked, n_max, n_min) * REFINE
             dq = tl.where(leaked, 0.0, dq)
         dq = over_keys(
-            dq, q, dout, origin, delta, n_start, n_stop, n_full_min, n_full_max, k_source, k_at, k_stride_row,
-            v_source, v_at, v_stride_row,
-            batch_index, head_kv, start_k, b, h, b * num_heads_q + h, rows, length_q, length_k, left, right,
-            scale, param, slope, bias_at, bias_stride_row, bias_stride_col, mask_at, mask_stride_row, mask_stride_col,
-            rng_state_ptr, dropout_threshold, keep_scale, HEAD_DIM, HEAD_DIM_V, poison.STEP if phase == 3 else BLOCK_N,
-            BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, HAS_ALIBI, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
+            dq, q_tile, dout_tile, origin, delta, rows, n_start, n_stop, n_full_min, n_full_max, k_rows, v_rows, pairs,
+            draws, poison.STEP if phase == 3 else BLOCK_N, SCORE_MOD, DERIVATIVE, TRANSFORMED, INPUT_PRECISION,
             TMA and phase != 3 and not (VARLEN and phase != 1), MASKED=phase != 1,
             BRANCH=ONE_LOOP and phase != 3 and not MASK_ALL, CAREFUL=phase == 3,
         )  # fmt: skip
-    at = ((tl.cast(batch_index, tl.int64) * seqlen_q + start_q) * num_heads_q + h) * HEAD_DIM
     dq_stride_row = num_heads_q * HEAD_DIM
-    store_rows(dq_ptr + at, m_first, length_q, dq_stride_row, dq * scale, BLOCK_M, HEAD_DIM, BLOCK_D)
+    dq_tensor = Operand(dq_ptr, None, tl.cast(seqlen_q, tl.int64) * dq_stride_row, dq_stride_row, HEAD_DIM, cols, dim)
+    dq_rows = Rows(dq_tensor, batch_index, h, start_q, length_q)
+    store_rows(dq_rows, m_first, dq * scale, BLOCK_M)
     if leaked:
         tl.debug_barrier()  # the same elements are stored again, perhaps by other threads
-        poison.spread(
-            dq_ptr + at, dq_stride_row, m_first, length_q, None, k_at, k_stride_row, n_min * BLOCK_N, n_max * BLOCK_N,
-            length_k, length_q, length_k, left, right, mask_at, mask_stride_row, mask_stride_col, HEAD_DIM, BLOCK_M,
-            HAS_LEFT, HAS_RIGHT, False, True,
-        )  # fmt: skip
+        poison.spread(dq_rows, m_first, None, k_rows, n_min * BLOCK_N, n_max * BLOCK_N, pairs, BLOCK_M, False, True)

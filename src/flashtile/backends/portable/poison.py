@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.vocab import mask, scores
+from flashtile.backends.vocab import scores, sequence
 
 # Rows or keys at a time of what is computed again: few, so that it needs no more registers than the loops before it.
 STEP = tl.constexpr(16)
@@ -18,60 +18,44 @@ STEP = tl.constexpr(16)
 
 @triton.jit
 def spread(
-    result_at, result_stride_row, first, length, touchable, x_at, x_stride_row, start, stop, length_x, length_q,
-    length_k, left, right, mask_at, mask_stride_row, mask_stride_col,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    KEYS_FIRST: tl.constexpr, GRADIENT: tl.constexpr,
+    result, first, touchable, x_rows, start, stop, pairs, BLOCK: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Stores what infinities and NaN of x make of those rows of a result that keep theirs.
+    """Stores what infinities and NaN of an operand make of those rows of a result that keep theirs.
 
-    Counts, by products with 0 and 1, the kept elements of each kind, STEP rows and columns of x at a time.
+    Counts, by products with 0 and 1, the kept elements of each kind, STEP rows and columns of the operand at a time.
 
     Args:
-        result_at: Row 0 of the result, ``(length, DIM)``.
-        result_stride_row: Its stride.
-        first: Rows first ... first + BLOCK - 1 are looked at.
-        length: Rows of the result.
+        result: ``sequence.Rows`` of the result.
+        first: Rows first ... first + BLOCK - 1 of it are looked at.
         touchable: [BLOCK, 1] bool: rows that may be changed; None for all.
-        x_at: Row 0 of the operand, ``(length_x, DIM)``.
-        x_stride_row: Its stride.
-        start: First row of x that the result sums over.
+        x_rows: ``sequence.Rows`` of the operand.
+        start: The first one that the result sums over.
         stop: Behind the last one.
-        length_x: Rows of x.
-        length_q: Rows of the sequence.
-        length_k: Keys of the sequence.
-        left: Of the band, like HAS_LEFT.
-        right: Of the band, like HAS_RIGHT.
-        mask_at: As ``scores.select_mask`` takes it.
-        mask_stride_row: Its stride.
-        mask_stride_col: Its stride.
-        DIM: Columns.
+        pairs: ``scores.Pairs``: which of them are kept.
         BLOCK: Rows of the result at a time.
-        HAS_LEFT: Whether the band is bounded there.
-        HAS_RIGHT: Whether the band is bounded there.
-        KEYS_FIRST: The result's rows are keys and those of x queries, not the other way round.
+        KEYS_FIRST: The result's rows are keys and those of the operand queries, not the other way round.
         GRADIENT: An infinity becomes NaN, whatever its sign: its factor may be 0 or of either sign.
     """
     mine = first + tl.arange(0, BLOCK)[:, None]
-    for column in range(0, DIM, STEP):
+    stride = x_rows.tensor.stride_row
+    dim = result.tensor.cols.shape[0] if result.tensor.dim is None else result.tensor.dim
+    for column in range(0, dim, STEP):
         col = column + tl.arange(0, STEP)[None, :]
         nans = tl.zeros([BLOCK, STEP], tl.float32)
         above = tl.zeros([BLOCK, STEP], tl.float32)
         below = tl.zeros([BLOCK, STEP], tl.float32)
         for other in range(start, stop, STEP):
             x_row = other + tl.arange(0, STEP)[:, None]
-            at = x_at + x_row.to(tl.int64) * x_stride_row + col
-            x = tl.load(at, mask=(x_row < length_x) & (col < DIM), other=0.0).to(tl.float32)
+            at = sequence.start_of(x_rows) + x_row.to(tl.int64) * stride + col
+            x = tl.load(at, mask=(x_row < x_rows.length) & (col < dim), other=0.0).to(tl.float32)
             theirs = other + tl.arange(0, STEP)[None, :]
             rows, cols = mine, theirs
             if KEYS_FIRST:
                 rows, cols = theirs, mine
             keep = tl.full([BLOCK, STEP], 1.0, tl.float32)
-            position = rows + (length_k - length_q)
-            keep = mask.band_select(keep, position, cols, length_k, left, right, 0.0, HAS_LEFT, HAS_RIGHT)
-            keep = scores.select_mask(
-                keep, mask_at, mask_stride_row, mask_stride_col, rows, cols, length_q, length_k, 0.0
-            ).to(tl.float16)
+            keep = scores.select_band(keep, pairs, rows, cols, 0.0)
+            keep = scores.select_mask(keep, pairs, rows, cols, 0.0).to(tl.float16)
             nans = tl.dot(keep, (x != x).to(tl.float16), nans)
             above = tl.dot(keep, (x == float("inf")).to(tl.float16), above)
             below = tl.dot(keep, (x == float("-inf")).to(tl.float16), below)
@@ -80,8 +64,8 @@ def spread(
         if GRADIENT:
             both = above + below > 0.0
         poison = tl.where((nans > 0.0) | both, float("nan"), poison)
-        touched = (nans + above + below > 0.0) & (mine < length) & (col < DIM)
+        touched = (nans + above + below > 0.0) & (mine < result.length) & (col < dim)
         if touchable is not None:
             touched = touched & touchable
-        at = result_at + mine.to(tl.int64) * result_stride_row + col
-        tl.store(at, poison.to(result_at.dtype.element_ty), mask=touched)
+        at = sequence.start_of(result) + mine.to(tl.int64) * result.tensor.stride_row + col
+        tl.store(at, poison.to(result.tensor.ptr.dtype.element_ty), mask=touched)

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 ROUNDS = tl.constexpr(7)
+
+
+class Draws(NamedTuple):
+    """Dropout of a call, as a kernel passes it on.
+
+    Attributes:
+        rng_state_ptr: As ``keep`` takes it, None without dropout.
+        threshold: As ``keep`` takes it.
+        keep_scale: What probabilities that are kept are multiplied with.
+        num_heads: Query heads.
+    """
+
+    rng_state_ptr: Any
+    threshold: Any
+    keep_scale: Any
+    num_heads: Any
+
+
+@triton.jit
+def keep_tile(draws, b, h, rows, first_key_block, BLOCK_N: tl.constexpr):
+    """``keep`` of a head of a sequence: BLOCK_N keys from key ``4 * first_key_block`` on."""
+    key_blocks = first_key_block + tl.arange(0, BLOCK_N // 4)[None, :]
+    return keep(draws.rng_state_ptr, draws.threshold, b * draws.num_heads + h, rows, key_blocks)
 
 
 @triton.jit

@@ -8,8 +8,17 @@ select a bounded side.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Band(NamedTuple):
+    """Which keys a row keeps, as a kernel passes it on: how many before and behind its position; None for all."""
+
+    left: Any
+    right: Any
 
 
 @triton.jit
@@ -62,9 +71,3 @@ def band_select(x, i, j, seqlen_k, left, right, fill, HAS_LEFT: tl.constexpr, HA
     if HAS_LEFT:
         x = tl.where(j >= first_key(i, left, HAS_LEFT), x, fill)
     return x
-
-
-@triton.jit
-def band_scores(scores, i, j, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """The scores, -inf where the band or the end of the keys masks; arguments as ``band_keep``."""
-    return band_select(scores, i, j, seqlen_k, left, right, float("-inf"), HAS_LEFT, HAS_RIGHT)

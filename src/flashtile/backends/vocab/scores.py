@@ -12,10 +12,68 @@ it, whose derivative is 1.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from flashtile.backends.vocab import sequence
+from flashtile.backends.vocab import mask, sequence
+
+
+class ScoreTensor(NamedTuple):
+    """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts."""
+
+    ptr: Any
+    stride_b: Any
+    stride_head: Any
+    stride_row: Any
+    stride_col: Any
+
+
+class Terms(NamedTuple):
+    """What becomes of a call's products: the same for all its heads.
+
+    Attributes:
+        band: ``mask.Band``.
+        scale: softmax_scale.
+        param: The score transform's parameter.
+        alibi_ptr: ALiBi slopes, or None.
+        alibi_stride_b: 0 if sequences share them.
+        bias: ``ScoreTensor`` of an additive bias, whose ptr is None without one.
+        mask: The same of a boolean mask, True keeps.
+    """
+
+    band: Any
+    scale: Any
+    param: Any
+    alibi_ptr: Any
+    alibi_stride_b: Any
+    bias: Any
+    mask: Any
+
+
+class Pairs(NamedTuple):
+    """The rows and keys of one head of one sequence, and what becomes of their products.
+
+    Attributes:
+        terms: ``Terms``.
+        b: Sequence.
+        h: Query head.
+        length_q: Rows of the sequence.
+        length_k: Keys of the sequence.
+        slope: Of ``of_head``, like bias_at.
+        bias_at: Where the head's bias begins.
+        mask_at: Where its mask begins.
+    """
+
+    terms: Any
+    b: Any
+    h: Any
+    length_q: Any
+    length_k: Any
+    slope: Any
+    bias_at: Any
+    mask_at: Any
 
 
 @triton.jit
@@ -56,79 +114,70 @@ def alibi(slope, i, j):
 
 
 @triton.jit
-def slope_of(alibi_ptr, alibi_stride_b, b, h):
-    """The ALiBi slope of query head h of sequence b, float32, or 0 without slopes; a stride of 0 shares them."""
-    slope = 0.0
-    if alibi_ptr is not None:
-        slope = tl.load(alibi_ptr + b * alibi_stride_b + h).to(tl.float32)
-    return slope
+def of_head(terms, b, h):
+    """(slope, bias_at, mask_at) of a head, 0 for those that ``terms`` does not have."""
+    slope, bias_at, mask_at = 0.0, 0, 0
+    if terms.alibi_ptr is not None:
+        slope = tl.load(terms.alibi_ptr + b * terms.alibi_stride_b + h).to(tl.float32)
+    if terms.bias.ptr is not None:
+        bias_at = sequence.base(terms.bias.ptr, b, 0, h, terms.bias.stride_b, 0, terms.bias.stride_head)
+    if terms.mask.ptr is not None:
+        mask_at = sequence.base(terms.mask.ptr, b, 0, h, terms.mask.stride_b, 0, terms.mask.stride_head)
+    return slope, bias_at, mask_at
 
 
 @triton.jit
-def plane_of(ptr, b, h, stride_b, stride_head):
-    """A mask or bias at (b, h, 0, 0), as ``transform`` and ``select_mask`` take it; strides 0 where it broadcasts.
+def load_tile(tensor, at, pairs, rows, cols, other):
+    """A tile of a head's bias or mask, ``other`` behind the ends.
 
-    Not for None, which a Triton function cannot return.
+    Strides of 0 broadcast: nothing is ever expanded in memory.
     """
-    return sequence.base(ptr, b, 0, h, stride_b, 0, stride_head)
+    offsets = rows.to(tl.int64) * tensor.stride_row + cols.to(tl.int64) * tensor.stride_col
+    return tl.load(at + offsets, mask=(rows < pairs.length_q) & (cols < pairs.length_k), other=other)
 
 
 @triton.jit
-def load_tile(ptr, rows, cols, stride_row, stride_col, mask, other):
-    """A tile of a bias or mask by its strides, 0 for a broadcast dimension: nothing is ever expanded in memory."""
-    offsets = rows.to(tl.int64) * stride_row + cols.to(tl.int64) * stride_col
-    return tl.load(ptr + offsets, mask=mask, other=other)
-
-
-@triton.jit
-def transform(
-    product, scale, param, slope, bias_ptr, bias_stride_row, bias_stride_col, b, h, rows, cols, seqlen_q, seqlen_k,
-    SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, HAS_ALIBI: tl.constexpr,
-):  # fmt: skip
+def transform(product, pairs, rows, cols, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr):
     """Everything that happens to a block of ``q @ k^T`` before masks.
 
     Args:
         product: The block, rows along either dimension.
-        scale: softmax_scale.
-        param: The score transform's parameter.
-        slope: ALiBi slope, read only if HAS_ALIBI.
-        bias_ptr: Bias at (b, h, 0, 0), or None.
-        bias_stride_row: Its strides.
-        bias_stride_col: Its strides.
-        b: Sequence.
-        h: Query head.
+        pairs: What it is a block of.
         rows: Rows of the sequence, like cols broadcastable against product.
         cols: Keys of the sequence.
-        seqlen_q: Nothing is read at or behind it.
-        seqlen_k: Nothing is read at or behind it.
         SCORE_MOD: An elementwise transform, or None.
         DERIVATIVE: Its derivative, or None where none is asked for.
-        HAS_ALIBI: Whether slope is given.
 
     Returns:
         The scores in natural units, and d scores / d (scale * product): of the block's shape with DERIVATIVE, else 1.
     """
-    i = rows + (seqlen_k - seqlen_q)
-    scores = product * scale
+    terms = pairs.terms
+    i = rows + (pairs.length_k - pairs.length_q)
+    scores = product * terms.scale
     derivative = 1.0
     if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores, param, b, h, i, cols)
+        scores = SCORE_MOD(scores, terms.param, pairs.b, pairs.h, i, cols)
         if DERIVATIVE is not None:
-            derivative = DERIVATIVE(scores, param, b, h, i, cols)
-    if HAS_ALIBI:
-        scores += alibi(slope, i, cols)
-    if bias_ptr is not None:
-        exists = (rows < seqlen_q) & (cols < seqlen_k)
-        bias = load_tile(bias_ptr, rows, cols, bias_stride_row, bias_stride_col, exists, 0.0)
-        scores += bias.to(tl.float32)
+            derivative = DERIVATIVE(scores, terms.param, pairs.b, pairs.h, i, cols)
+    if terms.alibi_ptr is not None:
+        scores += alibi(pairs.slope, i, cols)
+    if terms.bias.ptr is not None:
+        scores += load_tile(terms.bias, pairs.bias_at, pairs, rows, cols, 0.0).to(tl.float32)
     return scores, derivative
 
 
 @triton.jit
-def select_mask(x, mask_ptr, mask_stride_row, mask_stride_col, rows, cols, seqlen_q, seqlen_k, fill):
-    """x, or fill where a boolean mask (at (b, h, 0, 0), True keeps; None for none) masks."""
-    if mask_ptr is not None:
-        exists = (rows < seqlen_q) & (cols < seqlen_k)
-        kept = load_tile(mask_ptr, rows, cols, mask_stride_row, mask_stride_col, exists, 0)
+def select_band(x, pairs, rows, cols, fill):
+    """x, or fill where the band or the end of the keys masks."""
+    i = rows + (pairs.length_k - pairs.length_q)
+    left, right = pairs.terms.band.left, pairs.terms.band.right
+    return mask.band_select(x, i, cols, pairs.length_k, left, right, fill, left is not None, right is not None)
+
+
+@triton.jit
+def select_mask(x, pairs, rows, cols, fill):
+    """x, or fill where the boolean mask masks, if there is one."""
+    if pairs.terms.mask.ptr is not None:
+        kept = load_tile(pairs.terms.mask, pairs.mask_at, pairs, rows, cols, 0)
         x = tl.where(kept != 0, x, fill)
     return x
