@@ -5,7 +5,7 @@ Stages, each in processes of their own under a time limit, so that a kernel that
     smoke   the smallest calls of every variant, then larger ones
     check   every feature against the float64 reference with NaN-filled memory; ordered sums bit for bit
     time    variants, FlashAttention-3 (FA3_SO) and cuDNN, interleaved, on the 24 cells
-    parts   the three kernels of a call one by one, and what ordered sums cost
+    parts   the kernels of a call one by one, and what ordered sums cost
 
 Every stage prints a short table; rows go to DIR as JSON lines.
 """
@@ -179,7 +179,7 @@ def time_cells(dims: list[int], dtype: torch.dtype, rounds: int, skip: Sequence[
 
 
 def time_parts(dims: list[int]) -> None:
-    """What rows, products and dq's conversion take of a call, and what ordered sums cost, in microseconds."""
+    """What each kernel adds to a call, the last one only with a band, and what ordered sums cost, in microseconds."""
     for dim, causal, seqlen in itertools.product(dims, (False, True), (512, 8192)):
         problem, (t, out, lse, dout, dlse) = _call(dim, causal, seqlen, torch.bfloat16)
         plan = gradients.Plan(
@@ -199,7 +199,8 @@ def time_parts(dims: list[int]) -> None:
             return run
 
         ordered = replace(problem, deterministic=True)
-        calls: dict[str, Call] = {"prepare": first(1), "and sweep": first(2), "and finish": first(3)}
+        names = ("prepare", "and sweep", "and finish", "and mend")[: len(launches)]
+        calls: dict[str, Call] = {name: first(count) for count, name in enumerate(names, 1)}
         calls["call"] = functools.partial(gradients.run, problem, t, out, lse, dout, dlse)
         calls["ordered"] = functools.partial(gradients.run, ordered, t, out, lse, dout, dlse)
         timings = measure(calls, torch.device(DEVICE), rounds=3, burst_ms=5.0)

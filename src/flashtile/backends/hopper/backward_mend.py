@@ -81,33 +81,12 @@ def add_others(
 ):  # fmt: skip
     """Adds up UNIT rows and COLS columns of a gradient, until all of ``is_nan`` have met what makes them NaN.
 
-    Args:
-        acc: [UNIT, COLS] float32: the sums so far, without the factor softmax_scale.
-        met: [UNIT, COLS] float32: how many infinities and NaN an element has met.
-        is_nan: [UNIT, COLS] bool: the elements that matter.
-        mine: What scores and dprobs are products of on this side, each as ``load_tile`` takes it: (keys, values) of the
-            gradient's own keys with KEYS_FIRST, else (queries, dout) of its own rows.
-        others: The same of the other side.
-        rows_at: The workspace's row block of the sequence's row 0.
-        first: First key or row of this side.
-        start: First row or key of the other side.
-        stop: Behind the last one.
-        first_col: First column.
-        length_q: Rows of the sequence.
-        length_k: Keys of the sequence.
-        left: Of the band, like HAS_LEFT.
-        right: Of the band, like HAS_RIGHT.
-        transform: (scale_log2, softcap, prescale) of ``gradients.scales``.
-        HEAD_DIM: Columns.
-        BLOCK_M: Rows of a row block.
-        HAS_LEFT: Whether the band is bounded there.
-        HAS_RIGHT: Whether the band is bounded there.
-        HAS_SOFTCAP: Whether there is a softcap.
-        KEYS_FIRST: Whether it is a gradient of keys or values.
-        VALUES: Whether it is one of values.
-
-    Returns:
-        acc and met; acc is complete where met is 0.
+    acc and met, [UNIT, COLS] float32, are the sums so far, without the factor softmax_scale, and how many infinities
+    and NaN each has met; both are returned, acc complete where met is 0. mine and others are the operands of scores and
+    of dprobs on this side and the other, as ``load_tile`` takes them: (keys, values) of the gradient's own keys against
+    (queries, dout) with KEYS_FIRST, which may be a gradient of VALUES; else the other way round. rows_at is the
+    workspace's row block of the sequence's row 0, ``first`` this side's first key or row, ``start ... stop - 1`` are
+    the other side's; transform: (scale_log2, softcap, prescale) of ``gradients.scales``.
     """
     scale_log2, softcap, prescale = transform
     i = first + tl.arange(0, UNIT)
@@ -185,30 +164,11 @@ def mend_unit(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, VARLEN: tl.constexpr, KEYS_FIRST: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Computes again what may have leaked into UNIT keys or rows of a gradient.
+    """Computes again what may have leaked into UNIT keys or rows of a gradient, from ``first`` on.
 
-    Args:
-        grad: The gradient's head, as ``load_tile`` takes it.
-        tensors: q, k, v and dout as ``head_of`` takes them.
-        b: The sequence.
-        head: The head, or the first of those that share the keys with KEYS_FIRST.
-        head_kv: The head of the keys.
-        first: First of the keys or rows.
-        sequence_q: (start, length) of the sequence's rows.
-        sequence_k: The same of its keys.
-        rows_ptr: The workspace's rows.
-        sizes: (seqlen_q, batch, num_heads_q, group_size).
-        band: (left, right).
-        transform: As ``add_others`` takes it, and what follows too.
-        softmax_scale: Factor of gradients of queries and keys.
-        HEAD_DIM: Columns.
-        BLOCK_M: Rows of a row block.
-        HAS_LEFT: Whether the band is bounded there.
-        HAS_RIGHT: Whether the band is bounded there.
-        HAS_SOFTCAP: Whether there is a softcap.
-        VARLEN: Whether sequences are packed.
-        KEYS_FIRST: Whether it is a gradient of keys or values.
-        VALUES: Whether it is one of values.
+    grad is the gradient's head, as ``load_tile`` takes it; tensors: q, k, v and dout as ``head_of`` takes them; head:
+    the head, or with KEYS_FIRST the first of those that share the keys; sequence_q and sequence_k: (start, length);
+    sizes: (seqlen_q, batch, num_heads_q, group_size); band: (left, right); the rest as ``add_others`` has it.
     """
     q, k, v, dout = tensors
     start_q, length_q = sequence_q
@@ -216,20 +176,15 @@ def mend_unit(
     left, right = band
     seqlen_q, batch, num_heads_q, group_size = sizes
     i = first + tl.arange(0, UNIT)
+    scale = 1.0 if VALUES else softmax_scale
     if KEYS_FIRST:
-        length, heads, scale = length_k, group_size, softmax_scale
+        length, heads = length_k, group_size
         last = tl.minimum(first + UNIT, length) - 1
-        start, _, _, stop = blocks.query_blocks(
-            first, last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, STEP
-        )  # fmt: skip
+        start, _, _, stop = blocks.query_blocks(first, last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, STEP)
     else:
-        length, heads, scale = length_q, 1, softmax_scale
+        length, heads = length_q, 1
         last = tl.minimum(first + UNIT, length) - 1
-        start, _, _, stop = blocks.key_blocks(
-            first, last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, STEP
-        )  # fmt: skip
-    if VALUES:
-        scale = 1.0
+        start, _, _, stop = blocks.key_blocks(first, last, length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT, STEP)
     keys, values = head_of(k, b, start_k, head_kv, VARLEN), head_of(v, b, start_k, head_kv, VARLEN)
     for col in range(0, HEAD_DIM, COLS):
         now = load_tile(grad, i, length, col, HEAD_DIM)
