@@ -139,6 +139,30 @@ def test_products_add_up_in_order_and_are_waited_for() -> None:
         emulator.launch(multiplied, (1,), (_described(x), out, "written while read"))
 
 
+@gluon.jit
+def side_by_side(x_desc, out_ptr, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 16], gl.float32)
+    tile = gl.allocate_shared_memory(gl.float32, [1, 16, 32], layout).index(0)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.expect(full.index(0), 2 * 16 * 16 * 4)
+    tma_load(x_desc, [0, 0], full.index(0), tile.slice(FIRST, 16, 1))
+    tma_load(x_desc, [16, 0], full.index(0), tile.slice(SECOND, 16, 1))
+    mbarrier.wait(full.index(0), 0)
+    rows, cols = gl.arange(0, 16, gl.AutoLayout()), gl.arange(0, 32, gl.AutoLayout())
+    gl.store(out_ptr + rows[:, None] * 32 + cols[None, :], tile.load(gl.AutoLayout()))
+
+
+def test_boxes_of_one_buffer_are_loaded_side_by_side() -> None:
+    x, out = torch.randn(2 * SIDE, SIDE), torch.full((SIDE, 2 * SIDE), torch.nan)
+    emulator.launch(side_by_side, (1,), (_described(x), out, 0, SIDE))
+    assert torch.equal(out, torch.cat([x[:SIDE], x[SIDE:]], 1))
+    with pytest.raises(emulator.RaceError, match="writes tile"):
+        emulator.launch(side_by_side, (1,), (_described(x), out, 0, 0))
+    with pytest.raises(emulator.EmulatorError, match="columns 8 to 24"):
+        emulator.launch(side_by_side, (1,), (_described(x), out, 0, 8))
+
+
 @triton.jit
 def scalar_arithmetic(out_ptr, a, b, x):
     tl.store(out_ptr + 0, a // b)
