@@ -147,7 +147,8 @@ def jobs(arch: str, backend: str | None = None, *, quick: bool = False) -> list[
     Args:
         arch: A key of ``ARCHS``.
         backend: One backend alone; None for all that have kernels for the architecture.
-        quick: The first configuration of each kernel only.
+        quick: The first configuration of each kernel; of one in Gluon, whose names differ between Triton's releases, as
+            few as have every mask and feature among them.
 
     Raises:
         InvalidInputError: If there is no such architecture or no such backend.
@@ -175,15 +176,28 @@ def jobs_of(module: str, arch: str, *, quick: bool = False) -> list[Job]:
     Args:
         module: Its dotted name.
         arch: A key of ``ARCHS``.
-        quick: The first configuration of each kernel only.
+        quick: The first configuration of each kernel; of one in Gluon, whose names differ between Triton's releases, as
+            few as have every mask and feature among them.
     """
-    found, seen = [], set()
+    found: list[Job] = []
+    seen: set[object] = set()
     for index, build in enumerate(_builds(module, arch)):
-        if quick and (build.name, build.direction) in seen:
+        traits = _traits(build)
+        if quick and traits <= seen:
             continue
-        seen.add((build.name, build.direction))
+        seen |= traits
         found.append(Job(module, arch, index, build.label))
     return found
+
+
+def _traits(build: KernelBuild) -> set[object]:
+    """What of a build a release of Triton may take and of another one not."""
+    kind = (build.name, build.direction)
+    if not build.kernel.is_gluon():
+        return {kind}
+    mask = str(build.config.get("mask", "")).partition("(")[0]
+    features = str(build.config.get("features", "")).split("+")
+    return {(kind, trait) for trait in (mask, *features)}
 
 
 def run(todo: Sequence[Job], workers: int | None = None) -> Iterator[Outcome]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -146,6 +147,21 @@ def test_quick_takes_the_first_configuration_of_each_kernel() -> None:
     assert labels == ["toy/matmul block=64 scale=None", "toy/copy_tile rows=64"]
 
 
+def test_quick_takes_every_mask_and_feature_of_a_gluon_kernel() -> None:
+    def traits(quick: bool) -> set[tuple[str, str]]:
+        chosen = [build for build, job in zip(hopper_builds, all_jobs, strict=True) if not quick or job in quick_jobs]
+        masks = {(build.name, str(build.config["mask"]).partition("(")[0]) for build in chosen}
+        features = {(b.name, f) for b in chosen for f in str(b.config.get("features", "")).split("+")}
+        return masks | features
+
+    module = "flashtile.backends.hopper.builds"
+    hopper_builds = importlib.import_module(module).builds("sm_90a")
+    all_jobs, quick_jobs = (builds.jobs_of(module, "sm_90a", quick=quick) for quick in (False, True))
+    gluon = {build.name for build in hopper_builds if build.kernel.is_gluon()}
+    assert {trait for trait in traits(False) - traits(True) if trait[0] in gluon} == set()
+    assert ("attention_backward", "window") in traits(True) and len(quick_jobs) < len(all_jobs) // 3
+
+
 def test_refusals_name_the_argument() -> None:
     with pytest.raises(InvalidInputError, match="arch: is 'sm_75', must be one of sm_80, sm_90a, sm_100, gfx942"):
         builds.jobs("sm_75")
@@ -172,7 +188,7 @@ def test_builds_can_be_imported_without_triton() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_builds_and_keeps_its_promises(arch: str) -> None:
-    # One configuration a kernel; `flashtile kernels` without --quick builds them all.
+    # `flashtile kernels` without --quick builds them all.
     outcomes = list(builds.run(builds.jobs(arch, quick=True)))
     assert [f"{outcome.job.label}: {problem}" for outcome in outcomes for problem in outcome.problems] == []
     matrix = {"sm_80": "mma", "sm_90a": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}[arch]

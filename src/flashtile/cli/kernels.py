@@ -23,7 +23,7 @@ _COLUMNS = ("kernel", "direction", "config", "registers", "spill B", "shared B",
 def kernels(
     arch: Annotated[str, typer.Option(help=f"What to build for: {', '.join(ARCHS)}.")],
     backend: Annotated[str | None, typer.Option(help="One backend alone.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One configuration of each kernel.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few configurations of each kernel.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone, a row a line.")] = False,
 ) -> None:
     """Build every GPU kernel for an architecture: registers, spills, shared memory, instructions. Needs no GPU.
