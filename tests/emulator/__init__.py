@@ -193,7 +193,11 @@ class _Binding:
                 body[name] = self.of(member)
             elif hasattr(member, "fn"):
                 body[name] = _Function(member.fn, self)
-        return type(plain.__name__, (), body)
+
+        def fill(instance: Any, *values: Any) -> None:
+            vars(instance).update(zip(plain.__annotations__, values, strict=True))
+
+        return type(plain.__name__, (), {"__init__": fill, **body})
 
 
 def _names(code: CodeType) -> set[str]:

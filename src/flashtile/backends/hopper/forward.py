@@ -436,8 +436,8 @@ def attention_forward(
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, OUT_WIDTH], dtype)
     out_s = gl.allocate_shared_memory(dtype, [GROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-                  [HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS,
-                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV))])  # fmt: skip
+                  HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS,
+                  CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip
     transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST)
     # Registers of a thread that does not compute. 32 leave the first computing warpgroup 8 fewer than the others have,
     # which the wide loop bodies of packed calls cannot spare; their tiles are found with fewer divisions.

@@ -26,8 +26,22 @@ else:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-# Public from 3.9 on.
-aggregate = triton.aggregate if hasattr(triton, "aggregate") else core._aggregate
+# Public from 3.9 on, and with a constructor of its own.
+if hasattr(triton, "aggregate"):
+    aggregate = triton.aggregate
+else:
+
+    def aggregate(cls):
+        """Makes a class of annotated fields a value of device code, constructed from its fields in their order."""
+
+        def fill(self, *values):
+            for name, value in zip(cls.__annotations__, values, strict=True):
+                setattr(self, name, value if isinstance(value, core.base_value) else gl.constexpr(value))
+
+        fill.__triton_builtin__ = True
+        cls.__init__ = fill
+        return core._aggregate(cls)
+
 
 # Public from 3.9 on, and renamed with that.
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):

@@ -26,13 +26,6 @@ class Ring:
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, stages):
-        self.buffers = buffers
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
-
     @gluon.jit
     def stage(self, use):
         """Which buffer a use lives in. Uses are not negative, which the compiler does not know: a mask is cheaper."""

@@ -36,19 +36,6 @@ class Sizes:
     groups: gl.constexpr
     cached_rows: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right, flags):
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.batch = batch
-        self.num_heads_q = num_heads_q
-        self.group_size = group_size
-        self.left = left
-        self.right = right
-        names = ("has_left", "has_right", "varlen", "block_m", "block_n", "groups", "cached_rows")
-        for name, flag in zip(names, flags, strict=True):
-            setattr(self, name, gl.constexpr(flag))
-
 
 @aggregate
 class Tile:
@@ -63,18 +50,6 @@ class Tile:
     seqlen_q: gl.tensor
     start_k: gl.tensor
     seqlen_k: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, step, is_end, b, head, row, start_q, seqlen_q, start_k, seqlen_k):
-        self.step = step
-        self.is_end = is_end
-        self.b = b
-        self.head = head
-        self.row = row
-        self.start_q = start_q
-        self.seqlen_q = seqlen_q
-        self.start_k = start_k
-        self.seqlen_k = seqlen_k
 
 
 @gluon.jit

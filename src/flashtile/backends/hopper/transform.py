@@ -18,14 +18,6 @@ class Transform:
     has_softcap: gl.constexpr
     scale_first: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, scale_log2, softcap, prescale, has_softcap, scale_first):
-        self.scale_log2 = scale_log2
-        self.softcap = softcap
-        self.prescale = prescale
-        self.has_softcap = gl.constexpr(has_softcap)
-        self.scale_first = gl.constexpr(scale_first)
-
     @gluon.jit
     def scores(self, s):
         """Products as scores that ``scale_log2`` turns into exponents."""
