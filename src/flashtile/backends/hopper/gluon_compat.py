@@ -39,7 +39,8 @@ else:
                 setattr(self, name, value if isinstance(value, core.base_value) else gl.constexpr(value))
 
         fill.__triton_builtin__ = True
-        cls.__init__ = fill
+        if "__init__" not in vars(cls):
+            cls.__init__ = fill
         return core._aggregate(cls)
 
 
