@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import tempfile
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,6 +47,36 @@ def test_few_spills_and_the_instructions_of_the_chip(dim: int) -> None:
     assert report.instructions["atomic"] == 2 * 2 * share // 8 + 1
     assert report.instructions["setmaxnreg"] > 0
     assert "st.global" not in report.instructions
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_assembler_adds_no_wait_for_a_product(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serialises products whose registers it cannot follow, with no more than a warning."""
+    programs: dict[str, str] = {}
+
+    def keep_text(text: str, count: Callable[[str], dict[str, int]] = builds.count_ptx) -> dict[str, int]:
+        programs["ptx"] = text
+        return count(text)
+
+    def disassemble(cubin: bytes, read: Callable[[bytes], dict[str, int]] = builds.nvidia_resources) -> dict[str, int]:
+        from triton import knobs
+
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            tool = [knobs.nvidia.cuobjdump.path, "--dump-sass", file.name]
+            programs["sass"] = subprocess.run(tool, check=True, capture_output=True, text=True).stdout
+        return read(cubin)
+
+    monkeypatch.setattr(builds, "count_ptx", keep_text)
+    monkeypatch.setattr(builds, "nvidia_resources", disassemble)
+    builds.compile_build(_usual(dim), "sm_90a")
+    for asked, made in (
+        ("wgmma.mma_async", " HGMMA."),
+        ("wgmma.wait_group", "WARPGROUP.DEPBAR"),
+        ("wgmma.fence", "WARPGROUP.ARRIVE"),
+    ):
+        assert programs["sass"].count(made) == programs["ptx"].count(asked) > 0, asked
 
 
 @pytest.mark.slow

@@ -463,6 +463,8 @@ def store_gradient(desc, grad, tile_ring, tiles, out_s, grid, form, GROUP: gl.co
     b, head = field(tile_ring, tiles, SEQUENCE), field(tile_ring, tiles, HEAD)
     start_k, seqlen_k = field(tile_ring, tiles, START_K), field(tile_ring, tiles, SEQLEN_K)
     grad = grad.to(desc.dtype)
+    # As in fixed_part_of: addresses that the compiler takes for fixed it keeps, and spills.
+    out_s = out_s.index(GROUP + (tiles >> 30))
     if form.staged:
         low, high = gl.split(gl.permute(gl.reshape(grad, [GROUP_KEYS, 2, half]), (0, 2, 1)))
         store(desc, coordinates(b, start_k, seqlen_k, key, head, col, grid.varlen), out_s, low)
@@ -625,8 +627,8 @@ def attention_backward(
     else:
         dq0, dq1 = (dq_ptr, None, None, turns_ptr), (dq_ptr, None, None, turns_ptr)
     gl.warp_specialize([
-        (scorer, (dk_desc, dv_desc, dq0, channels, out_s.index(0), grid, transform, form, 0)),
-        (scorer, (dk_desc, dv_desc, dq1, channels, out_s.index(1), grid, transform, form, 1)),
+        (scorer, (dk_desc, dv_desc, dq0, channels, out_s, grid, transform, form, 0)),
+        (scorer, (dk_desc, dv_desc, dq1, channels, out_s, grid, transform, form, 1)),
         (loader, (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                   channels, grid, form)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -9,10 +9,11 @@ from flashtile.backends.hopper import backward_tiles
 from flashtile.problem import Problem
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-# What is spilled is addresses and counts: dk, dv and two blocks of scores take 192 of the 240 registers. Measured on
-# Triton 3.6.0 and 3.7.1 (2026-11-20): at head_dim 128 and 256 16-24 bytes, none of them in a loop, and about 110 with a
-# softcap; at 64 80-96, where the 740 instructions of a step have up to 8 loads and 4 stores. 3.9.0: 112, 40, 144.
-_SPILL_LIMITS = {64: 144, 128: 112, 256: 128}
+# What is spilled is what the compiler computes of a thread's index ahead of all loops: dk, dv and two blocks of scores
+# take 192 of the 240 registers. Measured (2026-11-20): at head_dim 64 and 128 at most 16 bytes on Triton 3.6.0 and
+# 3.7.1, in loops only two loads and a store of a window at 64, and 56 on 3.9.0, up to seven loads; with a softcap at
+# 128 24, on 3.9.0 112; at 256 at most 40, on 3.9.0 48.
+_SPILL_LIMIT, _SOFTCAP_SPILL_LIMIT = 64, 112
 
 
 def builds(problem: Problem) -> list[KernelBuild]:
@@ -73,7 +74,7 @@ def sweep(problem: Problem, config: backward_tiles.Config) -> KernelBuild:
         constexprs=constexprs,
         divisible=("dq_ptr",),
         options={"num_warps": 4, "maxnreg": config.max_registers},
-        spill_limit=_SPILL_LIMITS[config.block_d],
+        spill_limit=_SOFTCAP_SPILL_LIMIT if problem.softcap > 0 and config.block_d == 128 else _SPILL_LIMIT,
     )
 
 
