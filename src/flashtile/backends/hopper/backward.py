@@ -71,14 +71,6 @@ class Transform:
     prescale: gl.tensor
     has_softcap: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, scale_log2, softmax_scale, softcap, prescale, has_softcap):
-        self.scale_log2 = scale_log2
-        self.softmax_scale = softmax_scale
-        self.softcap = softcap
-        self.prescale = prescale
-        self.has_softcap = gl.constexpr(has_softcap)
-
 
 @aggregate
 class Form:
@@ -122,17 +114,6 @@ class Channels:
     values: Ring
     dscores: Ring
     start: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, queries, rows, dout, keys, values, dscores, start):
-        self.tiles = tiles
-        self.queries = queries
-        self.rows = rows
-        self.dout = dout
-        self.keys = keys
-        self.values = values
-        self.dscores = dscores
-        self.start = start
 
 
 @gluon.jit
@@ -223,13 +204,6 @@ class KeyRows:
     last: gl.tensor
     clear_from: gl.tensor
     clear_to: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, first, last, clear_from, clear_to):
-        self.first = first
-        self.last = last
-        self.clear_from = clear_from
-        self.clear_to = clear_to
 
 
 @gluon.jit
@@ -619,7 +593,7 @@ def attention_backward(
     mbarrier.init(channels.start, count=1)
     out_s = gl.allocate_shared_memory(dtype, [2, GROUP_KEYS, out_d], out_layout)
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, left, right, heads_at_once,
-                   [HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, GROUP_KEYS * GROUPS])  # fmt: skip
+                   HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, GROUP_KEYS * GROUPS)  # fmt: skip
     transform = Transform(scale_log2, softmax_scale, softcap, prescale, HAS_SOFTCAP)
     if dq_desc is not None:
         dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_WIDTH // 2, 128], dq_desc.layout)

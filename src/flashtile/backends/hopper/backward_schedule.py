@@ -31,20 +31,6 @@ class KeyGrid:
     block_m: gl.constexpr
     block_n: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, seqlen_q, seqlen_k, batch, num_heads_kv, group_size, left, right, heads_at_once, flags):
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.batch = batch
-        self.num_heads_kv = num_heads_kv
-        self.group_size = group_size
-        self.left = left
-        self.right = right
-        self.heads_at_once = heads_at_once
-        names = ("has_left", "has_right", "varlen", "falling", "block_m", "block_n")
-        for name, flag in zip(names, flags, strict=True):
-            setattr(self, name, gl.constexpr(flag))
-
 
 @aggregate
 class KeyTile:
@@ -60,19 +46,6 @@ class KeyTile:
     seqlen_k: gl.tensor
     m_min: gl.tensor
     m_max: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max):
-        self.is_end = is_end
-        self.b = b
-        self.head = head
-        self.key = key
-        self.start_q = start_q
-        self.seqlen_q = seqlen_q
-        self.start_k = start_k
-        self.seqlen_k = seqlen_k
-        self.m_min = m_min
-        self.m_max = m_max
 
 
 @gluon.jit
