@@ -1,0 +1,17 @@
+"""Runs the PTX that Triton's compiler makes of the kernels, on a CPU: layouts, swizzles, barriers, predicates.
+
+The emulator next door runs the kernels' source; this runs what the compiler made of it, instruction by instruction, 32
+lanes at a time. It is functional only: no clock, no registers running out, no assembler behind it. Warps take turns in
+an order drawn from a seed; TMA copies complete at some moment before they are waited for, matrix products at the wait
+(or, by option, at their issue). What it does not know it raises, with the line. It finds, besides wrong numbers,
+
+- races in shared memory between warps and copies, missing proxy fences and ``wgmma.fence``, deadlocks,
+- accumulators used before the wait, warps that end with copies or products in flight,
+- accesses outside tensors, shared memory and boxes, misaligned ones, reads of shared memory that nobody wrote,
+- register budgets (``setmaxnreg``) that can never be met, barriers and products with lanes apart.
+
+It does not find what the assembler does (spills, its own errors), races in global memory, or between the lanes of one
+warp.
+"""
+
+from __future__ import annotations

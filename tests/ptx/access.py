@@ -1,0 +1,291 @@
+"""Loads, stores, atomics, matrices of 8 x 8 between shared memory and registers, old asynchronous copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.ptx.arithmetic import _UNSIGNED, Array, as_type, to_bits
+from tests.ptx.decode import Decoder, builder
+from tests.ptx.machine import SHARED_BASE, Copy, Step, Wait, Warp
+from tests.ptx.memory import Region
+from tests.ptx.text import WIDTHS, Instruction, PtxError
+
+_ORDERS = {"volatile", "relaxed", "acquire", "release", "acq_rel", "weak", "gpu", "sys", "cta", "ca", "cg", "cs", "wb",
+           "wt", "cv", "nc", "L1::evict_last", "L1::evict_first", "L1::no_allocate"}  # fmt: skip
+
+
+def _shape(i: Instruction, spaces: tuple[str, ...], others: set[str]) -> tuple[str, str, int]:
+    """(space, type, count) of an access."""
+    kind, space, count = i.opcode[-1], "", 1
+    for each in i.opcode[1:-1]:
+        if each in spaces:
+            space = each.partition(":")[0]
+        elif each in ("v2", "v4", "v8"):
+            count = int(each[1])
+        elif each not in others:
+            raise PtxError(f"modifier {each}")
+    if not space:
+        raise PtxError("access without a space")
+    return space, kind, count
+
+
+def _on(warp: Warp, space: str, at: Array) -> list[tuple[Region, Any]]:
+    """The regions of the active lanes' addresses, and the lanes of each as a mask or None for all 32."""
+    mask = warp.mask
+    if space == "shared":
+        return [(warp.block.shared, mask)]
+    if mask is None:
+        return warp.block.machine.memory.groups(at)
+    found = []
+    for region, inside in warp.block.machine.memory.groups(at[mask]):
+        lanes = mask.copy()
+        if inside is not None:
+            lanes[mask] = inside
+        found.append((region, lanes))
+    return found
+
+
+@builder("ld")
+def _load(d: Decoder, i: Instruction) -> Step:
+    if i.opcode[1] == "param":
+        return _load_param(d, i)
+    space, kind, count = _shape(i, ("global", "shared", "shared::cta"), _ORDERS)
+    names = d.vector(i.operands[0])
+    if len(names) != count:
+        raise PtxError("destinations")
+    to, size, at = [d.register(name) for name in names], WIDTHS[kind] // 8, d.address(i.operands[1])
+    wide = [_UNSIGNED[max(d.width(name), 8)] for name in names]
+    if kind[0] == "s" and any(_UNSIGNED[size * 8] is not w for w in wide):
+        raise PtxError("a load that extends a sign")
+
+    def run(warp: Warp) -> None:
+        where = at(warp)
+        watch = warp.block.watch
+        if watch is not None and space == "shared":
+            watch.read(warp, watch.places(where if warp.mask is None else where[warp.mask], size * count))
+        for region, lanes in _on(warp, space, where):
+            if lanes is None:
+                for index, value, as_wide in zip(to, region.load(where, size, count), wide, strict=True):
+                    warp.values[index] = value.astype(as_wide, copy=False)
+                continue
+            before, warp.mask = warp.mask, lanes
+            for index, value, as_wide in zip(to, region.load(where[lanes], size, count), wide, strict=True):
+                whole = np.zeros(32, as_wide)
+                whole[lanes] = value
+                warp.put(index, whole)
+            warp.mask = before
+
+    return run
+
+
+def _load_param(d: Decoder, i: Instruction) -> Step:
+    name, kind = i.operands[1][1:-1], i.opcode[-1]
+    if "+" in name or name not in dict(d.program.params):
+        raise PtxError("part of a parameter")
+    to, unsigned = d.register(i.operands[0]), _UNSIGNED[WIDTHS[kind]]
+    wide = _UNSIGNED[max(d.width(i.operands[0]), 8)]
+
+    def run(warp: Warp) -> None:
+        value = np.frombuffer(warp.block.machine.params[name], unsigned)
+        result = np.full(32, value[0], wide)
+        if warp.mask is None:
+            warp.values[to] = result
+        else:
+            warp.put(to, result)
+
+    return run
+
+
+@builder("st")
+def _store(d: Decoder, i: Instruction) -> Step:
+    space, kind, count = _shape(i, ("global", "shared", "shared::cta"), _ORDERS)
+    at, bits = d.address(i.operands[0]), WIDTHS[kind]
+    sources = [d.operand(name, bits) for name in d.vector(i.operands[1])]
+    unsigned = _UNSIGNED[bits]
+    if len(sources) != count:
+        raise PtxError("sources")
+
+    def run(warp: Warp) -> None:
+        where = at(warp)
+        values = [warp.values[s].astype(unsigned, copy=False) for s in sources]
+        watch = warp.block.watch
+        if watch is not None and space == "shared":
+            active = slice(None) if warp.mask is None else warp.mask
+
+            def same() -> bool:
+                there = warp.block.shared.load(where[active], bits // 8, count)
+                return all(np.array_equal(a, b[active]) for a, b in zip(there, values, strict=True))
+
+            watch.write(warp, watch.places(where[active], bits // 8 * count), same)
+        for region, lanes in _on(warp, space, where):
+            if lanes is None:
+                region.store(where, bits // 8, values)
+            else:
+                region.store(where[lanes], bits // 8, [v[lanes] for v in values])
+
+    return run
+
+
+_ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "exch": lambda old, new: new, "inc": lambda old, top: old.dtype.type(0) if old >= top else old + 1,
+}  # fmt: skip
+
+
+@builder("atom", "red")
+def _atomic(d: Decoder, i: Instruction) -> Step:
+    names = [each for each in i.opcode[1:-1] if each in _ATOMIC or each == "cas"]
+    if len(names) != 1:
+        raise PtxError("atomic")
+    space, kind, count = _shape(i, ("global", "shared", "shared::cta"), _ORDERS | set(names))
+    operands = list(i.operands)
+    to = [d.register(name) for name in d.vector(operands.pop(0))] if i.opcode[0] == "atom" else []
+    at, width = d.address(operands[0]), WIDTHS[kind]
+    sources = [[d.operand(name, width) for name in d.vector(each)] for each in operands[1:]]
+    typed, bits, unsigned = as_type(kind), to_bits(kind), _UNSIGNED[width]
+    name = names[0]
+
+    def run(warp: Warp) -> None:
+        where = at(warp)
+        if space == "shared" and warp.block.watch is not None:
+            raise PtxError("atomics in shared memory are not watched")
+        olds = [np.zeros(32, unsigned) for _ in range(count)]
+        for region, lanes in _on(warp, space, where):
+            active = np.arange(32) if lanes is None else np.flatnonzero(lanes)
+            # Lanes at one place take turns.
+            apart = len(np.unique(where[active])) == len(active) and name != "inc"
+            for some in [active] if apart else active[:, None]:
+                here = where[some]
+                found = region.load(here, width // 8, count)
+                given = [[warp.values[s][some] for s in each] for each in sources]
+                new = []
+                for n in range(count):
+                    olds[n][some] = found[n]
+                    if name == "cas":
+                        new.append(np.where(found[n] == given[0][n], given[1][n], found[n]))
+                    else:
+                        new.append(bits(np.asarray(_ATOMIC[name](typed(found[n]), typed(given[0][n])))))
+                region.store(here, width // 8, new)
+        for index, old in zip(to, olds, strict=False):
+            if warp.mask is None:
+                warp.values[index] = old
+            else:
+                warp.put(index, old)
+
+    return run
+
+
+def _matrices(warp: Warp, at: Callable[[Warp], Array], count: int) -> Array:
+    """Places in shared memory of the rows of 16 bytes, [count, 8]: lanes 8 n .. 8 n + 7 have those of matrix n."""
+    if warp.mask is not None:
+        raise PtxError("matrices with lanes apart")
+    rows = at(warp)[: 8 * count]
+    if (rows & 15).any():
+        raise PtxError(f"rows of a matrix are not on 16 bytes: {rows}")
+    if rows.min() < SHARED_BASE or rows.max() + 16 > SHARED_BASE + warp.block.shared.size:
+        raise PtxError("rows of a matrix outside shared memory")
+    return ((rows - SHARED_BASE) >> 1).reshape(count, 8)
+
+
+@builder("ldmatrix", "stmatrix")
+def _matrix(d: Decoder, i: Instruction) -> Step:
+    allowed = {"sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
+    found = set(i.opcode[1:])
+    if found - allowed:
+        raise PtxError(f"modifiers {found - allowed}")
+    count = int(next(each for each in i.opcode if each in ("x1", "x2", "x4"))[1])
+    storing, trans = i.opcode[0] == "stmatrix", "trans" in found
+    vector, address = (i.operands[1], i.operands[0]) if storing else i.operands
+    names, at = d.vector(vector), d.address(address)
+    registers = [d.operand(name, 32) if storing else d.register(name) for name in names]
+
+    def load(warp: Warp) -> None:
+        places = _matrices(warp, at, count)
+        memory = warp.block.shared.view(2)
+        if warp.block.watch is not None:
+            warp.block.watch.read(warp, (places.reshape(-1, 1) + np.arange(8)).ravel())
+        for n, index in enumerate(registers):
+            matrix = memory[places[n][:, None] + np.arange(8)]
+            if trans:
+                matrix = matrix.T
+            warp.values[index] = np.ascontiguousarray(matrix).reshape(32, 2).view(np.uint32)[:, 0]
+
+    def store(warp: Warp) -> None:
+        places = _matrices(warp, at, count)
+        memory = warp.block.shared.view(2)
+        if warp.block.watch is not None:
+            warp.block.watch.write(warp, (places.reshape(-1, 1) + np.arange(8)).ravel())
+        for n, index in enumerate(registers):
+            matrix = np.ascontiguousarray(warp.values[index]).view(np.uint16).reshape(8, 8)
+            memory[places[n][:, None] + np.arange(8)] = matrix.T if trans else matrix
+
+    return store if storing else load
+
+
+@builder("cp")
+def _copy(d: Decoder, i: Instruction) -> Step:
+    if i.opcode[1] == "reduce" or i.opcode[1:3] == ("async", "bulk"):
+        from tests.ptx import bulk
+
+        return bulk.build(d, i)
+    if i.opcode[2] == "commit_group":
+
+        def commit(warp: Warp) -> None:
+            warp.copies.append([])
+
+        return commit
+    if i.opcode[2] == "wait_group":
+        left = int(i.operands[0], 0)
+
+        def wait(warp: Warp) -> Wait | None:
+            return wait_for(warp, left)
+
+        return wait
+    if set(i.opcode[2:]) - {"ca", "cg", "shared", "shared::cta", "global", "L2::128B"}:
+        raise PtxError("copy")
+    to, origin, size = d.address(i.operands[0]), d.address(i.operands[1]), int(i.operands[2], 0)
+    given = d.operand(i.operands[3], 32) if len(i.operands) > 3 else None
+
+    def run(warp: Warp) -> None:
+        machine, block = warp.block.machine, warp.block
+        lanes = warp.lanes()
+        targets, sources = to(warp), origin(warp)
+        count = np.full(32, size) if given is None else warp.values[given]
+        moves = [(int(targets[n]), int(sources[n]), int(count[n])) for n in lanes]
+
+        def move() -> None:
+            for target, source, n in moves:
+                start = target - block.shared.base
+                if n:
+                    region = machine.memory.find(source)
+                    first = source - region.base
+                    block.shared.data[start : start + n] = region.data[first : first + n]
+                block.shared.data[start + n : start + size] = 0
+
+        copy = Copy(move)
+        if block.watch is not None:
+            copy.number = block.watch.copy_in(warp, block.watch.places(targets[lanes], size))
+        machine.start(copy)
+        warp.copies[-1].append(copy)
+
+    return run
+
+
+def wait_for(warp: Warp, left: int) -> Wait | None:
+    """Waits until all groups of copies but the last ``left`` are done."""
+    closed = warp.copies[:-1]
+    waited = [copy for group in closed[: len(closed) - left] for copy in group]
+    warp.copies = [*closed[max(0, len(closed) - left) :], warp.copies[-1]] if left < len(closed) else warp.copies
+
+    def learn() -> None:
+        if warp.block.watch is not None:
+            for copy in waited:
+                warp.block.watch.learn_copy(warp, copy.number)
+
+    if all(copy.done for copy in waited):
+        learn()
+        return None
+    return Wait(lambda: all(copy.done for copy in waited), f"{len(waited)} copies", then=learn)

@@ -1,0 +1,219 @@
+"""Copies of boxes by the tensor memory accelerator (PTX ISA, "Tensors": boxes, swizzling, out-of-bounds accesses)."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.ptx import access
+from tests.ptx.arithmetic import Array
+from tests.ptx.decode import Decoder
+from tests.ptx.machine import SHARED_BASE, Block, Copy, Step, Wait, Warp
+from tests.ptx.memory import GlobalMemory
+from tests.ptx.text import Instruction, PtxError
+
+# Rows of 128 bytes after which a swizzle pattern repeats, minus one, by bytes of the swizzle.
+_SWIZZLE_ROWS = {0: 0, 32: 1, 64: 3, 128: 7}
+
+
+def swizzled(address: Array, span: int) -> Array:
+    """Where a byte lies: the 16-byte chunk's number is xored with bits of the 128-byte row's."""
+    return address ^ (((address >> 7) & _SWIZZLE_ROWS[span]) << 4)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What a tensor map says, outermost dimension first.
+
+    Attributes:
+        address: Of the first element.
+        size: Bytes of an element.
+        shape: Elements along each dimension.
+        strides: Bytes from one element to the next along each dimension.
+        box: Elements that one copy moves along each dimension.
+        swizzle: Bytes of the swizzle, 0 for none.
+        float32: Whether elements are float32, for what adds.
+    """
+
+    address: int
+    size: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    float32: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.address % 16:
+            wrong.append("address not on 16 bytes")
+        if any(s % 16 or not 0 <= s < 1 << 40 for s in self.strides[:-1]):
+            wrong.append("strides must be multiples of 16 bytes below 2**40")
+        if any(not 0 < n <= 1 << 32 for n in self.shape):
+            wrong.append("shape")
+        if any(not 0 < n <= 256 for n in self.box):
+            wrong.append("box sides must be 1 .. 256")
+        inner = self.box[-1] * self.size
+        if inner % 16 or (self.swizzle and inner > self.swizzle):
+            wrong.append(f"{inner} bytes of the box's rows in a swizzle of {self.swizzle}")
+        if wrong:
+            raise PtxError(f"{self}: {', '.join(wrong)}")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a box in shared memory."""
+        return int(np.prod(self.box)) * self.size
+
+    def places(self, coordinates: tuple[int, ...]) -> tuple[Array, Array]:
+        """(first address, elements inside) of each row of a box along the last dimension, in the box's order."""
+        address = np.full((), self.address, np.uint64)
+        inside = np.full((), True)
+        for side, start, stride, limit in zip(self.box[:-1], coordinates, self.strides, self.shape, strict=False):
+            at = start + np.arange(side)
+            address = address[..., None] + at.astype(np.uint64) * np.uint64(stride)
+            inside = inside[..., None] & (at >= 0) & (at < limit)
+        return address.ravel(), inside.ravel()
+
+
+@functools.lru_cache(maxsize=512)
+def _layout(start: int, rows: int, row_bytes: int, swizzle: int) -> Array:
+    """Place in shared memory of each byte of a box, [rows, row_bytes]."""
+    lines = start + np.arange(rows * row_bytes).reshape(rows, row_bytes)
+    return swizzled(lines, swizzle) - SHARED_BASE
+
+
+def _box(block: Block, start: int, tensor: TensorMap) -> Array:
+    if start % (128 if tensor.swizzle == 0 else 8 * tensor.swizzle):
+        raise PtxError(f"a box at {start - SHARED_BASE} of shared memory: its swizzle {tensor.swizzle} wants more")
+    row_bytes = tensor.box[-1] * tensor.size
+    if start < SHARED_BASE or start + tensor.bytes > SHARED_BASE + block.shared.size:
+        raise PtxError("a box outside shared memory")
+    return _layout(start, tensor.bytes // row_bytes, row_bytes, tensor.swizzle)
+
+
+def _columns(tensor: TensorMap, first: int) -> tuple[int, int]:
+    """Elements [low, high) of a row of the box that lie inside the tensor."""
+    return max(0, min(tensor.box[-1], -first)), max(0, min(tensor.box[-1], tensor.shape[-1] - first))
+
+
+def _rows(memory: GlobalMemory, tensor: TensorMap, coordinates: tuple[int, ...]) -> list[tuple[int, Array, int, int]]:
+    """(row of the box, its bytes inside the tensor, first byte, last byte) of rows that have any."""
+    addresses, inside = tensor.places(coordinates)
+    low, high = (n * tensor.size for n in _columns(tensor, coordinates[-1]))
+    found: list[tuple[int, Array, int, int]] = []
+    if low >= high:
+        return found
+    shift = coordinates[-1] * tensor.size
+    for row in np.flatnonzero(inside):
+        at = (int(addresses[row]) + shift + low) % (1 << 64)
+        region = memory.find(at)
+        first = at - region.base
+        if first + high - low > region.size:
+            raise PtxError(f"a box's row ends outside {region.name}")
+        found.append((int(row), region.data[first : first + high - low], low, high))
+    return found
+
+
+def load(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: int, barrier: int) -> Copy:
+    """A box from global to shared memory, zeros outside the tensor."""
+    block, message, number = warp.block, None, -1
+    places, told = _box(block, start, tensor), block.barrier(barrier)
+    if block.watch is not None:
+        number = block.watch.copy_in(warp, places[:, ::2].ravel() >> 1)
+        message = block.watch.copy_message(block.watch.message(warp), number)
+
+    def run() -> None:
+        tile = np.zeros(places.shape, np.uint8)
+        for row, data, low, high in _rows(block.machine.memory, tensor, coordinates):
+            tile[row, low:high] = data
+        block.shared.data[places] = tile
+        told.bring(tensor.bytes, message)
+
+    return Copy(run, number=number)
+
+
+def store(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: int, add: bool) -> Copy:
+    """A box from shared to global memory, or added to it; nothing outside the tensor."""
+    block, number = warp.block, -1
+    places = _box(block, start, tensor)
+    if block.watch is not None:
+        number = block.watch.copy_out(warp, places[:, ::2].ravel() >> 1)
+    if add and not tensor.float32:
+        raise PtxError("only float32 is added here")
+
+    def run() -> None:
+        tile = block.shared.data[places]
+        for row, data, low, high in _rows(block.machine.memory, tensor, coordinates):
+            if add:
+                there = data.view(np.float32)
+                there += np.ascontiguousarray(tile[row, low:high]).view(np.float32)
+            else:
+                data[:] = tile[row, low:high]
+
+    return Copy(run, number=number)
+
+
+def build(d: Decoder, i: Instruction) -> Step:
+    """Decodes what begins with ``cp.async.bulk`` or ``cp.reduce.async.bulk``."""
+    words = [each for each in i.opcode if each not in ("cp", "async", "bulk")]
+    if words == ["commit_group"]:
+
+        def commit(warp: Warp) -> None:
+            warp.copies.append([])
+
+        return commit
+    if words[0] == "wait_group" and set(words) <= {"wait_group", "read"}:
+        left = int(i.operands[0], 0)
+
+        def wait(warp: Warp) -> Wait | None:
+            return access.wait_for(warp, left)
+
+        return wait
+    if words[0] == "reduce":
+        words = words[1:]
+    if words[0] != "tensor":
+        raise PtxError("bulk copy")
+    return _tensor(d, i, words[1:], i.opcode[1] == "reduce")
+
+
+def _tensor(d: Decoder, i: Instruction, words: list[str], adds: bool) -> Step:
+    rank = int(words[0][0])
+    loads = words[1].startswith("shared")
+    allowed = (
+        {"shared::cluster", "shared::cta", "global", "mbarrier::complete_tx::bytes", "tile"}
+        if loads
+        else {"global", "shared::cta", "bulk_group", "tile", *(["add"] if adds else [])}
+    )
+    if set(words[1:]) - allowed or (adds and "add" not in words) or len(i.operands) != 3 - (not loads):
+        raise PtxError("tensor copy")
+    described, memory = (i.operands[1], i.operands[0]) if loads else (i.operands[0], i.operands[1])
+    match = re.fullmatch(r"\[([^,]+),\{(.*)\}\]", described)
+    if match is None:
+        raise PtxError(f"tensor {described}")
+    tensor_at, at = d.address(f"[{match[1]}]"), d.address(memory)
+    coordinates = [d.operand(name, 32) for name in match[2].split(",")]
+    if len(coordinates) != rank:
+        raise PtxError("coordinates")
+    barrier_at = d.address(i.operands[2]) if loads else None
+
+    def run(warp: Warp) -> None:
+        machine = warp.block.machine
+        tensors, starts = tensor_at(warp), at(warp)
+        for lane in warp.lanes():
+            tensor: Any = machine.params.get(int(tensors[lane]))
+            if tensor is None or len(tensor.box) != rank:
+                raise PtxError(f"no tensor map of {rank} dimensions at {int(tensors[lane]):#x}")
+            place = tuple(int(warp.values[c][lane].view(np.int32)) for c in reversed(coordinates))
+            start = int(starts[lane])
+            if barrier_at is not None:
+                copy = load(warp, tensor, place, start, int(barrier_at(warp)[lane]))
+            else:
+                copy = store(warp, tensor, place, start, adds)
+                warp.copies[-1].append(copy)
+            machine.start(copy)
+
+    return run

@@ -1,0 +1,49 @@
+"""Lets the portable backend run on CPU tensors, its kernels compiled and their PTX interpreted, the rest as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from flashtile import dispatch, ops
+from flashtile.backends import portable
+from flashtile.backends.portable import launch, tiles
+from tests.ptx.launch import Kernels
+from tests.ptx.machine import Options
+
+_KERNELS: dict[int, Kernels] = {}
+LOG: list[tuple[str, int, int, float]] = []
+
+
+@contextmanager
+def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
+    """Within, ``backend="portable"`` takes CPU tensors, as if of a device of ``sm_90`` or ``sm_80``."""
+    capability = {"sm_90": 90, "sm_80": 80}[arch]
+    kernels = _KERNELS.setdefault(capability, Kernels(capability))
+
+    def run(self: launch.Launch) -> None:
+        if self.programs:
+            start = time.perf_counter()
+            options: dict[str, Any] = dict(self.options)
+            done = kernels.launch(self.kernel, (self.programs,), self.arguments, options, machine)
+            LOG.append((self.kernel.__name__, self.programs, done.executed, time.perf_counter() - start))
+
+    patches: list[tuple[Any, str, Any]] = [
+        (portable, "_CAPABILITIES", dataclasses.replace(
+            portable._CAPABILITIES, device_types=("cpu",), min_compute_capability=None)),
+        (portable, "_needs_widening", lambda problem: False),
+        (tiles, "arch_of", lambda problem: arch),
+        (launch.Launch, "run", run),
+    ]  # fmt: skip
+    ops._KNOWN.clear()
+    dispatch._first.cache_clear()
+    with ExitStack() as entered:
+        for place, name, value in patches:
+            entered.enter_context(mock.patch.object(place, name, value))
+        yield
+    ops._KNOWN.clear()
+    dispatch._first.cache_clear()

@@ -1,0 +1,217 @@
+"""Matrix products: wgmma and mma, with the operands' and accumulators' layouts as the PTX ISA has them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.ptx.arithmetic import Array, bf16_to_f32
+from tests.ptx.bulk import swizzled
+from tests.ptx.decode import Decoder, builder
+from tests.ptx.machine import SHARED_BASE, Block, Step, Wait, Warp
+from tests.ptx.text import Instruction, PtxError
+
+_SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
+_LANE = np.arange(32)
+
+
+def floats(kind: str) -> Callable[[Array], Array]:
+    """What makes float32 of 16-bit operands."""
+    if kind == "bf16":
+        return bf16_to_f32
+    if kind == "f16":
+        return lambda x: x.view(np.float16).astype(np.float32)
+    raise PtxError(f"products of {kind}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(descriptor: int, sides: int, transposed: bool, first: int) -> Array:
+    """Place in shared memory, in 16-bit units, of operand elements [sides, 16] from row ``first`` on.
+
+    PTX ISA, "Matrix descriptor" and "Strides": in units of 16 bytes, the start in bits 0-13, the leading dimension's
+    byte offset in 16-29, the stride dimension's in 32-45, the swizzle in 62-63. ``transposed``: consecutive elements
+    belong to consecutive rows (columns of B), not to consecutive k.
+    """
+    start = (descriptor & 0x3FFF) << 4
+    leading, stride = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    span = _SPANS[descriptor >> 62]
+    if descriptor >> 46 & 0xFFFF or descriptor >> 14 & 3 or descriptor >> 30 & 3:
+        raise PtxError(f"matrix descriptor {descriptor:#x}: a base offset, or bits that must be 0")
+    side, k = first + np.arange(sides)[:, None], np.arange(16)[None, :]
+    if span == 0:
+        # Matrices of 8 rows x 16 bytes, each in one piece.
+        lines, inner = (side, k) if not transposed else (k, side)
+        over, along = (stride, leading) if not transposed else (leading, stride)
+        address = start + lines // 8 * over + inner // 8 * along + lines % 8 * 16 + inner % 8 * 2
+    elif transposed:
+        chunk = span // 2
+        address = start + side // chunk * leading + side % chunk * 2 + k // 8 * stride + k % 8 * span
+    else:
+        address = start + side // 8 * stride + side % 8 * span + k * 2
+    return (swizzled(address, span) - SHARED_BASE) >> 1
+
+
+def _in_shared(block: Block, descriptor: int, sides: int, transposed: bool, first: int = 0) -> Array:
+    places = _places(descriptor, sides, transposed, first)
+    if places.min() < 0 or places.max() >= len(block.shared.view(2)):
+        raise PtxError(f"an operand outside shared memory: descriptor {descriptor:#x}")
+    return places
+
+
+def fragment(columns: int, rows_apart: int = 8) -> tuple[Array, Array]:
+    """(row, column) of each accumulator register of each lane, [registers, 32], in a warp's 16 rows."""
+    n = np.arange(columns // 2)[:, None]
+    row = _LANE[None, :] // 4 + rows_apart * (n // 2 % 2)
+    column = 8 * (n // 4) + 2 * (_LANE[None, :] % 4) + n % 2
+    return row, column
+
+
+def _a_rows(values: list[Array], convert: Callable[[Array], Array]) -> Array:
+    """[16, 16] float32 of the four registers of an A fragment."""
+    a = np.empty((16, 16), np.float32)
+    for n, value in enumerate(values):
+        halves = convert(np.ascontiguousarray(value).view(np.uint16)).reshape(32, 2)
+        row, column = _LANE // 4 + 8 * (n % 2), 2 * (_LANE % 4) + 8 * (n // 2)
+        a[row, column], a[row, column + 1] = halves[:, 0], halves[:, 1]
+    return a
+
+
+@builder("wgmma")
+def _wgmma(d: Decoder, i: Instruction) -> Step:
+    kind = i.opcode[1]
+    if kind == "fence":
+
+        def fence(warp: Warp) -> None:
+            warp.fenced = list(warp.values)
+
+        return fence
+    if kind == "commit_group":
+
+        def commit(warp: Warp) -> None:
+            warp.products.append([])
+
+        return commit
+    if kind == "wait_group":
+        left = int(i.operands[0], 0)
+
+        def wait(warp: Warp) -> Wait | None:
+            while len(warp.products) - 1 > left:
+                for product in warp.products.pop(0):
+                    product()
+            return None
+
+        return wait
+    return _product(d, i)
+
+
+def _product(d: Decoder, i: Instruction) -> Step:
+    shape = re.fullmatch(r"m64n(\d+)k16", i.opcode[4])
+    if i.opcode[:4] != ("wgmma", "mma_async", "sync", "aligned") or shape is None or i.opcode[5] != "f32":
+        raise PtxError("product")
+    columns, convert = int(shape[1]), floats(i.opcode[6])
+    acc = [d.register(name) for name in d.vector(i.operands[0])]
+    in_registers = i.operands[1].startswith("{")
+    signs = [int(text) for text in i.operands[4:6]]
+    turned = [int(text) for text in i.operands[6:]]
+    if len(acc) != columns // 2 or signs != [1, 1] or len(turned) != 2 - in_registers or i.opcode[6] != i.opcode[7]:
+        raise PtxError("product")
+    a = [d.operand(name, 32 if in_registers else 64) for name in d.vector(i.operands[1])]
+    b, adds = d.operand(i.operands[2], 64), d.operand(i.operands[3], 1)
+    row, column = fragment(columns)
+
+    def operands(warp: Warp) -> tuple[Array | None, Array]:
+        v, block, left = warp.values, warp.block, None
+        if not in_registers:
+            left = _in_shared(block, _one(v[a[0]]), 16, bool(turned[0]), warp.index % 4 * 16)
+        return left, _in_shared(block, _one(v[b]), columns, bool(turned[-1]))
+
+    def look(warp: Warp, places: tuple[Array | None, Array]) -> None:
+        if warp.block.watch is not None:
+            for each in places:
+                if each is not None:
+                    warp.block.watch.read(warp, each.ravel(), "product")
+
+    def multiply(warp: Warp, keep: bool, places: tuple[Array | None, Array], saved: list[Any]) -> None:
+        v, memory = warp.values, warp.block.shared.view(2)
+        look(warp, places)
+        left = _a_rows([v[n] for n in a], convert) if places[0] is None else convert(memory[places[0]])
+        result = left @ convert(memory[places[1]]).T
+        if keep:
+            before = np.empty((16, columns), np.float32)
+            before[row, column] = np.stack(saved or [v[n] for n in acc]).view(np.float32)
+            result += before
+        out = result[row, column].view(np.uint32)
+        for n, index in enumerate(acc):
+            v[index] = warp.fenced[index] = out[n]
+
+    def run(warp: Warp) -> None:
+        if warp.mask is not None:
+            raise PtxError("a product with lanes apart")
+        keep = bool(warp.values[adds][0])
+        if (warp.values[adds] != keep).any():
+            raise PtxError("lanes disagree whether to add")
+        for n in (*acc, *a) if in_registers else acc:
+            if warp.values[n] is not None and (not warp.fenced or warp.values[n] is not warp.fenced[n]):
+                about = "registers of a product were written behind the last wgmma.fence"
+                if warp.block.machine.options.strict_fences:
+                    raise PtxError(about)
+                warp.block.machine.notes.add(f"{about}, {i.what}")
+                break
+        places = operands(warp)
+        look(warp, places)
+        if warp.block.machine.options.product_at_wait:
+            # Nothing but products may use the accumulator until then.
+            saved = [warp.values[n] for n in acc]
+            for n in acc:
+                warp.values[n] = None
+            chained = any(each is None for each in saved)
+            warp.products[-1].append(lambda: multiply(warp, keep, places, [] if chained else saved))
+        else:
+            multiply(warp, keep, places, [])
+            # Its operands may be read until the wait.
+            warp.products[-1].append(lambda: look(warp, places))
+
+    return run
+
+
+def _one(values: Any) -> int:
+    if (values != values[0]).any():
+        raise PtxError(f"lanes have different matrix descriptors: {values}")
+    return int(values[0])
+
+
+@builder("mma")
+def _mma(d: Decoder, i: Instruction) -> Step:
+    shape = re.fullmatch(r"m16n8k(8|16)", i.opcode[3])
+    if i.opcode[1:3] != ("sync", "aligned") or shape is None or i.opcode[4:6] != ("row", "col"):
+        raise PtxError("product")
+    depth, kinds = int(shape[1]), i.opcode[6:]
+    if kinds[0] != "f32" or kinds[3] != "f32":
+        raise PtxError("accumulator")
+    convert = floats(kinds[1])
+    to = [d.register(name) for name in d.vector(i.operands[0])]
+    a, b, c = ([d.operand(name, 32) for name in d.vector(text)] for text in i.operands[1:4])
+    row, column = fragment(8)
+
+    def run(warp: Warp) -> None:
+        if warp.mask is not None:
+            raise PtxError("a product with lanes apart")
+        v = warp.values
+        left = np.zeros((16, 16), np.float32)
+        left = _a_rows([v[n] for n in a] + [np.zeros(32, np.uint32)] * (4 - len(a)), convert)[:, :depth]
+        right = np.empty((depth, 8), np.float32)
+        for n, index in enumerate(b):
+            halves = convert(np.ascontiguousarray(v[index]).view(np.uint16)).reshape(32, 2)
+            k = 2 * (_LANE % 4) + 8 * n
+            right[k, _LANE // 4], right[k + 1, _LANE // 4] = halves[:, 0], halves[:, 1]
+        before = np.empty((16, 8), np.float32)
+        before[row, column] = np.stack([v[n] for n in c]).view(np.float32)
+        out = (before + left @ right)[row, column].view(np.uint32)
+        for n, index in enumerate(to):
+            v[index] = out[n]
+
+    return run

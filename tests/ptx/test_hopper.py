@@ -1,0 +1,73 @@
+"""The Hopper kernels as compiled, against the oracle: forward, gradients, and that what is taken out is missed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from tests.cases import Case, build, judge
+from tests.ptx import hopper
+from tests.ptx.decode import Decoder
+from tests.ptx.launch import Build, Kernels
+from tests.ptx.machine import Options
+from tests.ptx.text import PtxError, parse
+
+CASES = (
+    Case("full", batch=1, seqlen_q=200, seqlen_k=150, head_dim=64, lse_grad=True),
+    Case("causal", batch=1, seqlen_q=140, seqlen_k=200, heads=2, kv_heads=1, head_dim=128, causal=True),
+    Case("window", batch=1, seqlen_q=130, seqlen_k=150, heads=1, kv_heads=1, head_dim=256, window=(60, 9), softcap=5.0),
+    Case("varlen", batch=3, lengths=((70, 130), (0, 5), (100, 90)), heads=2, kv_heads=1, head_dim=64, causal=True),
+)
+
+
+@pytest.mark.parametrize("at_wait", [True, False], ids=["products at the wait", "products at their issue"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
+    with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=at_wait, strict_fences=True), 2):
+        judge(build(case, torch.bfloat16), "hopper")
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+def test_sums_in_a_fixed_order_end(num_sms: int) -> None:
+    """Several row blocks a tile and several tiles a row block: whose turn it is must move on."""
+    case = Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=128, heads=2, kv_heads=1, causal=True)
+    with hopper.on_cpu(Options(seed=num_sms), num_sms):
+        call = build(case, torch.bfloat16)
+        call.keywords["deterministic"] = True
+        judge(call, "hopper")
+
+
+def _without(pattern: str, place: int) -> object:
+    """Builds that miss one instruction that matches."""
+    original = Kernels.build
+
+    def build_(self: Kernels, kernel: object, arguments: object, options: object) -> tuple[Build, list[object]]:
+        made, values = original(self, kernel, arguments, options)
+        if getattr(kernel, "__name__", "") != "attention_backward":
+            return made, values
+        found = list(re.finditer(pattern, made.ptx))[place]
+        text = made.ptx[: found.start()] + made.ptx[found.end() :]
+        return dataclasses.replace(made, code=Decoder(parse(text)), ptx=text), values
+
+    return build_
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place", "message"),
+    [
+        (r"fence\.proxy\.async\.shared::cta;", 1, "without a proxy fence"),
+        (r"wgmma\.wait_group\.sync\.aligned 1;", 0, "line"),
+        (r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", -1, "deadlock"),
+        (r"wgmma\.fence\.sync\.aligned;", 2, "wgmma.fence"),
+    ],
+)
+def test_what_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch, pattern: str, place: int, message: str) -> None:
+    case = Case("full", batch=1, seqlen_q=600, seqlen_k=300, heads=1, kv_heads=1, head_dim=64)
+    with hopper.on_cpu(Options(strict_fences=True), 1):
+        out, _ = (call := build(case, torch.bfloat16)).run("hopper")
+        monkeypatch.setattr(Kernels, "build", _without(pattern, place))
+        with pytest.raises((PtxError, RuntimeError), match=message):
+            torch.autograd.grad(out.float().sum(), list(call.leaves.values()))

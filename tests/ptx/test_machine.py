@@ -1,0 +1,137 @@
+"""The interpreter on programs of a few instructions: what it computes, and what it must not let pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ptx.bulk import TensorMap, swizzled
+from tests.ptx.products import fragment
+from tests.ptx.programs import run
+from tests.ptx.text import PtxError
+
+LANES = torch.arange(32, dtype=torch.int32)
+
+
+def _result(body: str, threads: int = 32, seed: int = 0) -> torch.Tensor:
+    out = torch.full((threads,), -1, dtype=torch.int32)
+    run(body + "\n st.global.b32 [%rd3], %r9;", out, threads=threads, seed=seed)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("add.s32 %r9, %r1, -3;", LANES - 3),
+        ("sub.s32 %r2, %r1, 9; max.relu.s32 %r9, %r2, -4;", (LANES - 9).clamp(min=0)),
+        ("mul.hi.s32 %r9, %r1, -2147483648;", -((LANES + 1) // 2)),
+        ("sub.s32 %r2, %r1, 16; shr.s32 %r9, %r2, 1;", (LANES - 16) >> 1),
+        ("sub.s32 %r2, %r1, 16; div.s32 %r9, %r2, 3;", torch.div(LANES - 16, 3, rounding_mode="trunc")),
+        ("shl.b32 %r9, %r1, 40;", LANES * 0),
+        ("bfe.u32 %r9, %r1, 1, 2;", (LANES >> 1) & 3),
+        ("shfl.sync.bfly.b32 %r9, %r1, 5, 31, -1;", LANES ^ 5),
+        ("shfl.sync.idx.b32 %r9, %r1, 7, 31, -1;", LANES * 0 + 7),
+        ("lop3.b32 %r9, %r1, 12, 3, 0xEA;", (LANES & 12) | 3),
+        ("prmt.b32 %r9, %r1, 0, 0x4440;", LANES & 255),
+        ("setp.lt.s32 %p1, %r1, 9; selp.b32 %r9, 1, 0, %p1;", (LANES < 9).int()),
+        ("mov.b32 %r9, 5; setp.gt.s32 %p1, %r1, 9; @%p1 mov.b32 %r9, 6; @!%p1 add.s32 %r9, %r9, 2;",
+         torch.where(LANES > 9, 6, 7)),
+        ("cvt.rn.f32.s32 %r2, %r1; mul.f32 %r3, %r2, 0f40400000; cvt.rzi.s32.f32 %r9, %r3;", LANES * 3),
+        ("elect.sync %r9|%p1, -1; @%p1 mov.b32 %r9, 77;", torch.where(LANES == 0, 77, 0)),
+    ],
+)  # fmt: skip
+def test_what_instructions_compute(body: str, expected: torch.Tensor) -> None:
+    assert torch.equal(_result(body), expected.int())
+
+
+def test_lanes_that_part_meet_again() -> None:
+    """Each lane loops as often as its number says; sums are then exchanged."""
+    body = """
+     mov.b32 %r9, 0; mov.b32 %r2, 0;
+    LOOP: setp.ge.s32 %p1, %r2, %r1; @%p1 bra DONE;
+     add.s32 %r9, %r9, %r2; add.s32 %r2, %r2, 1; bra.uni LOOP;
+    DONE: shfl.sync.idx.b32 %r3, %r9, 31, 31, -1; add.s32 %r9, %r9, %r3;"""
+    assert torch.equal(_result(body), (LANES * (LANES - 1) // 2 + 31 * 15).int())
+
+
+_SHARE = """
+ mov.b32 %r2, global_smem; shl.b32 %r3, %r1, 2; add.s32 %r4, %r2, %r3;
+ st.shared.b32 [%r4], %r1;
+ {sync}
+ xor.b32 %r5, %r3, 128; add.s32 %r6, %r2, %r5; ld.shared.b32 %r9, [%r6];"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_barrier_orders_warps_and_its_absence_is_found(seed: int) -> None:
+    got = _result(_SHARE.format(sync="bar.sync 0, 64;"), 64, seed)
+    assert torch.equal(got, (torch.arange(64) ^ 32).int())
+    with pytest.raises(PtxError, match="race|nobody wrote"):
+        _result(_SHARE.format(sync=""), 64, seed)
+
+
+_MBARRIER = """
+ mov.b32 %r2, global_smem; setp.eq.b32 %p1, %r1, 0; setp.lt.u32 %p2, %r1, 32;
+ @%p1 mbarrier.init.shared::cta.b64 [%r2], {count};
+ bar.sync 0, 64;
+ st.shared.b32 [%r2+16], 5;
+ @%p1 mbarrier.arrive.shared::cta.b64 _, [%r2];
+ @%p2 bra DONE;
+ { .reg .pred complete;
+ waitLoop: mbarrier.try_wait.parity.shared.b64 complete, [%r2], 0; @!complete bra.uni waitLoop; }
+DONE: mov.b32 %r9, 1;"""
+
+
+def test_a_barrier_that_never_completes_is_a_deadlock() -> None:
+    assert _result(_MBARRIER.replace("{count}", "1"), 64).eq(1).all()
+    with pytest.raises(PtxError, match=r"deadlock[\s\S]*warp 1"):
+        _result(_MBARRIER.replace("{count}", "2"), 64)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("ld.global.b32 %r9, [%rd3+128];", "outside|no tensor"),
+        ("ld.global.b32 %r9, [%rd1+2];", "misaligned"),
+        ("mov.b32 %r2, global_smem; ld.shared.b32 %r9, [%r2+1024];", "outside"),
+        ("mov.b32 %r2, global_smem; ld.shared.b32 %r9, [%r2+8];", "nobody wrote"),
+        ("LOOP: setp.eq.s32 %p1, %r1, %r1; @%p1 bra LOOP;", "no end"),
+        ("setp.lt.s32 %p1, %r1, 7; @%p1 bra A; bar.sync 0, 32; A: mov.b32 %r9, 0;", "lanes apart"),
+        ("mov.b32 %r2, global_smem; mbarrier.arrive.shared::cta.b64 _, [%r2];", "nobody wrote|no mbarrier"),
+        ("setmaxnreg.dec.sync.aligned.u32 20;", "registers"),
+    ],
+)
+def test_what_hardware_does_not_forgive(body: str, message: str) -> None:
+    with pytest.raises((PtxError, RuntimeError), match=message):
+        _result(body)
+
+
+@pytest.mark.parametrize(
+    "body", ["frobnicate.b32 %r9, %r1;", "add.weird.s32 %r9, %r1, 1;", "ld.global.odd.b32 %r9, [%rd3];"]
+)
+def test_what_is_not_known_is_refused(body: str) -> None:
+    with pytest.raises(PtxError, match="line 18"):
+        _result("\n" + body)
+
+
+def test_swizzles_are_their_own_inverse_and_stay_within_eight_rows() -> None:
+    bytes_ = np.arange(4096)
+    for span, rows in ((128, 1024), (64, 512), (32, 256)):
+        there = swizzled(bytes_, span)
+        assert np.array_equal(swizzled(there, span), bytes_) and not np.array_equal(there, bytes_)
+        assert np.array_equal(there // rows, bytes_ // rows) and np.array_equal(there % 16, bytes_ % 16)
+
+
+def test_fragments_cover_a_tile_once() -> None:
+    row, column = fragment(64)
+    assert sorted(zip(row.ravel().tolist(), column.ravel().tolist(), strict=True)) == [
+        (r, c) for r in range(16) for c in range(64)
+    ]
+
+
+def test_tensor_maps_refuse_what_the_driver_refuses() -> None:
+    good = {"address": 4096, "size": 2, "shape": (8, 64), "strides": (128, 2), "box": (8, 64), "swizzle": 128}
+    TensorMap(**good)
+    for name, value in (("address", 4098), ("strides", (120, 2)), ("box", (8, 128)), ("shape", (0, 64))):
+        with pytest.raises(PtxError):
+            TensorMap(**(good | {name: value}))
