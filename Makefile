@@ -33,11 +33,14 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict --quiet
 
-# Builds every GPU kernel for every target with no GPU, on the oldest, the pinned and the newest Triton.
+# Builds every GPU kernel for every target with no GPU, on the oldest, the pinned and the newest Triton, and runs on the CPU
+# what the oldest and the newest make of the Hopper kernels.
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	for arch in sm_80 sm_90a sm_100 gfx942; do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
 	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_90a sm_100 gfx942; do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
+	for version in $(OTHER_TRITONS); do \
+	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/python -m pytest tests/ptx/test_hopper.py tests/ptx/test_carries.py || exit 1; done
 
 # Everything a GPU must show, saved in OUT and run again where it stopped. With PYTHON itself and no environment of its own:
 # the PyTorch of a GPU machine fits its driver. ARGS: python -m benchmarks.acceptance --help

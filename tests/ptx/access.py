@@ -119,7 +119,7 @@ def _store(d: Decoder, i: Instruction) -> Step:
                 there = warp.block.shared.load(where[active], bits // 8, count)
                 return all(np.array_equal(a, b[active]) for a, b in zip(there, values, strict=True))
 
-            watch.write(warp, watch.places(where[active], bits // 8 * count), same)
+            watch.write(warp, watch.places(where[active], bits // 8 * count), same, bits * count == 8)
         for region, lanes in _on(warp, space, where):
             if lanes is None:
                 region.store(where, bits // 8, values)

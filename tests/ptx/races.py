@@ -64,13 +64,14 @@ class Watch:
             raise PtxError(f"a {through} reads without a proxy fence what {self._writer_of(lost)}")
         self._reads[places, warp.index] = seen[warp.index]
 
-    def write(self, warp: Any, places: Array, same: Callable[[], bool] | None = None) -> None:
+    def write(self, warp: Any, places: Array, same: Callable[[], bool] | None = None, is_byte: bool = False) -> None:
         """A warp writes by ordinary stores; ``same`` says whether what it writes is there already.
 
-        Several warps may write the same: whoever reads it behind one of them finds it.
+        Several warps may write the same: whoever reads it behind one of them finds it. And each may write one byte of a
+        pair, which are not told apart.
         """
         try:
-            self._may_write(warp, places)
+            self._may_write(warp, places, is_byte)
         except PtxError:
             if same is None or not same():
                 raise
@@ -133,10 +134,10 @@ class Watch:
         self._slots[number] += 1
         return number
 
-    def _may_write(self, warp: Any, places: Array) -> None:
+    def _may_write(self, warp: Any, places: Array, is_byte: bool = False) -> None:
         seen = self.seen[warp.index]
         known = seen[self._writer[places]] >= self._written[places]
-        if not known.all():
+        if not is_byte and not known.all():
             self._tell("writes", warp, places[~known])
         reads = self._reads[places]
         if (reads > seen[None, : self._warps]).any():

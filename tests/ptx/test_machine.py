@@ -135,3 +135,26 @@ def test_tensor_maps_refuse_what_the_driver_refuses() -> None:
     for name, value in (("address", 4098), ("strides", (120, 2)), ("box", (8, 128)), ("shape", (0, 64))):
         with pytest.raises(PtxError):
             TensorMap(**(good | {name: value}))
+
+
+def test_warps_may_write_neighbouring_bytes() -> None:
+    # The first warp writes the even bytes, the second the odd ones; each reads what the other wrote.
+    body = """
+ mov.u32 %r2, global_smem;
+ and.b32 %r3, %r1, 31;
+ shl.b32 %r4, %r3, 1;
+ shr.u32 %r5, %r1, 5;
+ add.s32 %r6, %r2, %r4;
+ add.s32 %r7, %r6, %r5;
+ cvt.u16.u32 %rs1, %r1;
+ st.shared.b8 [%r7], %rs1;
+ bar.sync 0;
+ xor.b32 %r8, %r5, 1;
+ add.s32 %r9, %r6, %r8;
+ ld.shared.b8 %rs2, [%r9];
+ cvt.u32.u16 %r10, %rs2;
+ st.global.b32 [%rd3], %r10;
+"""
+    out = torch.zeros(64, dtype=torch.int32)
+    run(body, out, threads=64)
+    assert out.tolist() == [i ^ 32 for i in range(64)]
