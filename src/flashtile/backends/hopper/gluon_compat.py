@@ -1,5 +1,7 @@
 """The Gluon names that differ between Triton releases, under one name each (3.6.0, 3.7.1 and 3.9.0 are tried)."""
 
+from typing import TypeVar, dataclass_transform
+
 import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -7,6 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
+
+T = TypeVar("T")
 
 # Renamed after 3.7; the old names raise in 3.9.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -26,22 +30,21 @@ else:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-# Public from 3.9 on, and with a constructor of its own.
-if hasattr(triton, "aggregate"):
-    aggregate = triton.aggregate
-else:
+@dataclass_transform()
+def aggregate(cls: type[T]) -> type[T]:
+    """Makes a class of annotated fields a value of device code, constructed from its fields in their order."""
+    # Public from 3.9 on, and with such a constructor.
+    if hasattr(triton, "aggregate"):
+        return triton.aggregate(cls)
 
-    def aggregate(cls):
-        """Makes a class of annotated fields a value of device code, constructed from its fields in their order."""
+    def fill(self, *values):
+        for name, value in zip(cls.__annotations__, values, strict=True):
+            setattr(self, name, value if isinstance(value, core.base_value) else gl.constexpr(value))
 
-        def fill(self, *values):
-            for name, value in zip(cls.__annotations__, values, strict=True):
-                setattr(self, name, value if isinstance(value, core.base_value) else gl.constexpr(value))
-
-        fill.__triton_builtin__ = True
-        if "__init__" not in vars(cls):
-            cls.__init__ = fill
-        return core._aggregate(cls)
+    fill.__triton_builtin__ = True  # type: ignore[attr-defined]
+    if "__init__" not in vars(cls):
+        cls.__init__ = fill  # type: ignore[method-assign, assignment, misc]
+    return core._aggregate(cls)
 
 
 # Public from 3.9 on, and renamed with that.
