@@ -43,27 +43,28 @@ class Emulated:
 def _forget() -> None:
     launch._plan.cache_clear()
     launch._descriptors.clear()
+    launch._counters.clear()
     gradients._plan.cache_clear()
     ops._KNOWN.clear()
     dispatch._first.cache_clear()
 
 
 @contextmanager
-def on_cpu(
-    seed: int = 0,
-    num_sms: int = 3,
+def with_kernels(
+    stand_in: Callable[[Any], Any],
+    num_sms: int,
     forward: tiles.Config | None = None,
     backward: backward_tiles.Config | None = None,
 ) -> Iterator[None]:
     """Within, ``backend="hopper"`` takes CPU tensors, as if of a device with ``num_sms`` multiprocessors.
 
     Args:
-        seed: Draws the order of events.
+        stand_in: Gives what stands for a kernel.
         num_sms: Multiprocessors of the device.
         forward: Tiles to use instead of the chosen ones.
         backward: The same for the backward.
     """
-    here = {"device_types": ("cpu",), "min_compute_capability": None, "max_compute_capability": None}
+    here: dict[str, Any] = {"device_types": ("cpu",), "min_compute_capability": None, "max_compute_capability": None}
     properties = SimpleNamespace(multi_processor_count=num_sms)
     patches: list[tuple[Any, str, Any]] = [
         (hopper, "_FORWARD", dataclasses.replace(hopper._FORWARD, **here)),
@@ -71,10 +72,10 @@ def on_cpu(
         (torch.cuda, "current_device", lambda: None),
         (torch.cuda, "get_device_properties", lambda device: properties),
         (launch, "_Address", lambda tensor: tensor),
-        (launch, "attention_forward", Emulated(launch.attention_forward, seed)),
+        (launch, "attention_forward", stand_in(launch.attention_forward)),
     ]
     for name in ("prepare_rows", "attention_backward", "finish_dq", "mend_gradients"):
-        patches.append((gradients, name, Emulated(getattr(gradients, name), seed)))
+        patches.append((gradients, name, stand_in(getattr(gradients, name))))
     if forward is not None:
         patches.append((tiles, "choose", lambda problem: forward))
     if backward is not None:
@@ -85,3 +86,15 @@ def on_cpu(
             entered.enter_context(mock.patch.object(place, name, value))
         yield
     _forget()
+
+
+@contextmanager
+def on_cpu(
+    seed: int = 0,
+    num_sms: int = 3,
+    forward: tiles.Config | None = None,
+    backward: backward_tiles.Config | None = None,
+) -> Iterator[None]:
+    """``with_kernels`` of the emulator; ``seed`` draws the order of events."""
+    with with_kernels(lambda kernel: Emulated(kernel, seed), num_sms, forward, backward):
+        yield
