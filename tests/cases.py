@@ -216,8 +216,12 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
     features = (keywords.get(name) for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks"))
     tensors = Tensors(data["q"], data["k"], data["v"], *features, *cu_seqlens, rng_state)
+    # What strides over the last dimension is copied before a backend is chosen.
+    read = tensors
+    if case.layout == "last_dim_strided":
+        read = replace(tensors, **{name: data[name].contiguous() for name in "qkv"})
     problem = Problem.build(
-        tensors,
+        read,
         band_of(case.causal, case.window),
         softmax_scale=case.scale,
         softcap=case.softcap,

@@ -226,7 +226,7 @@ def _make_options(
     )
     band = band_of(causal, (left, right))
     if backend is not None:
-        dispatch.backend(backend)
+        dispatch.check_name(backend)
     return ops.Options(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,

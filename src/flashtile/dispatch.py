@@ -14,6 +14,12 @@ from flashtile.problem import Problem
 NAMES: tuple[str, ...] = ("hopper", "portable", "cpu")
 
 
+def check_name(name: str) -> None:
+    """Raises InvalidInputError if no backend has that name. Imports nothing, so that torch.compile can trace it."""
+    if name not in NAMES:
+        raise InvalidInputError("backend", f"is {name!r}, must be one of {', '.join(NAMES)}, or None to choose")
+
+
 @cache
 def backend(name: str) -> Backend:
     """The backend of that name.
@@ -21,8 +27,7 @@ def backend(name: str) -> Backend:
     Raises:
         InvalidInputError: If there is none.
     """
-    if name not in NAMES:
-        raise InvalidInputError("backend", f"is {name!r}, must be one of {', '.join(NAMES)}, or None to choose")
+    check_name(name)
     return importlib.import_module(f"flashtile.backends.{name}").BACKEND
 
 

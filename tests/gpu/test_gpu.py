@@ -121,7 +121,9 @@ def test_the_forward_is_the_same_alone_and_in_any_batch(
         lengths = torch.arange(8, device="cuda", dtype=torch.int32) * 1100
         rows = [x.flatten(0, 1) for x in (q, k, v)]
         packed = flashtile.attention_varlen(*rows, lengths, lengths, 1100, 1100, backend=backend, **kwargs)
-        assert torch.equal(packed.view_as(whole), whole)
+        own = [x[5 * 1100 : 6 * 1100] for x in rows]
+        alone = flashtile.attention_varlen(*own, lengths[:2], lengths[:2], 1100, 1100, backend=backend, **kwargs)
+        assert torch.equal(packed[5 * 1100 : 6 * 1100], alone)
 
 
 def test_the_forward_repeats_its_bits_beside_another_stream(backend: str) -> None:
@@ -311,8 +313,10 @@ def test_gradients_of_more_than_two_to_the_31_elements(backend: str) -> None:
 
     own = tail.detach().clone().requires_grad_()
     (dq, dk), (want_dq, want_dk) = gradients(big), gradients(own)
-    torch.testing.assert_close(dq, want_dq, rtol=2e-2, atol=1e-3)
-    torch.testing.assert_close(dk[:, -rows:], want_dk, rtol=2e-2, atol=1e-3)
+    # Other blocks of keys, other sums of roundings: an element near 0 may be off by as much as a large one.
+    for got, want in ((dq, want_dq), (dk[:, -rows:], want_dk)):
+        error = torch.linalg.vector_norm(got.double() - want.double()) / torch.linalg.vector_norm(want.double())
+        assert error < 5e-3
     assert not dk[:, :-rows].any()
 
 

@@ -51,7 +51,7 @@ from flashtile.backends.hopper.gluon_compat import (
     tma_store,
     tma_store_wait,
 )
-from flashtile.backends.hopper.pipeline import Ring, make_ring
+from flashtile.backends.hopper.pipeline import Ring, make_ring, make_ring_beside
 from flashtile.backends.hopper.schedule import coordinates, field
 from flashtile.backends.vocab import mask, quick_scores, softmax
 
@@ -80,31 +80,24 @@ class Form:
     block_d: gl.constexpr
     grad_d: gl.constexpr
     groups: gl.constexpr
-    early_dv: gl.constexpr
     dq_width: gl.constexpr
     dq_share: gl.constexpr
     staged: gl.constexpr
-    staggered: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, block_m, block_d, groups, early_dv, dq_width, staged, staggered):
+    def __init__(self, block_m, block_d, groups, dq_width, staged):
         self.block_m = gl.constexpr(block_m)
         self.block_d = gl.constexpr(block_d)
         self.grad_d = gl.constexpr(block_d if groups == 2 else block_d // 2)
         self.groups = gl.constexpr(groups)
-        self.early_dv = gl.constexpr(early_dv)
         self.dq_width = gl.constexpr(dq_width)
         self.dq_share = gl.constexpr(block_d if block_m == 128 else block_d // 2)
         self.staged = gl.constexpr(staged)
-        self.staggered = gl.constexpr(staggered)
 
 
 @aggregate
 class Channels:
-    """What the warps hand each other. Queries, what belongs to their rows, and dout are claimed and released as one.
-
-    ``start`` is a barrier that holds the second warpgroup back once, until the first one's exponentials are done.
-    """
+    """What the warps hand each other. Queries, what belongs to their rows, and dout are claimed and released as one."""
 
     tiles: Ring
     queries: Ring
@@ -113,7 +106,6 @@ class Channels:
     keys: Ring
     values: Ring
     dscores: Ring
-    start: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -358,8 +350,6 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
     dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p, factor = probabilities(s, rows.slice(0, 1).load(layout), transform)
-    if form.staggered and IS_FIRST and GROUP == 0:
-        mbarrier.arrive(channels.start, count=1, pred=seen == 0)
     is_edge = is_cut(start, key_rows, grid)
     if is_edge:
         p = keep_rows(p, start, key_rows, grid)
@@ -369,18 +359,13 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
         q_tile = q_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
         dout_tile = dout_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
     probs = gl.convert_layout(p.to(dtype), operand)
-    if form.early_dv:
-        dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-    else:
-        dp = warpgroup_mma_wait(0, deps=[dp])
+    dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
     ds = factor * (dp - rows.slice(1, 1).load(layout))
     if is_edge:
         # A pair that is masked may have NaN in dp, from a value that no row keeps or from dout of a row without it.
         ds = keep_rows(ds, start, key_rows, grid)
     ds = ds.to(dtype)
-    if not form.early_dv:
-        dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
     if not IS_FIRST:
         channels.dscores.wait(used - 1)
@@ -501,8 +486,6 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
         if end > used:
             channels.keys.wait(seen)
             channels.values.wait(seen)
-            if form.staggered and GROUP == 1:
-                mbarrier.wait(channels.start, 0, pred=seen == 0)
             start = field(tile_ring, tiles, M_MIN) * form.block_m
             block = field(tile_ring, tiles, ROW_BLOCK)
             mine = my_turn(start, tile_ring, tiles, grid, dq_out[3])
@@ -561,9 +544,9 @@ def attention_backward(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, softmax_scale, softcap, prescale, seqlen_q, seqlen_k, batch,
     num_heads_kv, group_size, left, right, heads_at_once,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, EARLY_DV: gl.constexpr, DQ_WIDTH: gl.constexpr,
-    STAGED: gl.constexpr, STAGGERED: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr, VARLEN: gl.constexpr,
+    V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr, STAGED: gl.constexpr,
+    REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    FALLING: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Every tile's dk and dv, and what it adds to dq; a program an SM.
 
@@ -573,24 +556,23 @@ def attention_backward(
     ``backward_tiles.Config`` and what the call has. ``backward_rows.prepare_rows`` must have run.
     """
     dtype: gl.constexpr = q_desc.dtype
-    form = Form(BLOCK_M, BLOCK_D, GROUPS, EARLY_DV, DQ_WIDTH, STAGED, STAGGERED)
+    form = Form(BLOCK_M, BLOCK_D, GROUPS, DQ_WIDTH, STAGED)
     out_d: gl.constexpr = form.grad_d // 2 if STAGED else form.grad_d
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     key_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_D], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_M], dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, out_d], dtype)
     record_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2)
     channels = Channels(
         make_ring(gl.int32, [RECORD_SIZE], record_layout, 2, 2),
-        make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2),
+        queries,
         gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout),
-        make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2),
+        make_ring_beside(queries, dtype, [BLOCK_M, BLOCK_D], row_layout),
         make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, K_STAGES, GROUPS, 1),
         make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, V_STAGES, GROUPS, 1),
         make_parts_ring(dtype, [GROUP_KEYS, BLOCK_M], ds_layout, DS_STAGES, GROUPS, GROUPS),
-        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
     )
-    mbarrier.init(channels.start, count=1)
     out_s = gl.allocate_shared_memory(dtype, [2, GROUP_KEYS, out_d], out_layout)
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, left, right, heads_at_once,
                    HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, GROUP_KEYS * GROUPS)  # fmt: skip

@@ -25,13 +25,10 @@ class Config:
         k_stages: Buffers for a tile's keys: with two, the next tile's are loaded under this one.
         v_stages: Buffers for a tile's values, which are free a little before a tile's end.
         ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq.
-        early_dv: Whether dv's product starts before the gradients of the scores are computed, which takes registers.
         dq_width: Columns of dq that a warpgroup computes at once.
         dq_tma: Whether dq is added by TMA, through shared memory, instead of from registers. Sums in a fixed order are
             always added from registers.
         staged: Whether dk and dv leave in two halves through a buffer of half their size.
-        staggered: Whether the second warpgroup starts behind the first one's first exponentials, so that the products
-            of one run under the exponentials of the other; otherwise they drift as they may.
         registers: What setmaxnreg gives a computing thread.
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
     """
@@ -43,11 +40,9 @@ class Config:
     k_stages: int = 2
     v_stages: int = 1
     ds_stages: int = 2
-    early_dv: bool = True
     dq_width: int = 64
     dq_tma: bool = False
     staged: bool = False
-    staggered: bool = False
     registers: int = 240
     max_registers: int = 168
 
@@ -103,18 +98,14 @@ SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, staged=True)
 VARIANTS = {
     "64 wide": WIDE_64,
     "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
-    "64 staggered": replace(WIDE_64, staggered=True),
-    "64 late dv": replace(WIDE_64, early_dv=False),
     "64 narrow": NARROW_64,
     "64 by TMA": replace(WIDE_64, k_stages=1, v_stages=1, dq_tma=True),
     "128": BASE_128,
-    "128 staggered": replace(BASE_128, staggered=True),
-    "128 late dv": replace(BASE_128, early_dv=False),
     "128, 3 stages": replace(BASE_128, stages=3, k_stages=1),
     "128 by TMA": replace(BASE_128, k_stages=1, dq_tma=True),
+    "128 by TMA, 3 stages": replace(BASE_128, stages=3, k_stages=1, dq_tma=True, dq_width=32, staged=True),
+    "128 by TMA, keys ahead": replace(BASE_128, dq_tma=True, dq_width=32, staged=True),
     "256": SPLIT_256,
-    "256 staggered": replace(SPLIT_256, staggered=True),
-    "256 late dv": replace(SPLIT_256, early_dv=False),
 }
 
 

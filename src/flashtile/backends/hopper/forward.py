@@ -36,7 +36,6 @@ from flashtile.backends.hopper.schedule import (
     N_BLOCK_MIN,
     N_FULL_MAX,
     N_FULL_MIN,
-    PACKED_ROWS,
     POSITION,
     RECORD_SIZE,
     ROW,
@@ -280,8 +279,8 @@ def epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc
         noted = gl.where(suspect & (rows == row), left, lse.to(gl.int32, bitcast=True))
         lse = noted.to(gl.float32, bitcast=True)
         left = gl.where(suspect & (row < seqlen_q), place + row, left)
-        # Behind the end of the tensor nothing is stored; a branch around the store would cost the loops registers.
-        row = gl.where(suspect, row + PACKED_ROWS, row)
+        # Behind the end of the sequence nothing is stored; a branch around the store would cost the loops registers.
+        row = gl.where(suspect, gl.maximum(row, seqlen_q), row)
     stages: gl.constexpr = out_s.shape[0] // sizes.groups
     store(out_desc, out, out_s, GROUP * stages, stages, b, start_q, seqlen_q, row, head, sizes.varlen)
     gl.store(lse_ptr + place + rows, lse, mask=rows < seqlen_q)

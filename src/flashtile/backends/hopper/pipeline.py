@@ -98,3 +98,18 @@ def make_ring(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=consumers)
     return Ring(buffers, full, empty, stages)
+
+
+@gluon.jit
+def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr):
+    """A ring of as many buffers as another one's, claimed and released with them.
+
+    It has no barriers of its own for that. Nobody would use them, so the compiler would give their memory to a buffer,
+    and what is loaded to where a barrier was initialised may come out wrong: PTX wants the barrier invalidated before,
+    and on an H200 NaN was seen there.
+    """
+    buffers = gl.allocate_shared_memory(dtype, [ring.stages] + tile, layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(ring.stages):
+        mbarrier.init(full.index(stage), count=1)
+    return Ring(buffers, full, ring.empty, ring.stages)
