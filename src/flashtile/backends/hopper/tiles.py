@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashtile.problem import Problem
 
@@ -108,10 +108,16 @@ def two_groups(block_d: int, block_dv: int) -> Config:
 
 
 TWO_GROUPS = {(block_d, block_dv): two_groups(block_d, block_dv) for block_d in WIDTHS for block_dv in WIDTHS}
+# The latent attention of DeepSeek: as many keys a block as values of 128 columns have elsewhere are worth more than the
+# overlap (H200, full, 4096 keys: 727 TFLOPS against 648).
+TWO_GROUPS[192, 128] = replace(TWO_GROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_GROUPS_64 = Config(
     block_d=64, block_dv=64, out_cols=64, groups=3, stages=3, registers=160, max_registers=128
 )  # fmt: skip
+# A band's tiles are of uneven length, and of sequences up to this length there are many: the end of a launch, when the
+# last of them run alone, costs less if programs draw tiles one by one. Behind it an order fixed beforehand costs less.
+SHORT = 1024
 
 
 def width(head_dim: int) -> int:
@@ -124,6 +130,13 @@ def block_d(head_dim: int) -> int:
     return next(width for width in (64, 128, 256) if head_dim <= width)
 
 
+def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns of a problem's tiles of queries or keys, and of values."""
+    block_dv = width(head_dim_v)
+    # A part of 32 columns makes products at half the rate: 128 columns of values took 3 to 6% less time than 96.
+    return width(head_dim), 128 if block_dv == 96 else block_dv
+
+
 def choose(problem: Problem) -> Config:
     """The configuration of a problem, from its head_dims, the kind of mask and the length: never from the batch.
 
@@ -132,16 +145,20 @@ def choose(problem: Problem) -> Config:
     them, and a block that is masked for all of a row adds exact zeros. So the choice may differ between a sequence
     alone and in a batch, packed or dense, and the bits do not.
 
-    Lengths at which the choice changes: H200, bf16, 2026-11-20, of a kernel whose loading warp found the tiles too. It
-    was faster without ``overlap`` up to 2048 keys at head_dim 128 and with two warpgroups at 2048 causal at 64; since
-    then loads come in the order in which they are needed, and by the emulator's clock both have turned round.
+    All by times on an H200 in bf16, 2026-11-20 (``benchmarks/tuning``).
     """
-    block_d, block_dv = width(problem.head_dim), width(problem.head_dim_v)
-    config = TWO_GROUPS[block_d, block_dv]
-    if (block_d, block_dv) != (64, 64):
-        return config
-    # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
-    wide = problem.varlen or problem.softcap > 0 or problem.band.left is not None
-    # Tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
-    short = problem.seqlen_q <= (1024 if problem.band.right is not None else 512)
-    return config if wide or short else THREE_GROUPS_64
+    dims = widths(problem.head_dim, problem.head_dim_v)
+    config = TWO_GROUPS[dims]
+    is_causal, is_short = problem.band.right is not None, problem.seqlen_q <= SHORT
+    if dims == (64, 64):
+        # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill. And
+        # tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
+        wide = problem.varlen or problem.softcap > 0 or problem.band.left is not None
+        if not wide and not (is_short if is_causal else problem.seqlen_q <= SHORT // 2):
+            config = THREE_GROUPS_64
+    if is_causal and is_short:
+        # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
+        config = replace(config, overlap=False)
+    if problem.band.left is not None or not is_causal or is_short or dims == (64, 64):
+        config = replace(config, dynamic=True, tile_stages=2)
+    return config
