@@ -39,7 +39,7 @@ def test_no_spill_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
     moves, moves_v = (each // min(tiles.narrowest(each), 64) for each in (width, width_v))
     values = 3 if build.constexprs["OVERLAP"] else 2
     assert report.instructions["tma_load"] == (groups + 2) * moves + values * moves_v
-    assert report.instructions["tma_store"] == groups * width_v // min(tiles.narrowest(width_v), 128)
+    assert report.instructions["tma_store"] == groups * width_v // tiles.TWO_GROUPS[width, width_v].out_cols
     assert report.instructions["setmaxnreg"] > 0
 
 

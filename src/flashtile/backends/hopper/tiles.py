@@ -113,7 +113,7 @@ TWO_GROUPS = {(block_d, block_dv): two_groups(block_d, block_dv) for block_d in 
 TWO_GROUPS[192, 128] = replace(TWO_GROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_GROUPS_64 = Config(
-    block_d=64, block_dv=64, out_cols=64, groups=3, stages=3, registers=160, max_registers=128
+    block_d=64, block_dv=64, out_cols=64, groups=3, stages=3, overlap=False, registers=160, max_registers=128
 )  # fmt: skip
 # A band's tiles are of uneven length, and of sequences up to this length there are many: the end of a launch, when the
 # last of them run alone, costs less if programs draw tiles one by one. Behind it an order fixed beforehand costs less.
@@ -159,6 +159,9 @@ def choose(problem: Problem) -> Config:
     if is_causal and is_short:
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
         config = replace(config, overlap=False)
-    if problem.band.left is not None or not is_causal or is_short or dims == (64, 64):
+    # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better. And the warp that
+    # finds packed tiles has no registers for a counter beside a window.
+    is_fixed = is_causal and not is_short and problem.band.left is None and dims != (64, 64)
+    if not is_fixed and not (problem.varlen and problem.band.left is not None):
         config = replace(config, dynamic=True, tile_stages=2)
     return config
