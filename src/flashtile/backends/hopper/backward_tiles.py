@@ -21,6 +21,7 @@ class Config:
         block_m: Queries a step.
         split_d: Whether both warpgroups see the same 64 keys and each owns half the columns of dk and dv;
             otherwise each has 64 keys of its own. Scores are then computed twice, but dk and dv fit the registers.
+        by_gradient: Whether both warpgroups see the same 64 keys and one owns their dv, the other their dk.
         stages: Buffers for queries with what belongs to their rows, and as many for dout.
         k_stages: Buffers for a tile's keys: with two, the next tile's are loaded under this one.
         v_stages: Buffers for a tile's values, which are free a little before a tile's end.
@@ -36,6 +37,7 @@ class Config:
     block_d: int
     block_m: int = 64
     split_d: bool = False
+    by_gradient: bool = False
     stages: int = 2
     k_stages: int = 2
     v_stages: int = 1
@@ -62,7 +64,7 @@ class Config:
     @property
     def block_n(self) -> int:
         """Keys of a tile."""
-        return GROUP_KEYS if self.split_d else 2 * GROUP_KEYS
+        return GROUP_KEYS if self.split_d or self.by_gradient else 2 * GROUP_KEYS
 
     @property
     def grad_d(self) -> int:
@@ -72,6 +74,8 @@ class Config:
     @property
     def out_d(self) -> int:
         """Columns of the buffer through which dk and dv leave."""
+        if self.by_gradient:
+            return self.block_d // 4
         return self.grad_d // 2 if self.staged else self.grad_d
 
     @property
@@ -80,7 +84,8 @@ class Config:
         keys = (self.k_stages + self.v_stages) * self.block_n * self.block_d
         rows = 2 * self.stages * self.block_m * self.block_d
         dscores = self.ds_stages * self.block_n * self.block_m
-        out = 2 * GROUP_KEYS * self.out_d
+        # What leaves one gradient at a time leaves through the probabilities' or the dscores' buffers.
+        out = self.ds_stages * self.block_n * self.block_m if self.by_gradient else 2 * GROUP_KEYS * self.out_d
         dq = 2 * 64 * self.dq_width if self.dq_tma else 0
         return 2 * (keys + rows + dscores + out) + 4 * dq + self.stages * 2 * self.block_m * 4 + 1024
 
@@ -93,6 +98,7 @@ WIDE_64 = Config(block_d=64, block_m=128, v_stages=2)
 NARROW_64 = Config(block_d=64, block_m=64, stages=3, v_stages=2, dq_width=32)
 BASE_128 = Config(block_d=128)
 SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, staged=True)
+HANDED_256 = Config(block_d=256, by_gradient=True, k_stages=1)
 
 # What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
 VARIANTS = {
@@ -105,6 +111,7 @@ VARIANTS = {
     "128 by TMA": replace(BASE_128, k_stages=1, dq_tma=True),
     "128 by TMA, 3 stages": replace(BASE_128, stages=3, k_stages=1, dq_tma=True, dq_width=32, staged=True),
     "128 by TMA, keys ahead": replace(BASE_128, dq_tma=True, dq_width=32, staged=True),
+    "256 handed over": HANDED_256,
     "256": SPLIT_256,
 }
 
@@ -114,4 +121,4 @@ def choose(problem: Problem) -> Config:
     width = block_d(problem.head_dim)
     if width == 64:
         return NARROW_64 if problem.softcap > 0 else WIDE_64
-    return BASE_128 if width == 128 else SPLIT_256
+    return BASE_128 if width == 128 else HANDED_256
