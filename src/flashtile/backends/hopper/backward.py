@@ -6,7 +6,7 @@
 Scores lie keys first, so that P^T and dS^T are left operands straight from registers. Two warpgroups compute, each with
 64 keys of its own: its dK and dV stay in registers. Both put dS^T into shared memory, and each makes one half of the dQ
 that all 128 keys add to a row block, one step later, and adds it to float32 global memory. One warp loads by TMA. For
-head dims whose dK and dV fill the registers, both warpgroups score the same 64 keys and each owns half the columns.
+head dims whose dK and dV are too much for that, two warpgroups share 64 keys: ``backward_wide``.
 Mathematics: docs/algorithm.md. Sources: Dao et al. 2022, arXiv:2205.14135, algorithm 4; Shah et al. 2024,
 FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the backward).
 """
@@ -140,10 +140,9 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
     dtype: gl.constexpr = channels.queries.buffers.dtype
     layout: gl.constexpr = zeros.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    own: gl.constexpr = GROUP if form.groups == 2 else 0
     q_tile, dout_tile = channels.queries.at(used), channels.dout.at(used)
-    k_tile = fixed_part_of(channels.keys, seen, own, used, form.groups)
-    v_tile = fixed_part_of(channels.values, seen, own, used, form.groups)
+    k_tile = fixed_part_of(channels.keys, seen, GROUP, used, 2)
+    v_tile = fixed_part_of(channels.values, seen, GROUP, used, 2)
     rows = channels.rows.index(used % channels.queries.stages)
     channels.queries.wait(used)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -156,9 +155,6 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
         p = keep_rows(p, start, key_rows, grid)
         if not transform.has_softcap:
             factor = p
-    if form.groups == 1:
-        q_tile = q_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
-        dout_tile = dout_tile.slice(GROUP * form.grad_d, form.grad_d, dim=1)
     probs = gl.convert_layout(p.to(dtype), operand)
     dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -171,11 +167,10 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
     if not IS_FIRST:
         channels.dscores.wait(used - 1)
         dq = start_dq(channels, used - 1, seen, form, 0, GROUP)
-    if form.groups > GROUP:
-        channels.dscores.claim(used)
-        part_of(channels.dscores, used, GROUP, form.groups).store(ds)
-        fence_async_shared()
-        channels.dscores.publish(used)
+    channels.dscores.claim(used)
+    part_of(channels.dscores, used, GROUP, 2).store(ds)
+    fence_async_shared()
+    channels.dscores.publish(used)
     if IS_FIRST:
         dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
         channels.queries.release(used)
@@ -190,7 +185,7 @@ def step(channels, used, seen, dk, dv, zeros, dq_out, last_block, last_turn, hel
 def blank_step(channels, used, form, GROUP: gl.constexpr):
     """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
     channels.dscores.claim(used)
-    blank = part_of(channels.dscores, used, GROUP % form.groups, form.groups)
+    blank = part_of(channels.dscores, used, GROUP, 2)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     blank.store(gl.zeros([GROUP_KEYS, form.block_m], channels.queries.buffers.dtype, layout))
     fence_async_shared()
@@ -208,18 +203,10 @@ def store(desc, at, buffer, tile):
 
 
 @gluon.jit
-def group_key(tile_ring, tiles, form, GROUP: gl.constexpr):
-    """The first of a warpgroup's keys of a tile."""
-    key = field(tile_ring, tiles, KEY)
-    return key + GROUP * GROUP_KEYS if form.groups == 2 else key
-
-
-@gluon.jit
 def store_gradient(desc, grad, tile_ring, tiles, out_s, grid, form, GROUP: gl.constexpr):
-    """Stores a warpgroup's 64 keys of dk or dv, or its half of their columns; in two halves if ``staged``."""
-    half: gl.constexpr = form.grad_d // 2
-    col: gl.constexpr = GROUP * form.grad_d if form.groups == 1 else 0
-    key = group_key(tile_ring, tiles, form, GROUP)
+    """Stores a warpgroup's 64 keys of dk or dv; in two halves if ``staged``."""
+    half: gl.constexpr = form.block_d // 2
+    key = field(tile_ring, tiles, KEY) + GROUP * GROUP_KEYS
     b, head = field(tile_ring, tiles, SEQUENCE), field(tile_ring, tiles, HEAD)
     start_k, seqlen_k = field(tile_ring, tiles, START_K), field(tile_ring, tiles, SEQLEN_K)
     grad = grad.to(desc.dtype)
@@ -227,29 +214,29 @@ def store_gradient(desc, grad, tile_ring, tiles, out_s, grid, form, GROUP: gl.co
     out_s = out_s.index(GROUP + (tiles >> 30))
     if form.staged:
         low, high = gl.split(gl.permute(gl.reshape(grad, [GROUP_KEYS, 2, half]), (0, 2, 1)))
-        store(desc, coordinates(b, start_k, seqlen_k, key, head, col, grid.varlen), out_s, low)
-        store(desc, coordinates(b, start_k, seqlen_k, key, head, col + half, grid.varlen), out_s, high)
+        store(desc, coordinates(b, start_k, seqlen_k, key, head, 0, grid.varlen), out_s, low)
+        store(desc, coordinates(b, start_k, seqlen_k, key, head, half, grid.varlen), out_s, high)
     else:
-        store(desc, coordinates(b, start_k, seqlen_k, key, head, col, grid.varlen), out_s, grad)
+        store(desc, coordinates(b, start_k, seqlen_k, key, head, 0, grid.varlen), out_s, grad)
 
 
 @gluon.jit
 def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GROUP: gl.constexpr):
-    """One warpgroup: dk and dv of 64 keys of every tile, or of half their columns if both have the same keys."""
+    """One warpgroup: dk and dv of 64 keys of every tile."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_m, 16])
-    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.grad_d, 16])
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_d, 16])
     zeros = gl.zeros([GROUP_KEYS, form.block_m], gl.float32, s_layout)
     # A tile's first row block may end before its second 64 keys begin to be kept.
-    may_be_blank: gl.constexpr = grid.has_right and GROUP == 1 and form.groups == 2 and form.block_m < grid.block_n
+    may_be_blank: gl.constexpr = grid.has_right and GROUP == 1 and form.block_m < grid.block_n
     tile_ring = channels.tiles
     tiles = 0
     used = 0
     seen = 0
     tile_ring.wait(tiles)
     while field(tile_ring, tiles, IS_TILE) > 0:
-        dk = gl.zeros([GROUP_KEYS, form.grad_d], gl.float32, grad_layout)
-        dv = gl.zeros([GROUP_KEYS, form.grad_d], gl.float32, grad_layout)
-        key = group_key(tile_ring, tiles, form, GROUP)
+        dk = gl.zeros([GROUP_KEYS, form.block_d], gl.float32, grad_layout)
+        dv = gl.zeros([GROUP_KEYS, form.block_d], gl.float32, grad_layout)
+        key = field(tile_ring, tiles, KEY) + GROUP * GROUP_KEYS
         seqlen_q, seqlen_k = field(tile_ring, tiles, SEQLEN_Q), field(tile_ring, tiles, SEQLEN_K)
         key_rows = rows_of_keys(key, zeros, seqlen_q, seqlen_k, grid)
         left = field(tile_ring, tiles, M_MAX) - field(tile_ring, tiles, M_MIN)
@@ -316,8 +303,8 @@ def attention_backward(
     num_heads_kv, group_size, left, right, heads_at_once,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr, STAGED: gl.constexpr,
-    BY_GRADIENT: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr, VARLEN: gl.constexpr,
+    REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    FALLING: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Every tile's dk and dv, and what it adds to dq; a program an SM.
 
@@ -328,7 +315,7 @@ def attention_backward(
     """
     dtype: gl.constexpr = q_desc.dtype
     form = Form(BLOCK_M, BLOCK_D, GROUPS, DQ_WIDTH, STAGED)
-    out_d: gl.constexpr = form.grad_d // 2 if STAGED else form.grad_d
+    out_d: gl.constexpr = BLOCK_D // 2 if STAGED else BLOCK_D
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     key_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_D], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_KEYS, BLOCK_M], dtype)
@@ -341,7 +328,7 @@ def attention_backward(
         gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout),
         make_ring_beside(queries, dtype, [BLOCK_M, BLOCK_D], row_layout),
         make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, K_STAGES, GROUPS, 1, 2),
-        make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, V_STAGES, GROUPS, 1, 1 if BY_GRADIENT else 2),
+        make_parts_ring(dtype, [GROUP_KEYS, BLOCK_D], key_layout, V_STAGES, GROUPS, 1, GROUPS),
         make_parts_ring(dtype, [GROUP_KEYS, BLOCK_M], ds_layout, DS_STAGES, GROUPS, GROUPS, 2),
     )
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, left, right, heads_at_once,
@@ -352,7 +339,7 @@ def attention_backward(
         dq0, dq1 = (dq_ptr, dq_desc, dq_s.index(0), turns_ptr), (dq_ptr, dq_desc, dq_s.index(1), turns_ptr)
     else:
         dq0, dq1 = (dq_ptr, None, None, turns_ptr), (dq_ptr, None, None, turns_ptr)
-    if BY_GRADIENT:
+    if GROUPS == 1:
         probs = make_ring(dtype, [GROUP_KEYS, BLOCK_M], ds_layout, DS_STAGES, 1)
         gl.warp_specialize([
             (owner, (dv_desc, dq0, channels, probs, grid, transform, form, 0)),

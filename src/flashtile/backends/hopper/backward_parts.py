@@ -41,7 +41,6 @@ class Form:
 
     block_m: gl.constexpr
     block_d: gl.constexpr
-    grad_d: gl.constexpr
     groups: gl.constexpr
     dq_width: gl.constexpr
     dq_share: gl.constexpr
@@ -51,7 +50,6 @@ class Form:
     def __init__(self, block_m, block_d, groups, dq_width, staged):
         self.block_m = gl.constexpr(block_m)
         self.block_d = gl.constexpr(block_d)
-        self.grad_d = gl.constexpr(block_d if groups == 2 else block_d // 2)
         self.groups = gl.constexpr(groups)
         self.dq_width = gl.constexpr(dq_width)
         self.dq_share = gl.constexpr(block_d if block_m == 128 else block_d // 2)

@@ -19,13 +19,13 @@ class Config:
     Attributes:
         block_d: Columns of a tile: head_dim, padded to 64, 128 or 256; TMA fills the difference with zeros.
         block_m: Queries a step.
-        split_d: Whether both warpgroups see the same 64 keys and each owns half the columns of dk and dv;
-            otherwise each has 64 keys of its own. Scores are then computed twice, but dk and dv fit the registers.
-        by_gradient: Whether both warpgroups see the same 64 keys and one owns their dv, the other their dk.
+        by_gradient: Whether both warpgroups see the same 64 keys and one owns their dv, the other their dk;
+            otherwise each has 64 keys of its own, and both gradients of them.
         stages: Buffers for queries with what belongs to their rows, and as many for dout.
         k_stages: Buffers for a tile's keys: with two, the next tile's are loaded under this one.
         v_stages: Buffers for a tile's values, which are free a little before a tile's end.
-        ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq.
+        ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq, and as many for
+            the probabilities that one hands over.
         dq_width: Columns of dq that a warpgroup computes at once.
         dq_tma: Whether dq is added by TMA, through shared memory, instead of from registers. Sums in a fixed order are
             always added from registers.
@@ -36,7 +36,6 @@ class Config:
 
     block_d: int
     block_m: int = 64
-    split_d: bool = False
     by_gradient: bool = False
     stages: int = 2
     k_stages: int = 2
@@ -56,6 +55,8 @@ class Config:
         share = self.block_d if self.block_m == 128 else self.block_d // 2
         if share % self.dq_width:
             raise ValueError(f"a warpgroup has {share} columns of dq: {self}")
+        if self.by_gradient and (self.block_d, self.block_m, self.staged, self.dq_tma) != (256, 64, False, False):
+            raise ValueError(f"quarters of a gradient leave through buffers of 64 columns: {self}")
         if 2 * self.registers + PRODUCER_REGISTERS > REGISTERS_PER_LANE:
             raise ValueError(f"more registers than there are: {self}")
         if self.shared_bytes > SHARED_BYTES:
@@ -64,19 +65,14 @@ class Config:
     @property
     def block_n(self) -> int:
         """Keys of a tile."""
-        return GROUP_KEYS if self.split_d or self.by_gradient else 2 * GROUP_KEYS
-
-    @property
-    def grad_d(self) -> int:
-        """Columns of dk and dv that a warpgroup owns."""
-        return self.block_d // 2 if self.split_d else self.block_d
+        return GROUP_KEYS if self.by_gradient else 2 * GROUP_KEYS
 
     @property
     def out_d(self) -> int:
         """Columns of the buffer through which dk and dv leave."""
         if self.by_gradient:
             return self.block_d // 4
-        return self.grad_d // 2 if self.staged else self.grad_d
+        return self.block_d // 2 if self.staged else self.block_d
 
     @property
     def shared_bytes(self) -> int:
@@ -97,8 +93,7 @@ class Config:
 WIDE_64 = Config(block_d=64, block_m=128, v_stages=2)
 NARROW_64 = Config(block_d=64, block_m=64, stages=3, v_stages=2, dq_width=32)
 BASE_128 = Config(block_d=128)
-SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, staged=True)
-HANDED_256 = Config(block_d=256, by_gradient=True, k_stages=1)
+BASE_256 = Config(block_d=256, by_gradient=True, k_stages=1)
 
 # What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
 VARIANTS = {
@@ -111,8 +106,7 @@ VARIANTS = {
     "128 by TMA": replace(BASE_128, k_stages=1, dq_tma=True),
     "128 by TMA, 3 stages": replace(BASE_128, stages=3, k_stages=1, dq_tma=True, dq_width=32, staged=True),
     "128 by TMA, keys ahead": replace(BASE_128, dq_tma=True, dq_width=32, staged=True),
-    "256 handed over": HANDED_256,
-    "256": SPLIT_256,
+    "256": BASE_256,
 }
 
 
@@ -121,4 +115,4 @@ def choose(problem: Problem) -> Config:
     width = block_d(problem.head_dim)
     if width == 64:
         return NARROW_64 if problem.softcap > 0 else WIDE_64
-    return BASE_128 if width == 128 else HANDED_256
+    return BASE_128 if width == 128 else BASE_256
