@@ -36,15 +36,18 @@ def test_few_spills_and_the_instructions_of_the_chip(dim: int) -> None:
     c = build.constexprs
     groups, block_m, block_d = c["GROUPS"], c["BLOCK_M"], c["BLOCK_D"]
     # Scores and their gradients go over head_dim, dk and dv over the rows, dq over the keys; 16 a product. Each
-    # warpgroup has a tile's first step, its loop, and dq once more behind it.
+    # warpgroup has a tile's first step, its loop, and dq in two places. It makes both gradients of 64
+    # keys, or one.
     share = block_d if block_m == 128 else block_d // 2
     dq = groups * 64 // 16 * (share // c["DQ_WIDTH"])
-    assert report.instructions["wgmma"] == 2 * (2 * (2 * block_d // 16 + 2 * block_m // 16) + 2 * dq)
+    assert report.instructions["wgmma"] == 2 * (2 * groups * (block_d // 16 + block_m // 16) + 2 * dq)
     # A load moves 64 columns: queries, dout, a warpgroup's keys and values at a time; one moves what belongs to rows.
     # The compiler may write a tile's first loads twice.
     assert report.instructions["tma_load"] >= (2 + 2 * groups) * block_d // 64 + 1
-    # Four neighbours at once: dq of 64 rows is as many vectors as a thread has accumulators, by 4.
-    assert report.instructions["atomic"] == 2 * 2 * share // 8 + 1
+    # Four neighbours at once: dq of 64 rows is as many vectors as a thread has accumulators, by 4. By TMA a piece is one.
+    by_tma = "dq_desc" in build.signature
+    assert report.instructions["atomic"] == (1 if by_tma else 2 * 2 * share // 8 + 1)
+    assert report.instructions.get("tma_reduce", 0) == (2 * 2 * share // c["DQ_WIDTH"] if by_tma else 0)
     assert report.instructions["setmaxnreg"] > 0
     assert "st.global" not in report.instructions
 
@@ -109,3 +112,9 @@ def test_spills_would_be_seen() -> None:
 def test_what_does_not_fit_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError):
         dataclasses.replace(backward_tiles.BASE_128, **change)
+
+
+@pytest.mark.parametrize("change", [{"block_m": 128}, {"dq_tma": True}, {"block_d": 128}, {"k_stages": 2}])
+def test_a_gradient_each_leaves_through_the_buffers_it_has(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        dataclasses.replace(backward_tiles.BASE_256, **change)

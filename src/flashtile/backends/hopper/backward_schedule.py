@@ -55,8 +55,7 @@ def _place(index, grid, cu_seqlens_k_ptr):
         num_blocks = grid.seqlen_k // grid.block_n + grid.batch + 1
         is_end = index >= num_blocks * grid.num_heads_kv
         index = gl.where(is_end, 0, index)
-        place = index // grid.num_heads_kv
-        head = index - place * grid.num_heads_kv
+        place, head = scheduler.grouped_tile(index, num_blocks, grid.num_heads_kv, grid.heads_at_once)
         if grid.falling:
             place = num_blocks - 1 - place
         b, block = scheduler.packed_tile(cu_seqlens_k_ptr, grid.batch, place, grid.block_n)

@@ -19,30 +19,29 @@ class Config:
     Attributes:
         block_d: Columns of a tile: head_dim, padded to 64, 128 or 256; TMA fills the difference with zeros.
         block_m: Queries a step.
-        split_d: Whether both warpgroups see the same 64 keys and each owns half the columns of dk and dv;
-            otherwise each has 64 keys of its own. Scores are then computed twice, but dk and dv fit the registers.
+        by_gradient: Whether both warpgroups see the same 64 keys and one owns their dv, the other their dk;
+            otherwise each has 64 keys of its own, and both gradients of them.
         stages: Buffers for queries with what belongs to their rows, and as many for dout.
         k_stages: Buffers for a tile's keys: with two, the next tile's are loaded under this one.
         v_stages: Buffers for a tile's values, which are free a little before a tile's end.
-        ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq.
+        ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq, and as many for
+            the probabilities that one hands over.
         dq_width: Columns of dq that a warpgroup computes at once.
         dq_tma: Whether dq is added by TMA, through shared memory, instead of from registers. Sums in a fixed order are
             always added from registers.
-        staged: Whether dk and dv leave in two halves through a buffer of half their size.
         registers: What setmaxnreg gives a computing thread.
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
     """
 
     block_d: int
     block_m: int = 64
-    split_d: bool = False
+    by_gradient: bool = False
     stages: int = 2
     k_stages: int = 2
     v_stages: int = 1
     ds_stages: int = 2
     dq_width: int = 64
     dq_tma: bool = False
-    staged: bool = False
     registers: int = 240
     max_registers: int = 168
 
@@ -54,6 +53,8 @@ class Config:
         share = self.block_d if self.block_m == 128 else self.block_d // 2
         if share % self.dq_width:
             raise ValueError(f"a warpgroup has {share} columns of dq: {self}")
+        if self.by_gradient and (self.block_d, self.block_m, self.dq_tma) != (256, 64, False):
+            raise ValueError(f"quarters of a gradient leave through buffers of 64 columns: {self}")
         if 2 * self.registers + PRODUCER_REGISTERS > REGISTERS_PER_LANE:
             raise ValueError(f"more registers than there are: {self}")
         if self.shared_bytes > SHARED_BYTES:
@@ -62,17 +63,12 @@ class Config:
     @property
     def block_n(self) -> int:
         """Keys of a tile."""
-        return GROUP_KEYS if self.split_d else 2 * GROUP_KEYS
-
-    @property
-    def grad_d(self) -> int:
-        """Columns of dk and dv that a warpgroup owns."""
-        return self.block_d // 2 if self.split_d else self.block_d
+        return GROUP_KEYS if self.by_gradient else 2 * GROUP_KEYS
 
     @property
     def out_d(self) -> int:
         """Columns of the buffer through which dk and dv leave."""
-        return self.grad_d // 2 if self.staged else self.grad_d
+        return self.block_d // 4 if self.by_gradient else self.block_d
 
     @property
     def shared_bytes(self) -> int:
@@ -80,7 +76,8 @@ class Config:
         keys = (self.k_stages + self.v_stages) * self.block_n * self.block_d
         rows = 2 * self.stages * self.block_m * self.block_d
         dscores = self.ds_stages * self.block_n * self.block_m
-        out = 2 * GROUP_KEYS * self.out_d
+        # What leaves one gradient at a time leaves through the probabilities' or the dscores' buffers.
+        out = self.ds_stages * self.block_n * self.block_m if self.by_gradient else 2 * GROUP_KEYS * self.out_d
         dq = 2 * 64 * self.dq_width if self.dq_tma else 0
         return 2 * (keys + rows + dscores + out) + 4 * dq + self.stages * 2 * self.block_m * 4 + 1024
 
@@ -92,8 +89,7 @@ class Config:
 WIDE_64 = Config(block_d=64, block_m=128, v_stages=2)
 NARROW_64 = Config(block_d=64, block_m=64, stages=3, v_stages=2, dq_width=32)
 BASE_128 = Config(block_d=128)
-SPLIT_256 = Config(block_d=256, split_d=True, k_stages=1, staged=True)
-
+BASE_256 = Config(block_d=256, by_gradient=True, k_stages=1)
 THREE_STAGES_128 = replace(BASE_128, stages=3, k_stages=1)
 BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
 # Up to this length a tile has few steps, so that loading the next tile's keys under it is worth most; behind it, a
@@ -110,7 +106,7 @@ VARIANTS = {
     "128": BASE_128,
     "128, 3 stages": THREE_STAGES_128,
     "128 by TMA": BY_TMA_128,
-    "256": SPLIT_256,
+    "256": BASE_256,
 }
 
 
@@ -121,7 +117,7 @@ def choose(problem: Problem) -> Config:
         # The softcap takes registers of its own.
         return NARROW_64 if problem.softcap > 0 else WIDE_64
     if width == 256:
-        return SPLIT_256
+        return BASE_256
     if problem.seqlen_q <= SHORT or problem.softcap > 0:
         return BASE_128
     if problem.band.right is None or problem.deterministic:

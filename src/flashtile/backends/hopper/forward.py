@@ -438,9 +438,9 @@ def attention_forward(
                   HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS,
                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip
     transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST)
-    # Registers of a thread that does not compute. 32 leave the first computing warpgroup 8 fewer than the others have,
-    # which the wide loop bodies of packed calls cannot spare; their tiles are found with fewer divisions.
-    LOADER: gl.constexpr = 24 if VARLEN else 32
+    # Registers of a thread that does not compute. 32 leave the first of two computing warpgroups 8 fewer than the other
+    # one has, which the wide loop bodies of packed calls cannot spare; their tiles are found with fewer divisions.
+    LOADER: gl.constexpr = 24 if VARLEN and GROUPS == 2 else 32
     left_s = gl.allocate_shared_memory(gl.int32, [GROUPS, 1], record_layout)
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)

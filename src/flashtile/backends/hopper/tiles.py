@@ -149,19 +149,23 @@ def choose(problem: Problem) -> Config:
     """
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_GROUPS[dims]
-    is_causal, is_short = problem.band.right is not None, problem.seqlen_q <= SHORT
+    is_causal, has_left = problem.band.right is not None, problem.band.left is not None
+    is_short = problem.seqlen_q <= SHORT
     if dims == (64, 64):
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill. And
         # tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
-        wide = problem.varlen or problem.softcap > 0 or problem.band.left is not None
+        wide = problem.softcap > 0 or has_left
         if not wide and not (is_short if is_causal else problem.seqlen_q <= SHORT // 2):
             config = THREE_GROUPS_64
     if is_causal and is_short:
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
         config = replace(config, overlap=False)
-    # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better. And the warp that
-    # finds packed tiles has no registers for a counter beside a window.
-    is_fixed = is_causal and not is_short and problem.band.left is None and dims != (64, 64)
-    if not is_fixed and not (problem.varlen and problem.band.left is not None):
+    if problem.varlen:
+        # Beside a mask, the one warp that finds packed tiles for two warpgroups has no registers for a counter.
+        is_fixed = (is_causal or has_left) and config.groups == 2
+    else:
+        # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better.
+        is_fixed = is_causal and not is_short and not has_left and dims != (64, 64)
+    if not is_fixed:
         config = replace(config, dynamic=True, tile_stages=2)
     return config
