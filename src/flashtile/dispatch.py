@@ -31,27 +31,26 @@ def backend(name: str) -> Backend:
     return importlib.import_module(f"flashtile.backends.{name}").BACKEND
 
 
-def reasons(name: str, problem: Problem, direction: Direction, *, unasked: bool = False) -> list[str]:
+def reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
     """Every reason why a backend cannot run a direction of a problem; empty if it can.
 
     Args:
         name: The backend.
         problem: The call.
         direction: ``forward`` or ``backward``.
-        unasked: Whether the call names no backend, which some want to be.
     """
     chosen = backend(name)
     capabilities = chosen.capabilities(direction)
     if capabilities is None:
         return [f"has no {direction}"]
-    why = capabilities.reasons(problem, unasked=unasked)
+    why = capabilities.reasons(problem)
     missing = chosen.missing()
     return [missing, *why] if missing else why
 
 
 @lru_cache(maxsize=4096)
 def _first(problem: Problem, direction: Direction) -> str | None:
-    return next((name for name in NAMES if not reasons(name, problem, direction, unasked=True)), None)
+    return next((name for name in NAMES if not reasons(name, problem, direction)), None)
 
 
 def select(problem: Problem, direction: Direction = "forward", name: str | None = None) -> Backend:
@@ -73,7 +72,7 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
     if name is None:
         name = _first(problem, direction)
         if name is None:
-            everyone = {each: reasons(each, problem, direction, unasked=True) for each in NAMES}
+            everyone = {each: reasons(each, problem, direction) for each in NAMES}
             raise UnsupportedError(f"no backend supports this {direction}", everyone)
         return backend(name)
     if problem.needs_grad and backend(name).capabilities("backward") is None:
@@ -93,7 +92,7 @@ def explain(problem: Problem, name: str | None = None) -> str:
         lines.append(f"{direction}: {chosen.name}: {chosen.describe(problem, direction)}")
         for other in NAMES:
             if other != chosen.name:
-                against = "; ".join(reasons(other, problem, direction, unasked=True))
+                against = "; ".join(reasons(other, problem, direction))
                 lines.append(f"  not {other}: {against or f'could run it too, {chosen.name} comes first'}")
     return "\n".join(lines)
 
@@ -115,19 +114,11 @@ def support_table() -> str:
     chosen = [backend(name) for name in NAMES]
     rows = [["feature", *NAMES], ["---"] * (len(NAMES) + 1)]
     rows.append(["runs on", *(b.summary for b in chosen)])
-    rows.append(["taken where no backend is named", *(_unasked(b) for b in chosen)])
     rows.append(["dtypes", *(_cell(b, _dtypes) for b in chosen)])
     rows.append(["head_dim", *(_cell(b, _head_dims) for b in chosen)])
     for feature in FEATURES:
         rows.append([feature.label, *(_support(b, feature.name) for b in chosen)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _unasked(b: Backend) -> str:
-    forward, backward = (b.capabilities(direction) for direction in ("forward", "backward"))
-    if forward is None or forward.by_name_only:
-        return "no"
-    return "yes" if backward is not None and not backward.by_name_only else "forward"
 
 
 def _support(b: Backend, feature: str) -> str:

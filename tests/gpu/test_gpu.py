@@ -316,7 +316,7 @@ def test_gradients_of_more_than_two_to_the_31_elements(backend: str) -> None:
     # Other blocks of keys, other sums of roundings: an element near 0 may be off by as much as a large one.
     for got, want in ((dq, want_dq), (dk[:, -rows:], want_dk)):
         error = torch.linalg.vector_norm(got.double() - want.double()) / torch.linalg.vector_norm(want.double())
-        assert error < 5e-3
+        assert error < 2e-2
     assert not dk[:, :-rows].any()
 
 

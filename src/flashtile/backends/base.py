@@ -62,7 +62,6 @@ class Capabilities:
         head_dim_multiple: head_dim and head_dim_v must be multiples of it.
         min_compute_capability: Lowest NVIDIA compute capability, None where that does not apply.
         max_compute_capability: Highest, None for any.
-        by_name_only: Why a call that names no backend is not given to this one, None if it may be.
     """
 
     device_types: tuple[str, ...]
@@ -85,13 +84,10 @@ class Capabilities:
     dropout: bool = False
     deterministic: bool = False
     unaligned: bool = False
-    by_name_only: str | None = None
 
-    def reasons(self, problem: Problem, *, unasked: bool = False) -> list[str]:
-        """Every reason why the problem cannot run here, empty if it can; ``unasked``, if no call names the backend."""
+    def reasons(self, problem: Problem) -> list[str]:
+        """Every reason why the problem cannot run here, empty if it can."""
         why = [*self._device_reasons(problem), *self._shape_reasons(problem)]
-        if unasked and self.by_name_only:
-            why.append(f"runs only where it is asked for by name: {self.by_name_only}")
         return why + [f"no {f.label}" for f in FEATURES if f.used(problem) and not getattr(self, f.name)]
 
     def _device_reasons(self, problem: Problem) -> list[str]:

@@ -123,7 +123,7 @@ def _explain_elsewhere(problem: Problem, name: str | None) -> str:
     lines = [f"{dispatch.describe_problem(problem)}, compute capability {'{}.{}'.format(*_known(problem))}"]
     directions: tuple[Direction, ...] = ("forward", "backward") if problem.needs_grad else ("forward",)
     for direction in directions:
-        against = {each: _declared_reasons(each, problem, direction, each != name) for each in dispatch.NAMES}
+        against = {each: _declared_reasons(each, problem, direction) for each in dispatch.NAMES}
         chosen = next((each for each in ([name] if name else dispatch.NAMES) if not against[each]), None)
         if chosen is None:
             asked = {name: against[name]} if name else against
@@ -142,6 +142,6 @@ def _known(problem: Problem) -> tuple[int, int]:
     return problem.compute_capability
 
 
-def _declared_reasons(name: str, problem: Problem, direction: Direction, unasked: bool) -> list[str]:
+def _declared_reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
     capabilities = dispatch.backend(name).capabilities(direction)
-    return [f"has no {direction}"] if capabilities is None else capabilities.reasons(problem, unasked=unasked)
+    return [f"has no {direction}"] if capabilities is None else capabilities.reasons(problem)

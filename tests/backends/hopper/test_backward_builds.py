@@ -44,7 +44,7 @@ def test_few_spills_and_the_instructions_of_the_chip(dim: int) -> None:
     # A load moves 64 columns: queries, dout, a warpgroup's keys and values at a time; one moves what belongs to rows.
     # The compiler may write a tile's first loads twice.
     assert report.instructions["tma_load"] >= (2 + 2 * groups) * block_d // 64 + 1
-    # Four neighbours at once: dq of 64 rows is as many vectors as a thread has accumulators, by 4. By TMA a piece is one.
+    # Four neighbours at once: dq of 64 rows is as many vectors as a thread has accumulators, by 4; by TMA, a piece.
     by_tma = "dq_desc" in build.signature
     assert report.instructions["atomic"] == (1 if by_tma else 2 * 2 * share // 8 + 1)
     assert report.instructions.get("tma_reduce", 0) == (2 * 2 * share // c["DQ_WIDTH"] if by_tma else 0)

@@ -29,9 +29,7 @@ _FORWARD = Capabilities(
     deterministic=True,
 )
 
-_BACKWARD = dataclasses.replace(
-    _FORWARD, head_dim_v=False, by_name_only="it has passed its tests in an emulator, and run on no GPU yet"
-)
+_BACKWARD = dataclasses.replace(_FORWARD, head_dim_v=False)
 
 
 @functools.cache
