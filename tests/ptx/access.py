@@ -187,6 +187,7 @@ def _matrices(warp: Warp, at: Callable[[Warp], Array], count: int) -> Array:
         raise PtxError(f"rows of a matrix are not on 16 bytes: {rows}")
     if rows.min() < SHARED_BASE or rows.max() + 16 > SHARED_BASE + warp.block.shared.size:
         raise PtxError("rows of a matrix outside shared memory")
+    warp.block.shared.touch(rows, 16)
     return ((rows - SHARED_BASE) >> 1).reshape(count, 8)
 
 
@@ -266,6 +267,7 @@ def _copy(d: Decoder, i: Instruction) -> Step:
                 block.shared.data[start + n : start + size] = 0
 
         copy = Copy(move)
+        block.shared.touch(targets[lanes], size)
         if block.watch is not None:
             copy.number = block.watch.copy_in(warp, block.watch.places(targets[lanes], size))
         machine.start(copy)

@@ -76,10 +76,12 @@ def _init(d: Decoder, i: Instruction) -> Step:
             address = int(where[lane])
             if address % 8:
                 raise PtxError("an mbarrier not on 8 bytes")
+            # Nor may there be an mbarrier already.
             warp.block.shared.load(where[lane : lane + 1], 8, 1)
             if warp.block.watch is not None:
                 warp.block.watch.write(warp, warp.block.watch.places(where[lane : lane + 1], 8))
             warp.block.barriers[address] = MBarrier(int(warp.values[count][lane]))
+            warp.block.shared.mark(address, True)
 
     return run
 
@@ -89,8 +91,12 @@ def _invalidate(d: Decoder, i: Instruction) -> Step:
 
     def run(warp: Warp) -> None:
         for lane in warp.lanes():
-            warp.block.barrier(int(at(warp)[lane]))
-            del warp.block.barriers[int(at(warp)[lane])]
+            address = int(at(warp)[lane])
+            warp.block.barrier(address)
+            if warp.block.watch is not None:
+                warp.block.watch.write(warp, warp.block.watch.places(at(warp)[lane : lane + 1], 8))
+            del warp.block.barriers[address]
+            warp.block.shared.mark(address, False)
 
     return run
 

@@ -92,6 +92,8 @@ def _box(block: Block, start: int, tensor: TensorMap) -> Array:
     row_bytes = tensor.box[-1] * tensor.size
     if start < SHARED_BASE or start + tensor.bytes > SHARED_BASE + block.shared.size:
         raise PtxError("a box outside shared memory")
+    # A swizzle changes the order of these bytes and nothing else.
+    block.shared.touch(np.array([start]), tensor.bytes)
     return _layout(start, tensor.bytes // row_bytes, row_bytes, tensor.swizzle)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.ptx.memory import GlobalMemory, Region
+from tests.ptx.memory import GlobalMemory, SharedMemory
 from tests.ptx.races import Watch, joined
 from tests.ptx.text import PtxError
 
@@ -120,8 +120,7 @@ class Block:
         self.machine = machine
         self.place = place
         code = machine.code
-        # All ones is NaN in every float type: memory that nobody wrote must not look like zeros.
-        self.shared = Region("shared memory", SHARED_BASE, np.full(machine.shared_bytes, 0xFF, np.uint8))
+        self.shared = SharedMemory(SHARED_BASE, machine.shared_bytes)
         self.barriers: dict[int, MBarrier] = {}
         self.named: dict[int, _NamedBarrier] = {}
         self.free_registers = 0

@@ -53,6 +53,43 @@ class Region:
         return (at - self.base) // size
 
 
+class SharedMemory(Region):
+    """A block's shared memory, which knows where mbarriers are."""
+
+    def __init__(self, base: int, size: int) -> None:
+        # All ones is NaN in every float type: memory that nobody wrote must not look like zeros.
+        super().__init__("shared memory", base, np.full(size, 0xFF, np.uint8))
+        self._is_barrier = np.zeros(size, np.bool_)
+
+    def mark(self, address: int, is_barrier: bool) -> None:
+        """From now on an mbarrier lies at an address, or none any more."""
+        first = address - self.base
+        self._is_barrier[first : first + 8] = is_barrier
+
+    def touch(self, at: Lanes, size: int) -> None:
+        """``size`` bytes from each address on, which lie inside, are used by what is no mbarrier operation.
+
+        Raises:
+            PtxError: One of them belongs to an mbarrier. What PTX calls undefined (PTX ISA, "mbarrier.inval": its
+                memory may be repurposed only behind that) put NaN into a row of a tile on an H200.
+        """
+        if not at.size:
+            return
+        first = np.asarray(at, np.int64).ravel() - self.base
+        low, high = int(first.min()), int(first.max()) + size
+        if not self._is_barrier[low:high].any():
+            return
+        places = first[:, None] + np.arange(size)
+        wrong = places[self._is_barrier[places]]
+        if wrong.size:
+            raise PtxError(f"byte {int(wrong[0])} of shared memory belongs to an mbarrier that was not invalidated")
+
+    def _index(self, at: Lanes, size: int, count: int) -> Lanes:
+        index = super()._index(at, size, count)
+        self.touch(at, size * count)
+        return index
+
+
 class GlobalMemory:
     """The memory of the tensors of a launch, at the addresses that they have."""
 

@@ -59,6 +59,7 @@ def _in_shared(block: Block, descriptor: int, sides: int, transposed: bool, firs
     places = _places(descriptor, sides, transposed, first)
     if places.min() < 0 or places.max() >= len(block.shared.view(2)):
         raise PtxError(f"an operand outside shared memory: descriptor {descriptor:#x}")
+    block.shared.touch(places * 2 + SHARED_BASE, 2)
     return places
 
 

@@ -88,6 +88,36 @@ def test_a_barrier_that_never_completes_is_a_deadlock() -> None:
         _result(_MBARRIER.replace("{count}", "2"), 64)
 
 
+_ON_BARRIER = """
+ mov.b32 %r2, global_smem; mov.b32 %r9, 1; setp.eq.b32 %p1, %r1, 0;
+ @%p1 mbarrier.init.shared::cta.b64 [%r2+32], 1;
+ {between}
+ bar.sync 0, 32;
+ {use}"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "@%p1 st.shared.b32 [%r2+36], 5;",
+        "shl.b32 %r3, %r1, 3; add.s32 %r4, %r2, %r3; st.shared.v2.b32 [%r4], {%r1, %r1};",
+        "@%p1 st.shared.b8 [%r2+39], %rs1;",
+        "ld.shared.b64 %rd4, [%r2+32];",
+        "@%p1 mbarrier.init.shared::cta.b64 [%r2+32], 1;",
+        "and.b32 %r3, %r1, 7; shl.b32 %r3, %r3, 4; add.s32 %r4, %r2, %r3; "
+        "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r4], {%r1};",
+        "@%p1 cp.async.ca.shared.global [%r2+32], [%rd1], 16; cp.async.commit_group; cp.async.wait_group 0;",
+    ],
+)
+def test_memory_of_a_barrier_is_used_for_nothing_else_before_it_is_invalidated(use: str) -> None:
+    """On an H200, a tile that was loaded to where there had been barriers had NaN in a row."""
+    before = "mov.b16 %rs1, 7;"
+    with pytest.raises(PtxError, match="belongs to an mbarrier that was not invalidated"):
+        _result(before + _ON_BARRIER.format(between="", use=use))
+    without = "@%p1 mbarrier.inval.shared::cta.b64 [%r2+32];"
+    assert _result(before + _ON_BARRIER.format(between=without, use=use)).eq(1).all()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
