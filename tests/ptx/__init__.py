@@ -8,6 +8,7 @@ an order drawn from a seed; TMA copies complete at some moment before they are w
 - races in shared memory between warps and copies, missing proxy fences and ``wgmma.fence``, deadlocks,
 - accumulators used before the wait, warps that end with copies or products in flight,
 - accesses outside tensors, shared memory and boxes, misaligned ones, reads of shared memory that nobody wrote,
+- memory of an mbarrier that is used otherwise before it is invalidated, boxes whose coordinates 32 bits do not hold,
 - register budgets (``setmaxnreg``) that can never be met, barriers and products with lanes apart.
 
 It does not find what the assembler does (spills, its own errors), races in global memory, or between the lanes of one

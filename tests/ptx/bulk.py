@@ -16,6 +16,10 @@ from tests.ptx.machine import SHARED_BASE, Block, Copy, Step, Wait, Warp
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.text import Instruction, PtxError
 
+# Coordinates are int32. Stores of boxes of which some reached past 2**31 and some began behind it, negative,
+# ended in an illegal instruction on an H200; which of them did it is not known. That hardware forgives neither, in any
+# dimension, loads included, is an assumption, and so is the lower bound: nobody wants what is that far behind a start.
+_LAST, _FIRST = 2**31 - 1, -(2**30)
 # Rows of 128 bytes after which a swizzle pattern repeats, minus one, by bytes of the swizzle.
 _SWIZZLE_ROWS = {0: 0, 32: 1, 64: 3, 128: 7}
 
@@ -67,6 +71,12 @@ class TensorMap:
     def bytes(self) -> int:
         """Bytes of a box in shared memory."""
         return int(np.prod(self.box)) * self.size
+
+    def look_at(self, coordinates: tuple[int, ...]) -> None:
+        """Raises PtxError where a box begins or ends so far away that 32 bits do not hold it."""
+        for start, side in zip(coordinates, self.box, strict=True):
+            if start < _FIRST or start + side > _LAST:
+                raise PtxError(f"a box of {self.box} at {coordinates}: coordinates beyond 32 bits, or wrapped there")
 
     def places(self, coordinates: tuple[int, ...]) -> tuple[Array, Array]:
         """(first address, elements inside) of each row of a box along the last dimension, in the box's order."""
@@ -210,6 +220,7 @@ def _tensor(d: Decoder, i: Instruction, words: list[str], adds: bool) -> Step:
             if tensor is None or len(tensor.box) != rank:
                 raise PtxError(f"no tensor map of {rank} dimensions at {int(tensors[lane]):#x}")
             place = tuple(int(warp.values[c][lane].view(np.int32)) for c in reversed(coordinates))
+            tensor.look_at(place)
             start = int(starts[lane])
             if barrier_at is not None:
                 copy = load(warp, tensor, place, start, int(barrier_at(warp)[lane]))

@@ -8,7 +8,9 @@ import re
 import pytest
 import torch
 
+from flashtile.backends.hopper import launch
 from tests.cases import Case, build, judge
+from tests.poison import poisoned_memory
 from tests.ptx import hopper
 from tests.ptx.decode import Decoder
 from tests.ptx.launch import Build, Kernels
@@ -38,6 +40,27 @@ def test_sums_in_a_fixed_order_end(num_sms: int) -> None:
         call = build(case, torch.bfloat16)
         call.keywords["deterministic"] = True
         judge(call, "hopper")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_left_for_later_stay_within_the_coordinates(seed: int) -> None:
+    """A sequence of NaN between two others: its tiles are all computed again, and what they held is stored nowhere.
+
+    Rows and coordinates of a packed sequence are far apart, see ``schedule.PACKED_ROWS``.
+    """
+    case = Case("varlen", batch=3, lengths=((40, 133), (150, 150), (20, 60)), heads=1, kv_heads=1, head_dim=64,
+                causal=True)  # fmt: skip
+    call = build(case, torch.bfloat16)
+    tensors = dataclasses.replace(call.tensors, **{name: x.detach().clone() for name, x in call.leaves.items()})
+    with hopper.on_cpu(Options(seed=seed), 1 + seed), poisoned_memory():
+        clean, clean_lse = launch.forward(call.problem, tensors)
+        for x, start in ((tensors.q, 40), (tensors.k, 133), (tensors.v, 133)):
+            x[start : start + 150] = torch.nan
+        out, lse = launch.forward(call.problem, tensors)
+    assert out[40:190].isnan().all() and lse[:, 40:190].isnan().all()
+    for own in (slice(0, 40), slice(190, None)):
+        assert torch.equal(out[own], clean[own]) and torch.equal(lse[:, own], clean_lse[:, own])
+        assert clean[own].isfinite().all()
 
 
 def _without(pattern: str, place: int) -> object:

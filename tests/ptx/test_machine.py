@@ -140,7 +140,7 @@ def test_what_hardware_does_not_forgive(body: str, message: str) -> None:
     "body", ["frobnicate.b32 %r9, %r1;", "add.weird.s32 %r9, %r1, 1;", "ld.global.odd.b32 %r9, [%rd3];"]
 )
 def test_what_is_not_known_is_refused(body: str) -> None:
-    with pytest.raises(PtxError, match="line 18"):
+    with pytest.raises(PtxError, match="line 19"):
         _result("\n" + body)
 
 
@@ -165,6 +165,51 @@ def test_tensor_maps_refuse_what_the_driver_refuses() -> None:
     for name, value in (("address", 4098), ("strides", (120, 2)), ("box", (8, 128)), ("shape", (0, 64))):
         with pytest.raises(PtxError):
             TensorMap(**(good | {name: value}))
+
+
+_BOX = """
+ mov.b32 %r2, global_smem; mov.b64 %rd5, test_param_2; cvta.param.u64 %rd6, %rd5;
+ shl.b32 %r3, %r1, 2; add.s32 %r4, %r2, %r3; add.s32 %r5, %r1, 7; setp.eq.b32 %p1, %r1, 0;
+ st.shared.b32 [%r4], %r5; st.shared.b32 [%r4+128], %r1;
+ @%p1 mbarrier.init.shared::cta.b64 [%r2+{barrier}], 1;
+ fence.proxy.async.shared::cta; bar.sync 0, 32;
+ @%p1 {copy}
+ @%p1 cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"""
+_STORE = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd6, {{{column}, {row}}}], [%r2];"
+_LOAD = ("cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd6, {{{column}, {row}}}], "
+         "[%r2+512];")  # fmt: skip
+
+
+def _box(copy: str, column: int, row: int, barrier: int = 512) -> torch.Tensor:
+    """Copies a box of 8 x 8 numbers from or to a row and a column of a tensor of 4 x 8, and gives the tensor."""
+    out = torch.full((4, 8), -1, dtype=torch.int32)
+    tensor = TensorMap(out.data_ptr(), 4, (4, 8), (32, 4), (8, 8), 0)
+    run(_BOX.format(copy=copy.format(column=column, row=row), barrier=barrier), out, tensor=tensor)
+    return out
+
+
+def test_a_box_is_cut_where_the_tensor_ends() -> None:
+    first = _box(_STORE, 2, -3)
+    assert first[:, :2].eq(-1).all() and torch.equal(first[0, 2:], torch.arange(24, 30, dtype=torch.int32) + 7)
+    assert torch.equal(first[1:, 2:], torch.stack([torch.arange(8 * n, 8 * n + 6) for n in range(3)]).int())
+    for column, row in ((8, 0), (0, 4), (-8, 0), (0, 2**31 - 9), (2**31 - 9, 0), (0, -(2**30))):
+        assert _box(_STORE, column, row).eq(-1).all()
+
+
+@pytest.mark.parametrize("copy", [_STORE, _LOAD], ids=["store", "load"])
+@pytest.mark.parametrize(
+    ("column", "row"), [(0, 2**31 - 4), (2**31 - 8, 0), (0, 2**31 - 1), (0, -(2**31) + 20), (-(2**31), 0)]
+)
+def test_boxes_beyond_the_coordinates_of_32_bits(copy: str, column: int, row: int) -> None:
+    """As seen on an H200, for rows of a packed sequence that were to be stored nowhere: an illegal instruction."""
+    with pytest.raises(PtxError, match="beyond 32 bits"):
+        _box(copy, column, row)
+
+
+@pytest.mark.parametrize("copy", [_STORE, _LOAD], ids=["store", "load"])
+def test_no_box_lies_on_a_barrier(copy: str) -> None:
+    with pytest.raises(PtxError, match="belongs to an mbarrier that was not invalidated"):
+        _box(copy, 0, 0, barrier=248)
 
 
 def test_warps_may_write_neighbouring_bytes() -> None:
