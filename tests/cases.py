@@ -6,6 +6,7 @@ at most twice that of the same formula computed in the input dtype by plain PyTo
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,7 +150,15 @@ class Call:
 
     def upcast(self) -> Call:
         """The same call on float64 copies, so that the oracle's gradients are not rounded to the input dtype."""
-        leaves = {name: x.detach().double().requires_grad_() for name, x in self.leaves.items()}
+        return self._with({name: x.detach().double().requires_grad_() for name, x in self.leaves.items()})
+
+    def in_main_memory(self) -> Call:
+        """The same call on copies for the references; ``run`` still takes the keywords from where they are."""
+        here = {name: x.detach().cpu() for name, x in vars(self.tensors).items() if x is not None}
+        leaves = {name: x.detach().cpu().requires_grad_() for name, x in self.leaves.items()}
+        return replace(self, tensors=replace(self.tensors, **here))._with(leaves)
+
+    def _with(self, leaves: dict[str, Tensor]) -> Call:
         names = {"bias": "attn_bias"}
         tensors = replace(self.tensors, **{names.get(name, name): x for name, x in leaves.items()})
         return replace(self, tensors=tensors, leaves=leaves)
@@ -270,41 +279,51 @@ def results(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | N
     return Results({name: x.detach() for name, x in values.items()})
 
 
-def judge(call: Call, backend: str) -> None:
+def judge(call: Call, backend: str, watched: bool = False) -> None:
     """Runs a backend under the rule, or asserts that it refuses with the reasons it declares. Never skips.
 
-    A backend without a backward is judged by its forward.
+    A backend without a backward is judged by its forward. ``watched``: a tool watches the device's memory. Nothing
+    fills it beforehand then, so that the tool can tell what nobody wrote, and the references compute in main memory.
     """
+    memory = nullcontext if watched else poisoned_memory
     directions: tuple[Direction, ...] = ("forward", "backward")
     against = {each: dispatch.reasons(backend, call.problem, each) for each in directions}
     if not any(against.values()):
-        with poisoned_memory():
-            _judge_numbers(call, backend)
+        with memory():
+            _judge_numbers(call, backend, watched)
         return
     with pytest.raises((UnsupportedError, InvalidInputError)) as caught:
         call.run(backend)
     assert any(all(reason in str(caught.value) for reason in why) for why in against.values() if why)
     if not against["forward"]:
-        with poisoned_memory(), torch.no_grad():
-            _judge_forward(call, backend)
+        with memory(), torch.no_grad():
+            _judge_forward(call, backend, watched)
 
 
-def _judge_forward(call: Call, backend: str) -> None:
+def _judge_forward(call: Call, backend: str, watched: bool) -> None:
     got = dict(zip(("out", "lse"), call.run(backend), strict=True))
+    if watched:
+        call, got = call.in_main_memory(), {name: x.cpu() for name, x in got.items()}
     exact = reference.attention(call.problem, call.upcast().tensors)
     plain = reference.attention(call.problem, call.tensors, call.problem.dtype)
     for name, want, low in zip(got, exact, plain, strict=True):
         assert_close(name, got[name], want, low, call.case.magnitude)
 
 
-def _judge_numbers(call: Call, backend: str) -> None:
+def _judge_numbers(call: Call, backend: str, watched: bool) -> None:
     """Runs the library and both references, and asserts the rule for out, lse and every gradient."""
     make = torch.Generator(device=call.tensors.q.device).manual_seed(11)
     shape = (*call.tensors.q.shape[:-1], call.problem.head_dim_v)
     dout = torch.randn(*shape, generator=make, device=call.tensors.q.device).to(call.problem.dtype)
     out, lse = call.run(backend)
+    if watched:
+        # What TMA stores is nothing that a tool sees being written, and the backward reads out: the same bits again.
+        out.data.copy_(out.data.cpu())
     dlse = torch.randn(lse.shape, generator=make, device=lse.device) if call.case.lse_grad else None
     got = results(call, out, lse, dout, dlse)
+    if watched:
+        got = Results({name: x.cpu() for name, x in got.values.items()})
+        call, dout, dlse = call.in_main_memory(), dout.cpu(), None if dlse is None else dlse.cpu()
     upcast = call.upcast()
     exact = results(upcast, *reference.attention(upcast.problem, upcast.tensors), dout, dlse)
     plain = results(call, *reference.attention(call.problem, call.tensors, call.problem.dtype), dout, dlse)
