@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import accuracy, memory, table, train, varlen
+from benchmarks import accuracy, memory, sanitizer, table, train, varlen
 from benchmarks.results import Row
 from benchmarks.table import Cell
 
@@ -259,20 +259,24 @@ def tests_pass(ended: Ended) -> list[Finding]:
     return found + [Finding(f"{c.get('classname')}::{c.get('name')}", met=False) for c in failed[:10]]
 
 
-_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _CALLS = re.compile(r"^(\w+): (\d+) calls right, (\d+) refused", re.MULTILINE)
 
 
 def sanitizer_is_silent(backend: str) -> Judge:
-    """The tool's own summary counts nothing, and calls of the backend were really made under it."""
+    """The tool's own summary counts nothing of ours, and calls of the backend were really made under it."""
 
     def judge(ended: Ended) -> list[Finding]:
-        counts = [int(a or b) for a, b in _SUMMARY.findall(ended.log)]
+        verdict = sanitizer.verdict(ended.log, backend)
         calls = {name: int(right) for name, right, _ in _CALLS.findall(ended.log)}.get(backend, 0)
         if "Device not supported" in ended.log:
             return [Finding("compute-sanitizer refuses this device", met=False)]
-        total = f"{sum(counts)} errors or hazards" if counts else "no summary of the tool"
-        return [Finding(f"{total} in {calls} calls of {backend}", met=bool(counts) and not sum(counts) and calls > 0)]
+        text = f"{verdict.errors} errors or hazards" if verdict.summed else "no summary of the tool"
+        text += f" in {calls} calls of {backend}"
+        if verdict.left_out:
+            text += f", left out: {verdict.left_out}"
+        if verdict.first:
+            text += f"; the first: {verdict.first[:300]}"
+        return [Finding(text, met=verdict.summed and verdict.errors == 0 and calls > 0)]
 
     return judge
 

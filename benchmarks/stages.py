@@ -172,11 +172,14 @@ _SANITIZER = {
 
 
 def _sanitizer(tool: str, backend: str) -> Stage:
+    # What the judge leaves out it must have read. The kernels are not told apart by the tool's own filters: its manual
+    # does not say whether it sees what kernels write that it does not check. Nor do copies to main memory count, as it
+    # does not see what TMA stores.
+    options = ["--print-limit", "400", *(["--check-api-memory-access", "no"] if tool == "initcheck" else [])]
     return Stage(
         name=f"{tool}-{backend}",
         shows=f"{backend}: {_SANITIZER[tool]}",
-        command=("compute-sanitizer", "--tool", tool, "--print-limit", "40", "{python}", "-m", "tests.gpu.sanitize",
-                 backend),
+        command=("compute-sanitizer", "--tool", tool, *options, "{python}", "-m", "tests.gpu.sanitize", backend),
         limit_s=260,
         alone=False,
         needs=a_gpu("compute-sanitizer", "pytest"),

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import claims, varlen
+from benchmarks import claims, sanitizer, varlen
 from benchmarks.cases import Case, suite
 from benchmarks.claims import Ended
 from benchmarks.results import Row
@@ -177,6 +177,83 @@ def test_tests_must_run_and_none_may_fail(tmp_path):
 )  # fmt: skip
 def test_the_sanitizer_must_have_seen_calls_and_complain_of_none(log, met):
     assert claims.sanitizer_is_silent("hopper")(seen(log=log))[0].met is met
+
+
+def line_of(backend, file, start):
+    lines = (sanitizer.BACKENDS / backend / file).read_text().splitlines()
+    return max(n for n, line in enumerate(lines, 1) if line.startswith(start))
+
+
+def race(*places):
+    """As racecheck prints it: a read, and the writes that it races with."""
+    first, *others = (f"{kind} access at {at}" for kind, at in zip(["Read"] + ["Write"] * 9, places, strict=False))
+    return "\n".join(
+        [f"========= Error: Race reported between {first}", *(f"=========     and {x} [8 hazards]" for x in others)]
+    )
+
+
+def judged(backend, *reports, summary=None):
+    counted = summary or f"RACECHECK SUMMARY: {len(reports)} hazards displayed ({len(reports)} errors, 0 warnings)"
+    log = "\n=========\n".join([f"{backend}: 5 calls right, 2 refused", *reports, counted and f"========= {counted}"])
+    (finding,) = claims.sanitizer_is_silent(backend)(seen(log=log))
+    return finding
+
+
+def test_races_of_the_compilers_own_words_are_left_out_and_no_others():
+    start = line_of("hopper", "forward.py", "def attention_forward(")
+    end = line_of("hopper", "forward.py", "    if HAS_LEFT or HAS_RIGHT:")
+    read, write = f"attention_forward+0x140 in forward.py:{start}", f"attention_forward+0x9370 in forward.py:{start}"
+    stop = f"attention_forward+0xf9c0 in forward.py:{end}"
+    back = line_of("hopper", "backward.py", "def attention_backward(")
+    last = line_of("hopper", "backward.py", "    gl.warp_specialize([")
+    gradient = [f"attention_backward+0x{n} in backward.py:{n}" for n in (back, back, last)]
+    mine = [race(read, write, stop), race(read, stop), race(*gradient)]
+    finding = judged("hopper", *mine)
+    assert finding.met and "0 errors" in finding.text
+    assert finding.text.endswith("the words by which the compiler starts and ends warps: 3")
+    # The same lines of another kernel, file or backend, another line, and an access whose line is not known.
+    for other in (
+        race(read, f"attention_forward+0x9370 in forward.py:{start + 1}"),
+        race(read, stop, "attention_forward+0x8000 in pipeline.py:80"),
+        race(read, write.replace("attention_forward", "finish")),
+        race(read, write.replace("forward.py", "backward.py")),
+        race(read, "attention_forward+0x9370"),
+        race(f"attention_backward+0x140 in forward.py:{start}", write),
+    ):
+        finding = judged("hopper", *mine, other)
+        assert not finding.met and "1 errors" in finding.text and "warps: 3; the first: Error: Race" in finding.text
+    assert not judged("portable", *mine).met
+    unprinted = judged("hopper", *mine, summary="RACECHECK SUMMARY: 9 hazards displayed (9 errors, 0 warnings)")
+    assert not unprinted.met and "6 errors" in unprinted.text
+    assert not judged("hopper", *mine, summary="ERROR SUMMARY: 1 error").met
+
+
+def read_by(kernel, line=" in backward_rows.py:140"):
+    return (
+        "========= Uninitialized __global__ memory read of size 4 bytes\n"
+        f"=========     at {kernel}+0x6b0{line}\n=========     by thread (0,0,0) in block (0,0,0)\n"
+        "=========     Address 0x7f3c7ec000fc\n=========     Saved host backtrace up to driver entry point\n"
+        "=========         Host Frame: launch at kernel+0x10 in libcuda.so.1"
+    )
+
+
+def test_reads_of_what_nobody_wrote_count_in_our_kernels():
+    theirs = read_by("void at::native::vectorized_elementwise_kernel<(int)4, at::native::Mul<float>>(int, T2, T3)", "")
+    finding = judged("hopper", theirs, theirs, summary="ERROR SUMMARY: 2 errors")
+    assert finding.met and "0 errors" in finding.text
+    assert "such as void at::native::vectorized_elementwise_kernel" in finding.text and finding.text.endswith(": 2")
+    for kernel in ("prepare_rows", "attention_forward", "attention_backward_dq"):
+        finding = judged("hopper", theirs, read_by(kernel), summary="ERROR SUMMARY: 2 errors")
+        assert (
+            not finding.met
+            and "1 errors" in finding.text
+            and finding.text.endswith(f"read of size 4 bytes at {kernel}")
+        )
+    # 1.5 million, of which some were printed, and what is no read.
+    assert not judged("hopper", theirs, summary="ERROR SUMMARY: 1500000 errors").met
+    outside = theirs.replace("Uninitialized __global__ memory read", "Invalid __global__ write")
+    assert not judged("hopper", outside, summary="ERROR SUMMARY: 1 error").met
+    assert not judged("hopper", "========= Program hit cudaErrorX", summary="ERROR SUMMARY: 1 error").met
 
 
 @pytest.mark.slow

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks import sanitizer
 from flashtile.backends.hopper import launch
 from tests.cases import Case, build, judge
 from tests.poison import poisoned_memory
@@ -61,6 +63,33 @@ def test_rows_left_for_later_stay_within_the_coordinates(seed: int) -> None:
     for own in (slice(0, 40), slice(190, None)):
         assert torch.equal(out[own], clean[own]) and torch.equal(lse[:, own], clean_lse[:, own])
         assert clean[own].isfinite().all()
+
+
+def test_what_starts_and_ends_warps_has_the_lines_that_the_sanitizers_judge_knows() -> None:
+    """Bytes of what each warp shall run, read one by one, and written as constants."""
+    built: dict[str, str] = {}
+
+    def remember(self: Kernels, kernel: object, *rest: object) -> tuple[Build, list[object]]:
+        made, values = original(self, kernel, *rest)
+        built[getattr(kernel, "__name__", "")] = made.ptx
+        return made, values
+
+    original = Kernels.build
+    case = Case("causal", batch=1, seqlen_q=100, seqlen_k=100, heads=1, kv_heads=1, head_dim=64, causal=True)
+    with hopper.on_cpu(Options(), 1), mock.patch.object(Kernels, "build", remember):
+        out, _ = (call := build(case, torch.bfloat16)).run("hopper")
+        torch.autograd.grad(out.float().sum(), list(call.leaves.values()))
+    for (name, file), (first, last) in sanitizer.lines_of_starts("hopper").items():
+        files = {number for number, path in re.findall(r'\.file\s+(\d+) "([^"]+)"', built[name]) if path.endswith(file)}
+        found: dict[str, set[int]] = {"ld": set(), "st": set()}
+        number = line = ""
+        for text in built[name].splitlines():
+            if at := re.match(r"\s*\.loc\s+(\d+) (\d+)", text):
+                number, line = at.groups()
+            elif at := re.search(r"(ld)\.shared\.b8|(st)\.shared\.\S+\s+\[global_smem\+\d+\], \{[-0-9, ]+\}", text):
+                assert number in files, text
+                found[at[1] or at[2]].add(int(line))
+        assert found["ld"] == {first} and first in found["st"] <= {first, last}, (name, found)
 
 
 def _without(pattern: str, place: int) -> object:
