@@ -175,6 +175,14 @@ class Block:
         return None
 
 
+@dataclass
+class Sums:
+    """What products in flight add to: the accumulator's registers so far, and how many are still to come."""
+
+    values: list[Any]
+    pending: int = 0
+
+
 class Warp:
     """32 lanes that run together as long as they agree where.
 
@@ -194,6 +202,7 @@ class Warp:
         "pc",
         "products",
         "registers",
+        "sums",
         "values",
         "wait",
     )
@@ -210,6 +219,7 @@ class Warp:
         self.copies: list[list[Copy]] = [[]]
         self.products: list[list[Callable[[], None]]] = [[]]
         self.fenced: list[Any] = []
+        self.sums: dict[tuple[int, ...], Sums] = {}
         self.executed = 0
         self.registers = code.max_registers
 

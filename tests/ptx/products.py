@@ -12,7 +12,7 @@ import numpy as np
 from tests.ptx.arithmetic import Array, bf16_to_f32
 from tests.ptx.bulk import swizzled
 from tests.ptx.decode import Decoder, builder
-from tests.ptx.machine import SHARED_BASE, Block, Step, Wait, Warp
+from tests.ptx.machine import SHARED_BASE, Block, Step, Sums, Wait, Warp
 from tests.ptx.text import Instruction, PtxError
 
 _SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
@@ -136,18 +136,23 @@ def _product(d: Decoder, i: Instruction) -> Step:
                 if each is not None:
                     warp.block.watch.read(warp, each.ravel(), "product")
 
-    def multiply(warp: Warp, keep: bool, places: tuple[Array | None, Array], saved: list[Any]) -> None:
+    def multiply(warp: Warp, keep: bool, places: tuple[Array | None, Array], sums: Sums) -> None:
         v, memory = warp.values, warp.block.shared.view(2)
         look(warp, places)
         left = _a_rows([v[n] for n in a], convert) if places[0] is None else convert(memory[places[0]])
         result = left @ convert(memory[places[1]]).T
         if keep:
+            if any(each is None for each in sums.values):
+                raise PtxError("a product adds to registers that nobody wrote")
             before = np.empty((16, columns), np.float32)
-            before[row, column] = np.stack(saved or [v[n] for n in acc]).view(np.float32)
+            before[row, column] = np.stack(sums.values).view(np.float32)
             result += before
-        out = result[row, column].view(np.uint32)
-        for n, index in enumerate(acc):
-            v[index] = warp.fenced[index] = out[n]
+        sums.values = list(result[row, column].view(np.uint32))
+        sums.pending -= 1
+        if sums.pending == 0:
+            warp.sums.pop(tuple(acc), None)
+            for index, value in zip(acc, sums.values, strict=True):
+                v[index] = warp.fenced[index] = value
 
     def run(warp: Warp) -> None:
         if warp.mask is not None:
@@ -165,14 +170,14 @@ def _product(d: Decoder, i: Instruction) -> Step:
         places = operands(warp)
         look(warp, places)
         if warp.block.machine.options.product_at_wait:
-            # Nothing but products may use the accumulator until then.
-            saved = [warp.values[n] for n in acc]
+            # Nothing but products may use the accumulator until the last of them that are in flight is waited for.
+            sums = warp.sums.setdefault(tuple(acc), Sums([warp.values[n] for n in acc]))
+            sums.pending += 1
             for n in acc:
                 warp.values[n] = None
-            chained = any(each is None for each in saved)
-            warp.products[-1].append(lambda: multiply(warp, keep, places, [] if chained else saved))
+            warp.products[-1].append(lambda: multiply(warp, keep, places, sums))
         else:
-            multiply(warp, keep, places, [])
+            multiply(warp, keep, places, Sums([warp.values[n] for n in acc], pending=1))
             # Its operands may be read until the wait.
             warp.products[-1].append(lambda: look(warp, places))
 

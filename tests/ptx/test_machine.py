@@ -118,6 +118,32 @@ def test_memory_of_a_barrier_is_used_for_nothing_else_before_it_is_invalidated(u
     assert _result(before + _ON_BARRIER.format(between=without, use=use)).eq(1).all()
 
 
+_CHAIN = (
+    """
+ mov.b32 %r2, global_smem; shl.b32 %r3, %r1, 2; and.b32 %r3, %r3, 255; add.s32 %r4, %r2, %r3;
+ mov.b32 %r14, 0x3F803F80; mov.b32 %r15, %r14; mov.b32 %r16, %r14; mov.b32 %r17, %r14;
+ setp.lt.u32 %p1, %r1, 64; @%p1 st.shared.b32 [%r4], %r14;
+ fence.proxy.async.shared::cta; bar.sync 0, 128;
+ shr.u32 %r5, %r2, 4; add.s32 %r5, %r5, 524288; cvt.u64.u32 %rd4, %r5; mov.pred %p2, -1;
+ mov.b32 %r10, 0f00000000; mov.b32 %r11, %r10; mov.b32 %r12, %r10; mov.b32 %r13, %r10;
+ wgmma.fence.sync.aligned;
+"""
+    + 4
+    * """
+ wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+   {%r10,%r11,%r12,%r13}, {%r14,%r15,%r16,%r17}, %rd4, %p2, 1, 1, 0;
+ wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;"""
+)
+
+
+def test_products_that_follow_each_other_into_one_accumulator() -> None:
+    """Ones: each adds 16, one is always in flight, and nobody reads the accumulator until none is."""
+    end = " wgmma.wait_group.sync.aligned 0; cvt.rzi.s32.f32 %r9, %r11;"
+    assert _result(_CHAIN + end, 128).eq(64).all()
+    with pytest.raises((PtxError, RuntimeError)):
+        _result(_CHAIN + end.replace("wgmma.wait_group.sync.aligned 0;", ""), 128)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
