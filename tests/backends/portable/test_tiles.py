@@ -80,6 +80,18 @@ def test_tiles_ignore_batch_and_lengths(kernel: tiles.Kernel) -> None:
     assert tiles.choose(one, kernel, "sm_90") == tiles.choose(many, kernel, "sm_90")
 
 
+@pytest.mark.parametrize("kernel", ["forward", "dk", "dv", "dq"])
+def test_the_length_counts_where_all_sequences_have_it(kernel: tiles.Kernel) -> None:
+    causal = _problem(256, band=Band(None, 0), seqlen_q=1024)
+    short = dataclasses.replace(causal, seqlen_q=512)
+    assert tiles.choose(short, kernel, "sm_90") == tiles.choose(dataclasses.replace(short, batch=9), kernel, "sm_90")
+    assert (tiles.choose(short, kernel, "sm_90") == tiles.choose(causal, kernel, "sm_90")) == (kernel != "forward")
+    packed = dataclasses.replace(causal, varlen=True)
+    assert tiles.choose(packed, kernel, "sm_90") == tiles.choose(
+        dataclasses.replace(packed, seqlen_q=512), kernel, "sm_90"
+    )
+
+
 @pytest.mark.parametrize("sizes", [(8, 16), (48, 64), (512, 64), (64, 512)])
 def test_illegal_tiles_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="block_"):
