@@ -20,6 +20,7 @@ from tests import emulator
 # What the inline assembly means, and the name that only the newest Triton has.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_asm.hold: lambda x: x,
+    inline_asm.after_stores: lambda x: x,
     inline_asm.rescale: lambda acc, factor, width: acc * factor[:, None],
     tma_add: emulator.reduce_out,
 }

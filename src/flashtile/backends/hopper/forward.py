@@ -25,7 +25,7 @@ from flashtile.backends.hopper.columns import (
     zero_accumulators,
 )
 from flashtile.backends.hopper.gluon_compat import tma_store_wait
-from flashtile.backends.hopper.inline_asm import hold
+from flashtile.backends.hopper.inline_asm import after_stores, hold
 from flashtile.backends.hopper.mend import is_suspect, mend
 from flashtile.backends.hopper.pipeline import make_ring
 from flashtile.backends.hopper.schedule import (
@@ -249,9 +249,8 @@ def epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc
              left, GROUP: gl.constexpr):  # fmt: skip
     """Normalises a tile's output, and stores it and lse; returns the rows that are left, see mend.py."""
     rows_layout: gl.constexpr = origin.type.layout
-    suspect = False
     if sizes.has_left or sizes.has_right:
-        suspect = is_suspect(accs, sizes.has_left, sizes.has_right)
+        suspect = is_suspect(accs, origin)
     head = field(tile_ring, tiles, HEAD)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
     if sinks_ptr is not None:
@@ -276,11 +275,8 @@ def epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc
     place = lse_of(b, head, start_q, sizes)
     if sizes.has_left or sizes.has_right:
         # A note is a number, not a float: floats may come out with other bits.
-        noted = gl.where(suspect & (rows == row), left, lse.to(gl.int32, bitcast=True))
-        lse = noted.to(gl.float32, bitcast=True)
+        lse = gl.where(suspect, left, lse.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
         left = gl.where(suspect & (row < seqlen_q), place + row, left)
-        # Behind the end of the sequence nothing is stored; a branch around the store would cost the loops registers.
-        row = gl.where(suspect, gl.maximum(row, seqlen_q), row)
     stages: gl.constexpr = out_s.shape[0] // sizes.groups
     store(out_desc, out, out_s, GROUP * stages, stages, b, start_q, seqlen_q, row, head, sizes.varlen)
     gl.store(lse_ptr + place + rows, lse, mask=rows < seqlen_q)
@@ -341,7 +337,7 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_rings, k_rings, v_rings,
     e, origin, row_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
     probs = operand(e, dtype, p_layout)
 
-    left = gl.to_tensor(-1)
+    left = gl.full([BLOCK_M], -1, gl.int32, rows.type.layout)
     while is_tile:
         accs = zero_accumulators(BLOCK_M, v_rings)
         while n_block > n_block_min:
@@ -397,7 +393,7 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_rings, k_rings, v_rings,
         tiles += 1
         used += 1 + skipped
     if sizes.has_left or sizes.has_right:
-        left_s.store(gl.full([1], left, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        left_s.store(gl.max(gl.reshape(after_stores(left), [4, BLOCK_M // 4]), 1))
     tma_store_wait(0)
 
 
@@ -441,7 +437,7 @@ def attention_forward(
     # Registers of a thread that does not compute. 32 leave the first of two computing warpgroups 8 fewer than the other
     # one has, which the wide loop bodies of packed calls cannot spare; their tiles are found with fewer divisions.
     LOADER: gl.constexpr = 24 if VARLEN and GROUPS == 2 else 32
-    left_s = gl.allocate_shared_memory(gl.int32, [GROUPS, 1], record_layout)
+    left_s = gl.allocate_shared_memory(gl.int32, [GROUPS, 4], record_layout)
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     if GROUPS == 2:

@@ -1,4 +1,4 @@
-"""The three things that tensor operations cannot say, in PTX: a hint to the assembler, a vote, a skipped product."""
+"""What tensor operations cannot say, in PTX: a hint to the assembler, a vote, a skipped product, a wait for memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,6 +30,17 @@ def hold(x):
     Otherwise ptxas hoists the wait for the product with the values above the exponentials that should run under it.
     """
     return gl.inline_asm_elementwise(_HOLD, "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def after_stores(x):
+    """X, behind every TMA store of this thread: it is in memory, where others may overwrite it.
+
+    Gluon's wait ends when the stores have read their source.
+    """
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
