@@ -242,8 +242,8 @@ _BANDED_SM_90: _Table = {
         256: Config(128, 32, 8, 2),
     },
 }
-# At head_dim 256 one program fills a multiprocessor, and its first loads wait for nothing that runs beside them: with so
-# few blocks a tile, two smaller ones without a pipeline are faster (512 keys, causal: 150 against 153 us).
+# At head_dim 256 one program fills a multiprocessor, and its first loads wait for nothing that runs beside them: with
+# so few blocks a tile, two smaller ones without a pipeline are faster (512 keys, causal: 150 against 153 us).
 _SHORT_SM_90: _Table = _BANDED_SM_90 | {
     "forward": _BANDED_SM_90["forward"] | {256: Config(64, 64, 4, 1, tma=True)},
 }
