@@ -157,7 +157,7 @@ def choose(problem: Problem) -> Config:
         wide = problem.softcap > 0 or has_left
         if not wide and not (is_short if is_causal else problem.seqlen_q <= SHORT // 2):
             config = THREE_GROUPS_64
-    if is_causal and is_short:
+    if is_causal and is_short and dims == (64, 64):
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
         config = replace(config, overlap=False)
     if problem.varlen:
@@ -167,7 +167,8 @@ def choose(problem: Problem) -> Config:
         # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better.
         is_fixed = is_causal and not is_short and not has_left and dims != (64, 64)
     if not is_fixed:
-        # A tile drawn ahead is one that nobody else can take. But the shortest take less time than finding one does.
-        hurried = dims == (64, 64) and is_causal and problem.seqlen_q <= SHORT // 2
+        # A tile drawn ahead is one that nobody else can take. But the shortest take less time than finding one does; at
+        # head_dim 64 and 1024 keys, and at 256, a second one ahead lost.
+        hurried = is_causal and problem.seqlen_q <= {(64, 64): SHORT // 2, (128, 128): SHORT}.get(dims, 0)
         config = replace(config, dynamic=True, tile_stages=3 if hurried else 2)
     return config
