@@ -435,8 +435,9 @@ def attention_forward(
                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip
     transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST)
     # Registers of a thread that does not compute. 32 leave the first of two computing warpgroups 8 fewer than the other
-    # one has, which the wide loop bodies of packed calls cannot spare; their tiles are found with fewer divisions.
-    LOADER: gl.constexpr = 24 if VARLEN and GROUPS == 2 else 32
+    # one has, which the widest loop bodies of packed calls cannot spare; then no counter deals out tiles.
+    IS_WIDE: gl.constexpr = HAS_LEFT or HAS_SOFTCAP
+    LOADER: gl.constexpr = 24 if VARLEN and IS_WIDE and GROUPS == 2 else 32
     left_s = gl.allocate_shared_memory(gl.int32, [GROUPS, 4], record_layout)
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)

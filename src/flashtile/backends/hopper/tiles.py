@@ -161,8 +161,8 @@ def choose(problem: Problem) -> Config:
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
         config = replace(config, overlap=False)
     if problem.varlen:
-        # Beside a mask, the one warp that finds packed tiles for two warpgroups has no registers for a counter.
-        is_fixed = (is_causal or has_left) and config.groups == 2
+        # Beside these, the warp that finds packed tiles has no registers for a counter.
+        is_fixed = has_left or problem.softcap > 0
     else:
         # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better.
         is_fixed = is_causal and not is_short and not has_left and dims != (64, 64)
