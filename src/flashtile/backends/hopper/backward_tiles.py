@@ -93,8 +93,8 @@ BASE_256 = Config(block_d=256, by_gradient=True, k_stages=1)
 THREE_STAGES_128 = replace(BASE_128, stages=3, k_stages=1)
 BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
 # Up to this length a tile has few steps, so that loading the next tile's keys under it is worth most; behind it, a
-# third buffer of queries is, and under a causal mask and where sequences are packed, that adds to dq leave the registers
-# at once, by TMA (H200, bf16: 611 against 589, 631 against 559, and 595 against 532 TFLOPS).
+# third buffer of queries is, and under a causal mask and where sequences are packed, that adds to dq leave the
+# registers at once, by TMA (H200, bf16: 611 against 589, 631 against 559, and 595 against 532 TFLOPS).
 SHORT = 1024
 
 # What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
