@@ -285,7 +285,7 @@ def main() -> None:
         else:
             right &= run_checks(check_cases(dim, args.cases, args.shards, dim_v), None, args.limit_s)
             if 0 in args.shards:
-                check_bits(dim, dim_v, 20)
+                check_bits(dim, dim_v, 1000)
                 check_poison(dim, dim_v)
                 right &= check_leaks(dim, dim_v)
                 right &= check_variants(dim, dim_v, variants(dims, args.skip))
