@@ -194,7 +194,7 @@ def blank_step(channels, used, form, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def store_gradient(desc, grad, tile_ring, tiles, out_s, grid, form, GROUP: gl.constexpr):
+def store_gradient(desc, grad, tile_ring, tiles, out_s, grid, GROUP: gl.constexpr):
     """Stores a warpgroup's 64 keys of dk or dv by TMA, once the store before it has left the buffer."""
     key = field(tile_ring, tiles, KEY) + GROUP * GROUP_KEYS
     b, head = field(tile_ring, tiles, SEQUENCE), field(tile_ring, tiles, HEAD)
@@ -261,15 +261,15 @@ def scorer(dk_desc, dv_desc, dq_out, channels, out_s, grid, transform, form, GRO
             channels.dscores.wait(used - 1)
             dq = start_dq(channels, used - 1, seen, form, 0, GROUP)
             # dv leaves under the last product.
-            store_gradient(dv_desc, dv, tile_ring, tiles, out_s, grid, form, GROUP)
+            store_gradient(dv_desc, dv, tile_ring, tiles, out_s, grid, GROUP)
             finish_dq(dq, dq_out, block, mine, held, channels, used - 1, seen, form, GROUP)
             pass_turn(dq_out[3], block)
             channels.keys.release(seen)
             seen += 1
         else:
-            store_gradient(dv_desc, dv, tile_ring, tiles, out_s, grid, form, GROUP)
+            store_gradient(dv_desc, dv, tile_ring, tiles, out_s, grid, GROUP)
         dk = dk * transform.softmax_scale
-        store_gradient(dk_desc, dk, tile_ring, tiles, out_s, grid, form, GROUP)
+        store_gradient(dk_desc, dk, tile_ring, tiles, out_s, grid, GROUP)
         tile_ring.release(tiles)
         tiles += 1
         tile_ring.wait(tiles)
