@@ -12,8 +12,10 @@ def _barrier(d: Decoder, i: Instruction) -> Step:
     if i.opcode[1] == "warp":
         # Lanes of a warp run together; those apart wait for the ones behind.
         return lambda warp: None
-    if i.opcode[1:] not in (("sync",), ("sync", "aligned"), ("cta", "sync", "aligned", "all"), ("cta", "sync")):
+    kinds = (("sync",), ("sync", "aligned"), ("cta", "sync", "aligned", "all"), ("cta", "sync"), ("arrive",))
+    if i.opcode[1:] not in kinds:
         raise PtxError("barrier")
+    waits = "sync" in i.opcode
     number = d.operand(i.operands[0], 32)
     threads = d.operand(i.operands[1], 32) if len(i.operands) > 1 else None
 
@@ -23,7 +25,7 @@ def _barrier(d: Decoder, i: Instruction) -> Step:
         n, count = warp.values[number], None if threads is None else warp.values[threads]
         if (n != n[0]).any():
             raise PtxError("lanes at different barriers")
-        return warp.block.sync(warp, int(n[0]), None if count is None else int(count[0]))
+        return warp.block.sync(warp, int(n[0]), None if count is None else int(count[0]), waits)
 
     return run
 

@@ -145,8 +145,8 @@ class Block:
         if self.watch is not None:
             self.watch.learn(warp, message)
 
-    def sync(self, warp: Warp, number: int, threads: int | None) -> Wait | None:
-        """A warp arrives at a named barrier, of all threads if not said otherwise."""
+    def sync(self, warp: Warp, number: int, threads: int | None, waits: bool = True) -> Wait | None:
+        """A warp arrives at a named barrier, of all threads if not said otherwise, and waits there or goes on."""
         named = self.named.setdefault(number, _NamedBarrier())
         needed = len(self.warps) * LANES if threads is None else threads
         if named.threads and named.needed != needed:
@@ -158,7 +158,10 @@ class Block:
             named.threads = 0
             named.generation += 1
             named.last, named.message = named.message, None
-            self.learn(warp, named.last)
+            if waits:
+                self.learn(warp, named.last)
+            return None
+        if not waits:
             return None
         generation = named.generation
         about = f"barrier {number} of {needed} threads, {named.threads} are there"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import sanitizer
+from flashtile import reference
 from flashtile.backends.hopper import launch
 from tests.cases import Case, build, judge
 from tests.poison import poisoned_memory
@@ -24,6 +25,8 @@ CASES = (
     Case("causal", batch=1, seqlen_q=140, seqlen_k=200, heads=2, kv_heads=1, head_dim=128, causal=True),
     Case("window", batch=1, seqlen_q=130, seqlen_k=150, heads=1, kv_heads=1, head_dim=256, window=(60, 9), softcap=5.0),
     Case("varlen", batch=3, lengths=((70, 130), (0, 5), (100, 90)), heads=2, kv_heads=1, head_dim=64, causal=True),
+    # No edge behind a first block; a turn that is passed on; keys that end in another block than the rows.
+    Case("causal", batch=1, seqlen_q=200, seqlen_k=264, heads=1, kv_heads=1, head_dim=256, causal=True),
 )
 
 
@@ -32,6 +35,24 @@ CASES = (
 def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
     with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=at_wait, strict_fences=True), 2):
         judge(build(case, torch.bfloat16), "hopper")
+
+
+def test_maxima_of_either_sign() -> None:
+    """Rows whose scores are all far below 0 beside rows whose scores are far above, in one warp; keys come in order.
+
+    So the maximum grows with every block, and an origin that is not a row's own would overflow or leave nothing.
+    """
+    case = Case("full", batch=1, seqlen_q=80, seqlen_k=300, heads=1, kv_heads=1, head_dim=64)
+    call = build(case, torch.float16)
+    tensors = dataclasses.replace(call.tensors, **{name: x.detach().clone() for name, x in call.leaves.items()})
+    tensors.q[:] = torch.tensor([2.0, -2.0, -1.0, 1.0]).repeat(20)[:, None, None]
+    tensors.k[:] = (1 + 0.02 * torch.arange(300.0).flip(0))[:, None, None] + 0.1 * tensors.k
+    with hopper.on_cpu(Options(), 1):
+        out, lse = launch.forward(call.problem, tensors)
+    want, want_lse = reference.attention(call.problem, tensors)
+    assert lse.min() < -7 and lse.max() > 50
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out.double(), want.double(), rtol=0, atol=3e-3)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3])

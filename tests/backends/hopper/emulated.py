@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -16,12 +17,17 @@ from flashtile.backends import hopper
 from flashtile.backends.hopper import backward_tiles, gradients, inline_asm, launch, tiles
 from flashtile.backends.hopper.gluon_compat import tma_add
 from tests import emulator
+from tests.emulator.language import elementwise
 
 # What the inline assembly means, and the name that only the newest Triton has.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_asm.hold: lambda x: x,
     inline_asm.after_stores: lambda x: x,
     inline_asm.rescale: lambda acc, factor, width: acc * factor[:, None],
+    inline_asm.least_integers: lambda numbers, signs: functools.reduce(elementwise(torch.minimum), numbers),
+    # Turns decide who is first, not what comes out.
+    inline_asm.take_turn: lambda x, group: x,
+    inline_asm.pass_turn: lambda x, group: x,
     tma_add: emulator.reduce_out,
 }
 

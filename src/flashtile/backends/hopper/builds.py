@@ -18,6 +18,8 @@ _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
 def builds(arch: str) -> list[KernelBuild]:
     """The forward: both masks at the usual head dims, long and short, then each feature; bf16 if not said.
 
+    Packed sequences under a causal mask attend to themselves. Of two lengths that differ by one, edges of the mask lie
+    anywhere.
     Of the tiles that consist of parts, those of the head dims in use.
     """
     if arch != "sm_90a":
@@ -34,6 +36,7 @@ def builds(arch: str) -> list[KernelBuild]:
         for dim in (64, 128, 256)
         for band, features in (
             (_CAUSAL, {"dtype": torch.float16}),
+            (_CAUSAL, {"more_keys": 1}),
             (_WINDOW, {}),
             (_CAUSAL, {"varlen": True}),
             (_FULL, {"varlen": True}),
@@ -75,14 +78,16 @@ def _backward(usual: list[Problem]) -> list[KernelBuild]:
     return sweeps + [build for problem in rows for build in backward_builds.builds(problem)[1:]]
 
 
-def _problem(dim: int, band: Band, seqlen: int = 8192, dim_v: int | None = None, **features: Any) -> Problem:
+def _problem(
+    dim: int, band: Band, seqlen: int = 8192, dim_v: int | None = None, more_keys: int = 0, **features: Any
+) -> Problem:
     return Problem(
         device_type="cuda",
         compute_capability=(9, 0),
         dtype=features.pop("dtype", torch.bfloat16),
         batch=2,
         seqlen_q=seqlen,
-        seqlen_k=seqlen,
+        seqlen_k=seqlen + more_keys,
         num_heads_q=8,
         num_heads_kv=8,
         head_dim=dim,
@@ -113,7 +118,7 @@ def _forward(problem: Problem, config: tiles.Config | None = None) -> KernelBuil
     signature |= dict.fromkeys(("scale_log2", "softcap", "prescale"), "fp32")
     sizes = ("seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right")
     signature |= dict.fromkeys(sizes, "i32")
-    constexprs = launch.constants(problem, config)
+    constexprs = launch.constants(problem, config, equal_lengths=problem.varlen)
     banded = f"*{dtype}" if problem.band.left is not None or problem.band.right is not None else None
     optional = {
         "q_ptr": banded,
@@ -134,6 +139,8 @@ def _forward(problem: Problem, config: tiles.Config | None = None) -> KernelBuil
     about: dict[str, object] = {"dtype": dtype, "head_dim": problem.head_dim, "mask": str(problem.band)}
     if problem.head_dim_v != problem.head_dim:
         about["head_dim_v"] = problem.head_dim_v
+    if problem.seqlen_k != problem.seqlen_q:
+        about["seqlen_k - seqlen_q"] = problem.seqlen_k - problem.seqlen_q
     if features:
         about["features"] = "+".join(features)
     return KernelBuild(

@@ -25,7 +25,8 @@ from flashtile.backends.hopper.columns import (
     zero_accumulators,
 )
 from flashtile.backends.hopper.gluon_compat import tma_store_wait
-from flashtile.backends.hopper.inline_asm import after_stores, hold
+from flashtile.backends.hopper.inline_asm import after_stores, hold, pass_turn, take_turn
+from flashtile.backends.hopper.lanes import keep_keys, lane_keys, lane_sums, row_tops
 from flashtile.backends.hopper.mend import is_suspect, mend
 from flashtile.backends.hopper.pipeline import make_ring
 from flashtile.backends.hopper.schedule import (
@@ -52,7 +53,7 @@ from flashtile.backends.hopper.schedule import (
     publish_tile,
 )  # fmt: skip
 from flashtile.backends.hopper.transform import Transform
-from flashtile.backends.vocab import lagging_softmax, mask, softmax
+from flashtile.backends.vocab import mask, softmax
 
 LOG2_E = softmax.LOG2_E
 # Keys and values that are worked on at the same time: the L2 cache has 50 MB, and queries and outputs pass through it.
@@ -138,42 +139,6 @@ def load_block(desc, rings, use, tile_ring, tiles, n_block, sizes, COLS: gl.cons
     load(desc, rings, use, b, start_k, seqlen_k, n_block * sizes.block_n, head, COLS, sizes.varlen)
 
 
-# In a WGMMA accumulator four threads share a row, and column c belongs to thread c // 2 % 4 of them: seen as
-# [M, N // 8, 4, 2], an accumulator has its threads along dimension 2 and each thread's own columns along 1 and 3.
-
-
-@gluon.jit
-def lane_sums(x, M: gl.constexpr, N: gl.constexpr):
-    """[M, N] -> [M, 4]: each thread's sums of the columns it holds; the four are added at the end of a tile."""
-    return gl.sum(gl.sum(gl.reshape(x, [M, N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def lane_keys(keys, like, M: gl.constexpr, N: gl.constexpr):
-    """[M] -> [M, 4]: each row's key, counted from the first column of a block that the thread holds."""
-    layout: gl.constexpr = gl.reshape(like, [M, N // 8, 4, 2]).type.layout
-    flat: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
-    lane = gl.arange(0, 4, gl.SliceLayout(0, flat))
-    return gl.convert_layout(keys, gl.SliceLayout(1, flat))[:, None] - 2 * lane[None, :]
-
-
-@gluon.jit
-def keep_keys(s, start, first_keys, last_keys, HAS_LEFT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """The scores of keys ``start ...``, -inf outside the rows' first and last keys (``lane_keys``).
-
-    A thread compares one number a row with its column numbers, which are immediates.
-    """
-    t = gl.reshape(s, [M, N // 8, 4, 2])
-    layout: gl.constexpr = t.type.layout
-    tens = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    ones = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    cols = 8 * tens[None, :, None, None] + ones[None, None, None, :]
-    t = gl.where(cols <= (last_keys - start)[:, None, :, None], t, float("-inf"))
-    if HAS_LEFT:
-        t = gl.where(cols >= (first_keys - start)[:, None, :, None], t, float("-inf"))
-    return gl.convert_layout(gl.reshape(t, [M, N]), s.type.layout)
-
-
 @gluon.jit
 def shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, MASKED: gl.constexpr):
     """Softcap and mask: what happens to the scores before the softmax."""
@@ -193,36 +158,46 @@ def operand(probs, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def step(q_rings, tiles, k_rings, v_rings, used, probs, accs, origin, row_sum, zeros, sizes, transform, n_block,
-         is_edge, is_last, first_keys, last_keys, OVERLAP: gl.constexpr):  # fmt: skip
+def step(q_rings, tiles, k_rings, v_rings, used, probs, accs, factor, row_max, row_sum, zeros, sizes, transform,
+         n_block, is_edge, is_last, first_keys, last_keys, GROUP: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Multiplies the probabilities of use ``used`` with its values while block ``n_block``, the next use, is scored.
+
+    What was accumulated before is due for ``factor``: under the scores' product, or before the warpgroup's turn.
 
     One loop runs over masked and unmasked blocks: where packed probabilities are carried from one loop into another,
     they are taken apart and put together by 64 byte permutes a step.
     """
     p_layout: gl.constexpr = probs.type.layout
-    # Without a band only the last keys of a sequence need a mask, and they come first.
-    masked: gl.constexpr = sizes.has_left or sizes.has_right
     k_rings[0].wait(used + 1)
+    if sizes.in_turns:
+        accs = rescale_rows(accs, factor)
+        row_max = take_turn(row_max, GROUP)
     s = start_scores(q_rings, tiles, k_rings, used + 1, zeros)
+    if not sizes.in_turns:
+        accs = rescale_rows(accs, factor)
     v_rings[0].wait(used)
     accs = add_products(probs, v_rings, used, accs)
+    if sizes.in_turns:
+        row_max = pass_turn(row_max, (GROUP + 1) % sizes.groups)
     s = warpgroup_mma_wait(len(accs), deps=[s])
     k_rings[0].release(used + 1)
     if not OVERLAP:
         # The only buffer of the queries: the next tile's are loaded while this one ends.
         q_rings[0].release(tiles, is_last)
 
-    s = shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, masked)
-    origin, subtrahend, factor = lagging_softmax.raise_origin(origin, s, transform.scale_log2, masked)
-    e = lagging_softmax.exponentials(s, transform.scale_log2, subtrahend)
+    s = shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, sizes.has_edges)
+    row_max, origin, factor = softmax.raise_max(row_max, row_tops(s, row_max) * transform.scale_log2, sizes.has_edges)
+    e = softmax.exponentials(s, transform.scale_log2, origin)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
-    row_sum = hold(row_sum * sum_factor[:, None] + lane_sums(e, sizes.block_m, sizes.block_n))
+    row_sum = row_sum * sum_factor[:, None] + lane_sums(e, sizes.block_m, sizes.block_n)
+    if sizes.groups == 2:
+        # Two others keep the tensor cores busy where there are three; then an early wait costs less than a late one.
+        row_sum = hold(row_sum)
     probs = operand(e, probs.dtype, p_layout)
 
     accs = wait_for_products(accs)
     v_rings[0].release(used)
-    return probs, rescale_rows(accs, factor), origin, row_sum
+    return probs, accs, factor, row_max, row_sum
 
 
 @gluon.jit
@@ -236,21 +211,22 @@ def first_scores(q_rings, tiles, k_rings, used, skipped, is_tile, zeros):
 
 @gluon.jit
 def first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys):
-    """The softmax state after a tile's first block: (probs, origin, row_sum)."""
+    """The softmax state after a tile's first block: (probs, row_max, row_sum)."""
     s = shape_scores(s, transform, sizes, n_block, is_edge, first_keys, last_keys, True)
+    nothing = gl.full([sizes.block_m], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     # A tile may have no key at all, whatever the mask.
-    origin, subtrahend = lagging_softmax.first_origin(s, transform.scale_log2, True)
-    e = lagging_softmax.exponentials(s, transform.scale_log2, subtrahend)
-    return e, origin, lane_sums(e, sizes.block_m, sizes.block_n)
+    row_max, origin, _ = softmax.raise_max(nothing, gl.max(s, 1) * transform.scale_log2, True)
+    e = softmax.exponentials(s, transform.scale_log2, origin)
+    return e, row_max, lane_sums(e, sizes.block_m, sizes.block_n)
 
 
 @gluon.jit
-def epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
+def epilogue(accs, row_max, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr, out_s,
              left, GROUP: gl.constexpr):  # fmt: skip
     """Normalises a tile's output, and stores it and lse; returns the rows that are left, see mend.py."""
-    rows_layout: gl.constexpr = origin.type.layout
+    rows_layout: gl.constexpr = row_max.type.layout
     if sizes.has_left or sizes.has_right:
-        suspect = is_suspect(accs, origin)
+        suspect = is_suspect(accs, row_max)
     head = field(tile_ring, tiles, HEAD)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
     if sinks_ptr is not None:
@@ -258,11 +234,11 @@ def epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc
         if sizes.varlen:
             # Rows behind the last sequence belong to nobody.
             sink = gl.where(field(tile_ring, tiles, SEQUENCE) < sizes.batch, sink, float("-inf"))
-        factor, origin, total = softmax.add_sink(origin, total, sink)
-        scale, lse = softmax.finalise(origin, total)
+        factor, row_max, total = softmax.add_sink(row_max, total, sink)
+        scale, lse = softmax.finalise(row_max, total)
         scale = scale * factor
     else:
-        scale, lse = softmax.finalise(origin, total)
+        scale, lse = softmax.finalise(row_max, total)
     out = ()
     for i in gl.static_range(len(accs)):
         out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(out_desc.dtype))
@@ -334,18 +310,25 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_rings, k_rings, v_rings,
     if not OVERLAP:
         q_rings[0].release(tiles, is_tile & (n_block == n_block_min))
     is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
-    e, origin, row_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
+    e, row_max, row_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
     probs = operand(e, dtype, p_layout)
 
     left = gl.full([BLOCK_M], -1, gl.int32, rows.type.layout)
+    if sizes.in_turns and sizes.groups - 1 == GROUP:
+        row_max = pass_turn(row_max, 0)
     while is_tile:
         accs = zero_accumulators(BLOCK_M, v_rings)
+        factor = gl.full([BLOCK_M], 1.0, gl.float32, row_max.type.layout)
+        # A turn a block, also of the one that this warpgroup leaves out.
+        if sizes.in_turns and sizes.has_right:  # noqa: SIM102
+            if skipped > 0:
+                row_max = pass_turn(take_turn(row_max, GROUP), (GROUP + 1) % sizes.groups)
         while n_block > n_block_min:
             n_block -= 1
             is_edge = (n_block < n_full_min) | (n_block >= n_full_max)
-            probs, accs, origin, row_sum = step(
-                q_rings, tiles, k_rings, v_rings, used, probs, accs, origin, row_sum, zeros, sizes, transform, n_block,
-                is_edge, n_block == n_block_min, first_keys, last_keys, OVERLAP,
+            probs, accs, factor, row_max, row_sum = step(
+                q_rings, tiles, k_rings, v_rings, used, probs, accs, factor, row_max, row_sum, zeros, sizes, transform,
+                n_block, is_edge, n_block == n_block_min, first_keys, last_keys, GROUP, OVERLAP,
             )  # fmt: skip
             used += 1
 
@@ -357,25 +340,27 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_rings, k_rings, v_rings,
             # The next tile's first scores, under the last values and the epilogue of this one. Behind the last tile
             # they are those of stale buffers, and nobody reads them.
             s = first_scores(q_rings, tiles + 1, k_rings, used + 1, skipped, is_tile, zeros)
+            accs = rescale_rows(accs, factor)
             v_rings[0].wait(used)
             accs = add_products(probs, v_rings, used, accs)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             k_rings[0].release(used + 1 + skipped, is_tile)
             q_rings[0].release(tiles)
-            e, next_origin, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
+            e, next_max, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
             next_sum = hold(next_sum)
             accs = wait_for_products(accs)
             v_rings[0].release(used)
             v_rings[0].skip(used + 1, skipped, is_tile)
             probs = operand(e, dtype, p_layout)
-            left = epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
+            left = epilogue(accs, row_max, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
                             out_s, left, GROUP)  # fmt: skip
         else:
+            accs = rescale_rows(accs, factor)
             v_rings[0].wait(used)
             accs = add_products(probs, v_rings, used, accs)
             accs = wait_for_products(accs)
             v_rings[0].release(used)
-            left = epilogue(accs, origin, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
+            left = epilogue(accs, row_max, row_sum, tile_ring, tiles, sizes, transform, out_desc, lse_ptr, sinks_ptr,
                             out_s, left, GROUP)  # fmt: skip
             is_tile, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys = open_tile(
                 tile_ring, tiles + 1, sizes, rows, zeros, GROUP
@@ -386,12 +371,14 @@ def consumer(out_desc, lse_ptr, sinks_ptr, tile_ring, q_rings, k_rings, v_rings,
             v_rings[0].skip(used + 1, skipped, is_tile)
             k_rings[0].release(used + 1 + skipped, is_tile)
             q_rings[0].release(tiles + 1, is_tile & (n_block == n_block_min))
-            e, next_origin, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
+            e, next_max, next_sum = first_probs(s, transform, sizes, n_block, is_edge, first_keys, last_keys)
             probs = operand(e, dtype, p_layout)
         tile_ring.release(tiles)
-        origin, row_sum = next_origin, next_sum
+        row_max, row_sum = next_max, next_sum
         tiles += 1
         used += 1 + skipped
+    if sizes.in_turns and GROUP == 0:
+        row_max = take_turn(row_max, 0)
     if sizes.has_left or sizes.has_right:
         left_s.store(gl.max(gl.reshape(after_stores(left), [4, BLOCK_M // 4]), 1))
     tma_store_wait(0)
@@ -411,8 +398,9 @@ def attention_forward(
     scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
-    OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr,
+    OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; a program an SM.
 
@@ -431,7 +419,7 @@ def attention_forward(
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, OUT_WIDTH], dtype)
     out_s = gl.allocate_shared_memory(dtype, [GROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-                  HAS_LEFT, HAS_RIGHT, VARLEN, BLOCK_M, BLOCK_N, GROUPS,
+                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_N, GROUPS, IN_TURNS,
                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip
     transform = Transform(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST)
     # Registers of a thread that does not compute. 32 leave the first of two computing warpgroups 8 fewer than the other

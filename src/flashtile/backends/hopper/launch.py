@@ -72,8 +72,27 @@ def _plan(problem: Problem, config: tiles.Config, device: int) -> _Plan:
     return _Plan(problem, config, device)
 
 
-def constants(problem: Problem, config: tiles.Config) -> dict[str, Any]:
-    """The kernel's compile-time arguments."""
+def meets_edges(problem: Problem, config: tiles.Config, equal_lengths: bool) -> bool:
+    """Whether a warpgroup may meet an edge of the band behind the first block of keys that it works on.
+
+    It goes through keys from above. If the last keys of its rows lie in one block, whatever the rows, only that block
+    is cut by the right edge: so if the diagonal crosses a block of keys in one of its corners.
+
+    Args:
+        problem: A call.
+        config: Its tiles.
+        equal_lengths: Whether every packed sequence has as many queries as keys.
+    """
+    left, right = problem.band.left, problem.band.right
+    if left is not None or right is None:
+        return left is not None
+    if problem.varlen:
+        return not equal_lengths or right % config.block_m != 0
+    return (problem.seqlen_k - problem.seqlen_q + right) % config.block_m != 0
+
+
+def constants(problem: Problem, config: tiles.Config, equal_lengths: bool = False) -> dict[str, Any]:
+    """The kernel's compile-time arguments; for ``equal_lengths`` see ``meets_edges``."""
     return {
         "BLOCK_D": config.block_d,
         "BLOCK_DV": config.block_dv,
@@ -85,9 +104,11 @@ def constants(problem: Problem, config: tiles.Config) -> dict[str, Any]:
         "TILE_STAGES": config.tile_stages,
         "OUT_STAGES": config.out_stages,
         "OVERLAP": config.overlap,
+        "IN_TURNS": config.in_turns,
         "REGISTERS": config.registers,
         "HAS_LEFT": problem.band.left is not None,
         "HAS_RIGHT": problem.band.right is not None,
+        "HAS_EDGES": meets_edges(problem, config, equal_lengths),
         "HAS_SOFTCAP": problem.softcap > 0,
         "SCALE_FIRST": problem.softcap == 0 and problem.softmax_scale <= 0,
         "VARLEN": problem.varlen,
@@ -135,7 +156,7 @@ class _Plan:
         self.bounds = tuple(
             0 if bound is None else max(-_FAR, min(_FAR, bound)) for bound in (p.band.left, p.band.right)
         )
-        self.constants = tuple(constants(p, config).values())
+        self.constants = [tuple(constants(p, config, equal).values()) for equal in (False, True)]
         self.rows = config.groups * config.block_m
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.kernels: dict[object, Any] = {}
@@ -149,17 +170,23 @@ class _Plan:
         # Read again where a masked value may have left a NaN, which only a band can mask.
         pointers = (q, k, v, out) if self.is_banded else (None,) * 4
         counter = _counter(lse.device) if self.config.dynamic else None
+        equal_lengths = self.varlen and _same(tensors.cu_seqlens_q, tensors.cu_seqlens_k)
         args = (
             *descriptors, *pointers, lse, tensors.sinks, tensors.cu_seqlens_q, tensors.cu_seqlens_k, counter,
-            *self.scalars, rows_q, rows_k, self.batch, *self.heads, *self.bounds, *self.constants,
+            *self.scalars, rows_q, rows_k, self.batch, *self.heads, *self.bounds, *self.constants[equal_lengths],
         )  # fmt: skip
         # The kernel's arguments are declared unspecialised, so nothing else decides which build a call needs.
-        key = None if tensors.sinks is None else tensors.sinks.dtype
+        key = (equal_lengths, None if tensors.sinks is None else tensors.sinks.dtype)
         kernel = self.kernels.get(key)
         if kernel is None:
             self.kernels[key] = attention_forward[grid](*args, num_warps=4, maxnreg=self.config.max_registers)
         else:
             kernel[grid](*args)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are one, as when a packed sequence attends to itself: nobody reads them to find out."""
+    return a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

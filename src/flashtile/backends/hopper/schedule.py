@@ -18,7 +18,8 @@ PACKED_ROWS = gl.constexpr(2**30)
 class Sizes:
     """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``.
 
-    ``cached_rows`` keys and values are taken to fit into the L2 cache.
+    ``has_edges``: a warpgroup may meet an edge of the band behind its first block of keys. ``in_turns``: warpgroups
+    take turns in starting products. ``cached_rows`` keys and values are taken to fit into the L2 cache.
     """
 
     seqlen_q: gl.tensor
@@ -30,10 +31,12 @@ class Sizes:
     right: gl.tensor
     has_left: gl.constexpr
     has_right: gl.constexpr
+    has_edges: gl.constexpr
     varlen: gl.constexpr
     block_m: gl.constexpr
     block_n: gl.constexpr
     groups: gl.constexpr
+    in_turns: gl.constexpr
     cached_rows: gl.constexpr
 
 

@@ -30,6 +30,7 @@ class Config:
         tile_stages: How many tiles a program finds ahead of working on them.
         dynamic: Whether programs take tiles from a shared counter, not from an order fixed beforehand.
         overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
+        in_turns: Whether warpgroups take turns in starting a step's products.
         out_cols: Columns of the pieces in which the output leaves.
         out_stages: Buffers for such pieces.
         registers: What setmaxnreg gives a computing warpgroup's threads.
@@ -47,6 +48,7 @@ class Config:
     tile_stages: int = 4
     dynamic: bool = False
     overlap: bool = True
+    in_turns: bool = False
     out_stages: int = 1
     registers: int = 240
     max_registers: int = 168
@@ -111,6 +113,8 @@ TWO_GROUPS = {(block_d, block_dv): two_groups(block_d, block_dv) for block_d in 
 # The latent attention of DeepSeek: as many keys a block as values of 128 columns have elsewhere are worth more than the
 # overlap (H200, full, 4096 keys: 727 TFLOPS against 648).
 TWO_GROUPS[192, 128] = replace(TWO_GROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
+# With blocks of 64 keys a step is short, and its products are most of it: in turns 2 to 5% more.
+TWO_GROUPS[256, 256] = replace(TWO_GROUPS[256, 256], in_turns=True)
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_GROUPS_64 = Config(
     block_d=64, block_dv=64, out_cols=64, groups=3, stages=3, overlap=False, registers=160, max_registers=128

@@ -35,13 +35,34 @@ def update(row_max, row_sum, scores, scale_log2, MAY_BE_EMPTY: tl.constexpr):
         probs [BLOCK_M, BLOCK_N], unnormalised; rescale [BLOCK_M], the factor of what was accumulated before; and the
         new row_max and row_sum.
     """
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    new_max, origin, rescale = raise_max(row_max, tl.max(scores, 1) * scale_log2, MAY_BE_EMPTY)
+    probs = exponentials(scores, scale_log2, origin)
+    return probs, rescale, new_max, row_sum * rescale + tl.sum(probs, 1)
+
+
+@triton.jit
+def raise_max(row_max, top, MAY_BE_EMPTY: tl.constexpr):
+    """The part of ``update`` that decides what is subtracted from the scores.
+
+    Args:
+        row_max: [BLOCK_M], the maximum so far.
+        top: [BLOCK_M], that of a block's ``scores * scale_log2``.
+        MAY_BE_EMPTY: As of ``update``.
+
+    Returns:
+        The new row_max; origin [BLOCK_M], the same but finite; rescale [BLOCK_M], as of ``update``.
+    """
+    new_max = tl.maximum(row_max, top)
     origin = new_max
     if MAY_BE_EMPTY:
         origin = finite_origin(new_max)
-    rescale = tl.exp2(row_max - origin)
-    probs = tl.exp2(scores * scale_log2 - origin[:, None])
-    return probs, rescale, new_max, row_sum * rescale + tl.sum(probs, 1)
+    return new_max, origin, tl.exp2(row_max - origin)
+
+
+@triton.jit
+def exponentials(scores, scale_log2, origin):
+    """[BLOCK_M, BLOCK_N] probabilities, unnormalised."""
+    return tl.exp2(scores * scale_log2 - origin[:, None])
 
 
 @triton.jit
