@@ -50,6 +50,7 @@ LARGE = (
     Case("large_dropout", seqlen_q=800, seqlen_k=800, heads=4, kv_heads=4, head_dim=64, dropout=0.2, causal=True),
     Case("large_decode", seqlen_q=1, seqlen_k=4097, heads=8, kv_heads=2, head_dim=128, causal=True),
     Case("large_few_rows", seqlen_q=7, seqlen_k=3000, heads=8, kv_heads=1, head_dim=128, causal=True),
+    Case("large_causal_256", seqlen_q=704, seqlen_k=960, heads=4, kv_heads=2, head_dim=256, causal=True),
     Case("large_256_full", seqlen_q=640, seqlen_k=513, heads=4, kv_heads=1, head_dim=256, lse_grad=True),
     Case("large_256_window", seqlen_q=900, seqlen_k=1100, heads=2, kv_heads=2, head_dim=256, window=(300, 40),
          softcap=9.0),
@@ -77,6 +78,19 @@ def test_small(case: Case, dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_large(case: Case, dtype: torch.dtype, seed: int, backend: str) -> None:
     judge(build(case, dtype, "cuda", seed), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("name", ["large", "large_causal", "large_causal_256", "large_window", "large_softcap"])
+def test_scores_all_of_one_sign(name: str, sign: float, backend: str) -> None:
+    """Far from 0, so that an origin that is not the row's own would overflow, or leave nothing."""
+    case = next(case for case in LARGE if case.name == name)
+    call = build(case, torch.float16, "cuda")
+    with torch.no_grad():
+        call.leaves["q"].abs_().mul_(sign)
+        call.leaves["k"].abs_()
+    judge(call, backend)
 
 
 @pytest.mark.parametrize("case", LARGE, ids=str)
@@ -124,6 +138,20 @@ def test_the_forward_is_the_same_alone_and_in_any_batch(
         own = [x[5 * 1100 : 6 * 1100] for x in rows]
         alone = flashtile.attention_varlen(*own, lengths[:2], lengths[:2], 1100, 1100, backend=backend, **kwargs)
         assert torch.equal(packed[5 * 1100 : 6 * 1100], alone)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lengths_known_to_be_equal_change_no_bit(backend: str, head_dim: int) -> None:
+    """One tensor of offsets for queries and keys tells a kernel more than two of the same content."""
+    lengths = torch.tensor([1000, 17, 0, 640, 1, 64])
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
+    q, k, v = (torch.randn(int(lengths.sum()), 4, head_dim, device="cuda").bfloat16() for _ in range(3))
+    with poisoned_memory():
+        (out, lse), (other_out, other_lse) = (
+            flashtile.attention_varlen(q, k, v, offsets, other, causal=True, return_lse=True, backend=backend)
+            for other in (offsets, offsets.clone())
+        )
+    assert torch.equal(out, other_out) and torch.equal(lse, other_lse)
 
 
 def test_the_forward_repeats_its_bits_beside_another_stream(backend: str) -> None:

@@ -84,6 +84,21 @@ def test_a_sequence_has_the_same_bits_in_any_batch(case: Case) -> None:
     assert torch.equal(got[1], out[0]) and torch.equal(got_lse[1], lse[0])
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_lengths_known_to_be_equal_change_no_bit(head_dim: int) -> None:
+    """One tensor of offsets for queries and keys tells a kernel more than two of the same content."""
+    offsets = torch.tensor([0, 200, 217, 217, 345, 346], dtype=torch.int32)
+    q, k, v = (torch.randn(346, 2, head_dim).bfloat16() for _ in range(3))
+    with on_cpu(num_sms=4), torch.no_grad():
+        (out, lse), (other_out, other_lse) = (
+            flashtile.attention_varlen(q, k, v, offsets, other, causal=True, return_lse=True, backend="hopper")
+            for other in (offsets, offsets.clone())
+        )
+    assert torch.equal(out, other_out) and torch.equal(lse, other_lse)
+    want = flashtile.attention_varlen(q, k, v, offsets, offsets, causal=True, backend="cpu")
+    torch.testing.assert_close(out, want, rtol=0, atol=2e-2)
+
+
 def test_gradients_of_another_head_dim_v_are_the_portable_backend_s() -> None:
     case = Case("latent", seqlen_q=64, seqlen_k=64, head_dim=192, head_dim_v=128)
     problem = dataclasses.replace(
