@@ -23,6 +23,11 @@ def of_suite(rows: Sequence[Row], suite: str) -> list[Row]:
     return [row for row in chosen if row.device == chosen[-1].device] if chosen else []
 
 
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    """Of each case and provider the last row, which is the one that tables show."""
+    return list({(str(row.case), row.provider): row for row in rows}.values())
+
+
 def _source(rows: Sequence[Row]) -> str:
     """Where numbers come from, in one line."""
     last = rows[-1]
@@ -65,7 +70,7 @@ def _work_block(rows: Sequence[Row]) -> str:
 
 
 def _host_block(rows: Sequence[Row]) -> str:
-    last = {(str(row.case), row.provider): row for row in rows}.values()
+    last = _latest(rows)
     lines = [["what", "provider", "median", "spread"]]
     for row in last:
         shown = str(row.error)
@@ -73,7 +78,7 @@ def _host_block(rows: Sequence[Row]) -> str:
             shown = f"{row.median_ms * 1e3:.1f} us" if row.median_ms < 10 else f"{row.median_ms / 1e3:.2f} s"
         spread = "" if row.spread is None else f"{100 * row.spread:.0f}%"
         lines.append([_host_name(row.case), row.provider, shown, spread])
-    return f"{_source(list(last))}\n\n{table.to_markdown(lines)}"
+    return f"{_source(last)}\n\n{table.to_markdown(lines)}"
 
 
 def _host_name(case: dict[str, Any]) -> str:
@@ -97,15 +102,15 @@ def _image(suite: str, what: str) -> tuple[str, Callable[[list[Row]], str]]:
 
 
 def _accuracy_block(rows: Sequence[Row]) -> str:
-    return f"{_source(rows)}\n\n{table.to_markdown(accuracy.error_table(rows))}"
+    return f"{_source(_latest(rows))}\n\n{table.to_markdown(accuracy.error_table(rows))}"
 
 
 def _varlen_block(rows: Sequence[Row]) -> str:
-    return f"{_source(rows)}\n\n{table.to_markdown(varlen.varlen_table(rows))}"
+    return f"{_source(_latest(rows))}\n\n{table.to_markdown(varlen.varlen_table(rows))}"
 
 
 def _train_block(rows: Sequence[Row]) -> str:
-    return "\n\n".join([_source(rows), *map(table.to_markdown, train.tables(train.training_of(rows)))])
+    return "\n\n".join([_source(_latest(rows)), *map(table.to_markdown, train.tables(train.training_of(rows)))])
 
 
 def _in(dtype: str, write: Callable[[list[Row]], str]) -> Callable[[list[Row]], str]:

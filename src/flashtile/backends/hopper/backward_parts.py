@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.hopper.backward_schedule import KEY, M_MAX, M_MIN, SEQLEN_K, SEQLEN_Q, row_blocks_a_head, turn
-from flashtile.backends.hopper.forward import lane_keys
 from flashtile.backends.hopper.gluon_compat import aggregate, thread_barrier, tma_add, tma_store_wait
+from flashtile.backends.hopper.lanes import lane_keys
 from flashtile.backends.hopper.pipeline import Ring
 from flashtile.backends.hopper.schedule import field
 from flashtile.backends.vocab import mask, quick_scores, softmax
