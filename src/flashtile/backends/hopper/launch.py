@@ -75,8 +75,9 @@ def _plan(problem: Problem, config: tiles.Config, device: int) -> _Plan:
 def meets_edges(problem: Problem, config: tiles.Config, equal_lengths: bool) -> bool:
     """Whether a warpgroup may meet an edge of the band behind the first block of keys that it works on.
 
-    It goes through keys from above. If the last keys of its rows lie in one block, whatever the rows, only that block
-    is cut by the right edge: so if the diagonal crosses a block of keys in one of its corners.
+    It goes through keys from above, so only the first block is cut by the right edge if the last keys of all its rows
+    lie in one. They are ``block_m`` keys in a row, and a block is a whole number of such pieces: they do if they begin
+    where a piece begins.
 
     Args:
         problem: A call.
