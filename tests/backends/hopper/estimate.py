@@ -1,12 +1,13 @@
 """About how fast the Hopper kernels are, with no GPU: ``python -m tests.backends.hopper.estimate 128:2048:causal ...``.
 
 The cells are those of the benchmarks: 16k tokens, hidden size 2048, bf16; ``192/128:2048:full`` has a head_dim_v of
-128, forward alone. One program of an H200 runs in the emulator
-against ``tests.emulator.clock``, which says how much to believe.
+128, forward alone. One program of an H200 runs in the emulator against ``tests.emulator.clock``, which says how much to
+believe.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -50,7 +51,10 @@ class _Caught:
 def forward(
     head_dim: int, seqlen: int, causal: bool, config: tiles.Config | None = None, head_dim_v: int | None = None
 ) -> tuple[clock.Timing, float]:
-    """The timing of the first program of a cell, and the cell's FLOPs."""
+    """The timing of the first program of a cell, and the cell's FLOPs.
+
+    Programs take tiles in an order fixed beforehand: of a counter, the only one that runs would draw them all.
+    """
     heads, batch = HIDDEN // head_dim, TOKENS // seqlen
     dims = (head_dim, head_dim, head_dim_v or head_dim)
     tensors = Tensors(*(torch.randn(batch, seqlen, heads, dim).bfloat16() for dim in dims))
@@ -66,7 +70,7 @@ def forward(
             (launch, "attention_forward", caught),
         ):
             patches.enter_context(mock.patch.object(place, name, value))
-        launch.forward(problem, tensors, config)
+        launch.forward(problem, tensors, dataclasses.replace(config or tiles.choose(problem), dynamic=False))
     launch._plan.cache_clear()
     timing = clock.measure(kernel, caught.grid, caught.arguments, replacements=REPLACEMENTS)
     return timing, 2 * batch * heads * seqlen**2 * (dims[0] + dims[2]) * (0.5 if causal else 1.0)

@@ -96,7 +96,7 @@ def run(
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
     if not describable(dout):
         dout = dout.contiguous()
-    plan = _plan(problem, config or backward_tiles.choose(problem), q.device)
+    plan = _plan(problem, config, q.device)
     with torch.cuda.device_of(q):
         work = plan.workspace(q)
         for each in plan.launches(tensors, out, lse, dout, dlse, Gradients(dq, dk, dv), work):
@@ -191,8 +191,9 @@ def _floats_box(rows: int, cols: int) -> launch._Box:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, config: backward_tiles.Config, device: torch.device) -> Plan:
-    return Plan(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
+def _plan(problem: Problem, config: backward_tiles.Config | None, device: torch.device) -> Plan:
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Plan(problem, config or backward_tiles.choose(problem), num_sms)
 
 
 class Plan:

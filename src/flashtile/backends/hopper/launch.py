@@ -44,7 +44,7 @@ def forward(problem: Problem, tensors: Tensors, config: tiles.Config | None = No
         return out, lse
     if k.numel() == 0:
         return _without_keys(problem, tensors, out, lse)
-    plan = _plan(problem, config or tiles.choose(problem), q.device.index)
+    plan = _plan(problem, config, q.device.index)
     if torch.cuda.current_device() == q.device.index:
         plan.launch(tensors, out, lse)
     else:
@@ -68,8 +68,8 @@ def _without_keys(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, config: tiles.Config, device: int) -> _Plan:
-    return _Plan(problem, config, device)
+def _plan(problem: Problem, config: tiles.Config | None, device: int) -> _Plan:
+    return _Plan(problem, config or tiles.choose(problem), device)
 
 
 def meets_edges(problem: Problem, config: tiles.Config, equal_lengths: bool) -> bool:
