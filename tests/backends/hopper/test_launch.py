@@ -56,6 +56,36 @@ def test_configurations_of_a_head_dim_share_what_the_bits_depend_on() -> None:
     assert all((c.block_d, c.block_dv) == dims for dims, c in tiles.TWO_GROUPS.items())
 
 
+def _meets_edges(config: tiles.Config, seqlen_q: int, seqlen_k: int, band: Band) -> bool:
+    """Whether a warpgroup keeps some pairs of a block but not all, behind its first block from above."""
+    rows = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    keys = torch.arange(-(-seqlen_k // config.block_n) * config.block_n)[None]
+    keep = (keys < seqlen_k) & (keys <= rows + (10**6 if band.right is None else band.right))
+    if band.left is not None:
+        keep &= keys >= rows - band.left
+    for group in keep.split(config.block_m):
+        blocks = [block for block in group.split(config.block_n, dim=1) if block.any()]
+        if any(not block.all() for block in blocks[:-1]):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(None, 64), Band(None, 5), Band(None, -64), Band(70, 0)])
+def test_a_loop_without_a_mask_meets_no_edge(band: Band, head_dim: int) -> None:
+    for seqlen_q, more_keys in ((300, 0), (300, 64), (300, 37), (130, -64), (200, 128), (500, -63)):
+        problem = _problem(head_dim, band, seqlen=seqlen_q, more_keys=more_keys)
+        config = tiles.choose(problem)
+        said = launch.meets_edges(problem, config, equal_lengths=False)
+        assert said or not _meets_edges(config, seqlen_q, seqlen_q + more_keys, band)
+        # Nor is a mask carried along where lengths need none.
+        assert said == (band.left is not None or (band.right is not None and (more_keys + band.right) % 64 != 0))
+        packed = dataclasses.replace(problem, varlen=True)
+        assert launch.meets_edges(packed, config, equal_lengths=False) == (not band.unbounded)
+        if band.left is None and (band.right or 0) % 64 == 0:
+            assert not launch.meets_edges(packed, config, equal_lengths=True)
+
+
 def test_boxes_fill_the_parts_of_a_tile() -> None:
     for config in (*tiles.TWO_GROUPS.values(), tiles.THREE_GROUPS_64):
         for varlen in (False, True):
