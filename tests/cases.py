@@ -279,6 +279,21 @@ def results(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | N
     return Results({name: x.detach() for name, x in values.items()})
 
 
+def one_sign(call: Call, sign: float) -> Call:
+    """The same call with all scores of one sign, far from 0, and greater the earlier the key.
+
+    As probabilities by 2**60 and more. Whoever goes through keys from the last one on and subtracts another origin
+    than the row's maximum, or 0, leaves infinities or nothing.
+    """
+    q, k = call.leaves["q"], call.leaves["k"]
+    with torch.no_grad():
+        q.abs_().mul_(sign)
+        # A score below 0 is greater where the key is shorter.
+        lengths = torch.linspace(5, 16, k.shape[-3], device=k.device)
+        k.abs_().mul_((lengths if sign < 0 else lengths.flip(0))[:, None, None])
+    return call
+
+
 def judge(call: Call, backend: str, watched: bool = False) -> None:
     """Runs a backend under the rule, or asserts that it refuses with the reasons it declares. Never skips.
 

@@ -12,7 +12,7 @@ import flashtile
 from flashtile import dispatch
 from flashtile.arguments import band_of
 from flashtile.problem import Problem, Tensors
-from tests.cases import CASES, Case, build, judge
+from tests.cases import CASES, Case, build, judge, one_sign
 from tests.poison import poisoned_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -84,13 +84,8 @@ def test_large(case: Case, dtype: torch.dtype, seed: int, backend: str) -> None:
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("name", ["large", "large_causal", "large_causal_256", "large_window", "large_softcap"])
 def test_scores_all_of_one_sign(name: str, sign: float, backend: str) -> None:
-    """Far from 0, so that an origin that is not the row's own would overflow, or leave nothing."""
     case = next(case for case in LARGE if case.name == name)
-    call = build(case, torch.float16, "cuda")
-    with torch.no_grad():
-        call.leaves["q"].abs_().mul_(sign)
-        call.leaves["k"].abs_()
-    judge(call, backend)
+    judge(one_sign(build(case, torch.float16, "cuda"), sign), backend)
 
 
 @pytest.mark.parametrize("case", LARGE, ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon")
 import flashtile
 from flashtile import dispatch
 from tests.backends.hopper.emulated import on_cpu
-from tests.cases import CASES, Case, build, judge
+from tests.cases import CASES, Case, build, judge, one_sign
 
 # Alignment is not looked at on a CPU, where nothing needs it.
 TABLE = [case for case in CASES if case.name != "sliced"]
@@ -82,6 +83,15 @@ def test_a_sequence_has_the_same_bits_in_any_batch(case: Case) -> None:
         out, lse = alone.run("hopper")
         got, got_lse = flashtile.attention(*whole, return_lse=True, backend="hopper", **alone.keywords)
     assert torch.equal(got[1], out[0]) and torch.equal(got_lse[1], lse[0])
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"window": (150, 0)}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_all_of_one_sign(head_dim: int, kwargs: dict[str, Any], sign: float) -> None:
+    case = Case("one sign", batch=1, seqlen_q=300, seqlen_k=300, heads=2, kv_heads=1, head_dim=head_dim, **kwargs)
+    with on_cpu(num_sms=4):
+        judge(one_sign(build(case, torch.float16), sign), "hopper")
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

@@ -113,7 +113,7 @@ TWO_GROUPS = {(block_d, block_dv): two_groups(block_d, block_dv) for block_d in 
 # The latent attention of DeepSeek: as many keys a block as values of 128 columns have elsewhere are worth more than the
 # overlap (H200, full, 4096 keys: 727 TFLOPS against 648).
 TWO_GROUPS[192, 128] = replace(TWO_GROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
-# With blocks of 64 keys a step is short, and its products are most of it: in turns 2 to 5% more.
+# With blocks of 64 keys a step is short, and its products are most of it: in turns 1 to 5% more.
 TWO_GROUPS[256, 256] = replace(TWO_GROUPS[256, 256], in_turns=True)
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_GROUPS_64 = Config(
