@@ -14,14 +14,27 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || 
 TRITON ?= $(shell test "$$(uname)" = Linux && echo 'triton==3.7.1')
 OTHER_TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test check docs kernels interpreter gpu clean
+# Processes that tests run in; each takes up to a gigabyte of memory.
+WORKERS ?= auto --maxprocesses 8
+# Neighbours stay in one process for what they share, until another process runs out of work.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Triton's interpreter is on or off for a whole process, from before Triton is imported.
+INTERPRETED := tests/backends/portable tests/backends/vocab
+
+.PHONY: demo test test-all check docs kernels interpreter gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile demo
 
+# What a change is tried with: every backend, feature and refusal, some minutes on two cores.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/backends/portable tests/backends/vocab
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+
+# The same and what is marked slow: every case, every build.
+test-all: $(VENV)/.dev
+	$(PYTEST) -m 'not gpu'
+	TRITON_INTERPRET=1 $(PYTEST) -m 'not gpu' $(INTERPRETED)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -40,14 +53,14 @@ kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_90a sm_100 gfx942; do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
-	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/python -m pytest tests/ptx/test_hopper.py tests/ptx/test_carries.py || exit 1; done
+	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) -m 'not gpu' tests/ptx/test_hopper.py tests/ptx/test_carries.py || exit 1; done
 
-# Everything a GPU must show, saved in OUT and run again where it stopped. With PYTHON itself and no environment of its own:
-# the PyTorch of a GPU machine fits its driver. ARGS: python -m benchmarks.acceptance --help
+# The GPU tests, the sanitizers and every benchmark, saved in OUT; a second run does what is left. With PYTHON itself and no
+# environment of its own: the PyTorch of a GPU machine fits its driver. ARGS: python -m benchmarks.gpu --help
 OUT ?= gpu-results
 BUDGET_S ?= 3600
 gpu:
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.acceptance --out '$(OUT)' --budget-s $(BUDGET_S) $(ARGS)
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu --out '$(OUT)' --budget-s $(BUDGET_S) $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

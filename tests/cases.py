@@ -1,4 +1,4 @@
-"""The one table of cases that drives every backend, and the judgement every backend is under.
+"""The table of cases that every backend is tested on, and the error rule that every backend must meet.
 
 A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle: the error may be
 at most twice that of the same formula computed in the input dtype by plain PyTorch, plus a floor of a few roundings.
@@ -153,7 +153,7 @@ class Call:
         return self._with({name: x.detach().double().requires_grad_() for name, x in self.leaves.items()})
 
     def in_main_memory(self) -> Call:
-        """The same call on copies for the references; ``run`` still takes the keywords from where they are."""
+        """The same call on CPU copies, for the references; ``run`` still uses the keywords on their own device."""
         here = {name: x.detach().cpu() for name, x in vars(self.tensors).items() if x is not None}
         leaves = {name: x.detach().cpu().requires_grad_() for name, x in self.leaves.items()}
         return replace(self, tensors=replace(self.tensors, **here))._with(leaves)
@@ -176,7 +176,7 @@ class Call:
 
 
 def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Call:
-    """The tensors of a case, random but for the seed."""
+    """The tensors of a case, random with a fixed seed."""
     make = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -225,7 +225,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
     features = (keywords.get(name) for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks"))
     tensors = Tensors(data["q"], data["k"], data["v"], *features, *cu_seqlens, rng_state)
-    # What strides over the last dimension is copied before a backend is chosen.
+    # Tensors strided in the last dimension are copied before a backend is chosen.
     read = tensors
     if case.layout == "last_dim_strided":
         read = replace(tensors, **{name: data[name].contiguous() for name in "qkv"})
@@ -244,7 +244,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
 
 
 def _lay_out(x: Tensor, layout: str) -> Tensor:
-    """The same numbers behind other strides."""
+    """The same values with other strides."""
     if layout == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "expanded":
@@ -263,7 +263,7 @@ def _lay_out(x: Tensor, layout: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """What a computation of a case gave: out, lse and the gradients by name, detached."""
+    """The results of a case: out, lse and the gradients by name, detached."""
 
     values: dict[str, Tensor]
 
@@ -280,25 +280,25 @@ def results(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | N
 
 
 def one_sign(call: Call, sign: float) -> Call:
-    """The same call with all scores of one sign, far from 0, and greater the earlier the key.
+    """The same call with all scores of one sign, far from 0, decreasing along the keys.
 
-    As probabilities by 2**60 and more. Whoever goes through keys from the last one on and subtracts another origin
-    than the row's maximum, or 0, leaves infinities or nothing.
+    Exponentials differ by factors of 2**60 and more, so a loop that starts at the last key and subtracts anything but
+    the row's maximum, or 0, overflows to infinity or underflows to 0.
     """
     q, k = call.leaves["q"], call.leaves["k"]
     with torch.no_grad():
         q.abs_().mul_(sign)
-        # A score below 0 is greater where the key is shorter.
+        # A negative score is greater for a key of smaller norm.
         lengths = torch.linspace(5, 16, k.shape[-3], device=k.device)
         k.abs_().mul_((lengths if sign < 0 else lengths.flip(0))[:, None, None])
     return call
 
 
 def judge(call: Call, backend: str, watched: bool = False) -> None:
-    """Runs a backend under the rule, or asserts that it refuses with the reasons it declares. Never skips.
+    """Checks a backend's errors against the rule, or that it refuses with the reasons it declares. Never skips.
 
-    A backend without a backward is judged by its forward. ``watched``: a tool watches the device's memory. Nothing
-    fills it beforehand then, so that the tool can tell what nobody wrote, and the references compute in main memory.
+    For a backend without a backward only the forward is checked. ``watched``: a tool checks the device's memory. It is
+    then not filled beforehand, so that the tool can report unwritten elements, and the references run on the CPU.
     """
     memory = nullcontext if watched else poisoned_memory
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -332,7 +332,7 @@ def _judge_numbers(call: Call, backend: str, watched: bool) -> None:
     dout = torch.randn(*shape, generator=make, device=call.tensors.q.device).to(call.problem.dtype)
     out, lse = call.run(backend)
     if watched:
-        # What TMA stores is nothing that a tool sees being written, and the backward reads out: the same bits again.
+        # The tool does not see TMA stores, and the backward reads out: write the same bits again.
         out.data.copy_(out.data.cpu())
     dlse = torch.randn(lse.shape, generator=make, device=lse.device) if call.case.lse_grad else None
     got = results(call, out, lse, dout, dlse)

@@ -2,8 +2,60 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+# Workers of pytest-xdist share the cores, so several threads per worker would slow each other down.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 from hypothesis import settings
 
-# Timings on a shared machine say nothing about correctness, and a fixed seed makes a red run repeatable.
+# No deadline, because an example's duration is not a fault; a fixed seed makes a failing run repeatable.
 settings.register_profile("flashtile", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("flashtile")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def language_patched_once() -> Iterator[None]:
+    """Triton's interpreter patches its functions into ``triton.language`` again at each call of a device function.
+
+    That takes a third of its time and is needless: once per launch is enough for each module that a function uses.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: set[str] = set()
+
+    @functools.cache
+    def modules(function: Any) -> set[str]:
+        seen = [each for each in function.__globals__.values() if inspect.ismodule(each)]
+        return {lang.__name__ for lang in (tl, tl.core) if lang in seen}
+
+    class Scope:
+        """The patch scope of a launch, which restores the modules at its end."""
+
+        def __init__(self, own: Any) -> None:
+            self.own = own
+
+        def restore(self) -> None:
+            patched.clear()
+            self.own.restore()
+
+    def patch_once(function: Any) -> Scope | None:
+        if modules(function) <= patched:
+            return None
+        patched.update(modules(function))
+        return Scope(patch(function))
+
+    with mock.patch.object(interpreter, "_patch_lang", patch_once):
+        yield

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib
 import inspect
 import io
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +99,35 @@ def test_semantics_has_every_rule_and_parameter() -> None:
 def test_public_names_are_in_the_api_page() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert {name for name in flashtile.__all__ if not re.search(rf"\b{name}\b", text)} == set()
+
+
+def test_design_shows_the_layers_that_are_checked() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    block = text.partition("```text\n")[2].partition("```")[0]
+    shown = [re.split(r"  +", line)[0] for line in block.splitlines()]
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = [layer.removeprefix("flashtile.").replace(".", "/") for layer in rules[0]["layers"]]
+    assert [re.split(r" *[,|] *", line.replace("backends/", "")) for line in shown] == [
+        re.split(r" *[:|] *", layer.replace("flashtile/", "").replace("backends/", "")) for layer in layers
+    ]
+
+
+def test_design_names_what_exists() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`([\w/]+\.(?:py|md|toml))`", text))
+    here = {path.relative_to(ROOT).as_posix() for tree in ("src", "tests", "docs") for path in (ROOT / tree).rglob("*")}
+    assert {name for name in files if not any(f"/{path}".endswith(f"/{name}") for path in here)} == {"pyproject.toml"}
+    places = {
+        "host": "backends.host",
+        "driver": "backends.driver",
+        "launch": "backends.launch",
+        "base": "backends.base",
+    }
+    for module, name in re.findall(
+        r"`(?:backends\.)?(api|arguments|ops|dispatch|host|driver|launch|base|states)\.(\w+)", text
+    ):
+        if name != "py":
+            assert hasattr(importlib.import_module(f"flashtile.{places.get(module, module)}"), name), f"{module}.{name}"
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

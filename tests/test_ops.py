@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import UnsupportedError
-from flashtile.ops import Options
+from flashtile import UnsupportedError, dispatch, ops
+from flashtile.arguments import Grads, Options, Tensors, differentiable, flatten, unflatten
+from flashtile.problem import Problem
 
 
 def arguments(**options: Any) -> tuple[Any, ...]:
@@ -22,8 +26,7 @@ def arguments(**options: Any) -> tuple[Any, ...]:
     v = torch.randn(2, 9, 2, 8, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, 1, 9, dtype=torch.float64, requires_grad=True)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    o = Options(needs_grad=True, bias_grad=True, **options)
-    return (q, k, v, None, None, bias, sinks, None, None, None, *vars(o).values())
+    return flatten(Tensors(q, k, v, None, None, bias, sinks), Options(**{"grads": Grads(*[True] * 5)} | options))
 
 
 @pytest.mark.parametrize("options", [{}, {"window_right": 0}, {"softcap": 2.0, "window_left": 3}], ids=str)
@@ -35,8 +38,9 @@ def test_opcheck_forward_packed() -> None:
     x = torch.randn(7, 2, 8, dtype=torch.float64, requires_grad=True)
     cu_seqlens = torch.tensor([0, 3, 7], dtype=torch.int32)
     state = torch.tensor([1, 2])
-    o = Options(max_seqlen_q=4, needs_grad=True, dropout_p=0.2)
-    args = (x, x, x, None, None, None, None, cu_seqlens, cu_seqlens, state, *vars(o).values())
+    options = Options(max_seqlen_q=4, grads=Grads(True, True, True), dropout_p=0.2)
+    tensors = Tensors(x, x, x, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, rng_state=state)
+    args = flatten(tensors, options)
     torch.library.opcheck(torch.ops.flashtile.attention_forward.default, args)
 
 
@@ -135,6 +139,120 @@ def test_flop_counter_counts_kept_pairs(causal: bool) -> None:
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
     assert counter.get_total_flops() == pairs * 10 * 8
+
+
+SUBSETS = [tuple(bool(n >> i & 1) for i in range(5)) for n in (1, 2, 4, 8, 16, 6, 21)]
+
+
+@pytest.mark.parametrize("wanted", SUBSETS, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_gradients_are_those_asked_for(wanted: tuple[bool, ...], softcap: float) -> None:
+    tensors, options = unflatten(arguments(softcap=softcap))
+    leaves = differentiable(tensors)
+    out, lse = torch.ops.flashtile.attention_forward(*flatten(tensors, options))
+    dout = torch.randn_like(out)
+    everything = torch.autograd.grad(out, leaves, dout)
+    asked = dataclasses.replace(options, grads=Grads(*wanted))
+    found = torch.ops.flashtile.attention_backward(dout, None, out, lse, *flatten(tensors, asked))
+    for want, got, is_wanted in zip(everything, found, wanted, strict=True):
+        torch.testing.assert_close(got, want if is_wanted else want.new_empty(0))
+    plain = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(leaves, wanted, strict=True)]
+    q, k, v, bias, sinks = plain
+    problem = Problem.of(tensors, asked)
+    run = dispatch.backend("cpu").plan_backward(problem, tensors, dout, None)
+    with torch.no_grad():
+        gradients = vars(run(tensors, out, lse, dout, None)).values()
+    assert [x is not None for x in gradients] == list(wanted), "nothing is computed that nobody asked for"
+    flashtile.attention(q, k, v, softcap=softcap, attn_bias=bias, sinks=sinks).backward(dout)
+    for x, want, is_wanted in zip(plain, everything, wanted, strict=True):
+        assert (x.grad is not None) == is_wanted
+        if x.grad is not None:
+            torch.testing.assert_close(x.grad, want)
+
+
+@pytest.mark.parametrize("wanted", SUBSETS[:3], ids=str)
+def test_opcheck_backward_of_some(wanted: tuple[bool, ...]) -> None:
+    args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(grads=Grads(*wanted))]
+    out, lse = torch.ops.flashtile.attention_forward(*args)
+    torch.library.opcheck(
+        torch.ops.flashtile.attention_backward.default, (torch.randn_like(out), None, out, lse, *args)
+    )
+
+
+def test_flops_of_frozen_keys_are_those_of_dq() -> None:
+    q, k = torch.randn(2, 6, 4, 8, requires_grad=True), torch.randn(2, 9, 2, 8)
+    out = flashtile.attention(q, k, k)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * 4 * 6 * 9 * 3 * 2 * 8
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_saved_tensors_are_unpacked_once_and_are_what_kernels_read(strided: bool) -> None:
+    leaves = [torch.randn(1, 9, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def run() -> torch.Tensor:
+        q, k, v = (x.transpose(-1, -2).contiguous().transpose(-1, -2) if strided else x for x in leaves)
+        return flashtile.attention(q, k, v, causal=True)
+
+    want = torch.autograd.grad(run().square().sum(), leaves)
+    saved, unpacked = [], []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (saved.append(x), x.clone())[1], lambda x: (unpacked.append(x), x)[1]
+    )
+    with hooks:
+        out = run()
+    assert len(saved) == 5 and all(x.stride(-1) == 1 for x in saved[:3]), "q, k, v as they are read, out and lse"
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), want)
+    assert len(unpacked) == 5
+    again = torch.utils.checkpoint.checkpoint(run, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(again.square().sum(), leaves), want)
+
+
+def test_offloaded_activations_have_the_same_gradients() -> None:
+    x = torch.randn(1, 9, 2, 8, requires_grad=True)
+    want = torch.autograd.grad(flashtile.attention(x, x, x, causal=True).sum(), x)
+    with torch.autograd.graph.save_on_cpu():
+        out = flashtile.attention(x, x, x, causal=True)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x), want)
+
+
+def test_plans_are_made_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = type(ops._KNOWN)()
+    monkeypatch.setattr(ops, "_KNOWN", known)
+    monkeypatch.setattr(ops, "_MOST_KNOWN", 4)
+
+    def run(seqlen: int, **keywords: Any) -> None:
+        x = torch.ones(1, seqlen, 1, 8)
+        assert torch.equal(flashtile.attention(x, x, x, **keywords), x)
+
+    for _ in range(3):
+        run(5)
+    assert len(known) == 1
+    first = next(iter(known))
+    for seqlen in range(6, 9):
+        run(seqlen)
+    assert len(known) == 4 and first in known
+    run(9)
+    assert len(known) == 4 and first not in known
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, [n % 13 + 1 for n in range(300)]))
+    assert len(known) == 4
+
+
+def test_what_changes_between_two_calls_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    flashtile.attention(x, x, x)
+    monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
+    with pytest.raises(UnsupportedError, match="hopper"):
+        flashtile.attention(x, x, x)
+    monkeypatch.delenv("FLASHTILE_BACKEND")
+    out = flashtile.attention(x, x, x)
+    grads = [
+        torch.autograd.grad(out, x, dout, retain_graph=True)[0]
+        for dout in (torch.ones(1, 5, 2, 8), torch.ones(()).expand(1, 5, 2, 8), torch.ones(1, 2, 5, 8).transpose(1, 2))
+    ]
+    torch.testing.assert_close(grads[1:], [grads[0]] * 2)
 
 
 def test_a_second_derivative_is_refused() -> None:

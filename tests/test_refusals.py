@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -71,7 +73,13 @@ BAD = {
     "sinks integer": ("sinks", call(sinks=torch.zeros(4, dtype=torch.long))),
     "deterministic a number": ("deterministic", call(deterministic=1)),
     "return_lse None": ("return_lse", call(return_lse=None)),
+    "causal a list": ("causal", call(causal=[True])),
+    "scale a list": ("softmax_scale", call(softmax_scale=[0.5])),
+    "softcap a list": ("softcap", call(softcap=[1.0])),
+    "dropout a list": ("dropout_p", call(dropout_p=[0.1])),
+    "deterministic a list": ("deterministic", call(deterministic=[True])),
     "backend unknown": ("backend", call(backend="fast")),
+    "backend a list": ("backend", call(backend=["cpu"])),
     "cu_seqlens None": ("cu_seqlens_k", packed(cu_seqlens_k=None)),
     "cu_seqlens a list": ("cu_seqlens_q", packed(cu_seqlens_q=[0, 5])),
     "cu_seqlens int64": ("cu_seqlens_q", packed(cu_seqlens_q=CU.long())),
@@ -115,6 +123,26 @@ def test_nobody_supports_it() -> None:
         dispatch.select(Problem.build(Tensors(meta, meta, meta), Band()))
     assert set(caught.value.reasons) == set(flashtile.backends())
     assert all(caught.value.reasons.values())
+
+
+def test_a_list_of_window_bounds_is_a_window_and_no_softcap_is_none() -> None:
+    want = flashtile.attention(Q, K, K, window_size=(2, None))
+    assert torch.equal(flashtile.attention(Q, K, K, window_size=[2, -1], softcap=None), want)
+
+
+def test_arrays_are_refused_by_name() -> None:
+    numpy = pytest.importorskip("numpy")
+    for name in ("causal", "softmax_scale", "softcap", "dropout_p", "deterministic"):
+        with pytest.raises(InvalidInputError, match=f"^{name}: "):
+            call(**{name: numpy.ones(3)})()
+
+
+@pytest.mark.parametrize("error", [
+    InvalidInputError("q", "is wrong"), UnsupportedError("no backend", {"cpu": ["no", "never"]}),
+], ids=repr)  # fmt: skip
+def test_errors_can_be_pickled_and_copied(error: Exception) -> None:
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
 
 
 def test_numbers_of_other_libraries_are_numbers() -> None:

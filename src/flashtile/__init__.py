@@ -3,12 +3,12 @@
 import importlib
 from types import ModuleType
 
-from flashtile.api import attention, attention_varlen, backends, explain, merge_states, support_table
+from flashtile.api import attention, attention_varlen, backends, explain, merge_states, support_table, warm_up
 from flashtile.errors import InvalidInputError, UnsupportedError
 
 __version__ = "0.1.0"
 
-# Loaded when first asked for, so that `import flashtile` stays quick.
+# Loaded on first use, so that `import flashtile` stays fast.
 _SUBMODULES = ("analysis", "compat", "nn")
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "explain",
     "merge_states",
     "support_table",
+    "warm_up",
 ]
 
 

@@ -1,18 +1,21 @@
-"""The public functions. Each names its arguments, has them checked, and calls one operator."""
+"""The public functions. Each collects its arguments, has them checked, and calls one operator."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from flashtile import dispatch, ops, states
-from flashtile.arguments import band_of, check_numbers, check_tensors, window_bounds
+from flashtile.arguments import Grads, Options, Tensors, differentiable, read, tensor_values
+from flashtile.backends.base import Build, directions_of
 from flashtile.errors import InvalidInputError
-from flashtile.problem import Tensors, check_values
+from flashtile.problem import Problem, check_values, compute_capability
 
 
 def attention(
@@ -47,13 +50,13 @@ def attention(
         alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds
             ``-slope * |i + seqlen_k - seqlen_q - j|``. Has no gradient.
         attn_mask: bool, broadcastable to ``(batch, num_heads_q, seqlen_q, seqlen_k)``; True keeps.
-        attn_bias: Any float dtype, broadcastable likewise; added to the scores; has a gradient.
-        sinks: ``(num_heads_q,)``: a logit in each row's denominator that has no value; has a gradient.
+        attn_bias: Any float dtype, broadcastable to the same shape; added to the scores; has a gradient.
+        sinks: ``(num_heads_q,)``: a logit per head that joins each row's denominator, without a value; has a gradient.
         dropout_p: Probability with which each attention probability is dropped; the rest is scaled by ``1/(1-p)``.
             Drawn from PyTorch's generator, so ``torch.manual_seed`` repeats it.
         deterministic: The backward returns the same bits every time. The forward always does.
         return_lse: Also return the log-sum-exp of the scores.
-        backend: Run exactly this one, or raise its reasons; None takes the first that can.
+        backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` in q's dtype, or ``(out, lse)`` with lse
@@ -62,21 +65,13 @@ def attention(
 
     Raises:
         InvalidInputError: A ValueError that names the argument.
-        UnsupportedError: No backend can, with the reasons of each.
+        UnsupportedError: No backend can run the call; lists the reasons of each.
 
     Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691.
     """
-    return _attention(
-        Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks),
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        backend=backend,
-    )
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
+    return _run(tensors, read(tensors, causal, window_size, return_lse, plain), return_lse)
 
 
 def attention_varlen(
@@ -101,153 +96,45 @@ def attention_varlen(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over sequences packed one after another: sequence b never sees another one.
+    """Attention over sequences packed one after another; each sequence attends to itself only.
 
-    Args:
-        q: ``(total_q, num_heads_q, head_dim)``.
-        k: ``(total_k, num_heads_kv, head_dim)``.
-        v: ``(total_k, num_heads_kv, head_dim_v)``.
-        cu_seqlens_q: ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q.
-            Rows behind the last bound belong to nobody: out 0, lse -inf.
-        cu_seqlens_k: ``(batch + 1,)`` int32, the same for k and v.
-        max_seqlen_q: Longest query sequence. Left out, no device is asked for it: GPU kernels then launch for the
-            bound total_q, which costs empty programs where the batch is large.
-        max_seqlen_k: Longest key sequence, likewise.
-        causal: As in ``attention``, by the lengths of each sequence.
-        window_size: As in ``attention``.
-        softmax_scale: As in ``attention``.
-        softcap: As in ``attention``.
-        alibi_slopes: As in ``attention``.
-        attn_mask: As in ``attention`` with ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``; a sequence uses its
-            top left corner.
-        attn_bias: Likewise.
-        sinks: As in ``attention``.
-        dropout_p: As in ``attention``.
-        deterministic: As in ``attention``.
-        return_lse: As in ``attention``.
-        backend: As in ``attention``.
+    q is ``(total_q, num_heads_q, head_dim)``, k ``(total_k, num_heads_kv, head_dim)``, v ``(total_k, num_heads_kv,
+    head_dim_v)``. cu_seqlens_q and cu_seqlens_k are ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens_q[b]`` to
+    ``cu_seqlens_q[b + 1]`` of q against rows ``cu_seqlens_k[b]`` to ``cu_seqlens_k[b + 1]`` of k and v. Rows past the
+    last bound belong to no sequence: out 0, lse -inf.
+
+    max_seqlen_q and max_seqlen_k are the longest lengths. Without them GPU kernels launch for the bounds total_q and
+    total_k, with no synchronisation, which costs empty programs where the batch is large.
+
+    The keywords are those of ``attention``; causal, window_size and alibi_slopes use each sequence's own lengths, and
+    each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
 
     Returns:
         out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``.
 
     Raises:
         InvalidInputError: A ValueError that names the argument.
-        UnsupportedError: No backend can, with the reasons of each.
+        UnsupportedError: No backend can run the call; lists the reasons of each.
     """
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens is None:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
-    return _attention(
-        Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k),
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        backend=backend,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
+    options = read(tensors, causal, window_size, return_lse, plain, (max_seqlen_q, max_seqlen_k))
+    return _run(tensors, options, return_lse)
 
 
-def _attention(
-    tensors: Tensors,
-    *,
-    causal: bool,
-    window_size: Sequence[int | None] | None,
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    return_lse: bool,
-    backend: str | None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    check_tensors(tensors)
-    left, right = window_bounds(window_size)
-    make = _make_options if torch.compiler.is_compiling() else _options
-    options = make(
-        causal,
-        left,
-        right,
-        softmax_scale,
-        softcap,
-        dropout_p,
-        deterministic,
-        return_lse,
-        backend,
-        max_seqlen_q,
-        max_seqlen_k,
-        *_wanted_gradients(tensors),
-    )
-    if dropout_p > 0:
+def _run(tensors: Tensors, options: Options, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    if options.dropout_p > 0:
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensors.q.device)
         tensors = dataclasses.replace(tensors, rng_state=state)
-    out, lse = ops.attention(tensors, options)
+    out, lse = ops.attention(tensors, options, return_lse)
     return (out, lse) if return_lse else out
 
 
-def _wanted_gradients(t: Tensors) -> tuple[bool, bool]:
-    """Whether any input, and whether the bias, needs a gradient."""
-    if not torch.is_grad_enabled():
-        return False, False
-    bias = t.attn_bias is not None and t.attn_bias.requires_grad
-    inputs = t.q.requires_grad or t.k.requires_grad or t.v.requires_grad
-    return inputs or bias or (t.sinks is not None and t.sinks.requires_grad), bias
-
-
-def _make_options(
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    return_lse: bool,
-    backend: str | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    needs_grad: bool,
-    bias_grad: bool,
-) -> ops.Options:
-    """Checks the plain arguments and puts them into the operator's order."""
-    check_numbers(
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
-    band = band_of(causal, (left, right))
-    if backend is not None:
-        dispatch.check_name(backend)
-    return ops.Options(
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        window_left=band.left,
-        window_right=band.right,
-        softmax_scale=None if softmax_scale is None else float(softmax_scale),
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
-        deterministic=deterministic,
-        needs_grad=needs_grad,
-        bias_grad=bias_grad,
-        backend=backend or "",
-    )
-
-
-# Typed, since True == 1 == 1.0 and only one of them is right in each place.
-_options = functools.lru_cache(maxsize=4096, typed=True)(_make_options)
-
-
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins attention over two disjoint sets of keys into attention over their union.
+    """Merges attention over two disjoint sets of keys into attention over their union.
 
     The operation is associative and commutative, and ``(0, -inf)`` is its empty state, so keys may be split anywhere
     and merged in any order. Differentiable in all four arguments.
@@ -282,11 +169,8 @@ def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
     if out_a.dim() not in (3, 4):
         raise InvalidInputError("out_a", f"has {out_a.dim()} dimensions, must have 4, or 3 for packed sequences")
     *lead, seqlen, heads, _ = out_a.shape
-    for name, tensor, shape in (
-        ("lse_a", lse_a, (*lead, heads, seqlen)),
-        ("out_b", out_b, tuple(out_a.shape)),
-        ("lse_b", lse_b, (*lead, heads, seqlen)),
-    ):
+    rows = (*lead, heads, seqlen)
+    for name, tensor, shape in (("lse_a", lse_a, rows), ("out_b", out_b, tuple(out_a.shape)), ("lse_b", lse_b, rows)):
         if tuple(tensor.shape) != shape:
             raise InvalidInputError(name, f"has shape {tuple(tensor.shape)}, must be {shape} to match out_a")
 
@@ -310,42 +194,111 @@ def explain(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    return_lse: bool = False,
     backend: str | None = None,
 ) -> str:
     """Says which backend and tiles a call would run with, and why the other backends would not.
 
-    Takes the arguments of ``attention``, or with cu_seqlens those of ``attention_varlen``, and refuses what they
-    refuse. Nothing is computed.
+    Takes the arguments of ``attention``, or with cu_seqlens those of ``attention_varlen``, and raises the same errors.
+    Nothing is computed.
 
     Returns:
         A few lines of text.
     """
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)
-    check_tensors(tensors)
-    options = _make_options(
-        causal,
-        *window_bounds(window_size),
-        softmax_scale,
-        softcap,
-        dropout_p,
-        deterministic,
-        False,
-        backend,
-        max_seqlen_q,
-        max_seqlen_k,
-        *_wanted_gradients(tensors),
-    )
-    problem = options.problem(tensors)
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
+    options = read(tensors, causal, window_size, return_lse, plain, (max_seqlen_q, max_seqlen_k))
+    problem = Problem.of(tensors, options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
     return dispatch.explain(problem, backend)
 
 
+@dataclasses.dataclass(frozen=True)
+class BuildTime:
+    """The build time of one kernel: backend, direction, kernel, and seconds to build it or find it built."""
+
+    backend: str
+    direction: str
+    kernel: str
+    seconds: float
+
+
+def warm_up(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    device: torch.device | str = "cuda",
+    backward: bool = True,
+) -> list[BuildTime]:
+    """Builds the kernels that a call needs, in parallel, so that the call itself does not wait for them.
+
+    Takes the arguments of ``explain``. Only shapes, strides and dtypes of the tensors are read: they may be on the meta
+    device, ``torch.empty(8, 512, 16, 64, dtype=torch.bfloat16, device="meta")``, where they take no memory.
+
+    device is where the call will run. With backward the backward is built too, for the tensors that require a gradient,
+    or for all if none does; its dout is assumed contiguous.
+
+    Returns:
+        A record per kernel; no records for a backend that needs no build.
+    """
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
+    options = read(tensors, causal, window_size, return_lse, plain, (max_seqlen_q, max_seqlen_k))
+    grads = options.grads if any(options.grads) else Grads(*(x is not None for x in differentiable(tensors)))
+    options = dataclasses.replace(options, grads=grads if backward else Grads())
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
+    shapes = _without_data(tensors, options.dropout_p > 0)
+    problem = Problem.of(shapes, options).but(device_type=place.type, compute_capability=compute_capability(place))
+    wanted: list[tuple[str, str, Build]] = []
+    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        for direction in directions_of(problem):
+            chosen = dispatch.select(problem, direction, options.backend)
+            wanted += [(chosen.name, direction, build) for build in chosen.builds(problem, shapes, direction)]
+    # Compilers run in their own processes, so threads are enough to build kernels in parallel.
+    with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
+        return list(pool.map(_make, wanted))
+
+
+def _make(wanted: tuple[str, str, Build]) -> BuildTime:
+    backend, direction, build = wanted
+    start_s = time.perf_counter()
+    build.make()
+    return BuildTime(backend, direction, build.name, time.perf_counter() - start_s)
+
+
+def _without_data(tensors: Tensors, dropout: bool) -> Tensors:
+    """The same layouts on the meta device; a tensor that is given twice stays one."""
+    given = [x for x in tensor_values(tensors) if x is not None]
+    copies = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given}
+    state = torch.empty(2, dtype=torch.int64, device="meta") if dropout else None
+    return dataclasses.replace(Tensors(*(copies.get(id(x)) for x in tensor_values(tensors))), rng_state=state)  # type: ignore[arg-type]
+
+
 def backends() -> tuple[str, ...]:
-    """The names of all backends, fastest first; whether one can run a call is for ``explain`` to say."""
+    """The names of all backends, fastest first; ``explain`` says which of them can run a call."""
     return dispatch.NAMES
 
 
 def support_table() -> str:
-    """What each backend supports, as a Markdown table printed from the declared capabilities."""
+    """A Markdown table of the features that each backend supports, made from the declared capabilities."""
     return dispatch.support_table()

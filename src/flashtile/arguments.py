@@ -1,36 +1,287 @@
-"""The plain arguments of a call: types, numbers and flags are refused here before anything touches a tensor."""
+"""The table of a call's arguments, from which checks, schema and gradients are derived.
+
+``Tensors`` and ``Options`` hold a call. The ``Argument`` of each field describes its allowed values; the checks, the
+operators' schema and the list of gradients are read from there. To add an argument, add a field here and name it in the
+public signatures.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
-from flashtile.problem import Tensors
+
+# Fastest first: a call that names no backend takes the first that can run it.
+BACKENDS: tuple[str, ...] = ("hopper", "portable", "cpu")
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Dtypes that a tensor may have, and their names in error messages.
+_INPUT = (DTYPES, "float16, bfloat16, float32 or float64")
+_FLOAT = (tuple(x for x in vars(torch).values() if isinstance(x, torch.dtype) and x.is_floating_point), "a float dtype")
+_SLOPE = ((torch.float32, torch.float64), "float32")
+_BOOL = ((torch.bool,), "bool; attn_bias takes floats")
+_INT32, _INT64 = ((torch.int32,), "int32"), ((torch.int64,), "int64")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The description of one field of ``Tensors`` or ``Options``.
+
+    Attributes:
+        meaning: Description for the reader.
+        schema: Its type in the operators' schema.
+        axes: Names of a tensor's dimensions; one in brackets may be left out. A packed call has ``total_q`` in place
+            of ``batch seqlen_q``.
+        dtypes: Those that a tensor may have; None for q's.
+        gradient: The field of ``Gradients`` with the tensor's gradient, None if it has none.
+        broadcasts: Whether dimensions may be 1, and leading ones left out.
+        check: For non-tensor arguments: returns the value as stored in ``Options``, or raises.
+    """
+
+    meaning: str
+    schema: str
+    axes: str = ""
+    dtypes: tuple[tuple[torch.dtype, ...], str] | None = None
+    gradient: str | None = None
+    broadcasts: bool = False
+    check: Callable[[str, Any], Any] = lambda name, value: value
+
+
+def _finite(name: str, value: object, must: str = "a finite number") -> float:
+    # Comparisons instead of math.isfinite, which torch.compile cannot trace on a symbolic number.
+    is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if not is_number or value != value or value in (math.inf, -math.inf):
+        raise InvalidInputError(name, f"is {value!r}, must be {must}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _scale(name: str, value: object) -> float | None:
+    return None if value is None else _finite(name, value)
+
+
+def _softcap(name: str, value: object) -> float:
+    cap = 0.0 if value is None else _finite(name, value)
+    if cap < 0:
+        raise InvalidInputError(name, f"is {value!r}, must be 0 or None (none) or positive")
+    return cap
+
+
+def _probability(name: str, value: object) -> float:
+    share = _finite(name, value)
+    if not 0 <= share < 1:
+        raise InvalidInputError(name, f"is {value!r}, must be at least 0 and less than 1")
+    return share
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInputError(name, f"is {value!r}, must be True or False")
+    return value
+
+
+def _length(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+        raise InvalidInputError(name, f"is {value!r}, must be an integer >= 0 or None")
+    return int(value)
+
+
+def _backend(name: str, value: object) -> str:
+    if value is not None and not (isinstance(value, str) and value in BACKENDS):
+        raise InvalidInputError(name, f"is {value!r}, must be one of {', '.join(BACKENDS)}, or None to choose")
+    return value or ""
+
+
+@dataclass(eq=False)
+class Tensors:
+    """The tensors of one call; absent ones are None. Treat it as immutable; frozen=True would cost 2.5 us."""
+
+    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _INPUT, "dq")]
+    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", None, "dk")]
+    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", None, "dv")]
+    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", _SLOPE)] = None
+    attn_mask: Annotated[
+        Tensor | None,
+        Argument("True keeps a pair.", "Tensor?", "batch num_heads_q seqlen_q seqlen_k", _BOOL, broadcasts=True),
+    ] = None
+    attn_bias: Annotated[
+        Tensor | None,
+        Argument("Added scores.", "Tensor?", "batch num_heads_q seqlen_q seqlen_k", _FLOAT, "dbias", broadcasts=True),
+    ] = None
+    sinks: Annotated[Tensor | None, Argument("Logits per head.", "Tensor?", "num_heads_q", _FLOAT, "dsinks")] = None
+    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", _INT32)] = None
+    cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", _INT32)] = None
+    rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64)] = None
+
+
+class Grads(NamedTuple):
+    """Which tensors need a gradient, in the order of ``Tensors``."""
+
+    q: bool = False
+    k: bool = False
+    v: bool = False
+    bias: bool = False
+    sinks: bool = False
+
+
+def _five(name: str, value: Sequence[bool]) -> Grads:
+    return Grads(*value)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The non-tensor arguments of one call, checked; hashable, with the hash cached."""
+
+    window_left: Annotated[int | None, Argument("Left bound of the Band.", "int?")] = None
+    window_right: Annotated[int | None, Argument("Right bound of the Band.", "int?")] = None
+    max_seqlen_q: Annotated[int | None, Argument("Longest packed queries, if known.", "SymInt?", check=_length)] = None
+    max_seqlen_k: Annotated[int | None, Argument("Longest packed keys, if known.", "SymInt?", check=_length)] = None
+    grads: Annotated[Grads, Argument("Which inputs need gradients.", "bool[5]", check=_five)] = Grads()  # noqa: RUF009
+    softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", "float?", check=_scale)] = None
+    softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", "float", check=_softcap)] = 0.0
+    dropout_p: Annotated[float, Argument("Probability of dropping.", "float", check=_probability)] = 0.0
+    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", "bool", check=_flag)] = False
+    backend: Annotated[str, Argument("Explicit choice, empty for none.", "str", check=_backend)] = ""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(option_values(self))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _table(record: type) -> dict[str, Argument]:
+    hints = get_type_hints(record, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+TENSORS, OPTIONS = _table(Tensors), _table(Options)
+SCHEMA = ", ".join(f"{row.schema} {name}" for name, row in {**TENSORS, **OPTIONS}.items())
+# Tensor name -> field of Gradients, in the order of Grads.
+GRADIENTS = {name: row.gradient for name, row in TENSORS.items() if row.gradient is not None}
+_NO_GRADS = Grads()
+
+
+# Generated code: torch.compile cannot trace operator.attrgetter, and a loop takes five times as long.
+def fields_of(names: Iterable[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that reads these fields of a record, as fast as hand-written code."""
+    made: Callable[[Any], tuple[Any, ...]] = eval(f"lambda record: ({', '.join(f'record.{n}' for n in names)},)")
+    return made
+
+
+tensor_values, option_values, differentiable = fields_of(TENSORS), fields_of(OPTIONS), fields_of(GRADIENTS)
+_OTHERS = list(TENSORS)[3:]
+other_tensors = fields_of(_OTHERS)
+# Whether a call has only q, k and v.
+is_plain: Callable[[Tensors], bool] = eval(f"lambda t: {' is '.join(f't.{name}' for name in _OTHERS)} is None")
+
+
+def flatten(tensors: Tensors, options: Options) -> tuple[Any, ...]:
+    """The arguments that both operators share, in the order of their schema."""
+    return *tensor_values(tensors), *option_values(options)
+
+
+def unflatten(args: Sequence[Any]) -> tuple[Tensors, Options]:
+    """The inverse of ``flatten``; the operators turn Grads into a list of five."""
+    plain: dict[str, Any] = dict(zip(OPTIONS, args[len(TENSORS) :], strict=True))
+    plain["grads"] = Grads(*plain["grads"])
+    return Tensors(*args[: len(TENSORS)]), Options(**plain)
+
+
+def checked(**plain: object) -> dict[str, Any]:
+    """Checks non-tensor arguments given by name; returns them as stored in ``Options``.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+    """
+    return {name: OPTIONS[name].check(name, value) for name, value in plain.items()}
+
+
+def read(
+    tensors: Tensors,
+    causal: bool,
+    window_size: Sequence[int | None] | None,
+    return_lse: bool,
+    plain: tuple[object, ...],
+    lengths: tuple[object, object] = (None, None),
+) -> Options:
+    """Makes the options of a call from its keywords, and checks which tensors need gradients.
+
+    ``plain`` holds the fields of ``Options`` from softmax_scale on, in that order: a tuple, since names would cost
+    another 1 us per call. The same arguments give the same object, unless one is unhashable.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+    """
+    grads = _grads(tensors)
+    left, right = (None, None) if window_size is None else window_bounds(window_size)
+    if torch.compiler.is_compiling():
+        return _make(causal, return_lse, left, right, *lengths, grads, *plain)
+    try:
+        return _made(causal, return_lse, left, right, *lengths, grads, *plain)
+    except TypeError:  # a list or a symbolic number, which have no hash
+        return _make(causal, return_lse, left, right, *lengths, grads, *plain)
+
+
+def _make(causal: object, return_lse: object, *plain: object) -> Options:
+    causal, _ = _flag("causal", causal), _flag("return_lse", return_lse)
+    left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
+    return Options(left, 0 if causal else right, *others)
+
+
+# Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
+_made = functools.lru_cache(maxsize=4096, typed=True)(_make)
+
+
+def _grads(t: Tensors) -> tuple[bool, ...]:
+    """Which tensors need gradients; raises for values that are not tensors and for gradients that do not exist."""
+    q, k, v = t.q, t.k, t.v
+    plain = is_plain(t)
+    if not (plain and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _check_types(t)
+    if not torch.is_grad_enabled():
+        return _NO_GRADS
+    if plain:
+        return q.requires_grad, k.requires_grad, v.requires_grad, False, False
+    return tuple(x is not None and x.requires_grad for x in differentiable(t))
+
+
+def _check_types(t: Tensors) -> None:
+    for name, row in TENSORS.items():
+        value = getattr(t, name)
+        if not isinstance(value, Tensor) and (value is not None or row.schema == "Tensor"):
+            must = "a torch.Tensor" if row.schema == "Tensor" else "a torch.Tensor or None"
+            raise InvalidInputError(name, f"is a {type(value).__name__}, must be {must}")
+        if value is not None and value.requires_grad and row.gradient is None:
+            raise InvalidInputError(name, "requires grad, but slopes have no gradient; detach them or use attn_bias")
 
 
 def band_of(causal: bool, window_size: Sequence[int | None] | None) -> Band:
     """The Band of the keywords ``causal`` and ``window_size``; causal overrides the right bound.
 
     Raises:
-        InvalidInputError: If either is not what it must be.
+        InvalidInputError: If either is invalid.
     """
-    if not isinstance(causal, bool):
-        raise InvalidInputError("causal", f"is {causal!r}, must be True or False")
     left, right = window_bounds(window_size)
-    return Band(left, 0 if causal else right)
+    return Band(left, 0 if _flag("causal", causal) else right)
 
 
 def window_bounds(window_size: Sequence[int | None] | None) -> tuple[int | None, int | None]:
     """The bounds of the keyword ``window_size``, None where unbounded.
 
     Raises:
-        InvalidInputError: If it is not what it must be.
+        InvalidInputError: If it is invalid.
     """
     if window_size is None:
         return None, None
@@ -42,82 +293,3 @@ def window_bounds(window_size: Sequence[int | None] | None) -> tuple[int | None,
             raise InvalidInputError("window_size", f"has {bound!r}, {must}")
     left, right = (None if bound is None or bound == -1 else int(bound) for bound in window_size)
     return left, right
-
-
-def check_tensors(t: Tensors) -> None:
-    """Refuses what is not a tensor where one is needed.
-
-    Raises:
-        InvalidInputError: Naming the argument.
-    """
-    if not (isinstance(t.q, Tensor) and isinstance(t.k, Tensor) and isinstance(t.v, Tensor)):
-        name = next(name for name in ("q", "k", "v") if not isinstance(getattr(t, name), Tensor))
-        raise InvalidInputError(name, f"is a {type(getattr(t, name)).__name__}, must be a torch.Tensor")
-    for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks", "cu_seqlens_q", "cu_seqlens_k"):
-        value = getattr(t, name)
-        if value is not None and not isinstance(value, Tensor):
-            raise InvalidInputError(name, f"is a {type(value).__name__}, must be a torch.Tensor or None")
-    if t.alibi_slopes is not None and t.alibi_slopes.requires_grad:
-        raise InvalidInputError(
-            "alibi_slopes", "requires grad, but slopes have no gradient; detach them or use attn_bias"
-        )
-
-
-def check_numbers(**numbers: object) -> None:
-    """Refuses what is not a number, a length or a flag where one is needed.
-
-    Args:
-        **numbers: Plain arguments by name: ``softmax_scale``, ``softcap``, ``dropout_p``, ``deterministic``,
-            ``return_lse``, ``max_seqlen_q``, ``max_seqlen_k``.
-
-    Raises:
-        InvalidInputError: Naming the argument.
-    """
-    for name, value in numbers.items():
-        _NUMBER_CHECKS[name](name, value)
-
-
-def _finite(name: str, value: object) -> float:
-    # Comparisons rather than math.isfinite, which a compiler cannot trace on a symbolic number.
-    is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
-    if not is_number or value != value or value in (math.inf, -math.inf):
-        raise InvalidInputError(name, f"is {value!r}, must be a finite number")
-    return value  # type: ignore[return-value]
-
-
-def _check_scale(name: str, value: object) -> None:
-    if value is not None:
-        _finite(name, value)
-
-
-def _check_softcap(name: str, value: object) -> None:
-    if _finite(name, value) < 0:
-        raise InvalidInputError(name, f"is {value!r}, must be 0 (none) or positive")
-
-
-def _check_dropout(name: str, value: object) -> None:
-    if not 0 <= _finite(name, value) < 1:
-        raise InvalidInputError(name, f"is {value!r}, must be at least 0 and less than 1")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidInputError(name, f"is {value!r}, must be True or False")
-
-
-def _check_length(name: str, value: object) -> None:
-    if value is None or isinstance(value, torch.SymInt):
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise InvalidInputError(name, f"is {value!r}, must be an integer >= 0 or None")
-
-
-_NUMBER_CHECKS = {
-    "softmax_scale": _check_scale,
-    "softcap": _check_softcap,
-    "dropout_p": _check_dropout,
-    "deterministic": _check_flag,
-    "return_lse": _check_flag,
-    "max_seqlen_q": _check_length,
-    "max_seqlen_k": _check_length,
-}

@@ -1,7 +1,7 @@
-"""Builds every GPU kernel for an architecture, on a machine that needs no GPU, and reads off what the compiler made.
+"""Builds every GPU kernel for an architecture, without a GPU, and reports on the compiler's output.
 
-``flashtile.backends.build`` says what a build is, each backend's ``builds`` module lists its own, and this module
-compiles them side by side in processes (Triton's passes and LLVM keep global state, so threads would not do).
+``flashtile.backends.build`` defines a build, each backend's ``builds`` module lists its own, and this module compiles
+them in parallel processes (threads would not work: Triton's passes and LLVM keep global state).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from functools import cache
 from typing import Any
 
 from flashtile import dispatch
+from flashtile.backends import host, launch
 from flashtile.backends.build import ARCHS, KernelBuild
 from flashtile.errors import InvalidInputError, UnsupportedError
 
-# What counts, by the name the report gives it: a pattern for the mnemonic, matched from its start.
+# The instructions counted, by their names in the report: a pattern for the mnemonic, matched from its start.
 PTX_INSTRUCTIONS: Mapping[str, str] = {
     "mma": r"mma\.sync",
     "wgmma": r"wgmma\.mma_async",
@@ -66,16 +67,17 @@ class KernelReport:
     Attributes:
         name: The kernel.
         backend: Its backend.
-        direction: ``"forward"``, ``"backward"``, or what else it is for.
+        direction: ``"forward"``, ``"backward"``, or another purpose.
         arch: A key of ``ARCHS``.
         triton: Version of the Triton that compiled it.
-        config: What tells it from the kernel's other rows.
-        registers: 32-bit registers a thread holds at launch; on gfx942 vector and accumulation registers together.
-        spill_bytes: Local (AMD: private) memory a thread needs, the place that registers spill to.
+        config: Values that identify it among the kernel's rows.
+        registers: 32-bit registers per thread at launch; on gfx942 vector and accumulation registers together.
+        spill_bytes: Local (AMD: private) memory per thread, where registers spill to.
         shared_bytes: Shared memory (AMD: LDS) of a block, dynamic and static.
-        instructions: How often each kind of instruction stands in the code, kinds that do not left out. It counts the
-            program's text (PTX, AMD assembly), not what runs: a loop's body counts once.
-        spill_limit: Most spill_bytes that the backend promises, None for no promise.
+        instructions: How often each kind of instruction occurs in the code, zeros omitted. It counts the text (PTX, AMD
+            assembly), not executed instructions: a loop's body counts once.
+        spill_limit: Most spill_bytes that the backend allows, None for no limit.
+        unknown_launch: Why ``backends.host`` would launch it through Triton on an NVIDIA GPU, None if it would not.
     """
 
     name: str
@@ -89,27 +91,30 @@ class KernelReport:
     shared_bytes: int
     instructions: dict[str, int] = field(default_factory=dict)
     spill_limit: int | None = None
+    unknown_launch: str | None = None
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with a kernel that did compile: it could not be launched, or it breaks a promise."""
+        """Faults of a kernel that did compile: it could not be launched, or it spills more than allowed."""
         wrong = []
         if self.shared_bytes > ARCHS[self.arch].shared_bytes:
             limit = ARCHS[self.arch].shared_bytes
             wrong.append(f"needs {self.shared_bytes} bytes of shared memory, {self.arch} has {limit}")
         if self.spill_limit is not None and self.spill_bytes > self.spill_limit:
             wrong.append(f"spills {self.spill_bytes} bytes, at most {self.spill_limit} are promised")
+        if self.unknown_launch is not None:
+            wrong.append(f"cannot be launched past Triton: {self.unknown_launch}")
         return wrong
 
 
 @dataclass(frozen=True)
 class Job:
-    """One build by place, because a kernel itself cannot be sent to another process.
+    """One build by its list index, because a kernel itself cannot be sent to another process.
 
     Attributes:
         module: The module with ``builds``.
         arch: A key of ``ARCHS``.
-        index: Place in the list that ``builds(arch)`` returns.
+        index: Index in the list that ``builds(arch)`` returns.
         label: The kernel and its configuration, for messages.
     """
 
@@ -121,12 +126,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
         job: The build.
-        report: What the compiler made, None if the kernel did not compile.
-        error: What the compiler said if it did not, else None.
+        report: The report on the kernel, None if it did not compile.
+        error: The compiler's error message if it did not, else None.
     """
 
     job: Job
@@ -135,7 +140,7 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the kernel, empty if nothing is."""
+        """Faults of the kernel, empty if there are none."""
         if self.report is None:
             return [f"does not build: {self.error}"]
         return self.report.problems
@@ -152,7 +157,7 @@ def jobs(arch: str, backend: str | None = None, *, quick: bool = False) -> list[
 
     Raises:
         InvalidInputError: If there is no such architecture or no such backend.
-        UnsupportedError: If Triton is not installed, or nobody asked has kernels for the architecture.
+        UnsupportedError: If Triton is not installed, or no selected backend has kernels for the architecture.
     """
     if arch not in ARCHS:
         raise InvalidInputError("arch", f"is {arch!r}, must be one of {', '.join(ARCHS)}")
@@ -191,7 +196,7 @@ def jobs_of(module: str, arch: str, *, quick: bool = False) -> list[Job]:
 
 
 def _traits(build: KernelBuild) -> set[object]:
-    """What of a build a release of Triton may take and of another one not."""
+    """The properties of a build that one Triton release may support and another may not."""
     kind = (build.name, build.direction)
     if not build.kernel.is_gluon():
         return {kind}
@@ -205,14 +210,14 @@ def run(todo: Sequence[Job], workers: int | None = None) -> Iterator[Outcome]:
 
     Args:
         todo: From ``jobs``.
-        workers: Processes; by default one a CPU core. More than one needs a caller whose ``__main__`` can be imported
-            without starting anything, as everywhere with ``multiprocessing``.
+        workers: Processes; by default one per CPU core. More than one needs a caller whose ``__main__`` can be imported
+            without starting anything, as ``multiprocessing`` always requires.
     """
     workers = min(workers or os.cpu_count() or 1, len(todo))
     if workers <= 1:
         yield from map(_run_job, todo)
         return
-    # Each worker is forked off a process that has imported Triton already and has started no thread yet.
+    # Each worker is forked from a process that has already imported Triton and has not started a thread.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flashtile.builds", "triton"])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -233,22 +238,15 @@ def compile_build(build: KernelBuild, arch: str) -> KernelReport:
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     _check_arguments(build)
     target = ARCHS[arch]
     amd = target.backend == "hip"
-    position = build.kernel.arg_names.index
-    source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
-        build.kernel,
-        # The compiler goes by position; the order of the mapping is the backend's to choose.
-        {name: build.signature.get(name, "constexpr") for name in build.kernel.arg_names},
-        constexprs={(position(name),): value for name, value in build.constexprs.items()},
-        attrs={(position(name),): _attributes(build.signature[name], amd) for name in build.divisible},
-    )
+    # The compiler goes by position; the backend may list the arguments in any order.
+    signature = {name: build.signature[name] for name in build.kernel.arg_names if name in build.signature}
+    what = launch.Specialisation(signature, dict(build.constexprs), build.divisible)
     gpu = GPUTarget(target.backend, target.capability, target.warp_size)
-    compiled = triton.compile(source, target=gpu, options=dict(build.options))
+    compiled = launch.compile_kernel(build.kernel, what, build.options, gpu)
     resources = amd_resources(compiled.asm["amdgcn"]) if amd else nvidia_resources(compiled.asm["cubin"])
     return KernelReport(
         name=build.name,
@@ -257,26 +255,27 @@ def compile_build(build: KernelBuild, arch: str) -> KernelReport:
         arch=arch,
         triton=triton.__version__,
         config=dict(build.config),
-        # The launch asks for dynamic shared memory as Triton says; the binary knows only what is static.
+        # The launch requests the dynamic shared memory that Triton reports; the binary knows only the static part.
         shared_bytes=compiled.metadata.shared,
         instructions=count_amdgcn(compiled.asm["amdgcn"]) if amd else count_ptx(compiled.asm["ptx"]),
         spill_limit=build.spill_limit,
+        unknown_launch=None if amd else host.why_unknown(what, compiled),
         **resources,
     )
 
 
 def count_ptx(text: str) -> dict[str, int]:
-    """How often each kind of ``PTX_INSTRUCTIONS`` stands in a PTX program."""
+    """How often each kind of ``PTX_INSTRUCTIONS`` occurs in a PTX program."""
     return _count(re.sub(r"//.*", "", text), PTX_INSTRUCTIONS)
 
 
 def count_amdgcn(text: str) -> dict[str, int]:
-    """How often each kind of ``AMDGCN_INSTRUCTIONS`` stands in an AMD assembly program."""
+    """How often each kind of ``AMDGCN_INSTRUCTIONS`` occurs in an AMD assembly program."""
     return _count(re.sub(r";.*", "", text), AMDGCN_INSTRUCTIONS)
 
 
 def nvidia_resources(cubin: bytes) -> dict[str, int]:
-    """Registers and local memory of a kernel's binary, by the ``cuobjdump`` that Triton brings.
+    """Registers and local memory of a kernel's binary, from the ``cuobjdump`` bundled with Triton.
 
     Returns:
         ``registers`` and ``spill_bytes``, both for one thread.
@@ -298,7 +297,7 @@ def amd_resources(text: str) -> dict[str, int]:
         ``registers`` and ``spill_bytes``, both for one thread.
     """
     private = _field(r"\.private_segment_fixed_size:\s*(\d+)", text)
-    # gfx90a and later share one file between both kinds, and .vgpr_count is the sum that occupancy depends on.
+    # gfx90a and later share one register file between both kinds, and .vgpr_count is the sum that occupancy depends on.
     return {"registers": _field(r"\.vgpr_count:\s*(\d+)", text), "spill_bytes": private}
 
 
@@ -308,7 +307,7 @@ def _builds(module: str, arch: str) -> list[KernelBuild]:
 
 
 def _run_job(job: Job) -> Outcome:
-    # Everything a compiler may raise is an outcome here: the other kernels' rows are wanted all the same.
+    # Any exception of the compiler becomes an Outcome, so that the other kernels are still reported.
     try:
         return Outcome(job, compile_build(_builds(job.module, job.arch)[job.index], job.arch))
     except Exception as error:
@@ -326,14 +325,8 @@ def _check_arguments(build: KernelBuild) -> None:
             raise ValueError(f"{build.label}: arguments {what}: {', '.join(names)}")
 
 
-def _attributes(kind: str, amd: bool) -> list[list[object]]:
-    """What a launch would tell the compiler about an argument divisible by 16."""
-    divisible: list[list[object]] = [["tt.divisibility", 16]]
-    return [*divisible, ["tt.pointer_range", 32]] if amd and kind.startswith("*") else divisible
-
-
 def _count(text: str, kinds: Mapping[str, str]) -> dict[str, int]:
-    # A mnemonic starts where no name, number or register does; a predicate (@%p1) may stand before it.
+    # A mnemonic does not follow a character of a name, number or register; a predicate (@%p1) may precede it.
     counts = {kind: len(re.findall(rf"(?<![\w.$%@]){pattern}", text)) for kind, pattern in kinds.items()}
     return {kind: count for kind, count in counts.items() if count}
 

@@ -1,4 +1,4 @@
-"""The ordered table of backends, and the three questions asked of it: which one, why, and what can each do."""
+"""The ordered table of backends: selects one for a call, gives the reasons, and prints what each supports."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ import importlib
 from functools import cache, lru_cache
 
 from flashtile import settings
-from flashtile.backends.base import FEATURES, Backend, Capabilities, Direction
+from flashtile.arguments import BACKENDS, checked
+from flashtile.backends.base import FEATURES, Backend, Capabilities, Direction, directions_of
 from flashtile.errors import InvalidInputError, UnsupportedError
 from flashtile.problem import Problem
 
-# Fastest first: a call that names no backend takes the first without a reason against it.
-NAMES: tuple[str, ...] = ("hopper", "portable", "cpu")
-
-
-def check_name(name: str) -> None:
-    """Raises InvalidInputError if no backend has that name. Imports nothing, so that torch.compile can trace it."""
-    if name not in NAMES:
-        raise InvalidInputError("backend", f"is {name!r}, must be one of {', '.join(NAMES)}, or None to choose")
+NAMES = BACKENDS
 
 
 @cache
@@ -27,7 +21,7 @@ def backend(name: str) -> Backend:
     Raises:
         InvalidInputError: If there is none.
     """
-    check_name(name)
+    checked(backend=name)
     return importlib.import_module(f"flashtile.backends.{name}").BACKEND
 
 
@@ -59,7 +53,7 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
     Args:
         problem: The call.
         direction: ``forward`` or ``backward``.
-        name: An explicit choice; None takes ``FLASHTILE_BACKEND`` or else the first that can.
+        name: An explicit choice; None or "" takes ``FLASHTILE_BACKEND`` or else the first that can.
 
     Returns:
         The backend.
@@ -86,8 +80,7 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
 def explain(problem: Problem, name: str | None = None) -> str:
     """Which backend runs each direction of a problem, with which tiles, and why the others do not."""
     lines = [describe_problem(problem)]
-    directions: tuple[Direction, ...] = ("forward", "backward") if problem.needs_grad else ("forward",)
-    for direction in directions:
+    for direction in directions_of(problem):
         chosen = select(problem, direction, name)
         lines.append(f"{direction}: {chosen.name}: {chosen.describe(problem, direction)}")
         for other in NAMES:
@@ -110,7 +103,7 @@ def describe_problem(problem: Problem) -> str:
 
 
 def support_table() -> str:
-    """What each backend supports, as a Markdown table printed from the declared capabilities."""
+    """A Markdown table of the features that each backend supports, made from the declared capabilities."""
     chosen = [backend(name) for name in NAMES]
     rows = [["feature", *NAMES], ["---"] * (len(NAMES) + 1)]
     rows.append(["runs on", *(b.summary for b in chosen)])
@@ -129,7 +122,7 @@ def _support(b: Backend, feature: str) -> str:
 
 
 def _cell(b: Backend, text: object) -> str:
-    """A property of the forward, with that of the backward behind it where the two differ."""
+    """A property of the forward, followed by the backward's where the two differ."""
     forward, backward = b.capabilities("forward"), b.capabilities("backward")
     assert callable(text)
     if forward is None:

@@ -1,4 +1,4 @@
-"""The two errors a call can raise, and nothing else."""
+"""The two errors a call can raise."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 
 
 class InvalidInputError(ValueError):
-    """An argument that no backend could accept: wrong by itself or against the other arguments.
+    """An argument that no backend could accept: invalid by itself or together with the other arguments.
 
     Args:
         argument: The parameter's name as the caller wrote it.
-        message: What it is and what it must be.
+        message: The value it has and the values it must have.
     """
 
     def __init__(self, argument: str, message: str) -> None:
-        super().__init__(f"{argument}: {message}")
+        super().__init__(argument, message)  # the arguments from which pickle and copy rebuild it
         self.argument = argument
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.argument}: {self.message}"
 
 
 class UnsupportedError(NotImplementedError):
@@ -23,10 +27,13 @@ class UnsupportedError(NotImplementedError):
 
     Args:
         what: The call in one phrase, or the feature that is refused.
-        reasons: For every backend that was asked, why it cannot.
+        reasons: For every backend considered, why it cannot run the call.
     """
 
     def __init__(self, what: str, reasons: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.what = what
         self.reasons: dict[str, list[str]] = {name: list(why) for name, why in (reasons or {}).items()}
-        lines = [f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items()]
-        super().__init__("\n".join([what, *lines]))
+        super().__init__(what, self.reasons)
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *(f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items())])

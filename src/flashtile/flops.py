@@ -1,7 +1,7 @@
 """FLOP formulas of the operators, for ``torch.utils.flop_counter.FlopCounterMode``.
 
 That module imports Triton and takes as long to import as all of flashtile, so the formulas are registered when the
-program itself imports it: at once if it has, else by a finder that waits for that one name.
+program itself imports it: at once if it already has, else by an import hook for that module.
 """
 
 from __future__ import annotations
@@ -15,39 +15,42 @@ from typing import Any
 
 import torch
 
+from flashtile.arguments import Options, unflatten
 from flashtile.masks import Band
 
 _COUNTER = "torch.utils.flop_counter"
-# Where a schema keeps what the formulas read: shapes of q, k, v first, then these, counted from the end.
-_MAX_SEQLEN_Q, _MAX_SEQLEN_K, _WINDOW_LEFT, _WINDOW_RIGHT = -11, -10, -9, -8
 
 
-def _kept_pairs(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """(kept score entries over all heads, head_dim, head_dim_v) from shapes alone.
+def _by_name(args: tuple[Any, ...]) -> tuple[Any, Options, int]:
+    """The shapes where tensors were, the options, and the kept score entries over all heads.
 
-    Packed calls hide their lengths in a tensor; they count as sequences of the longest length.
+    The lengths of packed calls are in a tensor; each sequence counts with the longest length.
     """
-    q_shape, k_shape, v_shape = args[:3]
-    band = Band(args[_WINDOW_LEFT], args[_WINDOW_RIGHT])
+    shapes: Any
+    shapes, options = unflatten(args)
+    q_shape, k_shape = shapes.q, shapes.k
+    band = Band(options.window_left, options.window_right)
     if len(q_shape) == 4:
         pairs = q_shape[0] * band.count(q_shape[1], k_shape[1])
     else:
-        longest_q = args[_MAX_SEQLEN_Q] or q_shape[0]
-        longest_k = args[_MAX_SEQLEN_K] or k_shape[0]
+        longest_q = options.max_seqlen_q or q_shape[0]
+        longest_k = options.max_seqlen_k or k_shape[0]
         pairs = max(1, q_shape[0] // max(1, longest_q)) * band.count(longest_q, longest_k)
-    return pairs * q_shape[-2], q_shape[-1], v_shape[-1]
+    return shapes, options, pairs * q_shape[-2]
 
 
 def forward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two products: 2 FLOPs a kept score entry and column of q and of v."""
-    pairs, head_dim, head_dim_v = _kept_pairs(args)
-    return 2 * pairs * (head_dim + head_dim_v)
+    """Two products: 2 FLOPs per kept score entry and column of q and of v."""
+    shapes, _, pairs = _by_name(args)
+    return 2 * pairs * (shapes.q[-1] + shapes.v[-1])
 
 
 def backward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Five products: scores, dq and dk over head_dim; dprobs and dv over head_dim_v."""
-    pairs, head_dim, head_dim_v = _kept_pairs(args[4:])
-    return 2 * pairs * (3 * head_dim + 2 * head_dim_v)
+    """Up to five products: scores, and, if needed, dq and dk, over head_dim; dprobs and dv over head_dim_v."""
+    shapes, options, pairs = _by_name(args[4:])
+    grads = options.grads
+    over_v = grads.v + (grads.q or grads.k or grads.bias)
+    return 2 * pairs * ((1 + grads.q + grads.k) * shapes.q[-1] + over_v * shapes.v[-1])
 
 
 def _register(counter: ModuleType) -> None:
@@ -56,7 +59,7 @@ def _register(counter: ModuleType) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the counter as usual, once, and has the formulas registered when it has been executed."""
+    """Finds the counter as usual, once, and registers the formulas after it has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

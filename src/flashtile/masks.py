@@ -1,8 +1,8 @@
-"""Band: causal and sliding-window masks as data, with the block arithmetic every backend needs.
+"""Band: causal and sliding-window masks as data, with the range arithmetic that backends need.
 
-Row i of a call with ``seqlen_q`` queries and ``seqlen_k`` keys stands at key position ``i + shift`` where
-``shift = seqlen_k - seqlen_q``: the last query is aligned with the last key. The band keeps key j of row i if
-``i + shift - left <= j <= i + shift + right``, both ends inclusive; ``None`` leaves a side unbounded.
+Row i of a call with ``seqlen_q`` queries and ``seqlen_k`` keys is at key position ``i + shift`` where ``shift =
+seqlen_k - seqlen_q``: the last query is aligned with the last key. The band keeps key j of row i if ``i + shift - left
+<= j <= i + shift + right``, both ends inclusive; ``None`` leaves a side unbounded.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Band:
     def any_keys(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """The half-open range of keys that at least one of the rows keeps.
 
-        Both ends of the band move right with the row, so the first row decides where it starts and the last row where
-        it stops.
+        Both ends of the band move right with the row, so the first row determines the start and the last row the stop.
         """
         start, _ = self.row_keys(row_start, seqlen_q, seqlen_k)
         _, stop = self.row_keys(row_stop - 1, seqlen_q, seqlen_k)
@@ -65,7 +64,7 @@ class Band:
         return start, max(start, stop)
 
     def count(self, seqlen_q: int, seqlen_k: int) -> int:
-        """How many (row, key) pairs the band keeps, in O(1).
+        """The number of (row, key) pairs the band keeps, in O(1).
 
         Per row the kept keys are ``clip(d + right + 1, 0, seqlen_k) - clip(d - left, 0, seqlen_k)`` with
         ``d = row + shift``, so the sum is a difference of two sums of clipped consecutive integers.
@@ -93,7 +92,7 @@ class Band:
             seqlen_k: Number of keys of the whole call.
             rows: Half-open range of rows, all by default.
             keys: Half-open range of keys, all by default.
-            device: Where the result lives.
+            device: Device of the result.
 
         Returns:
             ``(rows, keys)`` bool.
@@ -114,8 +113,7 @@ class Band:
             return "full"
         if self.left is None and self.right == 0:
             return "causal"
-        name = "window({}, {})"
-        return name.format(*("inf" if x is None else x for x in (self.left, self.right)))
+        return "window({}, {})".format(*("inf" if x is None else x for x in (self.left, self.right)))
 
 
 def _sum_clipped(first: int, count: int, high: int) -> int:

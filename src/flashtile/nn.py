@@ -1,6 +1,6 @@
-"""Modules for people who build models: multi-head attention, rotary embedding, a transformer block.
+"""Modules for building models: multi-head attention, rotary embedding, a transformer block.
 
-Nothing is imported beyond PyTorch and the public functions; ``import flashtile.nn`` loads it.
+It imports only PyTorch and the public functions; ``import flashtile.nn`` loads it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["MultiheadAttention", "RotaryEmbedding", "TransformerBlock", "apply_r
 class MultiheadAttention(nn.Module):
     """Multi-head attention with its projections: self- or cross-attention, padded or packed sequences.
 
-    Parameters are named ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, each with ``weight`` and, if asked for,
+    Parameters are named ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, each with ``weight`` and optionally
     ``bias``. Memory is linear in the sequence lengths.
 
     Args:
@@ -31,17 +31,17 @@ class MultiheadAttention(nn.Module):
         head_dim: Features of a head; ``embed_dim / num_heads`` by default.
         context_dim: Features of the context of cross-attention; embed_dim by default.
         bias: Biases of the four projections.
-        out_bias: That of ``out_proj`` alone; like bias by default.
-        causal: Each row sees the keys up to its own, the last row all of them.
+        out_bias: Bias of ``out_proj`` alone; like bias by default.
+        causal: Each row sees the keys up to its own position; the last row sees all keys.
         window_size: ``(left, right)``: each row sees that many keys before and after its own; -1 or None is unbounded.
         dropout: Probability with which attention probabilities are dropped, in training mode only.
         softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
         softcap: c > 0 caps the scores as ``c * tanh(scores / c)``.
-        rotary: True for ``RotaryEmbedding(head_dim)``, or one of your own; it may be shared between layers.
-        deterministic: Ask for a bitwise repeatable backward.
+        rotary: True for ``RotaryEmbedding(head_dim)``, or your own module; it may be shared between layers.
+        deterministic: Whether the backward must be bitwise repeatable.
         backend: As in ``flashtile.attention``.
-        device: Where the parameters live.
-        dtype: That of the parameters.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
         InvalidInputError: Naming the argument that is wrong.
@@ -99,7 +99,7 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws weights of variance ``1 / fan_in``, so that no head count changes the scale; biases are 0."""
+        """Draws weights of variance ``1 / fan_in``, so that the scale is the same for any head count; biases are 0."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             bound = (3 / projection.in_features) ** 0.5
             nn.init.uniform_(projection.weight, -bound, bound)
@@ -125,16 +125,16 @@ class MultiheadAttention(nn.Module):
         Args:
             x: ``(batch, seqlen, embed_dim)``, or packed ``(total, embed_dim)`` with cu_seqlens.
             context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``; x by default.
-            attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**. A mask of
-                valid keys ``(batch, seqlen_context)`` goes in as ``valid[:, None, None, :]``.
-            attn_bias: Any float dtype, broadcastable likewise; added to the scores; has a gradient.
+            attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**. Pass a
+                mask of valid keys ``(batch, seqlen_context)`` as ``valid[:, None, None, :]``.
+            attn_bias: Any float dtype, broadcastable to the same shape; added to the scores; has a gradient.
             positions: For rotary: the position of every sequence's first row, or those of all rows, ``(seqlen,)``,
                 ``(batch, seqlen)`` or packed ``(total,)``.
-            context_positions: The same for the context; those of x if x attends to itself, else counted from 0.
+            context_positions: Like positions, for the context; those of x if x attends to itself, else counted from 0.
             cu_seqlens: ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]`` of x.
-            max_seqlen: The longest of them, if known: on a GPU that saves empty programs.
+            max_seqlen: The longest length, if known: on a GPU this saves empty programs.
             cu_seqlens_context: ``(batch + 1,)`` int32 of a packed context.
-            max_seqlen_context: The longest of them, if known.
+            max_seqlen_context: The longest length, if known.
 
         Returns:
             Like x: ``(batch, seqlen, embed_dim)`` or ``(total, embed_dim)``.
@@ -166,33 +166,27 @@ class MultiheadAttention(nn.Module):
         return self.out_proj(cast(Tensor, out).flatten(-2))
 
     def _options(self) -> dict:
-        return {
-            "causal": self.causal,
-            "window_size": self.window_size,
-            "softmax_scale": self.softmax_scale,
-            "softcap": self.softcap,
-            "dropout_p": self.dropout if self.training else 0.0,
-            "deterministic": self.deterministic,
-            "backend": self.backend,
-        }
+        plain = {name: getattr(self, name) for name in _DEFAULTS if name != "dropout"}
+        return {**plain, "dropout_p": self.dropout if self.training else 0.0}
 
     def extra_repr(self) -> str:
         """The settings that differ from their defaults, for printing."""
-        shown = [f"{self.embed_dim}, {self.num_heads}"]
-        defaults = {
-            "num_kv_heads": self.num_heads,
-            "head_dim": self.embed_dim // self.num_heads,
-            "context_dim": self.embed_dim,
-            "causal": False,
-            "window_size": None,
-            "dropout": 0.0,
-            "softmax_scale": None,
-            "softcap": 0.0,
-            "deterministic": False,
-            "backend": None,
-        }
-        shown += [f"{name}={getattr(self, name)}" for name, usual in defaults.items() if getattr(self, name) != usual]
-        return ", ".join(shown)
+        sizes = {"num_kv_heads": self.num_heads, "head_dim": self.embed_dim // self.num_heads}
+        defaults = {**sizes, "context_dim": self.embed_dim, **_DEFAULTS}
+        shown = [f"{name}={getattr(self, name)}" for name, usual in defaults.items() if getattr(self, name) != usual]
+        return ", ".join([f"{self.embed_dim}, {self.num_heads}", *shown])
+
+
+# Settings that ``attention`` takes, with their default values.
+_DEFAULTS = {
+    "causal": False,
+    "window_size": None,
+    "dropout": 0.0,
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "deterministic": False,
+    "backend": None,
+}
 
 
 class TransformerBlock(nn.Module):
@@ -201,7 +195,7 @@ class TransformerBlock(nn.Module):
     Args:
         attention: Self-attention; its embed_dim is the block's.
         mlp_dim: Hidden features of the two-layer GELU network; ``4 * embed_dim`` by default.
-        dropout: Probability with which features are dropped after each half, in training mode only.
+        dropout: Probability with which features are dropped after attention and after the MLP, in training mode only.
 
     Source: Xiong et al. 2020, arXiv:2002.04745, figure 1b.
     """
@@ -260,7 +254,7 @@ def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int |
 
 
 def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:
-    """Rank 3, or rank 2 with cu_seqlens; the last dimension as the projection takes it."""
+    """Checks the rank, 3 or, with cu_seqlens, 2, and the last dimension."""
     if rows.dim() not in (2, 3):
         raise InvalidInputError(name, f"has {rows.dim()} dimensions, must have 3, or 2 for packed sequences")
     if rows.shape[-1] != width:

@@ -1,136 +1,76 @@
-"""The torch.library operators: schemas, fakes, autograd and FLOP formulas.
+"""The torch.library operators: schemas, fakes, autograd and FLOP formulas, and the cache of plans.
 
-One pair of operators carries every call, dense or packed. ``torch.compile``, ``FakeTensor``, ``torch.export`` and CUDA
+One pair of operators serves every call, dense or packed. ``torch.compile``, ``FakeTensor``, ``torch.export`` and CUDA
 graphs see opaque operators whose shapes they can infer; neither operator synchronises with a device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile import dispatch, flops, settings
-from flashtile.backends.base import Backend, Direction
+from flashtile.arguments import (
+    GRADIENTS,
+    SCHEMA,
+    TENSORS,
+    differentiable,
+    fields_of,
+    flatten,
+    is_plain,
+    other_tensors,
+    tensor_values,
+    unflatten,
+)
+from flashtile.arguments import Grads as Grads
+from flashtile.arguments import Options as Options
+from flashtile.backends.base import Backward, Forward
 from flashtile.errors import UnsupportedError
-from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, check_values
 
-# The arguments that both operators share, in schema order: the fields of ``Tensors``, then those of ``Options``.
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? attn_mask, Tensor? attn_bias, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng_state"
-)
-_OPTIONS = (
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, int? window_left, int? window_right, float? softmax_scale, "
-    "float softcap, float dropout_p, bool deterministic, bool needs_grad, bool bias_grad, str backend"
-)
-_NUM_TENSORS = len(dataclasses.fields(Tensors))
-
-torch.library.define("flashtile::attention_forward", f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
+_FORWARD, _BACKWARD = "flashtile::attention_forward", "flashtile::attention_backward"
+torch.library.define(_FORWARD, f"({SCHEMA}) -> (Tensor, Tensor)")
 torch.library.define(
-    "flashtile::attention_backward",
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _BACKWARD,
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {SCHEMA}) -> ({', '.join(['Tensor'] * len(GRADIENTS))})",
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The plain arguments of the operators, in schema order.
+def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
+    """Calls the forward operator, or its implementation directly where the dispatcher is not needed.
 
-    Attributes:
-        max_seqlen_q: Longest query sequence of a packed call, None if unknown.
-        max_seqlen_k: Longest key sequence of a packed call, None if unknown.
-        window_left: Left bound of the Band.
-        window_right: Right bound of the Band.
-        softmax_scale: None for ``head_dim ** -0.5``.
-        softcap: 0 for none.
-        dropout_p: 0 for none.
-        deterministic: Bitwise repeatable backward.
-        needs_grad: Whether a backward will follow.
-        bias_grad: Whether attn_bias needs a gradient.
-        backend: Explicit choice, empty for none.
-    """
-
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    window_left: int | None = None
-    window_right: int | None = None
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    deterministic: bool = False
-    needs_grad: bool = False
-    bias_grad: bool = False
-    backend: str = ""
-
-    def problem(self, tensors: Tensors) -> Problem:
-        """The checked record of the call."""
-        return Problem.build(
-            tensors,
-            Band(self.window_left, self.window_right),
-            softmax_scale=self.softmax_scale,
-            softcap=self.softcap,
-            dropout_p=self.dropout_p,
-            deterministic=self.deterministic,
-            max_seqlen_q=self.max_seqlen_q,
-            max_seqlen_k=self.max_seqlen_k,
-            needs_grad=self.needs_grad,
-            bias_grad=self.bias_grad,
-        )
-
-
-_OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options))
-
-
-def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Calls the forward operator, or, where nothing would notice, its implementation.
+    Args:
+        tensors: The call's tensors.
+        options: The call's options.
+        with_lse: Whether the caller uses lse; if not, autograd does not track it.
 
     Returns:
-        out and lse, as ``Backend.forward`` says.
+        out and lse, as in ``backends.base.Forward``; without ``with_lse`` lse may be None.
     """
-    t, o = tensors, options
-    if _nobody_watches(t):
-        if not o.needs_grad:
-            return _run_forward(t, o)
-        return _Attention.apply(
-            o,
-            t.q,
-            t.k,
-            t.v,
-            t.alibi_slopes,
-            t.attn_mask,
-            t.attn_bias,
-            t.sinks,
-            t.cu_seqlens_q,
-            t.cu_seqlens_k,
-            t.rng_state,
-        )
-    return torch.ops.flashtile.attention_forward(
-        t.q,
-        t.k,
-        t.v,
-        t.alibi_slopes,
-        t.attn_mask,
-        t.attn_bias,
-        t.sinks,
-        t.cu_seqlens_q,
-        t.cu_seqlens_k,
-        t.rng_state,
-        *(getattr(o, name) for name in _OPTION_NAMES),
-    )
+    if _is_watched(tensors):
+        return torch.ops.flashtile.attention_forward(*flatten(_readable(tensors), options))
+    tensors, kind = _kind(tensors, options)
+    if not any(options.grads):
+        return kind.run(tensors)
+    inputs = (tensors.q, tensors.k, tensors.v) if is_plain(tensors) else differentiable(tensors)
+    found = _apply(kind, tensors, with_lse, *inputs)
+    return found if with_lse else (found, None)
 
 
-def _nobody_watches(t: Tensors) -> bool:
-    """Whether the dispatcher would do nothing but call the implementation, which takes it as long as a kernel's launch.
+def _is_watched(t: Tensors) -> bool:
+    """Whether the dispatcher is needed. Bypassing it where possible saves as much time as a kernel launch takes.
 
-    Someone watches while a program is traced, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform
-    or the profiler, and where a tensor is of a subclass or has no data.
+    It is needed during tracing, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform or the
+    profiler, and for tensors of a subclass or without data.
     """
-    return (
+    return not (
         type(t.q) is type(t.k) is type(t.v) is Tensor
         and not t.q.is_meta
         and not torch.compiler.is_compiling()
@@ -140,161 +80,219 @@ def _nobody_watches(t: Tensors) -> bool:
     )
 
 
-def _unflatten(args: tuple[Any, ...]) -> tuple[Tensors, Options]:
-    return Tensors(*args[:_NUM_TENSORS]), Options(*args[_NUM_TENSORS:])
+def _readable(t: Tensors) -> Tensors:
+    """The tensors, copied where kernels need other strides: q, k and v contiguous in their last dimension.
+
+    Called before autograd saves the tensors, so that a training step copies once.
+    """
+    qkv = {"q": t.q, "k": t.k, "v": t.v}
+    copies = {name: x.contiguous() for name, x in qkv.items() if x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1}
+    return dataclasses.replace(t, **copies) if copies else t
 
 
-def _readable(tensors: Tensors) -> Tensors:
-    """The tensors with the strides that kernels rely on: q, k and v contiguous in their last dimension."""
-    t = tensors
-    if _is_readable(t.q) and _is_readable(t.k) and _is_readable(t.v):
-        return t
-    copies = {n: getattr(t, n).contiguous() for n in ("q", "k", "v") if not _is_readable(getattr(t, n))}
-    return dataclasses.replace(t, **copies)
+class _Kind:
+    """The cached plans of calls with the same layouts and options.
+
+    Attributes:
+        options: The calls' options.
+        run: The forward's plan, made by the first call.
+        backwards: The backward's plans, by the layouts that ``_gradients`` gets.
+    """
+
+    __slots__ = ("backwards", "options", "run")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.run: Forward = self._plan
+        self.backwards: dict[tuple[Any, ...], Backward] = {}
+
+    def _plan(self, t: Tensors) -> tuple[Tensor, Tensor]:
+        problem = Problem.of(t, self.options)
+        if problem.needs_grad:
+            dispatch.select(problem, "backward", self.options.backend)
+        run = dispatch.select(problem, "forward", self.options.backend).plan_forward(problem, t)
+        self.run = functools.partial(_checked_forward, problem, run) if problem.varlen else run
+        return self.run(t)
 
 
-def _is_readable(x: Tensor) -> bool:
-    return x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] == 1
-
-
-# Calls that passed every check, by all that the checks look at: a training loop asks the same few over and over.
-_KNOWN: dict[tuple[Any, ...], tuple[Problem, Backend]] = {}
+# Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call. Only single
+# operations on the dictionary, so that threads need no lock.
+_KNOWN: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
 _MOST_KNOWN = 4096
 
 
-def _resolve(tensors: Tensors, options: Options, direction: Direction) -> tuple[Problem, Backend]:
-    """The checked record of a call and who runs it, looked up if a call like it has been resolved before."""
-    t = tensors
+@contextlib.contextmanager
+def own_plans(plans: OrderedDict[tuple[Any, ...], Any]) -> Iterator[None]:
+    """Keeps the plans of calls inside in ``plans``: for tuning, since the keys do not include overridden tiles."""
+    global _KNOWN
+    before, _KNOWN = _KNOWN, plans
+    try:
+        yield
+    finally:
+        _KNOWN = before
+
+
+def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
+    """The tensors with readable strides, and the cached ``_Kind`` of the call."""
+    key = _key(t, options)
+    kind = _KNOWN.get(key)
+    if kind is None:
+        readable = _readable(t)
+        if readable is not t:
+            return _kind(readable, options)
+        kind = _KNOWN[key] = _Kind(options)
+        if len(_KNOWN) > _MOST_KNOWN:
+            _KNOWN.popitem(last=False)
+    return t, kind
+
+
+def _key(t: Tensors, options: Options) -> tuple[Any, ...]:
+    q, k, v = t.q, t.k, t.v
+    # Written out for speed: every call runs this.
     key = (
-        direction,
-        settings.BACKEND.get(),
-        options,
-        _layout(t.q),
-        _layout(t.k),
-        _layout(t.v),
-        *(_kind(x) for x in (t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k)),
-    )
-    known = _KNOWN.get(key)
-    if known is None:
-        problem = options.problem(tensors)
-        chosen = dispatch.select(problem, direction, options.backend or None)
-        if problem.needs_grad:
-            dispatch.select(problem, "backward", options.backend or None)
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.clear()
-        known = _KNOWN[key] = problem, chosen
-    return known
+        options, settings.BACKEND.raw(), q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
+        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
+        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
+        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
+    )  # fmt: skip
+    return key if is_plain(t) else (*key, *_other_layouts(t))
+
+
+def _other_layouts(t: Tensors) -> tuple[Any, ...]:
+    bounds_q, bounds_k = t.cu_seqlens_q, t.cu_seqlens_k
+    # Kernels specialise on packed sequences that attend to themselves.
+    is_self = bounds_q is not None and bounds_k is not None and bounds_q.data_ptr() == bounds_k.data_ptr()
+    return *(None if x is None else _layout(x) for x in other_tensors(t)), is_self
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
-def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.shape, x.dtype, x.device)
+def _checked_forward(problem: Problem, run: Forward, t: Tensors) -> tuple[Tensor, Tensor]:
+    if problem.device_type == "cpu" or settings.CHECK.enabled():
+        check_values(problem, t)
+    return run(t)
+
+
+def _gradients(
+    kind: _Kind, t: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients in the order of Grads, computed without the dispatcher.
+
+    Saved-tensor hooks may return tensors with other strides; shapes and dtypes are unchanged.
+    """
+    q, k, v = t.q, t.k, t.v
+    key: tuple[Any, ...] = (
+        q.stride(), k.stride(), v.stride(), dout.stride(), None if dlse is None else _layout(dlse),
+        q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, dout.data_ptr() % 16, dout.dtype,
+        (out.data_ptr() | lse.data_ptr()) % 16,
+    )  # fmt: skip
+    if not is_plain(t):
+        key += _other_layouts(t)
+    run = kind.backwards.get(key)
+    if run is None:
+        problem = Problem.of(t, kind.options)
+        run = dispatch.select(problem, "backward", kind.options.backend).plan_backward(problem, t, dout, dlse)
+        kind.backwards[key] = run
+    return _gradient_values(run(t, out, lse, dout, dlse))
+
+
+_gradient_values = fields_of(GRADIENTS.values())
+
+
+def _watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients in the order of Grads, through the operator."""
+    out, lse, dout, dlse = others
+    found = torch.ops.flashtile.attention_backward(dout, dlse, out, lse, *flatten(t, options))
+    return tuple(x if wanted else None for x, wanted in zip(found, options.grads, strict=True))
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    return _run_forward(*_unflatten(args))
-
-
-def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    tensors = _readable(tensors)
-    problem, chosen = _resolve(tensors, options, "forward")
-    if problem.varlen and (problem.device_type == "cpu" or settings.CHECK.enabled()):
-        check_values(problem, tensors)
-    return chosen.forward(problem, tensors)
+    tensors, kind = _kind(*unflatten(args))
+    return kind.run(tensors)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, options = _unflatten(args)
-    problem = options.problem(tensors)
+    tensors, options = unflatten(args)
+    problem = Problem.of(tensors, options)
     q, v = tensors.q, tensors.v
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(problem.lse_shape(q), dtype=problem.lse_dtype)
 
 
-def _backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors, options = _unflatten(args)
-    tensors = _readable(tensors)
-    problem, chosen = _resolve(tensors, options, "backward")
-    grads = chosen.backward(problem, tensors, out, lse, dout, dlse)
-    nothing = (tensors.q.new_empty(0) for _ in range(2))
-    dbias, dsinks = (g if g is not None else next(nothing) for g in (grads.dbias, grads.dsinks))
-    return grads.dq, grads.dk, grads.dv, dbias, dsinks
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    tensors, options = unflatten(args)
+    tensors, kind = _kind(tensors, options)
+    found = _gradients(kind, tensors, out, lse, dout, dlse)
+    return tuple(
+        x if wanted and x is not None else out.new_empty(0) for x, wanted in zip(found, options.grads, strict=True)
+    )
 
 
-def _backward_fake(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors, options = _unflatten(args)
-    q, k, v = (t.new_empty(t.shape) for t in (tensors.q, tensors.k, tensors.v))
-    bias, sinks = tensors.attn_bias, tensors.sinks
-    dbias = bias.new_empty(bias.shape) if bias is not None and options.bias_grad else q.new_empty(0)
-    return q, k, v, dbias, sinks.new_empty(sinks.shape) if sinks is not None else q.new_empty(0)
+def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    tensors, options = unflatten(args)
+    inputs = zip(differentiable(tensors), options.grads, strict=True)
+    return tuple(x.new_empty(x.shape) if wanted and x is not None else out.new_empty(0) for x, wanted in inputs)
+
+
+class _Attention(torch.autograd.Function):
+    """Equivalent to ``register_autograd`` of the operators, but without its schema lookup per argument.
+
+    The lookup takes 0.1 ms per call, more than all host work of this library.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: _Kind, t: Tensors, with_lse: bool, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        out, lse = kind.run(t)
+        ctx.save_for_backward(*(inputs if is_plain(t) else tensor_values(t)), out, lse)
+        ctx.kind = kind
+        ctx.set_materialize_grads(False)
+        return (out, lse) if with_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors  # once: under torch.utils.checkpoint a second access is an error
+        tensors, kind = Tensors(*inputs), ctx.kind
+        watched = torch.is_grad_enabled() or _is_watched(tensors) or not (dout is None or type(dout) is Tensor)
+        dout = torch.zeros_like(out) if dout is None else dout
+        if watched:
+            grads = _watched_gradients(kind.options, tensors, out, lse, dout, dlse)
+        else:
+            grads = _gradients(kind, tensors, out, lse, dout, dlse)
+        return None, None, None, *(grads if len(inputs) > 3 else grads[:3])
+
+
+# Skips the wrapper of Function.apply, which handles functorch: calls under functorch go through the dispatcher.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
-    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(*inputs[: len(TENSORS)], *output)
+    ctx.options = inputs[len(TENSORS) :]
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    run = torch.ops.flashtile.attention_backward
-    grads = _input_gradients(ctx, dout, dlse, ctx.options, ctx.needs_input_grad, run)
-    return *grads, *((None,) * len(ctx.options))
-
-
-def _input_gradients(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, options: tuple[Any, ...], needed: tuple[bool, ...], run: Any
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the fields of ``Tensors``, by a function with the backward operator's arguments."""
-    nones: tuple[None, ...] = (None,) * _NUM_TENSORS
-    if dout is None and dlse is None:
-        return nones
     *inputs, out, lse = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    dq, dk, dv, dbias, dsinks = run(dout, dlse, out, lse, *inputs, *options)
-    return dq, dk, dv, None, None, dbias if needed[5] else None, dsinks if needed[6] else None, *nones[7:]
-
-
-class _Attention(torch.autograd.Function):
-    """What ``register_autograd`` makes of the operators, without looking up the schema's 21 arguments one by one.
-
-    That takes 0.1 ms a call, more than all that this library does on the host.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = _run_forward(Tensors(*tensors), options)  # type: ignore[arg-type]
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        is_watched = torch.is_grad_enabled() or not _nobody_watches(Tensors(*ctx.saved_tensors[:_NUM_TENSORS]))
-        is_watched |= dout is not None and type(dout) is not Tensor
-        run = torch.ops.flashtile.attention_backward if is_watched else _backward
-        options = tuple(getattr(ctx.options, name) for name in _OPTION_NAMES)
-        return None, *_input_gradients(ctx, dout, dlse, options, ctx.needs_input_grad[1:], run)
+    tensors, options = unflatten((*inputs, *ctx.options))
+    needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))
+    options = dataclasses.replace(options, grads=Grads(*(needed[name] for name in GRADIENTS)))
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = dict(zip(GRADIENTS, _watched_gradients(options, tensors, out, lse, dout, dlse), strict=True))
+    return *(grads.get(name) for name in TENSORS), *((None,) * len(ctx.options))
 
 
 def _setup_no_second_derivative(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Nothing to keep."""
+    """Saves nothing."""
 
 
 def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
     raise UnsupportedError("attention has no second derivative: its backward cannot be differentiated")
 
 
-_FORWARD = "flashtile::attention_forward"
-_BACKWARD = "flashtile::attention_backward"
 torch.library.impl(_FORWARD, ("cpu", "cuda"))(_forward)
 torch.library.impl(_BACKWARD, ("cpu", "cuda"))(_backward)
 torch.library.register_fake(_FORWARD)(_forward_fake)

@@ -6,7 +6,7 @@ rounds that pass BigCrush). One evaluation yields four 32-bit words, used for fo
     counter = (key // 4, row, batch * num_heads_q + head, offset)      key of the cipher = seed
     kept if word[key % 4] >= round(dropout_p * 2**32)
 
-Rows and keys count from the start of their own sequence, so packing sequences does not change what they drop.
+Rows and keys count from the start of their own sequence, so packing does not change which elements are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
 
 
 def threshold(dropout_p: float) -> int:
-    """The 32-bit word under which an element is dropped."""
+    """The 32-bit threshold: elements with a smaller word are dropped."""
     return min(round(dropout_p * 2**32), _MASK)
 
 
@@ -52,7 +52,7 @@ def words(rng_state: Tensor, blocks: Tensor, rows: Tensor, heads: Tensor) -> lis
 def keep(
     rng_state: Tensor, dropout_p: float, batch: range, num_heads_q: int, rows: tuple[int, int], keys: tuple[int, int]
 ) -> Tensor:
-    """Which probabilities survive, for a rectangle of the score matrix.
+    """Which probabilities are kept, for a rectangle of the score matrix.
 
     Args:
         rng_state: ``(2,)`` int64: seed, offset.
@@ -63,7 +63,7 @@ def keep(
         keys: Half-open range of keys.
 
     Returns:
-        ``(len(batch), num_heads_q, rows, keys)`` bool, True keeps.
+        ``(len(batch), num_heads_q, rows, keys)`` bool, True where kept.
     """
     device = rng_state.device
     first = keys[0] // 4

@@ -1,192 +1,223 @@
-"""Problem: one frozen record of a call, and with ``arguments`` the only place that refuses any.
+"""Problem: one frozen record of a call, made of records for groups of features.
 
-``Problem.build`` checks shapes, dtypes and devices by named axes; ``check_values`` looks into index tensors where that
-costs no synchronisation. Everything below this layer may assume that the arguments are right.
+``Problem.of`` checks shapes, dtypes and devices by named axes; ``check_values`` checks the contents of index tensors
+where that costs no synchronisation. Everything below this layer may assume valid arguments.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from flashtile.arguments import DTYPES as DTYPES
+from flashtile.arguments import TENSORS, Argument, Grads, Options, differentiable
+from flashtile.arguments import Tensors as Tensors
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SLOPE_DTYPES = (torch.float32, torch.float64)
 
-
-@dataclass(frozen=True, eq=False)
-class Tensors:
-    """The tensors of one call. Shapes as in the README; absent features are None.
+@dataclass(frozen=True)
+class SequenceLayout:
+    """The memory layout of the rows of one side, queries or keys.
 
     Attributes:
-        q: ``(batch, seqlen_q, num_heads_q, head_dim)``, or ``(total_q, num_heads_q, head_dim)``.
-        k: ``(batch, seqlen_k, num_heads_kv, head_dim)``, or ``(total_k, num_heads_kv, head_dim)``.
-        v: ``(batch, seqlen_k, num_heads_kv, head_dim_v)``, or ``(total_k, num_heads_kv, head_dim_v)``.
-        alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32.
-        attn_mask: bool, broadcastable to ``(batch, num_heads_q, seqlen_q, seqlen_k)``, True keeps.
-        attn_bias: Any float dtype, broadcastable likewise.
-        sinks: ``(num_heads_q,)``, any float dtype.
-        cu_seqlens_q: ``(batch + 1,)`` int32.
-        cu_seqlens_k: ``(batch + 1,)`` int32.
-        rng_state: ``(2,)`` int64: Philox seed and offset of dropout.
+        length: Rows per sequence; for packed sequences an upper bound: max_seqlen if given.
+        packed: Whether sequences lie one after another, delimited by cu_seqlens.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    alibi_slopes: Tensor | None = None
-    attn_mask: Tensor | None = None
-    attn_bias: Tensor | None = None
-    sinks: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    rng_state: Tensor | None = None
+    length: int
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of q, of k and v, and of the output."""
+
+    q: torch.dtype
+    kv: torch.dtype
+    out: torch.dtype
+
+    @property
+    def lse(self) -> torch.dtype:
+        """float32, the dtype of the softmax state; float64 for float64 inputs."""
+        return torch.float64 if self.q == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class ScoreMod:
+    """The modifications of the scaled scores.
+
+    Attributes:
+        softcap: 0, or the cap c of ``c * tanh(scores / c)``.
+        alibi: Whether slopes are given.
+        bias: Dtype of the additive bias, None without one.
+    """
+
+    softcap: float = 0.0
+    alibi: bool = False
+    bias: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class MaskMod:
+    """Which pairs are kept.
+
+    Attributes:
+        band: Causal and window masks.
+        tensor: Whether a boolean mask is given.
+    """
+
+    band: Band = Band()  # noqa: RUF009
+    tensor: bool = False
+
+
+T = TypeVar("T")
+
+
+class _Short(Generic[T]):
+    """A read-only attribute of Problem that is shorthand for a field of one of its records, or of several."""
+
+    def __init__(self, read: Callable[[Problem], T], *places: str) -> None:
+        self._read, self.places = read, places
+
+    def __get__(self, problem: Problem, owner: object = None) -> T:
+        return self._read(problem)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a call asks for, without tensor data: hashable, so it can be a key for tiles and caches.
+    """The description of a call without tensor data; hashable, so it can be a key for tiles and caches.
 
     Attributes:
-        device_type: ``cpu``, ``cuda`` (NVIDIA and AMD) or whatever else PyTorch calls it.
+        device_type: ``cpu``, ``cuda`` (NVIDIA and AMD) or another PyTorch device type.
         compute_capability: ``(major, minor)`` of an NVIDIA device, else None.
-        dtype: That of q, k and v.
+        precision: Dtypes.
         batch: Sequences.
-        seqlen_q: Queries a sequence; for packed sequences an upper bound, the longest if the caller said it.
-        seqlen_k: Keys a sequence; for packed sequences an upper bound likewise.
+        queries: Layout of q and the output.
+        keys: Layout of k and v.
         num_heads_q: Query heads, a multiple of ``num_heads_kv``.
         num_heads_kv: Key and value heads.
         head_dim: Width of q and k.
         head_dim_v: Width of v and of the output.
-        band: Causal and window masks.
         softmax_scale: Factor of the scores.
-        softcap: 0, or the cap c of ``c * tanh(scores / c)``.
-        alibi: Whether slopes are given.
-        mask: Whether a boolean mask is given.
-        bias_dtype: Dtype of the additive bias, None without one.
-        bias_grad: Whether the bias needs a gradient.
+        score_mod: The modifications of the scaled scores.
+        mask_mod: Which pairs are kept.
         sinks: Whether sinks are given.
         dropout_p: Probability of dropping, 0 for none.
-        varlen: Whether sequences are packed and delimited by cu_seqlens.
         deterministic: Whether the backward must be bitwise repeatable.
-        needs_grad: Whether a backward will follow.
-        aligned: Whether q, k and v start and stride on 16 bytes, as bulk copies need.
+        grads: Which tensors need a gradient; none if no backward will follow.
+        aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
     """
 
     device_type: str
     compute_capability: tuple[int, int] | None
-    dtype: torch.dtype
+    precision: Precision
     batch: int
-    seqlen_q: int
-    seqlen_k: int
+    queries: SequenceLayout
+    keys: SequenceLayout
     num_heads_q: int
     num_heads_kv: int
     head_dim: int
     head_dim_v: int
-    band: Band
     softmax_scale: float
-    softcap: float = 0.0
-    alibi: bool = False
-    mask: bool = False
-    bias_dtype: torch.dtype | None = None
-    bias_grad: bool = False
+    score_mod: ScoreMod = ScoreMod()
+    mask_mod: MaskMod = MaskMod()
     sinks: bool = False
     dropout_p: float = 0.0
-    varlen: bool = False
     deterministic: bool = False
-    needs_grad: bool = False
+    grads: Grads = Grads()  # noqa: RUF009
     aligned: bool = True
 
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one key and value head."""
-        return self.num_heads_q // self.num_heads_kv
+    # Shorthand: how it is read, and the fields that ``but`` sets.
+    dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out")
+    lse_dtype = _Short(lambda p: p.precision.lse)
+    varlen = _Short(lambda p: p.queries.packed, "queries.packed", "keys.packed")
+    seqlen_q = _Short(lambda p: p.queries.length, "queries.length")
+    seqlen_k = _Short(lambda p: p.keys.length, "keys.length")
+    group_size = _Short(lambda p: p.num_heads_q // p.num_heads_kv)
+    softcap = _Short(lambda p: p.score_mod.softcap, "score_mod.softcap")
+    alibi = _Short(lambda p: p.score_mod.alibi, "score_mod.alibi")
+    bias_dtype = _Short(lambda p: p.score_mod.bias, "score_mod.bias")
+    band = _Short(lambda p: p.mask_mod.band, "mask_mod.band")
+    mask = _Short(lambda p: p.mask_mod.tensor, "mask_mod.tensor")
+    needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
+    bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
 
-    @property
-    def lse_dtype(self) -> torch.dtype:
-        """float32, the dtype of the softmax state; float64 for float64 inputs."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+    def but(self, **changes: Any) -> Problem:
+        """A copy with other values of fields or of shorthand, e.g. ``problem.but(varlen=True, softcap=30.0)``."""
+        fields: dict[str, Any] = {}
+        for name, value in changes.items():
+            short = vars(Problem).get(name)
+            for place in short.places if isinstance(short, _Short) else (name,):
+                field, _, inner = place.partition(".")
+                old = fields.get(field, getattr(self, field))
+                change = old._replace if isinstance(old, Grads) else functools.partial(replace, old)
+                fields[field] = change(**{inner: value}) if inner else value
+        return replace(self, **fields)
 
     def lse_shape(self, q: Tensor) -> tuple[int, ...]:
-        """Of lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; total_q is known to q alone."""
+        """Shape of lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)`` with total_q from q."""
         return (q.shape[1], q.shape[0]) if self.varlen else (q.shape[0], q.shape[2], q.shape[1])
 
     @classmethod
-    def build(
-        cls,
-        tensors: Tensors,
-        band: Band,
-        *,
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        dropout_p: float = 0.0,
-        deterministic: bool = False,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        needs_grad: bool = False,
-        bias_grad: bool = False,
-    ) -> Problem:
+    def of(cls, tensors: Tensors, options: Options) -> Problem:
         """Checks the tensors against one another and records the call.
 
-        Args:
-            tensors: The call's tensors.
-            band: From ``band_of``.
-            softmax_scale: ``head_dim ** -0.5`` if None.
-            softcap: Cap of the scores, 0 for none.
-            dropout_p: Probability of dropping.
-            deterministic: Ask for a bitwise repeatable backward.
-            max_seqlen_q: Longest query sequence of a packed call, if known.
-            max_seqlen_k: Longest key sequence of a packed call, if known.
-            needs_grad: Whether a backward will follow.
-            bias_grad: Whether attn_bias needs a gradient.
-
-        Returns:
-            The record.
-
         Raises:
-            InvalidInputError: Naming the argument that does not fit.
+            InvalidInputError: Naming the argument that does not match.
         """
-        sizes = _check_tensors(tensors, max_seqlen_q, max_seqlen_k)
-        q, bias = tensors.q, tensors.attn_bias
+        t, o, sizes = tensors, options, _check_tensors(tensors, options)
+        q, bias, packed = t.q, t.attn_bias, t.cu_seqlens_q is not None
         return cls(
             device_type=q.device.type,
-            compute_capability=_compute_capability(q.device),
-            dtype=q.dtype,
-            batch=sizes["batch"],
-            seqlen_q=sizes["seqlen_q"],
-            seqlen_k=sizes["seqlen_k"],
-            num_heads_q=sizes["num_heads_q"],
-            num_heads_kv=sizes["num_heads_kv"],
-            head_dim=sizes["head_dim"],
-            head_dim_v=sizes["head_dim_v"],
-            band=band,
-            softmax_scale=sizes["head_dim"] ** -0.5 if softmax_scale is None else softmax_scale,
-            softcap=softcap,
-            alibi=tensors.alibi_slopes is not None,
-            mask=tensors.attn_mask is not None,
-            bias_dtype=None if bias is None else bias.dtype,
-            bias_grad=bias_grad,
-            sinks=tensors.sinks is not None,
-            dropout_p=dropout_p,
-            varlen=tensors.cu_seqlens_q is not None,
-            deterministic=deterministic,
-            needs_grad=needs_grad,
-            aligned=q.device.type == "cpu" or all(_aligned(t) for t in (q, tensors.k, tensors.v)),
+            compute_capability=compute_capability(q.device),
+            precision=Precision(q.dtype, t.k.dtype, q.dtype),
+            queries=SequenceLayout(sizes["seqlen_q"], packed),
+            keys=SequenceLayout(sizes["seqlen_k"], packed),
+            **{name: sizes[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},
+            softmax_scale=sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
+            score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None if bias is None else bias.dtype),
+            mask_mod=MaskMod(Band(o.window_left, o.window_right), t.attn_mask is not None),
+            sinks=t.sinks is not None,
+            dropout_p=o.dropout_p,
+            deterministic=o.deterministic,
+            grads=o.grads,
+            aligned=q.device.type == "cpu" or all(_aligned(x) for x in (q, t.k, t.v)),
         )
+
+    @classmethod
+    def build(
+        cls, tensors: Tensors, band: Band, *, needs_grad: bool = False, bias_grad: bool = False, **options: Any
+    ) -> Problem:
+        """Like ``of``, from a Band, gradients of all inputs but the bias or of none, and fields of ``Options``."""
+        given = [needs_grad and x is not None for x in differentiable(tensors)]
+        grads = Grads(*given)._replace(bias=bias_grad)
+        return cls.of(tensors, Options(window_left=band.left, window_right=band.right, grads=grads, **options))
+
+
+_NOTHING = Problem(
+    "cpu", None, Precision(*[torch.float32] * 3), 1, SequenceLayout(1), SequenceLayout(1), 1, 1, 64, 64, 0.125
+)
+
+
+def described(**values: Any) -> Problem:
+    """A problem from the names of fields and shorthand, for a call that is described but never run."""
+    return _NOTHING.but(**values)
 
 
 class _Axes:
-    """Sizes by axis name: the first tensor that shows an axis fixes it, every later one must agree."""
+    """Sizes by axis name: the first tensor with an axis sets its size, every later one must match."""
 
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self.owners: dict[str, str] = {}
+    def __init__(self, packed: bool) -> None:
+        self.packed = packed
+        self.sizes: dict[str, int] = {"numbers": 2}
+        self.owners: dict[str, str] = {"numbers": "dropout's state"}
 
     def fix(self, argument: str, axis: str, size: int) -> None:
         if self.sizes.setdefault(axis, size) != size:
@@ -194,14 +225,21 @@ class _Axes:
             raise InvalidInputError(argument, f"{axis} is {size}, but {owner} has {self.sizes[axis]}")
         self.owners.setdefault(axis, argument)
 
-    def bind(self, argument: str, tensor: Tensor, axes: tuple[str, ...]) -> None:
+    def bind(self, argument: str, tensor: Tensor, row: Argument) -> None:
+        """Checks one tensor's dimensions against its row of the table."""
+        if row.broadcasts:
+            self._broadcasts(argument, tensor, row.axes.split())
+            return
+        axes = (row.axes.replace("batch seqlen", "total") if self.packed else row.axes).split()
+        if axes[0].startswith("["):
+            axes = [axes[0].strip("[]"), *axes[1:]] if tensor.dim() == len(axes) else axes[1:]
         if tensor.dim() != len(axes):
             shape = ", ".join(axes)
             raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {len(axes)}: ({shape})")
         for axis, size in zip(axes, tensor.shape, strict=True):
             self.fix(argument, axis, size)
 
-    def broadcasts(self, argument: str, tensor: Tensor, axes: tuple[str, ...]) -> None:
+    def _broadcasts(self, argument: str, tensor: Tensor, axes: list[str]) -> None:
         if tensor.dim() > len(axes):
             raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have at most {len(axes)}")
         for axis, size in zip(axes[len(axes) - tensor.dim() :], tensor.shape, strict=True):
@@ -212,53 +250,45 @@ class _Axes:
                 )
 
 
-def _check_tensors(t: Tensors, max_seqlen_q: int | None, max_seqlen_k: int | None) -> dict[str, int]:
+def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     """Checks dtypes, devices and shapes; returns sizes by axis name."""
-    _check_dtypes_and_devices(t)
-    axes = _Axes()
-    if t.cu_seqlens_q is None:
-        axes.bind("q", t.q, ("batch", "seqlen_q", "num_heads_q", "head_dim"))
-        axes.bind("k", t.k, ("batch", "seqlen_k", "num_heads_kv", "head_dim"))
-        axes.bind("v", t.v, ("batch", "seqlen_k", "num_heads_kv", "head_dim_v"))
-    else:
-        axes.bind("q", t.q, ("total_q", "num_heads_q", "head_dim"))
-        axes.bind("k", t.k, ("total_k", "num_heads_kv", "head_dim"))
-        axes.bind("v", t.v, ("total_k", "num_heads_kv", "head_dim_v"))
-        _bind_packed(axes, t, max_seqlen_q, max_seqlen_k)
+    axes = _Axes(t.cu_seqlens_q is not None or t.cu_seqlens_k is not None)
+    rows = [(name, row, getattr(t, name)) for name, row in TENSORS.items() if getattr(t, name) is not None]
+    for name, row, x in rows:
+        if row.dtypes is None and x.dtype != t.q.dtype:
+            raise InvalidInputError(name, f"dtype is {x.dtype}, but q has {t.q.dtype}")
+        if row.dtypes is not None and x.dtype not in row.dtypes[0]:
+            raise InvalidInputError(name, f"dtype is {x.dtype}, must be {row.dtypes[1]}")
+        if x.device != t.q.device:
+            raise InvalidInputError(name, f"is on {x.device}, but q is on {t.q.device}")
+    for name, row, x in rows[:3]:
+        axes.bind(name, x, row)
     sizes = axes.sizes
+    if axes.packed:
+        _bind_packed(axes, t, options)
     for axis, owner in (("num_heads_q", "q"), ("num_heads_kv", "k"), ("head_dim", "q"), ("head_dim_v", "v")):
         if sizes[axis] == 0:
             raise InvalidInputError(owner, f"{axis} is 0, must be at least 1")
     if sizes["num_heads_q"] % sizes["num_heads_kv"]:
-        raise InvalidInputError(
-            "q",
-            f"num_heads_q is {sizes['num_heads_q']}, must be a multiple of k's num_heads_kv {sizes['num_heads_kv']}",
-        )
-    scores = ("batch", "num_heads_q", "seqlen_q", "seqlen_k")
-    if t.attn_mask is not None:
-        axes.broadcasts("attn_mask", t.attn_mask, scores)
-    if t.attn_bias is not None:
-        axes.broadcasts("attn_bias", t.attn_bias, scores)
-    if t.alibi_slopes is not None:
-        per_batch = t.alibi_slopes.dim() == 2
-        axes.bind("alibi_slopes", t.alibi_slopes, ("batch", "num_heads_q") if per_batch else ("num_heads_q",))
-    if t.sinks is not None:
-        axes.bind("sinks", t.sinks, ("num_heads_q",))
+        heads, divisor = sizes["num_heads_q"], sizes["num_heads_kv"]
+        raise InvalidInputError("q", f"num_heads_q is {heads}, must be a multiple of k's num_heads_kv {divisor}")
+    for name, row, x in rows[3:]:
+        axes.bind(name, x, row)
     return sizes
 
 
-def _bind_packed(axes: _Axes, t: Tensors, max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
-    """Adds batch and the upper bounds of the lengths, from cu_seqlens and whatever names a longest length."""
-    for name, cu_seqlens in (("cu_seqlens_q", t.cu_seqlens_q), ("cu_seqlens_k", t.cu_seqlens_k)):
-        if cu_seqlens is None:
+def _bind_packed(axes: _Axes, t: Tensors, options: Options) -> None:
+    """Adds batch and the upper bounds of the lengths, from cu_seqlens and the max_seqlen options."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if getattr(t, name) is None:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
-        axes.bind(name, cu_seqlens, ("batch + 1",))
-    if axes.sizes["batch + 1"] == 0:
+        axes.bind(name, getattr(t, name), TENSORS[name])
+    if axes.sizes["batch+1"] == 0:
         raise InvalidInputError("cu_seqlens_q", "is empty, must have shape (batch + 1,)")
-    axes.fix("cu_seqlens_q", "batch", axes.sizes["batch + 1"] - 1)
+    axes.fix("cu_seqlens_q", "batch", axes.sizes["batch+1"] - 1)
     for axis, total, longest, from_end in (
-        ("seqlen_q", "total_q", max_seqlen_q, 2),
-        ("seqlen_k", "total_k", max_seqlen_k, 1),
+        ("seqlen_q", "total_q", options.max_seqlen_q, 2),
+        ("seqlen_k", "total_k", options.max_seqlen_k, 1),
     ):
         if longest is None:
             shown = [m.shape[-from_end] for m in (t.attn_mask, t.attn_bias) if m is not None and m.dim() >= from_end]
@@ -266,35 +296,10 @@ def _bind_packed(axes: _Axes, t: Tensors, max_seqlen_q: int | None, max_seqlen_k
         axes.fix(f"max_{axis}", axis, longest)
 
 
-def _check_dtypes_and_devices(t: Tensors) -> None:
-    if t.q.dtype not in DTYPES:
-        raise InvalidInputError("q", f"dtype is {t.q.dtype}, must be float16, bfloat16, float32 or float64")
-    for name, tensor in (("k", t.k), ("v", t.v)):
-        if tensor.dtype != t.q.dtype:
-            raise InvalidInputError(name, f"dtype is {tensor.dtype}, but q has {t.q.dtype}")
-    if t.attn_mask is not None and t.attn_mask.dtype != torch.bool:
-        raise InvalidInputError("attn_mask", f"dtype is {t.attn_mask.dtype}, must be bool; attn_bias takes floats")
-    for name, tensor_or_none in (("attn_bias", t.attn_bias), ("sinks", t.sinks)):
-        if tensor_or_none is not None and not tensor_or_none.dtype.is_floating_point:
-            raise InvalidInputError(name, f"dtype is {tensor_or_none.dtype}, must be a float dtype")
-    if t.alibi_slopes is not None and t.alibi_slopes.dtype not in SLOPE_DTYPES:
-        raise InvalidInputError("alibi_slopes", f"dtype is {t.alibi_slopes.dtype}, must be float32")
-    for name, tensor_or_none in (("cu_seqlens_q", t.cu_seqlens_q), ("cu_seqlens_k", t.cu_seqlens_k)):
-        if tensor_or_none is not None and tensor_or_none.dtype != torch.int32:
-            raise InvalidInputError(name, f"dtype is {tensor_or_none.dtype}, must be int32")
-    for name in _FOLLOWERS:
-        tensor_or_none = getattr(t, name)
-        if tensor_or_none is not None and tensor_or_none.device != t.q.device:
-            raise InvalidInputError(name, f"is on {tensor_or_none.device}, but q is on {t.q.device}")
-
-
-_FOLLOWERS = ("k", "v", "alibi_slopes", "attn_mask", "attn_bias", "sinks", "cu_seqlens_q", "cu_seqlens_k")
-
-
 def check_values(problem: Problem, tensors: Tensors) -> None:
-    """Looks into cu_seqlens: they start at 0, never fall, stay within the rows and under the longest length.
+    """Checks cu_seqlens: they start at 0, never decrease, stay within the rows and respect max_seqlen.
 
-    On a GPU this waits for the device, so callers ask only when ``FLASHTILE_CHECK`` is set.
+    On a GPU this waits for the device, so callers run it only when ``FLASHTILE_CHECK`` is set.
 
     Raises:
         InvalidInputError: Naming the tensor or the length that is wrong.
@@ -315,13 +320,13 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
         if bounds[-1] > rows:
             raise InvalidInputError(name, f"ends with {bounds[-1]}, but {side} has {rows} rows")
         if lengths and max(lengths) > longest:
-            raise InvalidInputError(
-                f"max_seqlen_{side}", f"is {longest}, but {name} holds a sequence of {max(lengths)}"
-            )
+            message = f"is {longest}, but {name} holds a sequence of {max(lengths)}"
+            raise InvalidInputError(f"max_seqlen_{side}", message)
 
 
 @functools.lru_cache(maxsize=64)
-def _compute_capability(device: torch.device) -> tuple[int, int] | None:
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """``(major, minor)`` of an NVIDIA device, None for any other."""
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)

@@ -1,7 +1,7 @@
-"""The oracle: what a call means, in plain PyTorch over the whole score matrix.
+"""The oracle: the definition of a call, in plain PyTorch over the whole score matrix.
 
-It is O(N^2) in memory and made to be read. Every rule of docs/semantics.md stands here once, with its number; every
-backend is tested against it in float64, gradients by PyTorch's own autograd.
+It takes O(N^2) memory and is written for readability. Every rule of docs/semantics.md appears here once, with its
+number; every backend is tested against it in float64, with gradients from PyTorch's autograd.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
     Args:
         problem: The call.
         tensors: Its tensors; gradients flow to q, k, v, attn_bias and sinks.
-        dtype: All arithmetic is done in it. float64 is the oracle; the input dtype shows what plain PyTorch loses.
+        dtype: The dtype of all arithmetic. float64 is the oracle; the input dtype gives plain PyTorch's rounding error.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` and lse ``(batch, num_heads_q, seqlen_q)``, or for packed
@@ -35,7 +35,7 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
         out, lse = _dense(problem, _sequence(tensors, b, rows, keys), dtype, range(b, b + 1))
         outs.append(out[0])
         lses.append(lse[0])
-    # Rows behind the last bound belong to no sequence: rule 8.
+    # Rows past the last bound belong to no sequence: rules 8 and 9.
     rest = tensors.q.shape[0] - bounds_q[-1]
     outs.append(torch.zeros(rest, problem.num_heads_q, problem.head_dim_v, dtype=dtype, device=tensors.q.device))
     lses.append(torch.full((problem.num_heads_q, rest), -torch.inf, dtype=dtype, device=tensors.q.device))
@@ -86,18 +86,18 @@ def _dense(p: Problem, t: Tensors, dtype: torch.dtype, batch: range) -> tuple[Te
     keep = p.band.dense(seqlen_q, seqlen_k, device=device).expand(scores.shape)  # rule 5
     if t.attn_mask is not None:
         keep = keep & t.attn_mask
-    scores = torch.where(keep, scores, -torch.inf)  # rule 9: select, so that NaN behind a mask is gone
+    scores = torch.where(keep, scores, -torch.inf)  # rule 10: select, so that NaN from q or k affects kept pairs only
 
     lse = _logsumexp(scores, t.sinks)  # rule 6
     probs = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])  # rule 8: a row without keys is 0
     if t.rng_state is not None:  # rule 7
         kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k))
         probs = torch.where(kept, probs / (1 - p.dropout_p), 0.0)
-    return _weighted_sum(probs, v, keep).transpose(1, 2), lse
+    return (probs @ v).transpose(1, 2), lse  # rule 10: a NaN of v reaches rows that mask its key too
 
 
 def _logsumexp(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Natural log of each row's sum of exponentials, the sink's included; -inf for a row that has none."""
+    """Natural log of each row's sum of exponentials, the sink's included; -inf for a row without any."""
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
@@ -108,13 +108,3 @@ def _logsumexp(scores: Tensor, sinks: Tensor | None) -> Tensor:
     total = torch.exp(scores - top[..., None]).sum(dim=-1)
     empty = total == 0
     return torch.where(empty, -torch.inf, torch.log(torch.where(empty, 1.0, total)) + top)
-
-
-def _weighted_sum(probs: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """The product probs @ v, where infinities and NaN in v reach only the rows that keep their key: rules 9 and 10."""
-    finite = torch.isfinite(v)
-    out = probs @ torch.where(finite, v, 0.0)
-    for j in torch.nonzero(~finite.all(dim=-1).all(dim=1).all(dim=0))[:, 0].tolist():
-        poison = torch.where(finite[..., j, :], 0.0, v[..., j, :])[..., None, :]
-        out = out + torch.where(keep[..., j, None], probs[..., j, None] * poison, 0.0)
-    return out

@@ -16,14 +16,14 @@ def row_positions(
     cu_seqlens: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Where each row stands in its own sequence. Asks no device for a value.
+    """The position of each row in its own sequence, without reading any value from the device.
 
     Args:
         num_rows: Rows of a sequence, or of all packed sequences together.
         offsets: Position of each sequence's first row: one number, or ``(batch,)`` integers.
         cu_seqlens: ``(batch + 1,)`` integers if the sequences are packed: sequence b is rows ``cu_seqlens[b]`` to
-            ``cu_seqlens[b + 1]``. Rows behind the last bound get position 0.
-        device: Where the result lives.
+            ``cu_seqlens[b + 1]``. Rows past the last bound get position 0.
+        device: Device of the result.
 
     Returns:
         int64 ``(num_rows,)``; ``(batch, num_rows)`` for offsets by sequence without cu_seqlens.
@@ -38,7 +38,7 @@ def row_positions(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turns pairs of features by the angles of their row: the first ``rotary_dim`` features, the rest stays.
+    """Rotates pairs of features by their row's angles: the first ``rotary_dim`` features; the rest is unchanged.
 
     Args:
         x: ``(..., seqlen, num_heads, head_dim)``, any float dtype.
@@ -70,14 +70,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding: scores of turned q and k depend on the distance of their positions alone.
+    """Rotary position embedding: scores of rotated q and k depend only on the distance between their positions.
 
     Holds no parameters and no buffers: angles are computed for each call in float32 (float64 for float64 inputs),
-    so casting a model to a low precision does not touch them and no length is too long for a table.
+    so casting a model to a low precision does not affect them, and there is no table that limits the length.
 
     Args:
-        dim: Features to turn, even; the first ``dim`` of each head.
-        base: Pair i turns by ``base ** (-2i / dim)`` radians a position.
+        dim: Features to rotate, even; the first ``dim`` of each head.
+        base: Pair i rotates by ``base ** (-2i / dim)`` radians per position.
         interleaved: Pair feature 2i with 2i + 1 (GPT-J), otherwise i with ``i + dim / 2`` (GPT-NeoX, Llama).
 
     Source: Su et al. 2021, arXiv:2104.09864.
@@ -98,7 +98,7 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             positions: ``(...)``, integers or floats.
-            dtype: That of the arithmetic and the results.
+            dtype: The dtype of the arithmetic and the results.
 
         Returns:
             Two tensors ``(..., dim / 2)``.
@@ -108,7 +108,7 @@ class RotaryEmbedding(nn.Module):
         return torch.cos(turn), torch.sin(turn)
 
     def forward(self, x: Tensor, positions: int | Tensor = 0, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Turns q or k.
+        """Rotates q or k.
 
         Args:
             x: ``(batch, seqlen, num_heads, head_dim)``, or ``(total, num_heads, head_dim)`` with cu_seqlens.

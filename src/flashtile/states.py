@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """Attention over some of the keys, for a kernel to merge into its result; (0, -inf) for no keys.
+
+    Attributes:
+        out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``; float32,
+            contiguous.
+        lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; float32, contiguous, natural log.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins the states of two disjoint sets of keys; (0, -inf) is the empty state. Differentiable in all four.
+    """Merges the states of two disjoint sets of keys; (0, -inf) is the empty state. Differentiable in all four.
 
     Args:
         out_a: ``(..., rows, head_dim_v)``.
@@ -19,7 +35,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         out in the wider dtype of out_a and lse_a, and lse.
     """
     empty = torch.maximum(lse_a, lse_b) == -torch.inf
-    # Where both are empty the logarithms are replaced first: -inf - -inf is NaN, and so is its gradient.
+    # Where both are empty, both lse are set to 0 first: -inf - -inf is NaN, and so is its gradient.
     lse_a, lse_b = (torch.where(empty, 0.0, lse) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
     out = _share(out_a, lse_a, lse, empty) + _share(out_b, lse_b, lse, empty)
@@ -27,6 +43,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def _share(part: Tensor, part_lse: Tensor, lse: Tensor, empty: Tensor) -> Tensor:
-    """A part of the sum, 0 where the part is empty: selected, so that what it holds there never reaches a result."""
+    """One state's term of the merged output; a select makes it 0 for an empty state, whatever out contains."""
     weight = torch.where(empty, 0.0, torch.exp(part_lse - lse))[..., None]
     return torch.where(weight == 0, 0.0, part * weight)

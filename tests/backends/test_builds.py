@@ -17,6 +17,7 @@ from flashtile.errors import InvalidInputError, UnsupportedError
 pytest.importorskip("triton")
 
 from tests.backends import toy_builds
+from tests.slow import named, slow_but
 
 TOY = "tests.backends.toy_builds"
 BROKEN = "tests.backends.toy_builds_broken"
@@ -64,7 +65,7 @@ def test_gluon_kernel_with_tma() -> None:
     assert 64 * 64 * 2 <= report.shared_bytes < 64 * 64 * 2 + 1024
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("arch", slow_but(["sm_80", "sm_90a", "sm_100"], named("sm_80")))
 def test_spills_are_seen(arch: str) -> None:
     # 512 values a thread cannot stay in 255 registers: those beyond must be in local memory.
     report = builds.compile_build(toy_builds.broken(arch)[2], arch)

@@ -16,7 +16,7 @@ PRELUDE = "from flashtile.compat import install; import torch, sys; package = in
 
 def fresh(code: str) -> str:
     """Runs code in a new process and returns what it printed."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

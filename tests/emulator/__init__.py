@@ -2,7 +2,7 @@
 
 ``launch`` takes a kernel, a grid and the arguments of a launch. Every partition of ``gl.warp_specialize`` in every
 program becomes a task; tasks take turns in an order drawn from a seed, and copies and matrix products complete at some
-moment between their start and the wait for them. It raises ``EmulatorError`` for
+moment between their start and the wait for them. README.md says how to read its errors: ``MachineError`` for
 
 - a deadlock, with what each task waits for,
 - a race: an access to shared memory that no barrier, wait or fence orders behind a conflicting one, whatever the order
@@ -33,10 +33,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from tests.emulator.language import Language
-from tests.emulator.machine import DeadlockError, EmulatorError, Machine, RaceError
+from tests.emulator.machine import Machine
 from tests.emulator.values import Descriptor, Pointer, SharedMemory, Value, value_of
+from tests.machine import DeadlockError, MachineError, RaceError
 
-__all__ = ["DeadlockError", "EmulatorError", "RaceError", "Value", "launch", "reduce_out"]
+__all__ = ["DeadlockError", "MachineError", "RaceError", "Value", "launch", "reduce_out"]
 
 
 def launch(
@@ -59,7 +60,7 @@ def launch(
         resident: Programs that run at once, all of them if not given; the others start in order.
 
     Raises:
-        EmulatorError: The kernel does what hardware does not forgive.
+        MachineError: The kernel does what hardware does not forgive.
     """
     total = torch.Size(tuple(grid)).numel()
     machine = Machine(seed, resident or total)

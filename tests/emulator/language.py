@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.emulator.machine import Barrier, EmulatorError, Machine, Operation, Task
+from tests.emulator.machine import Machine, Task
 from tests.emulator.values import (
     LAYOUT,
     TORCH_DTYPES,
@@ -27,9 +27,10 @@ from tests.emulator.values import (
     SharedMemory,
     Value,
     pair,
-    report,
     value_of,
 )
+from tests.machine import Barrier, MachineError
+from tests.machine.clocks import Message
 
 _NAMES_OF_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 _LAYOUTS = (
@@ -57,23 +58,18 @@ def elementwise(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     """A function of one value or two."""
 
     def apply(x: Operand, y: Operand | None = None) -> Value:
-        result = compute(value_of(x).data) if y is None else compute(*pair(x, y))
-        report(compute.__name__, result.numel())
-        return Value(result)
+        return Value(compute(value_of(x).data) if y is None else compute(*pair(x, y)))
 
     return apply
 
 
 def select(condition: Operand, x: Operand, y: Operand) -> Value:
     a, b = pair(x, y)
-    result = torch.where(value_of(condition).data, a, b)
-    report("select", result.numel())
-    return Value(result)
+    return Value(torch.where(value_of(condition).data, a, b))
 
 
-def _reduce(kind: str, compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+def _reduce(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     def reduce(x: Value, axis: int | None = None) -> Value:
-        report(kind, x.data.numel())
         data = x.data.reshape(-1) if axis is None else x.data
         return Value(compute(data, dim=0 if axis is None else axis))
 
@@ -107,7 +103,7 @@ class Language:
     # Programs.
 
     def program_id(self, axis: int) -> Value:
-        place = self.task.program
+        place = self.task.program.number
         for size in self.num_programs[:axis]:
             place //= size
         return value_of(place % self.num_programs[axis] if axis < len(self.num_programs) else 0)
@@ -126,27 +122,28 @@ class Language:
                 function(*arguments)
                 self._end(self.task)
 
-            name = f"{function.name} (partition {number} of program {here.program})"
-            started.append(self.machine.spawn(name, here.program, body, here.know.copy(), num_warps[number - 1]))
-        here.name = f"{first[0].name} (partition 0 of program {here.program})"
+            role = f"{function.name} (partition {number} of program {here.program.number})"
+            task = self.machine.spawn(here.program, number, role, body)
+            task.learn(here.message())
+            started.append(task)
+        here.rename(f"{first[0].name} (partition 0 of program {here.program.number})")
         first[0](*first[1])
         self._end(here)
-        here.wait(lambda: all(task.greenlet.dead for task in started), "the other partitions")
+        here.wait(lambda: all(task.greenlet.dead for task in started), lambda: "the other partitions")
         for task in started:
-            here.know.join(task.know)
+            here.learn(task.message())
 
     def _end(self, task: Task) -> None:
         if task.products:
-            raise EmulatorError(f"{task.name} ends with a product in flight")
+            raise MachineError(f"{task.name} ends with a product in flight")
         if task.stores:
-            raise EmulatorError(f"{task.name} ends before its copies have left shared memory")
+            raise MachineError(f"{task.name} ends before its copies have left shared memory")
 
     # Global memory.
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False, **_: Any) -> Value:
         if volatile:
             self.task.step_back()
-        report("load", pointer.offsets.data.numel())
         return pointer.load(mask, other)
 
     def store(self, pointer: Pointer, value: Operand, mask: Any = None, **_: Any) -> None:
@@ -154,7 +151,6 @@ class Language:
 
     def atomic_add(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
         self.task.pause()
-        report("atomic", pointer.offsets.data.numel())
         old = pointer.load(mask, 0)
         pointer.store(old + value_of(value), mask)
         return old
@@ -186,19 +182,18 @@ class Language:
         one, over = barrier.one, int(value_of(parity))
         self.task.pause()
         if not one.is_over(over):
-            self.task.wait(lambda: one.is_over(over), f"phase {one.phase} of {one.name}, parity {over}")
-        self.task.know.join(one.passed())
+            self.task.wait(lambda: one.is_over(over), lambda: one.awaited(over))
+        self.task.learn(one.message)
 
     def barrier_arrive(self, barrier: Barriers, *, count: int = 1, pred: Operand = True) -> None:
         if value_of(pred):
-            report("arrive", 1)
             self.task.pause()
-            barrier.one.arrive(count, self.task.know)
+            barrier.one.arrive(count, self.task.message())
 
     def barrier_expect(self, barrier: Barriers, num_bytes: int, pred: Operand = True) -> None:
         if value_of(pred):
             self.task.pause()
-            barrier.one.expect(num_bytes, self.task.know)
+            barrier.one.arrive(1, self.task.message(), num_bytes)
 
     def fence(self, cluster: bool = False) -> None:
         self.task.fence()
@@ -213,14 +208,12 @@ class Language:
             return
         _check_box(desc, memory)
 
-        def finish(operation: Operation) -> None:
+        def finish(message: Message) -> None:
             memory.data.copy_(desc.load(at))
-            barrier.one.land(desc.num_bytes, operation.know)
+            barrier.one.land(desc.num_bytes, message)
 
         self.task.pause()
-        operation = self.task.start([], memory.slots, finish, "a copy")
-        self.machine.schedule_copy(operation, desc.num_bytes, True)
-        self.machine.loads.append(operation)
+        self.task.start_load(memory.places, finish)
 
     def copy_out(self, desc: Descriptor, at: Any, memory: SharedMemory) -> None:
         self._leave(memory, desc, lambda: desc.store(at, memory.data))
@@ -231,9 +224,7 @@ class Language:
     def _leave(self, memory: SharedMemory, desc: Descriptor, move: Callable[[], None]) -> None:
         _check_box(desc, memory)
         self.task.pause()
-        operation = self.task.start(memory.slots, [], lambda _: move(), "a copy")
-        self.machine.schedule_copy(operation, desc.num_bytes, False)
-        self.task.stores.append(operation)
+        self.task.stores.append(self.task.start_read([memory.places], "copy", move))
 
     def copy_out_wait(self, outstanding: int) -> None:
         self.task.pause()
@@ -248,19 +239,17 @@ class Language:
         adds = bool(value_of(use_acc))
         pending = Pending((a.shape[0], b.shape[1]))
         if a.data.dtype != b.data.dtype:
-            raise EmulatorError(f"a product of {a.dtype} and {b.dtype}")
+            raise MachineError(f"a product of {a.dtype} and {b.dtype}")
 
-        def finish(_: Operation) -> None:
+        def finish() -> None:
             product = a.data.float() @ b.data.float()
             if adds:
                 product = product + (acc.result if isinstance(acc, Pending) else acc).data
             pending.set(Value(product))
 
-        slots = [*(a.slots if isinstance(a, SharedMemory) else ()), *b.slots]
+        places = [x.places for x in (a, b) if isinstance(x, SharedMemory)]
         self.task.pause()
-        operation = self.task.start(slots, [], finish, "a product")
-        self.machine.schedule_product(operation, (a.shape[0], b.shape[1], a.shape[1]), isinstance(a, SharedMemory))
-        self.task.products.append(operation)
+        self.task.products.append(self.task.start_read(places, "product", finish))
         if is_async:
             return pending
         self.task.drain(self.task.products, 0)
@@ -288,8 +277,8 @@ class Language:
             "minimum": elementwise(torch.fmin),
             "fma": lambda a, b, c: a * b + c,
             "cdiv": lambda a, b: (a + b - 1) // b,
-            "max": _reduce("reduce max", _reduced_max),
-            "sum": _reduce("reduce sum", _sum),
+            "max": _reduce(_reduced_max),
+            "sum": _reduce(_sum),
             "arange": lambda start, stop, layout=None: Value(torch.arange(start, stop, dtype=torch.int32)),
             "full": _full,
             "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype),
@@ -325,6 +314,8 @@ class Language:
             shared_memory_descriptor=SharedMemory,
             allocate_shared_memory=self.allocate_shared_memory,
             warp_specialize=self.warp_specialize,
+            # The warps of a partition are one task here.
+            num_warps=lambda: 4,
             barrier=self.thread_barrier,
             thread_barrier=self.thread_barrier,
         )
@@ -357,17 +348,16 @@ def _full(shape: Sequence[int], value: Operand, dtype: Any, layout: Any = None) 
 def _dot(a: Value, b: Value, acc: Value | None = None) -> Value:
     """A product that is over when it returns."""
     if a.data.dtype != b.data.dtype:
-        raise EmulatorError(f"a product of {a.dtype} and {b.dtype}")
+        raise MachineError(f"a product of {a.dtype} and {b.dtype}")
     product = a.data.float() @ b.data.float()
-    report("product", product.numel() * a.data.shape[1])
     return Value(product if acc is None else product + acc.data)
 
 
 def _static_assert(condition: Any, message: str = "") -> None:
     if not condition:
-        raise EmulatorError(message or "a static assertion does not hold")
+        raise MachineError(message or "a static assertion does not hold")
 
 
 def _check_box(desc: Descriptor, memory: SharedMemory) -> None:
     if tuple(memory.shape) != desc.block_shape or memory.dtype != desc.dtype:
-        raise EmulatorError(f"a box of {desc.dtype}{desc.block_shape} into memory of {memory.dtype}{memory.shape}")
+        raise MachineError(f"a box of {desc.dtype}{desc.block_shape} into memory of {memory.dtype}{memory.shape}")

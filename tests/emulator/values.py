@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.language as tl
 
-from tests.emulator.machine import Barrier, EmulatorError, Machine, Slot
+from tests.emulator.machine import Machine
+from tests.machine import Barrier, MachineError
+from tests.machine.clocks import Array
 
 TORCH_DTYPES: dict[Any, torch.dtype] = {
     tl.int1: torch.bool,
@@ -25,25 +26,6 @@ TORCH_DTYPES: dict[Any, torch.dtype] = {
     tl.float64: torch.float64,
 }
 TRITON_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
-
-
-_listeners: list[Callable[[str, int], None]] = []
-
-
-@contextmanager
-def listening(listener: Callable[[str, int], None]) -> Iterator[None]:
-    """Within, ``listener(kind, elements)`` hears of every operation on values."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
-def report(kind: str, elements: int) -> None:
-    """Tells listeners of an operation."""
-    for listener in _listeners:
-        listener(kind, elements)
 
 
 class Anything:
@@ -106,12 +88,12 @@ class Value:
 
     def __bool__(self) -> bool:
         if self.data.dim():
-            raise EmulatorError("a branch on a tensor")
+            raise MachineError("a branch on a tensor")
         return bool(self.data)
 
     def __index__(self) -> int:
         if self.data.dim():
-            raise EmulatorError("an index that is a tensor")
+            raise MachineError("an index that is a tensor")
         return int(self.data)
 
     def __getitem__(self, index: Any) -> Value:
@@ -119,8 +101,6 @@ class Value:
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
         target = TORCH_DTYPES[dtype]
-        if target != self.data.dtype and not bitcast:
-            report("convert", self.data.numel())
         return Value(self.data.view(target) if bitcast else self.data.to(target))
 
     def reshape(self, *shape: Any) -> Value:
@@ -156,7 +136,7 @@ def value_of(x: Any) -> Value:
         return Value(torch.tensor(x, dtype=torch.int32 if -(2**31) <= x < 2**31 else torch.int64))
     if isinstance(x, float):
         return Value(torch.tensor(x, dtype=torch.float32))
-    raise EmulatorError(f"a register cannot hold {type(x).__name__}")
+    raise MachineError(f"a register cannot hold {type(x).__name__}")
 
 
 def pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,16 +161,10 @@ def _binary(name: str, compute: Callable[[torch.Tensor, torch.Tensor], torch.Ten
     def forward(self: Value, other: Operand) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
-        return reported(self, other, *pair(self, other))
+        return Value(compute(*pair(self, other)))
 
     def reflected(self: Value, other: Operand) -> Any:
-        return reported(self, other, *pair(other, self))
-
-    def reported(self: Value, other: Operand, a: torch.Tensor, b: torch.Tensor) -> Value:
-        result = compute(a, b)
-        by = "" if isinstance(other, Value) and other.data.dim() else " by scalar"
-        report(name + (by if isinstance(other, Value) else " by number"), result.numel())
-        return Value(result)
+        return Value(compute(*pair(other, self)))
 
     setattr(Value, f"__{name}__", forward)
     setattr(Value, f"__r{name}__", reflected)
@@ -245,7 +219,7 @@ class Pointer:
         used = torch.ones_like(offsets, dtype=torch.bool) if mask is None else value_of(mask).data.expand_as(offsets)
         outside = used & ((offsets < 0) | (offsets >= self.memory.numel()))
         if outside.any():
-            raise EmulatorError(f"element {offsets[outside][0]} of memory that has {self.memory.numel()}")
+            raise MachineError(f"element {offsets[outside][0]} of memory that has {self.memory.numel()}")
         return torch.where(used, offsets, 0), used
 
     def load(self, mask: Operand | None = None, other: Operand | None = None) -> Value:
@@ -265,13 +239,13 @@ class Pointer:
 
 
 class SharedMemory:
-    """A shared_memory_descriptor: a view of an allocation, and the slots it lies in, ``boxes`` of them side by side."""
+    """A shared_memory_descriptor: part of an allocation and its places in the watch, ``boxes`` of them side by side."""
 
     def __init__(
-        self, machine: Machine, data: torch.Tensor, slots: list[Slot], is_part: bool = False, boxes: int = 1
+        self, machine: Machine, data: torch.Tensor, places: Array, is_part: bool = False, boxes: int = 1
     ) -> None:
         self.data = data
-        self.slots = slots
+        self.places = places
         self.machine = machine
         self._is_part = is_part
         self._boxes = boxes
@@ -284,7 +258,8 @@ class SharedMemory:
         # The first dimension of a small one counts buffers; anything else is a buffer of its own.
         buffers = shape[0] if len(shape) > 1 and shape[0] <= 16 else 1
         boxes = max(1, shape[-1] // cols) if cols else 1
-        return cls(machine, data, [Slot(f"{name}[{i // boxes}]") for i in range(buffers * boxes)], boxes=boxes)
+        places = machine.running.program.allocate([f"{name}[{i // boxes}]" for i in range(buffers * boxes)])
+        return cls(machine, data, places, boxes=boxes)
 
     @property
     def dtype(self) -> Any:
@@ -303,28 +278,26 @@ class SharedMemory:
         return LAYOUT
 
     def load(self, layout: Any) -> Value:
-        report("load shared", self.data.numel() * self.data.element_size())
         task = self.machine.running
         task.pause()
-        task.read(self.slots)
+        task.read(self.places)
         return Value(self.data.clone())
 
     def store(self, value: Value) -> None:
         if value.data.dtype != self.data.dtype:
-            raise EmulatorError(f"a store of {value.dtype} to shared memory of {self.dtype}")
+            raise MachineError(f"a store of {value.dtype} to shared memory of {self.dtype}")
         if value.shape != self.shape:
-            raise EmulatorError(f"a store of {value.shape} to shared memory of {self.shape}")
-        report("store shared", self.data.numel() * self.data.element_size())
+            raise MachineError(f"a store of {value.shape} to shared memory of {self.shape}")
         task = self.machine.running
         task.pause()
-        task.write(self.slots)
+        task.write(self.places)
         self.data.copy_(value.data)
 
     def index(self, index: Any) -> SharedMemory:
         i = _checked(int(value_of(index)), self.data.shape[0])
-        own = self._is_part or len(self.slots) == self._boxes
-        slots = self.slots if own else self.slots[i * self._boxes : (i + 1) * self._boxes]
-        return SharedMemory(self.machine, self.data[i], slots, True, self._boxes)
+        own = self._is_part or len(self.places) == self._boxes
+        places = self.places if own else self.places[i * self._boxes : (i + 1) * self._boxes]
+        return SharedMemory(self.machine, self.data[i], places, True, self._boxes)
 
     def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
         _checked(start, self.data.shape[dim] - length + 1)
@@ -332,8 +305,8 @@ class SharedMemory:
         if self._boxes > 1 and dim == self.data.dim() - 1:
             cols = self.data.shape[dim] // self._boxes
             if start % cols or length != cols:
-                raise EmulatorError(f"columns {start} to {start + length}, where boxes have {cols}")
-            part.slots = [self.slots[start // cols]]
+                raise MachineError(f"columns {start} to {start + length}, where boxes have {cols}")
+            part.places = self.places[start // cols : start // cols + 1]
         return part
 
     def permute(self, order: Sequence[int]) -> SharedMemory:
@@ -348,12 +321,12 @@ class SharedMemory:
     _reinterpret = reinterpret
 
     def _part(self, data: torch.Tensor) -> SharedMemory:
-        return SharedMemory(self.machine, data, self.slots, True)
+        return SharedMemory(self.machine, data, self.places, True)
 
 
 def _checked(index: int, size: int) -> int:
     if not 0 <= index < size:
-        raise EmulatorError(f"buffer {index} of {size}")
+        raise MachineError(f"buffer {index} of {size}")
     return index
 
 
@@ -369,7 +342,7 @@ class Barriers:
     @property
     def one(self) -> Barrier:
         if len(self._barriers) != 1:
-            raise EmulatorError("several barriers where one is meant")
+            raise MachineError("several barriers where one is meant")
         return self._barriers[0]
 
 
@@ -409,7 +382,7 @@ class Descriptor:
     def box(self, coordinates: Sequence[Any]) -> tuple[Pointer, Value]:
         """Pointers to a box, and whether each element exists. Addresses wrap at 2**64, as they do in the engine."""
         if len(coordinates) != len(self._shape):
-            raise EmulatorError(f"{len(coordinates)} coordinates for a descriptor of {len(self._shape)} dimensions")
+            raise MachineError(f"{len(coordinates)} coordinates for a descriptor of {len(self._shape)} dimensions")
         places = torch.zeros((), dtype=torch.int64)
         exists = torch.ones((), dtype=torch.bool)
         for at, size, stride, side in zip(coordinates, self._shape, self._strides, self.block_shape, strict=True):
@@ -448,7 +421,7 @@ class Pending:
     @property
     def result(self) -> Value:
         if self._result is None:
-            raise EmulatorError("a product is read before it was waited for")
+            raise MachineError("a product is read before it was waited for")
         return self._result
 
     @property
@@ -456,4 +429,4 @@ class Pending:
         return self._result is not None
 
     def __getattr__(self, name: str) -> Any:
-        raise EmulatorError("a product is used before it was waited for")
+        raise MachineError("a product is used before it was waited for")

@@ -15,10 +15,8 @@ import sys
 
 import torch
 
-import flashtile
 from flashtile import dispatch
 from tests.cases import Case, build, judge
-from tests.poison import poisoned_memory
 
 CASES = (
     Case("full", seqlen_q=200, seqlen_k=150, head_dim=64),
@@ -28,25 +26,11 @@ CASES = (
     Case("odd", seqlen_q=61, seqlen_k=77, head_dim=33, head_dim_v=7, window=(20, 5)),
     Case("features", batch=1, seqlen_q=70, seqlen_k=70, head_dim=32, softcap=3.0, alibi="h", bias="hqk", mask="qk",
          sinks=True, dropout=0.2, causal=True),
+    Case("mods", seqlen_q=130, seqlen_k=150, head_dim=64, alibi="h", bias="hqk", bias_grad=False, mask="qk",
+         causal=True),
     Case("varlen_wide", batch=2, lengths=((70, 130), (90, 33)), head_dim=256, heads=2, kv_heads=1, window=(50, 9)),
     Case("varlen", batch=3, lengths=((40, 90), (0, 7), (65, 20)), head_dim=64, causal=True, sinks=True, spare=9),
 )  # fmt: skip
-
-
-def poisoned(backend: str, device: str) -> None:
-    """A NaN among keys that the first rows mask: what computes again is watched too.
-
-    It reads gradients that TMA has stored, which initcheck takes for unwritten if nothing filled them before.
-    """
-    leaves = [torch.randn(1, 150, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    with torch.no_grad():
-        leaves[1][0, 90, 1, 3] = torch.nan
-    with poisoned_memory():
-        result = flashtile.attention(*leaves, causal=True, backend=backend)
-        grads = torch.autograd.grad(result, leaves, torch.ones_like(result))
-    out, dq, dk, _ = (x.detach().cpu() for x in (result, *grads))
-    assert out[:, :90].isfinite().all() and dq[:, :90].isfinite().all() and dk[:, :, 0].isfinite().all()
-    assert out[0, 90:, 1].isnan().any(-1).all()
 
 
 def main(backends: list[str], device: str = "cuda") -> None:
@@ -63,10 +47,6 @@ def main(backends: list[str], device: str = "cuda") -> None:
             right, refused = right + (not why), refused + bool(why)
             shown = f"refused: {'; '.join(why)}" if why else f"{'forward' if backward else 'forward, gradients'}: right"
             print(f"  {name} {case} {shown}", flush=True)
-        if right:
-            poisoned(name, device)
-            right += 1
-            print(f"  {name} poisoned: kept to the rows that attend to it", flush=True)
         print(f"{name}: {right} calls right, {refused} refused", flush=True)
 
 

@@ -1,9 +1,10 @@
 """Runs the PTX that Triton's compiler makes of the kernels, on a CPU: layouts, swizzles, barriers, predicates.
 
-The emulator next door runs the kernels' source; this runs what the compiler made of it, instruction by instruction, 32
-lanes at a time. It is functional only: no clock, no registers running out, no assembler behind it. Warps take turns in
-an order drawn from a seed; TMA copies complete at some moment before they are waited for, matrix products at the wait
-(or, by option, at their issue). What it does not know it raises, with the line. It finds, besides wrong numbers,
+``tests.emulator`` runs the kernels' source; this runs what the compiler made of it, instruction by instruction, 32
+lanes at a time. It is functional only: no time, no registers running out, no assembler. Warps take turns in an order
+drawn from a seed; TMA copies complete at some moment before they are waited for, matrix products at the wait (or, by
+option, at their issue). What it does not know it raises, with the line. README.md says how to use it and how to read
+its errors. It finds, besides wrong numbers,
 
 - races in shared memory between warps and copies, missing proxy fences and ``wgmma.fence``, deadlocks,
 - accumulators used before the wait, warps that end with copies or products in flight,

@@ -58,23 +58,24 @@ def _load(d: Decoder, i: Instruction) -> Step:
         raise PtxError("destinations")
     to, size, at = [d.register(name) for name in names], WIDTHS[kind] // 8, d.address(i.operands[1])
     wide = [_UNSIGNED[max(d.width(name), 8)] for name in names]
-    if kind[0] == "s" and any(_UNSIGNED[size * 8] is not w for w in wide):
-        raise PtxError("a load that extends a sign")
+    # A signed kind extends the sign into a wider register.
+    held = f"i{size}" if kind[0] == "s" else f"u{size}"
 
     def run(warp: Warp) -> None:
         where = at(warp)
         watch = warp.block.watch
         if watch is not None and space == "shared":
-            watch.read(warp, watch.places(where if warp.mask is None else where[warp.mask], size * count))
+            active = where if warp.mask is None else where[warp.mask]
+            watch.read(warp.index, watch.places(active, size * count))
         for region, lanes in _on(warp, space, where):
             if lanes is None:
                 for index, value, as_wide in zip(to, region.load(where, size, count), wide, strict=True):
-                    warp.values[index] = value.astype(as_wide, copy=False)
+                    warp.values[index] = value.view(held).astype(as_wide, copy=False)
                 continue
             before, warp.mask = warp.mask, lanes
             for index, value, as_wide in zip(to, region.load(where[lanes], size, count), wide, strict=True):
                 whole = np.zeros(32, as_wide)
-                whole[lanes] = value
+                whole[lanes] = value.view(held)
                 warp.put(index, whole)
             warp.mask = before
 
@@ -119,7 +120,8 @@ def _store(d: Decoder, i: Instruction) -> Step:
                 there = warp.block.shared.load(where[active], bits // 8, count)
                 return all(np.array_equal(a, b[active]) for a, b in zip(there, values, strict=True))
 
-            watch.write(warp, watch.places(where[active], bits // 8 * count), same, bits * count == 8)
+            places = watch.places(where[active], bits // 8 * count)
+            watch.write(warp.index, places, warp.pc, same, is_part=bits * count == 8)
         for region, lanes in _on(warp, space, where):
             if lanes is None:
                 region.store(where, bits // 8, values)
@@ -207,7 +209,7 @@ def _matrix(d: Decoder, i: Instruction) -> Step:
         places = _matrices(warp, at, count)
         memory = warp.block.shared.view(2)
         if warp.block.watch is not None:
-            warp.block.watch.read(warp, (places.reshape(-1, 1) + np.arange(8)).ravel())
+            warp.block.watch.read(warp.index, (places.reshape(-1, 1) + np.arange(8)).ravel())
         for n, index in enumerate(registers):
             matrix = memory[places[n][:, None] + np.arange(8)]
             if trans:
@@ -218,7 +220,7 @@ def _matrix(d: Decoder, i: Instruction) -> Step:
         places = _matrices(warp, at, count)
         memory = warp.block.shared.view(2)
         if warp.block.watch is not None:
-            warp.block.watch.write(warp, (places.reshape(-1, 1) + np.arange(8)).ravel())
+            warp.block.watch.write(warp.index, (places.reshape(-1, 1) + np.arange(8)).ravel(), warp.pc)
         for n, index in enumerate(registers):
             matrix = np.ascontiguousarray(warp.values[index]).view(np.uint16).reshape(8, 8)
             memory[places[n][:, None] + np.arange(8)] = matrix.T if trans else matrix
@@ -269,7 +271,7 @@ def _copy(d: Decoder, i: Instruction) -> Step:
         copy = Copy(move)
         block.shared.touch(targets[lanes], size)
         if block.watch is not None:
-            copy.number = block.watch.copy_in(warp, block.watch.places(targets[lanes], size))
+            copy.stamp = block.watch.start_load(warp.index, block.watch.places(targets[lanes], size), warp.pc)
         machine.start(copy)
         warp.copies[-1].append(copy)
 
@@ -285,7 +287,7 @@ def wait_for(warp: Warp, left: int) -> Wait | None:
     def learn() -> None:
         if warp.block.watch is not None:
             for copy in waited:
-                warp.block.watch.learn_copy(warp, copy.number)
+                warp.block.watch.learn_end(warp.index, copy.stamp)
 
     if all(copy.done for copy in waited):
         learn()

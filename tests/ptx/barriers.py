@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tests.machine import Barrier
 from tests.ptx.decode import Decoder, builder
-from tests.ptx.machine import MBarrier, Step, Wait, Warp
+from tests.ptx.machine import SHARED_BASE, Step, Wait, Warp
 from tests.ptx.text import Instruction, PtxError
 
 
@@ -39,7 +40,7 @@ def _fence(d: Decoder, i: Instruction) -> Step:
 
     def run(warp: Warp) -> None:
         if warp.block.watch is not None:
-            warp.block.watch.fence(warp)
+            warp.block.watch.fence(warp.index)
 
     return run
 
@@ -81,8 +82,9 @@ def _init(d: Decoder, i: Instruction) -> Step:
             # Nor may there be an mbarrier already.
             warp.block.shared.load(where[lane : lane + 1], 8, 1)
             if warp.block.watch is not None:
-                warp.block.watch.write(warp, warp.block.watch.places(where[lane : lane + 1], 8))
-            warp.block.barriers[address] = MBarrier(int(warp.values[count][lane]))
+                warp.block.watch.write(warp.index, warp.block.watch.places(where[lane : lane + 1], 8), warp.pc)
+            made = warp.block.barriers[address] = Barrier(f"the barrier at {address - SHARED_BASE}")
+            made.init(int(warp.values[count][lane]))
             warp.block.shared.mark(address, True)
 
     return run
@@ -96,7 +98,7 @@ def _invalidate(d: Decoder, i: Instruction) -> Step:
             address = int(at(warp)[lane])
             warp.block.barrier(address)
             if warp.block.watch is not None:
-                warp.block.watch.write(warp, warp.block.watch.places(at(warp)[lane : lane + 1], 8))
+                warp.block.watch.write(warp.index, warp.block.watch.places(at(warp)[lane : lane + 1], 8), warp.pc)
             del warp.block.barriers[address]
             warp.block.shared.mark(address, False)
 
@@ -113,15 +115,15 @@ def _arrive(d: Decoder, i: Instruction) -> Step:
         where = at(warp)
         watch, message = warp.block.watch, None
         if watch is not None:
-            watch.read(warp, watch.places(where[warp.lanes()], 8))
-            message = watch.message(warp)
+            watch.read(warp.index, watch.places(where[warp.lanes()], 8))
+            message = watch.message(warp.index)
         for lane in warp.lanes():
             value = 1 if count is None else int(warp.values[count][lane])
             barrier = warp.block.barrier(int(where[lane]))
             if expects:
-                barrier.arrive(1, value, message)
+                barrier.arrive(1, message, value)
             else:
-                barrier.arrive(value, 0, message)
+                barrier.arrive(value, message)
 
     return run
 
@@ -141,12 +143,12 @@ def _try(d: Decoder, i: Instruction) -> Step:
         if phase > 1:
             raise PtxError(f"parity {phase}")
         barrier = warp.block.barrier(address)
-        if not barrier.passed(phase):
-            return Wait(lambda: barrier.passed(phase), f"parity {phase} of the barrier at {address - 1024}", again=True)
+        if not barrier.is_over(phase):
+            return Wait(lambda: barrier.is_over(phase), barrier.awaited(phase), again=True)
         watch = warp.block.watch
         if watch is not None:
-            watch.read(warp, watch.places(where[lanes[:1]], 8))
-            watch.learn(warp, barrier.message)
+            watch.read(warp.index, watch.places(where[lanes[:1]], 8))
+            watch.learn(warp.index, barrier.message)
         if warp.mask is None:
             warp.values[to] = warp.values[yes]
         else:

@@ -132,28 +132,28 @@ def _rows(memory: GlobalMemory, tensor: TensorMap, coordinates: tuple[int, ...])
 
 def load(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: int, barrier: int) -> Copy:
     """A box from global to shared memory, zeros outside the tensor."""
-    block, message, number = warp.block, None, -1
+    block, message, stamp = warp.block, None, None
     places, told = _box(block, start, tensor), block.barrier(barrier)
     if block.watch is not None:
-        number = block.watch.copy_in(warp, places[:, ::2].ravel() >> 1)
-        message = block.watch.copy_message(block.watch.message(warp), number)
+        stamp = block.watch.start_load(warp.index, places[:, ::2].ravel() >> 1, warp.pc, "copy")
+        message = block.watch.message(warp.index, stamp)
 
     def run() -> None:
         tile = np.zeros(places.shape, np.uint8)
         for row, data, low, high in _rows(block.machine.memory, tensor, coordinates):
             tile[row, low:high] = data
         block.shared.data[places] = tile
-        told.bring(tensor.bytes, message)
+        told.land(tensor.bytes, message)
 
-    return Copy(run, number=number)
+    return Copy(run, stamp=stamp)
 
 
 def store(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: int, add: bool) -> Copy:
     """A box from shared to global memory, or added to it; nothing outside the tensor."""
-    block, number = warp.block, -1
+    block, stamp = warp.block, None
     places = _box(block, start, tensor)
     if block.watch is not None:
-        number = block.watch.copy_out(warp, places[:, ::2].ravel() >> 1)
+        stamp = block.watch.start_read(warp.index, places[:, ::2].ravel() >> 1, "copy")
     if add and not tensor.float32:
         raise PtxError("only float32 is added here")
 
@@ -166,7 +166,7 @@ def store(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: in
             else:
                 data[:] = tile[row, low:high]
 
-    return Copy(run, number=number)
+    return Copy(run, stamp=stamp)
 
 
 def build(d: Decoder, i: Instruction) -> Step:

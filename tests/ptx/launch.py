@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -76,7 +78,7 @@ class Kernels:
                 self._backend, {**named, **options}, bound, specialization, left
             )
             source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
-            compiled = compile(source, target=self.target, options=parsed.__dict__)
+            compiled = self._compile(source, parsed.__dict__)
             if compiled.metadata.global_scratch_size:
                 raise PtxError("a kernel with scratch memory")
             text = compiled.asm["ptx"]
@@ -85,6 +87,12 @@ class Kernels:
                 Decoder(parse(text)), signature, list(metadata.tensordesc_meta or []), metadata.shared, text
             )
         return self._builds[key], list(bound.values())
+
+    def _compile(self, source: ASTSource, options: dict[str, Any]) -> Any:
+        """As far as PTX: without the assembler, and in Triton's cache under a key of its own."""
+        key = {**get_cache_invalidating_env_vars(), "assembler": "none"}
+        with mock.patch.object(type(self._backend), "make_cubin", lambda *_: b""):
+            return compile(source, target=self.target, options=options, _env_vars=key)
 
     def launch(
         self,

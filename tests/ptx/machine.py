@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.machine import Barrier, MachineError, Stamp, deadlock
+from tests.machine.clocks import Message, joined
 from tests.ptx.memory import GlobalMemory, SharedMemory
-from tests.ptx.races import Watch, joined
+from tests.ptx.races import BlockWatch
 from tests.ptx.text import PtxError
 
 LANES = 32
@@ -19,7 +21,6 @@ LANES = 32
 SHARED_BASE = 1024
 _END = 1 << 40
 Mask = NDArray[np.bool_]
-Knowledge = NDArray[Any] | None
 
 
 @dataclass(frozen=True)
@@ -59,58 +60,22 @@ YIELD, EXIT = Turn(), Exit()
 Step = Callable[["Warp"], Any]
 
 
-class MBarrier:
-    """An mbarrier object: PTX ISA, "Asynchronous Barriers: mbarrier"."""
-
-    def __init__(self, count: int) -> None:
-        self.count = self.pending = count
-        self.bytes = 0
-        self.completed = 0
-        self.message: Knowledge = None
-        self._next: Knowledge = None
-
-    def arrive(self, times: int, expected: int, message: Knowledge) -> None:
-        """Arrivals, and bytes that copies will bring."""
-        self._next = joined(self._next, message)
-        self.bytes += expected
-        self.pending -= times
-        if self.pending < 0:
-            raise PtxError(f"more arrivals at a barrier than the {self.count} it counts")
-        self._look()
-
-    def bring(self, count: int, message: Knowledge) -> None:
-        """Bytes that a copy has brought."""
-        self._next = joined(self._next, message)
-        self.bytes -= count
-        self._look()
-
-    def passed(self, parity: int) -> bool:
-        """Whether the phase of this parity is over."""
-        return self.completed & 1 != parity
-
-    def _look(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.completed += 1
-            self.pending = self.count
-            self.message, self._next = self._next, None
-
-
 @dataclass
 class _NamedBarrier:
     threads: int = 0
     needed: int = 0
     generation: int = 0
-    message: Knowledge = None
-    last: Knowledge = None
+    message: Message = None
+    last: Message = None
 
 
 @dataclass
 class Copy:
-    """A copy in flight; ``run`` does it, at some moment. ``number`` is the watch's."""
+    """A copy in flight; ``run`` does it, at some moment. ``stamp`` is the watch's."""
 
     run: Callable[[], None]
     done: bool = False
-    number: int = -1
+    stamp: Stamp | None = None
 
 
 class Block:
@@ -121,29 +86,29 @@ class Block:
         self.place = place
         code = machine.code
         self.shared = SharedMemory(SHARED_BASE, machine.shared_bytes)
-        self.barriers: dict[int, MBarrier] = {}
+        self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, _NamedBarrier] = {}
         self.free_registers = 0
         count = -(-code.threads // LANES)
         watched = machine.options.watch and machine.shared_bytes
-        self.watch = Watch(SHARED_BASE, machine.shared_bytes, count, code.where) if watched else None
+        self.watch = BlockWatch(SHARED_BASE, machine.shared_bytes, count, code.where) if watched else None
         self.warps = [Warp(self, index) for index in range(count)]
 
-    def barrier(self, address: int) -> MBarrier:
+    def barrier(self, address: int) -> Barrier:
         """The mbarrier at an address."""
         found = self.barriers.get(address)
         if found is None:
             raise PtxError(f"no mbarrier was initialised at {address - SHARED_BASE} of shared memory")
         return found
 
-    def message(self, warp: Warp) -> Knowledge:
+    def message(self, warp: Warp) -> Message:
         """What an arrival of the warp tells."""
-        return None if self.watch is None else self.watch.message(warp)
+        return None if self.watch is None else self.watch.message(warp.index)
 
-    def learn(self, warp: Warp, message: Knowledge) -> None:
+    def learn(self, warp: Warp, message: Message) -> None:
         """The warp has passed a barrier that told this."""
         if self.watch is not None:
-            self.watch.learn(warp, message)
+            self.watch.learn(warp.index, message)
 
     def sync(self, warp: Warp, number: int, threads: int | None, waits: bool = True) -> Wait | None:
         """A warp arrives at a named barrier, of all threads if not said otherwise, and waits there or goes on."""
@@ -398,8 +363,8 @@ class Machine:
             self.finish(draw.choice(self.in_flight))
             return
         if not able:
-            waits = "\n".join(f"  {w.label} at {self.code.where(w.pc)}: {w.wait.about}" for w in live if w.wait)
-            raise PtxError(f"deadlock:\n{waits}")
+            waits = ((f"{w.label} at {self.code.where(w.pc)}", w.wait.about) for w in live if w.wait)
+            raise PtxError(str(deadlock(waits)))
         warp = draw.choice(able)
         if warp.wait is not None and warp.wait.then is not None:
             warp.wait.then()
@@ -409,7 +374,7 @@ class Machine:
         try:
             if not warp.run(self.code.steps, steps):
                 live.remove(warp)
-        except PtxError as error:
+        except MachineError as error:
             raise PtxError(f"{warp.label}, {self.code.where(warp.pc)}: {error}") from error
         except Exception as error:
             raise RuntimeError(f"{warp.label}, {self.code.where(warp.pc)}") from error

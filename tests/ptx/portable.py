@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from flashtile import dispatch, ops
-from flashtile.backends import portable
-from flashtile.backends.portable import launch, tiles
+from flashtile.backends import host, portable
+from flashtile.backends.portable import config as tiles
 from tests.ptx.launch import Kernels
 from tests.ptx.machine import Options
 
@@ -23,16 +23,15 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
     capability = {"sm_90": 90, "sm_80": 80}[arch]
     kernels = _KERNELS.setdefault(capability, Kernels(capability))
 
-    def run(self: launch.Launch) -> None:
-        if self.programs:
-            kernels.launch(self.kernel, (self.programs,), self.arguments, dict(self.options), machine)
+    def run(kernel: Any, programs: int, arguments: dict[str, Any], options: Mapping[str, int]) -> None:
+        kernels.launch(kernel, (programs,), arguments, dict(options), machine)
 
     patches: list[tuple[Any, str, Any]] = [
         (portable, "_CAPABILITIES", dataclasses.replace(
             portable._CAPABILITIES, device_types=("cpu",), min_compute_capability=None)),
         (portable, "_needs_widening", lambda problem: False),
         (tiles, "arch_of", lambda problem: arch),
-        (launch.Launch, "run", run),
+        (host, "launch_by_triton", run),
     ]  # fmt: skip
     ops._KNOWN.clear()
     dispatch._first.cache_clear()

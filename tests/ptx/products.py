@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.machine import Stamp
 from tests.ptx.arithmetic import Array, bf16_to_f32
 from tests.ptx.bulk import swizzled
 from tests.ptx.decode import Decoder, builder
@@ -130,15 +131,19 @@ def _product(d: Decoder, i: Instruction) -> Step:
             left = _in_shared(block, _one(v[a[0]]), 16, bool(turned[0]), warp.index % 4 * 16)
         return left, _in_shared(block, _one(v[b]), columns, bool(turned[-1]))
 
-    def look(warp: Warp, places: tuple[Array | None, Array]) -> None:
-        if warp.block.watch is not None:
-            for each in places:
-                if each is not None:
-                    warp.block.watch.read(warp, each.ravel(), "product")
+    def start(warp: Warp, places: tuple[Array | None, Array]) -> Stamp | None:
+        if warp.block.watch is None:
+            return None
+        both = np.concatenate([each.ravel() for each in places if each is not None])
+        # A product may be issued on nothing and never looked at; its result is NaN.
+        return warp.block.watch.start_read(warp.index, both, "product", may_be_unwritten=True)
+
+    def end(warp: Warp, stamp: Stamp | None) -> None:
+        if stamp is not None:
+            warp.block.watch.learn_end(warp.index, stamp)
 
     def multiply(warp: Warp, keep: bool, places: tuple[Array | None, Array], sums: Sums) -> None:
         v, memory = warp.values, warp.block.shared.view(2)
-        look(warp, places)
         left = _a_rows([v[n] for n in a], convert) if places[0] is None else convert(memory[places[0]])
         result = left @ convert(memory[places[1]]).T
         if keep:
@@ -168,18 +173,18 @@ def _product(d: Decoder, i: Instruction) -> Step:
                 warp.block.machine.notes.add(f"{about}, {i.what}")
                 break
         places = operands(warp)
-        look(warp, places)
+        stamp = start(warp, places)
         if warp.block.machine.options.product_at_wait:
             # Nothing but products may use the accumulator until the last of them that are in flight is waited for.
             sums = warp.sums.setdefault(tuple(acc), Sums([warp.values[n] for n in acc]))
             sums.pending += 1
             for n in acc:
                 warp.values[n] = None
-            warp.products[-1].append(lambda: multiply(warp, keep, places, sums))
+            warp.products[-1].append(lambda: (multiply(warp, keep, places, sums), end(warp, stamp)))
         else:
             multiply(warp, keep, places, Sums([warp.values[n] for n in acc], pending=1))
             # Its operands may be read until the wait.
-            warp.products[-1].append(lambda: look(warp, places))
+            warp.products[-1].append(lambda: end(warp, stamp))
 
     return run
 

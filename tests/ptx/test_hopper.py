@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import sanitizer
-from flashtile.backends.hopper import launch
+from flashtile.backends.hopper.forward import launch
 from tests.cases import Case, build, judge, one_sign
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
@@ -18,24 +18,35 @@ from tests.ptx.decode import Decoder
 from tests.ptx.launch import Build, Kernels
 from tests.ptx.machine import Options
 from tests.ptx.text import PtxError, parse
+from tests.slow import slow_but
 
 CASES = (
     Case("full", batch=1, seqlen_q=200, seqlen_k=150, head_dim=64, lse_grad=True),
     Case("causal", batch=1, seqlen_q=140, seqlen_k=200, heads=2, kv_heads=1, head_dim=128, causal=True),
     Case("window", batch=1, seqlen_q=130, seqlen_k=150, heads=1, kv_heads=1, head_dim=256, window=(60, 9), softcap=5.0),
     Case("varlen", batch=3, lengths=((70, 130), (0, 5), (100, 90)), heads=2, kv_heads=1, head_dim=64, causal=True),
+    Case("varlen_mods", batch=2, lengths=((70, 130), (30, 70)), heads=1, kv_heads=1, head_dim=64, causal=True, spare=20,
+         alibi="bh", bias="hqk", bias_grad=False, mask="bqk", softcap=5.0, lse_grad=True),
     # No edge behind a first block; a turn that is passed on; keys that end in another block than the rows.
     Case("causal", batch=1, seqlen_q=200, seqlen_k=264, heads=1, kv_heads=1, head_dim=256, causal=True),
+)  # fmt: skip
+
+
+# The first two share their kernels with what is taken out below, and with the sums.
+QUICK = {(0, True), (1, False), (2, True), (3, False)}
+RUNS = slow_but(
+    [(case, at_wait) for case in CASES for at_wait in (True, False)],
+    lambda each: (CASES.index(each[0]), each[1]) in QUICK,
 )
 
 
-@pytest.mark.parametrize("at_wait", [True, False], ids=["products at the wait", "products at their issue"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "at_wait"), RUNS, ids=str)
 def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
     with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=at_wait, strict_fences=True), 2):
         judge(build(case, torch.bfloat16), "hopper")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_scores_all_of_one_sign(sign: float) -> None:
     case = Case("full", batch=1, seqlen_q=70, seqlen_k=300, heads=1, kv_heads=1, head_dim=64)
@@ -43,7 +54,7 @@ def test_scores_all_of_one_sign(sign: float) -> None:
         judge(one_sign(build(case, torch.float16), sign), "hopper")
 
 
-@pytest.mark.parametrize("num_sms", [1, 3])
+@pytest.mark.parametrize("num_sms", slow_but([1, 3], lambda n: n == 3))
 def test_sums_in_a_fixed_order_end(num_sms: int) -> None:
     """Several row blocks a tile and several tiles a row block: whose turn it is must move on."""
     case = Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=128, heads=2, kv_heads=1, causal=True)
@@ -53,34 +64,38 @@ def test_sums_in_a_fixed_order_end(num_sms: int) -> None:
         judge(call, "hopper")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_rows_left_for_later_stay_within_the_coordinates(seed: int) -> None:
-    """A sequence of NaN between two others: its tiles are all computed again, and what they held is stored nowhere.
+def test_a_sequence_of_nan_stays_within_its_coordinates(seed: int) -> None:
+    """A sequence of NaN between two others, which it must not reach.
 
-    Rows and coordinates of a packed sequence are far apart, see ``schedule.PACKED_ROWS``.
+    Rows and coordinates of a packed sequence are far apart, see ``coordinates.PACKED_ROWS``.
     """
     case = Case("varlen", batch=3, lengths=((40, 133), (150, 150), (20, 60)), heads=1, kv_heads=1, head_dim=64,
                 causal=True)  # fmt: skip
     call = build(case, torch.bfloat16)
     tensors = dataclasses.replace(call.tensors, **{name: x.detach().clone() for name, x in call.leaves.items()})
     with hopper.on_cpu(Options(seed=seed), 1 + seed), poisoned_memory():
-        clean, clean_lse = launch.forward(call.problem, tensors)
+        plan = launch.ForwardPlan(call.problem, tensors)
+        clean, clean_lse = plan(tensors)
         for x, start in ((tensors.q, 40), (tensors.k, 133), (tensors.v, 133)):
             x[start : start + 150] = torch.nan
-        out, lse = launch.forward(call.problem, tensors)
+        out, lse = plan(tensors)
     assert out[40:190].isnan().all() and lse[:, 40:190].isnan().all()
     for own in (slice(0, 40), slice(190, None)):
         assert torch.equal(out[own], clean[own]) and torch.equal(lse[:, own], clean_lse[:, own])
         assert clean[own].isfinite().all()
 
 
-def test_what_starts_and_ends_warps_has_the_lines_that_the_sanitizers_judge_knows() -> None:
-    """Bytes of what each warp shall run, read one by one, and written as constants."""
-    built: dict[str, str] = {}
+@pytest.mark.slow
+def test_what_tells_warps_what_to_run_has_the_line_that_the_sanitizers_judge_knows() -> None:
+    """Bytes of what each warp shall run, read one by one, and written as constants: see ``benchmarks.sanitizer``."""
+    built: dict[str, tuple[str, Path]] = {}
 
     def remember(self: Kernels, kernel: object, *rest: object) -> tuple[Build, list[object]]:
         made, values = original(self, kernel, *rest)
-        built[getattr(kernel, "__name__", "")] = made.ptx
+        function = getattr(kernel, "fn")  # noqa: B009
+        built[function.__name__] = made.ptx, Path(function.__code__.co_filename)
         return made, values
 
     original = Kernels.build
@@ -88,17 +103,21 @@ def test_what_starts_and_ends_warps_has_the_lines_that_the_sanitizers_judge_know
     with hopper.on_cpu(Options(), 1), mock.patch.object(Kernels, "build", remember):
         out, _ = (call := build(case, torch.bfloat16)).run("hopper")
         torch.autograd.grad(out.float().sum(), list(call.leaves.values()))
-    for (name, file), (first, last) in sanitizer.lines_of_starts("hopper").items():
-        files = {number for number, path in re.findall(r'\.file\s+(\d+) "([^"]+)"', built[name]) if path.endswith(file)}
+    for name in ("attention_forward", "attention_backward"):
+        ptx, path = built[name]
+        lines = path.read_text().splitlines()
+        start = next(number for number, line in enumerate(lines, start=1) if line.startswith(f"def {name}("))
+        place = "/".join(path.parts[-2:])
+        files = {number for number, file in re.findall(r'\.file\s+(\d+) "([^"]+)"', ptx) if file.endswith(place)}
         found: dict[str, set[int]] = {"ld": set(), "st": set()}
         number = line = ""
-        for text in built[name].splitlines():
+        for text in ptx.splitlines():
             if at := re.match(r"\s*\.loc\s+(\d+) (\d+)", text):
                 number, line = at.groups()
             elif at := re.search(r"(ld)\.shared\.b8|(st)\.shared\.\S+\s+\[global_smem\+\d+\], \{[-0-9, ]+\}", text):
                 assert number in files, text
                 found[at[1] or at[2]].add(int(line))
-        assert found["ld"] == {first} and first in found["st"] <= {first, last}, (name, found)
+        assert found["ld"] == {start} and start in found["st"], (name, found)
 
 
 def _without(pattern: str, place: int) -> object:
@@ -118,13 +137,13 @@ def _without(pattern: str, place: int) -> object:
 
 @pytest.mark.parametrize(
     ("pattern", "place", "message"),
-    [
+    slow_but([
         (r"fence\.proxy\.async\.shared::cta;", 1, "without a proxy fence"),
         (r"wgmma\.wait_group\.sync\.aligned 1;", 0, "line"),
         (r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", -1, "deadlock"),
         (r"wgmma\.fence\.sync\.aligned;", 2, "wgmma.fence"),
-    ],
-)
+    ], lambda each: each[2] in ("deadlock", "without a proxy fence")),
+)  # fmt: skip
 def test_what_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch, pattern: str, place: int, message: str) -> None:
     case = Case("full", batch=1, seqlen_q=600, seqlen_k=300, heads=1, kv_heads=1, head_dim=64)
     with hopper.on_cpu(Options(strict_fences=True), 1):

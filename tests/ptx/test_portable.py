@@ -8,6 +8,7 @@ import torch
 from tests.cases import Case, build, judge
 from tests.ptx import portable
 from tests.ptx.machine import Options
+from tests.slow import slow_but
 
 CASES = (
     Case("causal", batch=1, seqlen_q=140, seqlen_k=160, heads=2, kv_heads=1, head_dim=128, causal=True, lse_grad=True),
@@ -18,8 +19,14 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    slow_but(
+        [(case, arch) for case in CASES for arch in ("sm_90", "sm_80")],
+        lambda each: (each[0].name, each[1]) in (("causal", "sm_80"), ("everything", "sm_90")),
+    ),
+    ids=str,
+)
 def test_compiled_kernels_under_the_rule(case: Case, arch: str) -> None:
     with portable.on_cpu(Options(seed=len(case.name)), arch):
         judge(build(case, torch.bfloat16), "portable")

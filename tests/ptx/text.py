@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tests.machine import MachineError
+
 # Bits of a register of each type; predicates are booleans.
 WIDTHS = {
     "pred": 1, "b8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32, "s32": 32,
@@ -13,7 +15,7 @@ WIDTHS = {
 }  # fmt: skip
 
 
-class PtxError(Exception):
+class PtxError(MachineError):
     """The program does what hardware does not forgive, or what is not known here."""
 
 

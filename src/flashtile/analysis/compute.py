@@ -27,8 +27,8 @@ class AttentionFlops:
 def attention_flops(shape: AttentionShape) -> AttentionFlops:
     """FLOPs of the matrix products, and exponentials, over the scores that the mask keeps.
 
-    Forward: `Q K^T` and `P V`, `4 * d` FLOPs a score. Backward: five products (S again, dP, dV, dQ, dK), `10 * d` a
-    score. One exponential a score each way, since P is computed again. Softmax additions are not counted.
+    Forward: `Q K^T` and `P V`, `4 * d` FLOPs per score. Backward: five products (S again, dP, dV, dQ, dK), `10 * d` per
+    score. One exponential per score in each direction, since P is recomputed. Softmax additions are not counted.
 
     Source: FlashAttention-2 (arXiv 2307.08691), section 4.1 (4 * seqlen^2 * head_dim * heads; backward 2.5 times it).
     The causal count there is half the square; here it is exact.
@@ -51,7 +51,7 @@ def arithmetic_intensity(flops: float, hbm_bytes: float) -> float:
 
 @dataclass(frozen=True)
 class ExponentialCost:
-    """Time that the special-function units and the tensor cores are busy in one forward."""
+    """Busy time of the special-function units and of the tensor cores in one forward."""
 
     exp_seconds: float
     product_seconds: float
@@ -63,10 +63,10 @@ class ExponentialCost:
 
 
 def exponential_cost(shape: AttentionShape, device: Device) -> ExponentialCost:
-    """How long a forward's exponentials take beside its products, each alone at its peak rate.
+    """The time of a forward's exponentials and of its products, each alone at its peak rate.
 
-    A score costs `4 * d` FLOPs and one exponential. A Hopper SM does 4096 dense 16-bit FLOPs and 16 exponentials a
-    cycle, so at head_dim 128 that is 1/8 cycle against 1/16: half as many.
+    A score costs `4 * d` FLOPs and one exponential. A Hopper SM does 4096 dense 16-bit FLOPs and 16 exponentials per
+    cycle, so at head_dim 128 a score takes 1/8 cycle of products and 1/16 cycle of exponentials: half as long.
 
     Source: FlashAttention-3 (arXiv 2407.08608), section 3.1 (3.9 TFLOPS against 989 TFLOPS).
 

@@ -1,4 +1,4 @@
-"""How many bytes attention needs beyond its inputs."""
+"""Bytes that attention needs beyond its inputs."""
 
 from __future__ import annotations
 

@@ -13,16 +13,16 @@ Bound = Literal["compute", "memory"]
 
 @dataclass(frozen=True)
 class Device:
-    """What the models need to know of an accelerator.
+    """The properties of an accelerator that the models use.
 
     Attributes:
         name: For tables and messages.
-        peak_flops_per_s: Dense matrix FLOPs a second for elements of `peak_element_bytes`.
+        peak_flops_per_s: Dense matrix FLOPs per second for elements of `peak_element_bytes`.
         hbm_bytes_per_s: Bandwidth of the device memory.
-        exp_per_s: Exponentials a second of the special-function units; None when not known.
+        exp_per_s: Exponentials per second of the special-function units; None when not known.
         on_chip_bytes: Shared memory that one thread block may use; None when not known.
         hbm_capacity_bytes: Size of the device memory; None when not known.
-        peak_element_bytes: Element size the peak was stated for; None when it holds for whatever the caller asks.
+        peak_element_bytes: Element size the peak was stated for; None when it holds for any size.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Device:
 
     @property
     def ridge_flops_per_byte(self) -> float:
-        """Arithmetic intensity from which the peak, not the bandwidth, is the limit."""
+        """Arithmetic intensity above which the peak, not the bandwidth, is the limit."""
         return self.peak_flops_per_s / self.hbm_bytes_per_s
 
     def states_peak_for(self, dtype: str) -> bool:
@@ -53,7 +53,7 @@ class Device:
         return self.peak_element_bytes in (None, dtype_bytes(dtype))
 
     def check_dtype(self, dtype: str) -> None:
-        """Refuse a dtype whose peak this record does not state.
+        """Raise for a dtype whose peak this record does not state.
 
         Raises:
             InvalidInputError: The dtype's element size is not the one the peak was stated for.
@@ -66,7 +66,7 @@ class Device:
 def _from_sm(
     name: str, num_sms: int, clock_hz: float, flops_per_cycle: int, hbm_tb_per_s: float, smem_kib: int, hbm_gb: int
 ) -> Device:
-    """A device from what one SM does in a cycle: dense 16-bit FLOPs, and 4 special-function units in each quarter."""
+    """A device from one SM's rates per cycle: dense 16-bit FLOPs, and 4 special-function units in each quarter."""
     exps_per_cycle = 4 * 4
     return Device(
         name=name,
@@ -100,7 +100,7 @@ def find_device(name: str) -> Device:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Where a kernel stands under a device's roofline."""
+    """A kernel's position under a device's roofline."""
 
     intensity_flops_per_byte: float
     attainable_flops_per_s: float
@@ -111,8 +111,8 @@ class Roofline:
 def roofline_point(flops: float, hbm_bytes: float, device: Device) -> Roofline:
     """Attainable rate and shortest time of work that does `flops` and moves `hbm_bytes`.
 
-    `attainable = min(peak, intensity * bandwidth)`; `time = max(flops / peak, bytes / bandwidth)`. Overlap is perfect
-    and nothing but the matrix units and the memory is ever waited for.
+    `attainable = min(peak, intensity * bandwidth)`; `time = max(flops / peak, bytes / bandwidth)`. Overlap is assumed
+    perfect, and only the matrix units and the memory limit the time.
 
     Source: Williams, Waterman and Patterson, "Roofline", Communications of the ACM 52(4), 2009.
 

@@ -1,4 +1,4 @@
-"""What the models are asked about: the size of one attention call, its blocks, and the element sizes."""
+"""The inputs of the models: the size of one attention call, its blocks, and the element sizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def require_positive(**values: float) -> None:
-    """Refuse any value under or at zero, or not a finite number, by its name.
+    """Raise for any value that is not a finite number greater than 0.
 
     Raises:
         InvalidInputError: Names the first such value.
@@ -54,7 +54,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention call in which every query head has keys and values of its own.
+    """One attention call in which every query head has its own keys and values.
 
     `causal` keeps key j for query i when `j <= i + seqlen_k - seqlen_q` (aligned bottom-right).
     """
@@ -104,7 +104,7 @@ class AttentionShape:
 
     @property
     def kept_scores(self) -> int:
-        """Scores that the mask keeps, over all batches and heads: what exact attention must compute."""
+        """Scores that the mask keeps, over all batches and heads; exact attention must compute them all."""
         if not self.causal:
             return self.num_problems * self.seqlen_q * self.seqlen_k
         # Row i keeps i + 1 + offset keys; rows from the first with a key left form an arithmetic series up to seqlen_k.
@@ -120,7 +120,8 @@ class AttentionShape:
         num_q, num_k = self.num_blocks(blocks)
         if not self.causal:
             return num_q * num_k
-        # Block i of Q, the last apart, sees (i + 1) * block_q + offset keys; those sums of ceilings have a closed form.
+        # Block i of Q, except the last, sees (i + 1) * block_q + offset keys; those sums of ceilings have a closed
+        # form.
         offset = self.seqlen_k - self.seqlen_q
         first = max(0, -offset // blocks.block_q)
         count = num_q - 1 - first

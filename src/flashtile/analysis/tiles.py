@@ -1,4 +1,4 @@
-"""What a tile needs on chip, which tiles fit, and how much of the score matrix is ever alive."""
+"""On-chip memory of a tile, the tiles that fit, and the most elements of the score matrix alive at once."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def fitting_tiles(
 ) -> list[TileMemory]:
     """Every pair of sides whose tile fits, those that move the fewest HBM bytes first.
 
-    With Q outside, K and V are read once for each block of Q, so a taller tile (block_q) moves less; at equal height a
-    wider one has fewer steps. An empty list means that nothing fits.
+    With Q outside, K and V are read once for each block of Q, so a taller tile (block_q) moves fewer bytes; at equal
+    height a wider one has fewer steps. An empty list means that no tile fits.
     """
     require_positive(on_chip_bytes=on_chip_bytes)
     tiles = [tile_memory(Blocks(block_q, block_k), head_dim, dtype) for block_q in sides for block_k in sides]
@@ -72,7 +72,7 @@ def fitting_tiles(
 
 @dataclass(frozen=True)
 class PeakIntermediates:
-    """The most numbers between inputs and output that are alive at once, for one (batch, head) pair."""
+    """The most elements between inputs and output that are alive at once, for one (batch, head) pair."""
 
     standard_numbers: int
     tiled_numbers: int
@@ -84,13 +84,13 @@ class PeakIntermediates:
 
 
 def peak_intermediates(shape: AttentionShape, blocks: Blocks) -> PeakIntermediates:
-    """Numbers alive between inputs and output, for one (batch, head) pair.
+    """The number of intermediate elements alive at once, for one (batch, head) pair.
 
     Standard: the score matrix, `n * m`, overwritten by its softmax. Tiled: one tile of scores `Bq * Bk`, the output
-    accumulator `Bq * d`, and a maximum and a sum for each row, `2 * Bq`; a tile is as large at the end of a
-    sequence as within it.
+    accumulator `Bq * d`, and a maximum and a sum for each row, `2 * Bq`; tiles at the end of a sequence have full size
+    too.
 
-    Source: FlashAttention-2 (arXiv 2307.08691), Algorithm 1: what lives on chip between two steps, and one tile S.
+    Source: FlashAttention-2 (arXiv 2307.08691), Algorithm 1: the on-chip state between two steps, and one tile S.
     """
     return PeakIntermediates(
         standard_numbers=shape.seqlen_q * shape.seqlen_k,

@@ -1,4 +1,4 @@
-"""How many bytes attention moves to and from HBM, and how the loop order changes it."""
+"""Bytes that attention moves to and from HBM, by loop order."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class StandardTraffic:
 
     @property
     def total_bytes(self) -> int:
-        """All of it, the output's read by the next layer included."""
+        """All bytes, including the next layer's read of the output."""
         return self.own_bytes + self.out_read_back_bytes
 
     @property
     def own_bytes(self) -> int:
-        """What attention itself moves: inputs in, S and P out and in, output out."""
+        """Bytes that attention itself moves: reads of the inputs, writes and reads of S and P, writes of the output."""
         return self.inputs_read_bytes + self.scores_probs_bytes + self.out_write_bytes
 
 
@@ -39,9 +39,8 @@ def standard_traffic(shape: AttentionShape) -> StandardTraffic:
     """HBM traffic of standard attention, forward.
 
     Convention: Q, K and V are read once; every matrix that attention makes (S, P and the output) is written once and
-    read once by what consumes it. S and P so cost `4 * n * m * e` and the output `2 * n * d * e`, the second half of
-    which the next layer reads: it belongs to `total_bytes` and not to `own_bytes`. A causal mask saves nothing, for the
-    whole matrix is stored.
+    read once. S and P so cost `4 * n * m * e` and the output `2 * n * d * e`, of which the read, by the next layer,
+    counts in `total_bytes` but not in `own_bytes`. A causal mask saves nothing, because the whole matrix is stored.
 
     Source: FlashAttention (arXiv 2205.14135), section 2.2, Algorithm 0, and section 3.2, Theorem 2: Theta(N d + N^2).
     """
@@ -76,9 +75,9 @@ def tiled_traffic(shape: AttentionShape, blocks: Blocks, order: LoopOrder) -> Ti
     Convention, for n queries and m keys cut into Tq and Tk blocks, no mask:
 
     - K/V outside (FlashAttention, Algorithm 1): K and V are read once, Q once for each block of K: `(2m + Tk * n) * d`
-      elements read. The output and two float32 statistics a row are carried through HBM: set up once, then read and
-      written for each tile; that is `state_read_bytes` and part of `write_bytes`, apart from `inputs_read_bytes`. Each
-      tile leaves a normalised output, so an output block is divided by its row sums once a tile: `Tq * Tk` rescales.
+      elements read. The output and two float32 statistics per row are kept in HBM: initialised once, then read and
+      written for each tile; these are `state_read_bytes` and part of `write_bytes`, not of `inputs_read_bytes`. Each
+      tile stores a normalised output, so an output block is divided by its row sums once per tile: `Tq * Tk` rescales.
     - Q outside (FlashAttention-2, Algorithm 1): Q is read once, K and V once for each block of Q:
       `(n + 2 * Tq * m) * d`. The output stays on chip and is divided once at the end: `Tq` rescales; output and
       log-sum-exp are written once.
@@ -93,7 +92,7 @@ def tiled_traffic(shape: AttentionShape, blocks: Blocks, order: LoopOrder) -> Ti
     row_bytes = shape.head_dim * shape.element_bytes
     problems = shape.num_problems
     if order is LoopOrder.KV_OUTSIDE:
-        # The last block of Q sees every key, so it is the short one in exactly num_k visits.
+        # The last block of Q, which may be short, sees every key, so it has exactly num_k visits.
         rows = visits * blocks.block_q - num_k * (num_q * blocks.block_q - shape.seqlen_q)
         state_row_bytes = row_bytes + 2 * STATE_BYTES
         return TiledTraffic(
@@ -117,9 +116,9 @@ def tiled_traffic(shape: AttentionShape, blocks: Blocks, order: LoopOrder) -> Ti
 
 
 def compulsory_traffic_bytes(shape: AttentionShape) -> int:
-    """The least any exact forward moves: Q, K, V read once, output and float32 log-sum-exp written once, in bytes.
+    """The fewest bytes any exact forward moves: Q, K, V read once, output and float32 log-sum-exp written once.
 
-    A kernel comes near it when the keys that its blocks of Q share stay in the L2 cache.
+    A kernel comes close to it if the keys that blocks of Q share stay in the L2 cache.
     """
     return 2 * shape.q_bytes + 2 * shape.k_bytes + shape.num_problems * shape.seqlen_q * STATE_BYTES
 

@@ -10,10 +10,10 @@ from flashtile.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder of equal layers, all in one dtype. The defaults are those of a 7B model.
+    """A decoder of identical layers, all in one dtype. The defaults are those of a 7B model.
 
-    `mlp_params_per_layer` is in units of `d_model ** 2`: 8 for two matrices of width `4 * d_model`, and for a gated
-    block of three matrices of width `8/3 * d_model` alike.
+    `mlp_params_per_layer` is in units of `d_model ** 2`: 8 for two matrices of width `4 * d_model`, and also for a
+    gated block of three matrices of width `8/3 * d_model`.
     """
 
     d_model: int = 4096
@@ -41,7 +41,7 @@ class TransformerConfig:
 
     @property
     def kv_width(self) -> int:
-        """Numbers in the keys of one token in one layer; the values are as wide."""
+        """Elements in the keys of one token in one layer; the values have as many."""
         return self.d_model // self.num_heads * self.num_heads_kv
 
 
@@ -70,7 +70,7 @@ class TransformerMemory:
 
 
 def transformer_memory(config: TransformerConfig, seqlen: int, batch_size: int = 1) -> TransformerMemory:
-    """Memory of a decoder over `seqlen` tokens, in bytes; a GB is 1e9 bytes where one is named.
+    """Memory of a decoder over `seqlen` tokens, in bytes; 1 GB is 1e9 bytes.
 
     Convention, with L layers of width d, vocabulary V, element size e, and n tokens in all:
 
@@ -79,9 +79,9 @@ def transformer_memory(config: TransformerConfig, seqlen: int, batch_size: int =
     - MLP weights `8 d^2 * L * e`. Norms and biases are left out (under 0.01%);
     - key-value cache `2 * d_kv * L * n * e`;
     - activations `3 * d * L * n * e`: in every layer the block's input, Q and the attention output. With K and V, which
-      the cache holds, they are what tiled attention needs to run backward; the rest of a block is computed again.
+      the cache holds, they are what tiled attention needs to run backward; the rest of a block is recomputed.
 
-    Beside the total, for comparison: the float32 log-sum-exp (`lse_bytes`, 4 bytes a head, token and layer), and the
+    Outside the total, for comparison: the float32 log-sum-exp (`lse_bytes`, 4 bytes per head, token and layer), and the
     score matrix that standard attention would add in each layer (`scores_bytes_per_layer`). Gradients, optimizer state
     and logits are not counted.
 

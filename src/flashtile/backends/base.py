@@ -1,7 +1,7 @@
-"""What a backend is, and how it says what it can do.
+"""The backend protocol and the record in which a backend declares its capabilities.
 
-Support is data. ``Capabilities`` defaults every feature to no; ``FEATURES`` names each feature once, with the question
-whether a problem uses it, and both the refusals and the printed support table come from it.
+``Capabilities`` defaults every feature to unsupported; ``FEATURES`` lists each feature once, with a test of whether a
+problem uses it; refusals and the printed support table come from it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from flashtile.problem import Problem, Tensors
 Direction = Literal["forward", "backward"]
 
 
+def directions_of(problem: Problem) -> tuple[Direction, ...]:
+    """The directions that a call of the problem runs."""
+    return ("forward", "backward") if problem.needs_grad else ("forward",)
+
+
 @dataclass(frozen=True)
 class Feature:
     """One feature of a call.
 
     Attributes:
         name: The field of ``Capabilities`` that says whether it is supported.
-        label: How refusals and the support table call it.
+        label: Its name in refusals and in the support table.
         used: Whether a problem needs it.
     """
 
@@ -53,7 +58,7 @@ FEATURES: tuple[Feature, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What one direction of a backend can do. A field is True only when a test of its numbers says so.
+    """The features that one direction of a backend supports. A field is True only if a numerical test covers it.
 
     Attributes:
         device_types: PyTorch device types it runs on.
@@ -88,7 +93,7 @@ class Capabilities:
     def reasons(self, problem: Problem) -> list[str]:
         """Every reason why the problem cannot run here, empty if it can."""
         why = [*self._device_reasons(problem), *self._shape_reasons(problem)]
-        return why + [f"no {f.label}" for f in FEATURES if f.used(problem) and not getattr(self, f.name)]
+        return why + [f"no {f.label}" for f in FEATURES if not getattr(self, f.name) and f.used(problem)]
 
     def _device_reasons(self, problem: Problem) -> list[str]:
         if problem.device_type not in self.device_types:
@@ -117,67 +122,70 @@ class Capabilities:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """What a backward returns: gradients in the shapes and dtypes of their inputs.
+    """The result of a backward: gradients in the shapes and dtypes of their inputs.
 
-    Attributes:
-        dq: Like q.
-        dk: Like k.
-        dv: Like v.
-        dbias: Like attn_bias, None unless ``problem.bias_grad``.
-        dsinks: Like sinks, None without sinks.
+    Each is None where ``problem.grads`` does not request it; a backend may compute more than was requested.
     """
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
 
 
-class Backend(Protocol):
-    """One way to compute attention. An instance named ``BACKEND`` stands in each backend's ``__init__``.
+# The plan of a forward: computes out and lse from a call's tensors.
+#   out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in q's dtype,
+#       contiguous.
+#   lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys.
+Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
 
-    Importing that module must not import Triton: only running a kernel may.
+# The plan of a backward, which takes tensors, out, lse, dout, dlse: the forward's tensors, with its rng_state, its
+# results, from any backend, and their gradients. dlse is None for zero.
+Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None], Gradients]
+
+
+@dataclass(frozen=True, eq=False)
+class Build:
+    """One kernel that a call needs.
+
+    Attributes:
+        name: The kernel's name.
+        make: Compiles it, or finds it compiled. May run in several threads at once for the builds of one call.
+    """
+
+    name: str
+    make: Callable[[], object]
+
+
+class Backend(Protocol):
+    """One way to compute attention. Each backend's ``__init__`` defines an instance named ``BACKEND``.
+
+    Importing that module must not import Triton: only planning a call may. The tensors given to a planning method show
+    layouts: shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of
+    the same layouts, so it must not keep those. It may be called from several threads at once.
     """
 
     name: str
     summary: str
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        """What a direction can do; None if the backend does not have it."""
+        """The features that a direction supports; None if the backend does not have the direction."""
 
     def missing(self) -> str | None:
-        """What this machine lacks to run the backend at all, in one phrase; None if nothing."""
+        """Why this machine cannot run the backend at all, in one phrase; None if it can."""
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles and the algorithm a problem would run with, in one line."""
 
-    def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """Attention's output and log-sum-exp.
+    def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
+        """A function that computes this problem's output for tensors of these layouts."""
 
-        Returns:
-            out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in q's
-                dtype, contiguous.
-            lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``, ``problem.lse_dtype``, contiguous;
-                natural log, -inf for a row without keys.
-        """
+    def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+        """A function that computes this problem's gradients; dout and dlse have the given strides, which may be any."""
 
-    def backward(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-    ) -> Gradients:
-        """Gradients from the forward's results, whichever backend made them.
+    def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
+        """The kernels that a call of this problem on the current device would build; dout is contiguous, dlse absent.
 
-        Args:
-            problem: The forward's.
-            tensors: The forward's, the same rng_state included.
-            out: The forward's output.
-            lse: The forward's lse.
-            dout: Gradient of out, any strides.
-            dlse: Gradient of lse, or None for zero.
+        The tensors are on the meta device; one that is given twice, as bounds of queries and of keys, is the same.
         """

@@ -1,16 +1,22 @@
-"""What it takes to build one kernel ahead of a launch, on a machine that may have no GPU.
+"""The record that describes how to build one kernel ahead of a launch, on a machine that may have no GPU.
 
 Each GPU backend has a module ``builds`` with one function, ``builds(arch: str) -> list[KernelBuild]``: every kernel of
-the backend in every configuration worth watching on that architecture, the most usual configuration of a kernel first,
-and an empty list for an architecture the backend does not run on. It imports the kernels, and with them Triton, when it
-is called, never when its module is imported. ``flashtile.builds`` compiles the records and reports on the result.
+the backend in the configurations checked on that architecture, each kernel's most common configuration first, and an
+empty list for an architecture the backend does not run on. It imports the kernels, and with them Triton, when it is
+called, never when its module is imported. ``flashtile.builds`` compiles the records and reports on the result.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+
+from flashtile.backends.launch import Launch, specialise
+from flashtile.problem import Problem, Tensors
 
 
 @dataclass(frozen=True)
@@ -20,8 +26,9 @@ class Arch:
     Attributes:
         backend: Triton's name for the compiler: ``"cuda"`` or ``"hip"``.
         capability: Triton's name for the chip.
-        warp_size: Threads a warp.
-        shared_bytes: Most shared memory (AMD: LDS) that one block can have; more compiles, and fails at the launch.
+        warp_size: Threads per warp.
+        shared_bytes: Most shared memory (AMD: LDS) that one block can have; with more, kernels compile but fail to
+            launch.
     """
 
     backend: str
@@ -31,7 +38,7 @@ class Arch:
 
 
 # NVIDIA: CUDA programming guide, "Compute Capabilities", shared memory per thread block. AMD: CDNA 3 ISA, LDS.
-# Triton builds sm_90a for capability 90: the "a" says that the instructions of Hopper alone (wgmma) may be in use.
+# Triton builds sm_90a for capability 90: the "a" allows the instructions that only Hopper has (wgmma).
 ARCHS: dict[str, Arch] = {
     "sm_80": Arch("cuda", 80, 32, 163 * 1024),
     "sm_90a": Arch("cuda", 90, 32, 227 * 1024),
@@ -45,20 +52,20 @@ class KernelBuild:
     """One kernel in one configuration: the arguments' types, the compile-time values, the compiler's options.
 
     Attributes:
-        name: What the report calls the kernel, e.g. ``"attention_forward"``; one name a kernel.
+        name: Its name in the report, e.g. ``"attention_forward"``; one name per kernel.
         backend: Folder name of the backend.
-        direction: ``"forward"``, ``"backward"``, or what else the kernel is for, e.g. ``"backward preprocess"``.
-        config: What tells this row from the kernel's other rows, ready for JSON: dtype, head_dim, mask, tiles, warps.
+        direction: ``"forward"``, ``"backward"``, or another purpose, e.g. ``"backward preprocess"``.
+        config: Values that identify this row among the kernel's, ready for JSON: dtype, head_dim, mask, tiles, warps.
         kernel: The ``@triton.jit`` or ``@gluon.jit`` function.
         signature: Type of each run-time argument by name, as Triton spells it: ``"*bf16"``, ``"i32"``, ``"fp32"``,
             ``"tensordesc<bf16[64, 128],NVMMASharedLayout(...)>"``. A launch turns an integer of 1 into a compile-time
             value: to build that case, put the argument into ``constexprs`` instead.
-        constexprs: Value of each compile-time argument by name. None is a value too: a pointer that a call does not
-            have. With ``signature`` it covers the kernel's arguments, each once.
-        divisible: Names of run-time arguments that a launch would find divisible by 16: pointers, strides, sizes.
-            On AMD such a pointer is taken to reach less than 2 GiB too, as a launch would find for most tensors.
+        constexprs: Value of each compile-time argument by name. None is a value too: an absent pointer. With
+            ``signature`` it covers the kernel's arguments, each once.
+        divisible: Names of run-time arguments to compile as divisible by 16: pointers, strides, sizes. On AMD such a
+            pointer is also compiled as reaching less than 2 GiB, which is so for most tensors.
         options: Compiler options: ``num_warps``, ``num_stages``, ``maxnreg``, ``waves_per_eu``.
-        spill_limit: Most bytes of registers a thread may spill, a promise that the tests hold; None promises nothing.
+        spill_limit: Most bytes of registers a thread may spill, enforced by the tests; None for no limit.
     """
 
     name: str
@@ -76,3 +83,90 @@ class KernelBuild:
     def label(self) -> str:
         """Name and configuration in one line, e.g. ``portable/attention_forward dtype=bf16 head_dim=64``."""
         return " ".join([f"{self.backend}/{self.name}", *(f"{key}={value}" for key, value in self.config.items())])
+
+
+def kernel_builds(
+    backend: str,
+    direction: str,
+    problem: Problem,
+    launches: Mapping[str, Launch],
+    spill_limits: Mapping[str, int] | None = None,
+) -> list[KernelBuild]:
+    """The builds of a problem's launches.
+
+    Args:
+        backend: Its name.
+        direction: ``"forward"`` or ``"backward"``.
+        problem: The call that is launched.
+        launches: The launches by kernel name.
+        spill_limits: By kernel name; None for no limits.
+    """
+    made = []
+    for name, launch in launches.items():
+        what = specialise(launch)
+        tiles = {key: value for key, value in launch.arguments.items() if key in ("BLOCK_M", "BLOCK_N", "STAGES")}
+        made.append(
+            KernelBuild(
+                name=name,
+                backend=backend,
+                direction=direction,
+                config=traits(problem) | {"tiles": "x".join(map(str, tiles.values())), **launch.options},
+                kernel=launch.kernel,
+                signature=what.signature,
+                constexprs=what.constexprs,
+                divisible=what.divisible,
+                options=launch.options,
+                spill_limit=(spill_limits or {}).get(name),
+            )
+        )
+    return made
+
+
+def described_tensors(problem: Problem) -> Tensors:
+    """Contiguous tensors of a problem's layouts without memory, to make launches from.
+
+    Packed sequences all have the longest length, and attend to themselves.
+    """
+    p = problem
+    empty = functools.partial(torch.empty, device="meta")
+    rows_q, rows_k = ((p.batch * n,) if p.varlen else (p.batch, n) for n in (p.seqlen_q, p.seqlen_k))
+    bounds = empty(p.batch + 1, dtype=torch.int32) if p.varlen else None
+    scores = (p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k)
+    return Tensors(
+        q=empty(*rows_q, p.num_heads_q, p.head_dim, dtype=p.dtype),
+        k=empty(*rows_k, p.num_heads_kv, p.head_dim, dtype=p.dtype),
+        v=empty(*rows_k, p.num_heads_kv, p.head_dim_v, dtype=p.dtype),
+        alibi_slopes=empty(p.num_heads_q, dtype=torch.float32) if p.alibi else None,
+        attn_mask=empty(*scores, dtype=torch.bool) if p.mask else None,
+        attn_bias=empty(1, *scores[1:], dtype=p.bias_dtype) if p.bias_dtype else None,
+        sinks=empty(p.num_heads_q, dtype=torch.float32) if p.sinks else None,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        rng_state=empty(2, dtype=torch.int64) if p.dropout_p > 0 else None,
+    )
+
+
+def traits(problem: Problem) -> dict[str, object]:
+    """Values that identify a problem's rows in the report: dtype, head dims, mask, features."""
+    p = problem
+    about: dict[str, object] = {
+        "dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(p.dtype).removeprefix("torch.")],
+        "head_dim": p.head_dim,
+        "mask": str(p.band),
+    }
+    if p.head_dim_v != p.head_dim:
+        about["head_dim_v"] = p.head_dim_v
+    if p.seqlen_k != p.seqlen_q:
+        about["seqlen_k - seqlen_q"] = p.seqlen_k - p.seqlen_q
+    used = {
+        "softcap": p.softcap > 0,
+        "alibi": p.alibi,
+        "mask": p.mask,
+        "bias": p.bias_dtype is not None,
+        "sinks": p.sinks,
+        "dropout": p.dropout_p > 0,
+        "varlen": p.varlen,
+        "deterministic": p.deterministic,
+    }
+    features = [name for name, is_used in used.items() if is_used]
+    return about | ({"features": "+".join(features)} if features else {})

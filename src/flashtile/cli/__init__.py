@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-# What the extra brings, and what the newest Typer brings along.
+# The packages of the extra, and those that Typer depends on.
 _EXTRA = ("typer", "click", "rich", "matplotlib")
 
 
@@ -13,11 +13,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: What stands behind ``flashtile``; that of the process by default.
+        arguments: The words after ``flashtile``; those of the process by default.
 
     Returns:
-        The exit code: 0, 2 for input that cannot be used or memory that is not there, 130 when interrupted, and 1 when
-        a check that the command makes does not hold.
+        The exit code: 0, 2 for invalid input or too little memory, 130 when interrupted, and 1 if one of the command's
+        checks fails.
     """
     try:
         from flashtile.cli.app import run

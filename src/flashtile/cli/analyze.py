@@ -6,21 +6,21 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, NamedTuple, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from flashtile import analysis
 from flashtile.analysis import AttentionShape, Blocks, Device, LoopOrder
+from flashtile.cli.tables import number_table
 from flashtile.errors import InvalidInputError
 
 app = typer.Typer(help="What attention costs: memory, traffic, FLOPs, roofline, tiles.", no_args_is_help=True)
 
 P = ParamSpec("P")
 
-# Beyond these, products no longer fit the floats that tables print.
+# Above these, products exceed the floats that tables print.
 _MAX_SEQLEN = 2**40
 _MAX_SIZE = 2**24
 
@@ -29,33 +29,25 @@ _GROWING_LENGTHS = ["512,4096,16384"]
 _CONTEXT_LENGTHS = ["4k,32k"]
 
 
-class Report(NamedTuple):
-    """One answer: the table's texts and cells, and the same facts as records for JSON."""
-
-    title: str
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    records: Sequence[dict[str, Any]]
+Records = Sequence[dict[str, Any]]
 
 
-def _show(report: Report, as_json: bool) -> None:
+def _show(
+    as_json: bool, title: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], records: Records
+) -> None:
+    """Prints an answer: the table's texts and cells, or the same facts as records."""
     if as_json:
-        typer.echo(json.dumps(report.records, indent=2))
+        typer.echo(json.dumps(records, indent=2))
         return
-    table = Table(title=report.title, title_justify="left")
-    for index, column in enumerate(report.columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-    for row in report.rows:
-        table.add_row(*row)
     console = Console()
-    console.print(table)
-    console.print(report.caption, style="dim", highlight=False)
+    console.print(number_table(title, columns, rows))
+    console.print(caption, style="dim", highlight=False)
 
 
-def _refuse_by_option(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn the models' errors into the command line's: one message and exit code 2."""
+def _command(command: Callable[P, None]) -> Callable[P, None]:
+    """Adds a command, and turns the models' errors into the command line's: one message and exit code 2."""
 
+    @app.command()
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -97,20 +89,15 @@ def _device(name: str, peak_tflops: float | None, bandwidth_tbps: float | None) 
     return Device(f"{peak_tflops:g} TFLOP/s, {bandwidth_tbps:g} TB/s", peak_tflops * 1e12, bandwidth_tbps * 1e12)
 
 
-def _mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.2f}"
+def _units(unit: float, digits: int) -> Callable[[float], str]:
+    return lambda number: f"{number / unit:,.{digits}f}"
 
 
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.2f}"
-
-
-def _kib(num_bytes: float) -> str:
-    return f"{num_bytes / 1024:,.1f}"
+_mb, _gb, _kib = _units(1e6, 2), _units(1e9, 2), _units(1024, 1)
 
 
 def _facts(record: Any, *properties: str) -> dict[str, Any]:
-    """A result as a dictionary, with the properties named beside its fields."""
+    """A result's fields and the named properties as a dictionary."""
     return {**asdict(record), **{name: getattr(record, name) for name in properties}}
 
 
@@ -131,8 +118,7 @@ def _shape(seqlen: int, head_dim: int, heads: int, batch: int, dtype: str, causa
     return AttentionShape(seqlen, seqlen, head_dim, heads, batch, dtype, causal)
 
 
-@app.command()
-@_refuse_by_option
+@_command
 def memory(
     seqlen: Seqlens = _GROWING_LENGTHS,
     head_dim: HeadDim = 64,
@@ -150,11 +136,10 @@ def memory(
         records.append({"seqlen": n, **_facts(result, "standard_bytes", "tiled_bytes", "ratio")})
     caption = "MB = 1e6 bytes. Standard: the score matrix. Tiled: output, float32 log-sum-exp, tiles of Q, K, V and P."
     columns = ["seqlen", "standard MB", "tiled MB", "ratio"]
-    _show(Report(f"Attention memory, {dtype}, head_dim {head_dim}", caption, columns, rows, records), as_json)
+    _show(as_json, f"Attention memory, {dtype}, head_dim {head_dim}", caption, columns, rows, records)
 
 
-@app.command()
-@_refuse_by_option
+@_command
 def traffic(
     seqlen: Seqlens = _LENGTH,
     head_dim: HeadDim = 64,
@@ -184,11 +169,10 @@ def traffic(
         "Next: the next layer's read of the output, counted for standard alone. Rescales: divisions of an output block."
     )
     columns = ["MB", "seqlen", "in", "between", "out", "next", "total", "rescales"]
-    _show(Report(f"HBM traffic, forward, {dtype}, head_dim {head_dim}", caption, columns, rows, records), as_json)
+    _show(as_json, f"HBM traffic, forward, {dtype}, head_dim {head_dim}", caption, columns, rows, records)
 
 
-@app.command()
-@_refuse_by_option
+@_command
 def flops(
     seqlen: Seqlens = _LENGTH,
     head_dim: HeadDim = 128,
@@ -225,11 +209,10 @@ def flops(
         "whose peak is stated for 16-bit elements (- for others)."
     )
     columns = ["seqlen", "fwd GFLOP", "bwd GFLOP", "FLOP/byte", "exps 1e6", "exp/product"]
-    _show(Report(f"Arithmetic, head_dim {head_dim}", caption, columns, rows, records), as_json)
+    _show(as_json, f"Arithmetic, head_dim {head_dim}", caption, columns, rows, records)
 
 
-@app.command()
-@_refuse_by_option
+@_command
 def roofline(
     seqlen: Seqlens = _LENGTH,
     head_dim: HeadDim = 128,
@@ -269,11 +252,10 @@ def roofline(
         "again for every block of Q; with a perfect L2 cache each byte moves once."
     )
     columns = ["method", "seqlen", "MB", "FLOP/byte", "TFLOP/s", "bound", "time us"]
-    _show(Report(f"Roofline, forward, {dtype}, head_dim {head_dim}", caption, columns, rows, records), as_json)
+    _show(as_json, f"Roofline, forward, {dtype}, head_dim {head_dim}", caption, columns, rows, records)
 
 
-@app.command()
-@_refuse_by_option
+@_command
 def tiles(
     head_dim: HeadDim = 64,
     dtype: Dtype = "float16",
@@ -300,14 +282,12 @@ def tiles(
         f"KiB = 1024 bytes, budget {_kib(budget_bytes)}. Tile: rows of Q x rows of K. Q, K, V, P in {dtype}; output "
         "accumulator and row statistics in float32 or wider; one stage. Fewest HBM bytes first."
     )
-    if not found:
-        caption += " Nothing fits."
+    caption += "" if found else " Nothing fits."
     columns = ["tile", "Q", "K + V", "P", "acc", "stats", "matrices", "total", "fits"]
-    _show(Report(f"Tiles on chip, KiB, head_dim {head_dim}", caption, columns, rows, records), as_json)
+    _show(as_json, f"Tiles on chip, KiB, head_dim {head_dim}", caption, columns, rows, records)
 
 
-@app.command()
-@_refuse_by_option
+@_command
 def peak(
     seqlen: Seqlens = _LENGTH,
     head_dim: HeadDim = 64,
@@ -324,11 +304,10 @@ def peak(
         "Numbers, for one head. Standard: the score matrix. Tiled: a tile of scores, its accumulator, max and sum."
     )
     columns = ["seqlen", "standard", "tiled", "ratio"]
-    _show(Report(f"Peak intermediates, head_dim {head_dim}, tile {block}", caption, columns, rows, records), as_json)
+    _show(as_json, f"Peak intermediates, head_dim {head_dim}, tile {block}", caption, columns, rows, records)
 
 
-@app.command()
-@_refuse_by_option
+@_command
 def transformer(
     seqlen: Seqlens = _CONTEXT_LENGTHS,
     d_model: Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Width of the model.")] = 4096,
@@ -357,4 +336,4 @@ def transformer(
     )
     columns = ["seqlen", "embedding", "attention", "MLP", "KV cache", "kept", "total", "S a layer"]
     title = f"Transformer memory, GB, {dtype}, d_model {d_model}, {layers} layers"
-    _show(Report(title, caption, columns, rows, records), as_json)
+    _show(as_json, title, caption, columns, rows, records)

@@ -1,4 +1,4 @@
-"""The commands of ``flashtile``, and how their failures become one line and an exit code."""
+"""The commands of ``flashtile``; errors become one line and an exit code."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 import typer
 
 from flashtile import __version__
-from flashtile.cli import analyze, demo, explain, info, kernels
+from flashtile.cli import analyze, explain, info, kernels
+from flashtile.cli.demo.command import demo
 from flashtile.errors import InvalidInputError, UnsupportedError
 
-# What Typer raises for a wrong command line. Its base class belongs to click or to Typer's own copy of it, so it is
-# taken from a class that every version exports.
+# Typer's exception for a wrong command line. Its base class is click's or Typer's own copy of it, so it is taken from a
+# class that every version exports.
 _UsageError: Any = typer.BadParameter.__base__
 _CommandError: Any = _UsageError.__base__
 
 
 def _examples(title: str, *lines: str) -> str:
-    """Text below a command's options; the control character keeps its lines as they are."""
+    """Text below a command's options; the control character preserves its line breaks."""
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in lines)])
 
 
@@ -43,7 +44,7 @@ app.command(
         "flashtile demo --quick --out /tmp/demo",
         "flashtile demo --device cpu --threads 2 --memory-budget-mb 512",
     ),
-)(demo.demo)
+)(demo)
 app.command(
     short_help="What this machine can run.",
     epilog=_examples("Examples", "flashtile info", "flashtile info --json"),
@@ -64,20 +65,15 @@ app.command(
 )(kernels.kernels)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def _flashtile(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and leave.")] = False,
 ) -> None:
     """Exact attention in pure Python, on any machine."""
-    _print_version(version)
-    if context.invoked_subcommand is None:
+    if version:
+        typer.echo(__version__)
+    elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
@@ -99,7 +95,7 @@ def run(arguments: list[str]) -> int:
     except (MemoryError, torch.OutOfMemoryError) as error:
         return _fail(f"not enough memory: {str(error) or 'an allocation failed'}")
     except RuntimeError as error:
-        # PyTorch's CPU allocator has no error class of its own.
+        # PyTorch's CPU allocator raises no specific error class.
         if "DefaultCPUAllocator" not in str(error):
             raise
         return _fail(f"not enough memory: {str(error).partition('DefaultCPUAllocator: ')[2]}")
@@ -107,7 +103,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _usage(error: Any) -> int:
-    """One line for a wrong command line; the help itself where a group was called with nothing."""
+    """One line for a wrong command line; the help for a group called without a command."""
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError" and context is not None:
         typer.echo(context.get_help())

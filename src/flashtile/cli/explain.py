@@ -9,11 +9,11 @@ import torch
 import typer
 
 from flashtile import dispatch, settings
-from flashtile.arguments import band_of, check_numbers
-from flashtile.backends.base import Direction
+from flashtile.arguments import band_of, checked
+from flashtile.backends.base import Direction, directions_of
 from flashtile.cli.choices import DeviceType, DtypeName
 from flashtile.errors import InvalidInputError, UnsupportedError
-from flashtile.problem import Problem
+from flashtile.problem import Problem, described
 
 _MAX = 2**40
 
@@ -66,13 +66,11 @@ def explain(
     """
     device_type, capability = _device(device, arch)
     default_dtype = DtypeName.float32 if device_type == "cpu" else DtypeName.bfloat16
-    check_numbers(softcap=softcap, dropout_p=dropout)
-    if backend is not None:
-        dispatch.backend(backend)
+    plain = checked(softcap=softcap, dropout_p=dropout, backend=backend)
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise InvalidInputError("--heads", f"is {heads}, must be a multiple of --kv-heads {kv_heads}")
-    problem = Problem(
+    problem = described(
         device_type=device_type,
         compute_capability=capability,
         dtype=getattr(torch, (dtype or default_dtype).value),
@@ -85,13 +83,13 @@ def explain(
         head_dim_v=head_dim_v or head_dim,
         band=band_of(causal, window),
         softmax_scale=head_dim**-0.5,
-        softcap=softcap,
+        softcap=plain["softcap"],
         alibi=alibi,
         mask=mask,
         bias_dtype=torch.float32 if bias else None,
         bias_grad=bias and grad,
         sinks=sinks,
-        dropout_p=dropout,
+        dropout_p=plain["dropout_p"],
         varlen=varlen,
         deterministic=deterministic,
         needs_grad=grad,
@@ -100,7 +98,7 @@ def explain(
 
 
 def _device(device: DeviceType, arch: str | None) -> tuple[str, tuple[int, int] | None]:
-    """The device type and, for an NVIDIA GPU, its compute capability: that of --arch, or of the machine."""
+    """The device type and, for an NVIDIA GPU, its compute capability: from --arch, or the machine's."""
     if arch is not None:
         found = re.fullmatch(r"(\d{1,3})\.(\d)", arch)
         if found is None:
@@ -118,11 +116,12 @@ def _device(device: DeviceType, arch: str | None) -> tuple[str, tuple[int, int] 
 
 
 def _explain_elsewhere(problem: Problem, name: str | None) -> str:
-    """As ``dispatch.explain``, whatever this machine lacks to run a backend: the call would run on another one."""
+    """Like ``dispatch.explain``, but ignores what this machine lacks: the call would run on another machine."""
     name = name or settings.BACKEND.get() or None
-    lines = [f"{dispatch.describe_problem(problem)}, compute capability {'{}.{}'.format(*_known(problem))}"]
-    directions: tuple[Direction, ...] = ("forward", "backward") if problem.needs_grad else ("forward",)
-    for direction in directions:
+    assert problem.compute_capability is not None
+    major, minor = problem.compute_capability
+    lines = [f"{dispatch.describe_problem(problem)}, compute capability {major}.{minor}"]
+    for direction in directions_of(problem):
         against = {each: _declared_reasons(each, problem, direction) for each in dispatch.NAMES}
         chosen = next((each for each in ([name] if name else dispatch.NAMES) if not against[each]), None)
         if chosen is None:
@@ -135,11 +134,6 @@ def _explain_elsewhere(problem: Problem, name: str | None) -> str:
             if each != chosen:
                 lines.append(f"  not {each}: {'; '.join(why) or f'could run it too, but {chosen} was taken'}")
     return "\n".join(lines)
-
-
-def _known(problem: Problem) -> tuple[int, int]:
-    assert problem.compute_capability is not None
-    return problem.compute_capability
 
 
 def _declared_reasons(name: str, problem: Problem, direction: Direction) -> list[str]:

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtile import __version__, dispatch
+from flashtile.backends import host
 from flashtile.backends.base import Capabilities
-from flashtile.masks import Band
-from flashtile.problem import Problem
+from flashtile.problem import Problem, described
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
@@ -32,7 +32,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON ob
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions that matter, as JSON can carry them."""
+    """The machine and the relevant versions, as JSON values."""
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
         "flashtile": __version__,
@@ -44,7 +44,16 @@ def machine() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "gpus": gpus,
+        "launcher": launcher(),
     }
+
+
+def launcher() -> str:
+    """What starts GPU kernels on this machine: the driver directly, or Triton with the reason."""
+    missing = dispatch.backend("portable").missing()
+    if missing or not torch.cuda.is_available():
+        return f"not applicable ({missing or 'no GPU that torch can use'})"
+    return "triton (AMD)" if torch.version.hip else host.launcher()
 
 
 def _gpu(index: int) -> dict[str, Any]:
@@ -88,21 +97,12 @@ def why_unusable(name: str, device_type: str) -> list[str]:
 
 
 def _simplest(capabilities: Capabilities, device_type: str) -> Problem:
-    """A call that uses no feature, so that only the machine itself can stand against it."""
+    """A call that uses no feature, so that only the machine can rule it out."""
     gpu = device_type == "cuda" and not torch.version.hip
-    return Problem(
+    return described(
         device_type=device_type,
         compute_capability=torch.cuda.get_device_capability() if gpu else None,
         dtype=capabilities.dtypes[0],
-        batch=1,
-        seqlen_q=128,
-        seqlen_k=128,
-        num_heads_q=1,
-        num_heads_kv=1,
-        head_dim=64,
-        head_dim_v=64,
-        band=Band(),
-        softmax_scale=0.125,
     )
 
 
@@ -117,6 +117,7 @@ def _machine_table(facts: dict[str, Any]) -> Table:
         table.add_row("gpu", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}")
     if not facts["gpus"]:
         table.add_row("gpu", "none that torch can use")
+    table.add_row("launcher", facts["launcher"])
     return table
 
 

@@ -1,9 +1,10 @@
-"""How flash-attn's ways of writing an argument become flashtile's; what is wrong passes, to be refused below."""
+"""Converts flash-attn's forms of arguments to flashtile's; invalid values pass through, to be rejected later."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -16,19 +17,19 @@ def bound(size: int | None) -> int | None:
 
 
 def window(window_size: Sequence[int | None] | Tensor) -> Sequence[int | None]:
-    """A pair of sides, which may come as a tensor; a tensor on a GPU costs a synchronisation."""
+    """A pair of sides, which may be a tensor; a tensor on a GPU costs a synchronisation."""
     pair = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     return tuple(bound(size) for size in pair) if isinstance(pair, (tuple, list)) else pair
 
 
-def length(name: str, max_seqlen: int | Tensor) -> int:
-    """A longest length, which may come as a tensor of one integer; on a GPU that costs a synchronisation."""
+def length(name: str, max_seqlen: Any) -> Any:
+    """A longest length, which may be a tensor of one integer; a tensor on a GPU costs a synchronisation."""
     if not isinstance(max_seqlen, Tensor):
         return max_seqlen
     if max_seqlen.numel() != 1 or max_seqlen.dtype.is_floating_point:
         shape = tuple(max_seqlen.shape)
         raise InvalidInputError(name, f"is a {max_seqlen.dtype} tensor of shape {shape}, must hold one integer")
-    return max_seqlen.item()  # type: ignore[return-value]
+    return max_seqlen.item()
 
 
 def unstack(name: str, stacked: Tensor, parts: int, *, dim: int) -> tuple[Tensor, ...]:
@@ -43,18 +44,17 @@ def unstack(name: str, stacked: Tensor, parts: int, *, dim: int) -> tuple[Tensor
 
 
 def refuse(name: str, value: object, why: str) -> None:
-    """Refuses an argument that is anything but None."""
+    """Raises unless an argument is None."""
     if value is not None:
         raise UnsupportedError(f"{name}: {why}")
 
 
 @contextmanager
 def names(**written: str) -> Iterator[None]:
-    """Lets an error name the argument as the caller wrote it."""
+    """Renames the argument in an error to the name that the caller used."""
     try:
         yield
     except InvalidInputError as error:
         if error.argument not in written:
             raise
-        message = str(error).removeprefix(f"{error.argument}: ")
-        raise InvalidInputError(written[error.argument], message) from None
+        raise InvalidInputError(written[error.argument], error.message) from None

@@ -17,14 +17,15 @@ _Contents = dict[str, dict[str, object]]
 
 
 def install(package: str = "flash_attn") -> ModuleType:
-    """Puts modules of another package's name into ``sys.modules``, so that its users find flashtile's functions.
+    """Puts modules under another package's name into ``sys.modules``, so that its users get flashtile's functions.
 
     After ``install("flash_attn")`` these work in this process: ``import flash_attn``, ``from flash_attn import
     flash_attn_func``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``.
-    Any other submodule stays unknown (ModuleNotFoundError), and so do names that flashtile does not have (ImportError).
+    Any other submodule is missing (ModuleNotFoundError), and so do names that flashtile does not have (ImportError).
 
-    Call it before anything imports the package. A copy on disk that nobody has imported is shadowed. Only imports are
-    served: code that asks ``importlib.metadata`` whether a distribution of that name is installed gets its old answer.
+    Call it before anything imports the package. A copy on disk that is not yet imported is shadowed. Only imports
+    change: code that asks ``importlib.metadata`` whether a distribution of that name is installed gets the same answer
+    as before.
 
     Args:
         package: ``"flash_attn"``.
@@ -34,7 +35,7 @@ def install(package: str = "flash_attn") -> ModuleType:
 
     Raises:
         InvalidInputError: If flashtile has no modules for that package.
-        RuntimeError: If the real package is already imported: its functions are then bound all over the process.
+        RuntimeError: If the real package is already imported: other modules may already hold its functions.
     """
     if package not in _PACKAGES:
         known = ", ".join(map(repr, _PACKAGES))

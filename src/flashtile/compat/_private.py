@@ -1,7 +1,7 @@
 """flash-attn's private functions that other libraries call: forward and backward without autograd.
 
-Context-parallel libraries run their own communication between these. They map onto flashtile's operators, so this
-module alone reaches below the public functions.
+Context-parallel libraries call these with their own communication in between. They map onto flashtile's operators; only
+this module of the package uses more than the public functions.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from flashtile import ops
-from flashtile.arguments import band_of, check_numbers, check_tensors
+from flashtile.arguments import Grads, Options, Tensors, flatten, read
 from flashtile.compat._arguments import bound, length, refuse
 from flashtile.errors import InvalidInputError, UnsupportedError
-from flashtile.problem import Tensors
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -26,7 +25,7 @@ __all__ = [
     "_get_block_size_n",
 ]
 
-# flash-attn's switch for its own Triton kernels on AMD devices; those are not these.
+# flash-attn's switch for its own Triton kernels on AMD devices, which are not used here.
 USE_TRITON_ROCM = False
 
 _NO_PROBS = "with dropout it asks for the dense (seqlen_q, seqlen_k) matrix, which is never made"
@@ -56,26 +55,16 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward alone.
 
-    Args:
-        q: ``(batch, seqlen_q, num_heads_q, head_dim)``.
-        k: ``(batch, seqlen_k, num_heads_kv, head_dim)``.
-        v: ``(batch, seqlen_k, num_heads_kv, head_dim)``.
-        dropout_p: Probability of dropping.
-        softmax_scale: Factor of the scores.
-        causal: Bottom-right causal mask.
-        window_size_left: Keys before a row's own, negative for all.
-        window_size_right: Keys after it, negative for all.
-        softcap: Cap of the scores, 0 for none.
-        alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32.
-        return_softmax: Must be False with dropout.
+    q is ``(batch, seqlen_q, num_heads_q, head_dim)``, k and v ``(batch, seqlen_k, num_heads_kv, head_dim)``; a negative
+    side of the window is unbounded, and return_softmax must be False with dropout.
 
     Returns:
         out, lse ``(batch, num_heads_q, seqlen_q)`` float32, an empty tensor, and the ``(2,)`` int64 state of dropout
         for the backward (zeros without dropout).
     """
+    plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     tensors = Tensors(q, k, v, alibi_slopes)
-    options = _options(tensors, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    return _forward(tensors, options, return_softmax)
+    return _forward(tensors, _options(tensors, plain), return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -102,8 +91,8 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward alone over packed sequences; lse ``(num_heads_q, total_q)``, else as ``_flash_attn_forward``.
 
-    ``block_table``, ``leftpad_k``, ``seqused_k`` and ``num_splits`` over 1 are refused. ``zero_tensors`` asks that rows
-    of no sequence be 0, which they always are.
+    ``block_table``, ``leftpad_k``, ``seqused_k`` and ``num_splits`` over 1 are refused. ``zero_tensors`` requests that
+    rows of no sequence be 0, which they always are.
     """
     refuse("block_table", block_table, "paged keys and values are not supported here")
     refuse("leftpad_k", leftpad_k, "padding before the keys is not supported here")
@@ -111,8 +100,9 @@ def _flash_attn_varlen_forward(
     if num_splits > 1:
         raise UnsupportedError(f"num_splits > 1 is not supported over packed sequences, this is {num_splits}")
     tensors = Tensors(q, k, v, alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    options = _options(tensors, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    return _forward(tensors, _with_lengths(options, max_seqlen_q, max_seqlen_k), return_softmax)
+    plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    options = _options(tensors, plain, lengths=(max_seqlen_q, max_seqlen_k))
+    return _forward(tensors, options, return_softmax)
 
 
 def _flash_attn_backward(
@@ -137,34 +127,18 @@ def _flash_attn_backward(
 ) -> Tensor:
     """The backward alone, which writes into dq, dk and dv.
 
-    out and softmax_lse may be those of more keys than k and v hold: then the gradients are the share of these keys.
+    out and softmax_lse may cover more keys than k and v hold: the gradients are then these keys' contribution.
 
-    Args:
-        dout: ``(batch, seqlen_q, num_heads_q, head_dim)``.
-        q: As in the forward, like k and v.
-        k: Likewise.
-        v: Likewise.
-        out: Like dout.
-        softmax_lse: ``(batch, num_heads_q, seqlen_q)``.
-        dq: Like q, any strides; None for not wanted.
-        dk: Like k.
-        dv: Like v.
-        dropout_p: As in the forward, like all up to alibi_slopes.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size_left: Likewise.
-        window_size_right: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Ask for repeatable bits.
-        rng_state: What the forward returned; needed with dropout.
+    dout and out are ``(batch, seqlen_q, num_heads_q, head_dim)``, softmax_lse ``(batch, num_heads_q, seqlen_q)``; dq,
+    dk and dv are like q, k and v with any strides, or None if not needed; rng_state is what the forward returned,
+    needed with dropout. All else is as in the forward.
 
     Returns:
         The row sums of ``dout * out``, ``(batch, num_heads_q, seqlen_q)`` float32, not padded.
     """
+    plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     tensors = Tensors(q, k, v, alibi_slopes)
-    options = _options(tensors, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    options = dataclasses.replace(options, deterministic=deterministic)
+    options = _options(tensors, plain, deterministic)
     return _backward(dout, out, softmax_lse, (dq, dk, dv), tensors, options, rng_state)
 
 
@@ -195,45 +169,30 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:
     """The backward alone over packed sequences; lse ``(num_heads_q, total_q)``, else as ``_flash_attn_backward``.
 
-    ``zero_tensors`` asks that the gradients of rows of no sequence be 0, which they always are.
+    ``zero_tensors`` requests that the gradients of rows of no sequence be 0, which they always are.
     """
     tensors = Tensors(q, k, v, alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    options = _options(tensors, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    options = dataclasses.replace(_with_lengths(options, max_seqlen_q, max_seqlen_k), deterministic=deterministic)
+    plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    options = _options(tensors, plain, deterministic, (max_seqlen_q, max_seqlen_k))
     return _backward(dout, out, softmax_lse, (dq, dk, dv), tensors, options, rng_state)
 
 
+@torch.no_grad()
 def _options(
     tensors: Tensors,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-) -> ops.Options:
-    check_tensors(tensors)
-    check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
-    band = band_of(causal, (bound(window_size_left), bound(window_size_right)))
-    return ops.Options(
-        window_left=band.left,
-        window_right=band.right,
-        softmax_scale=softmax_scale,
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
-    )
-
-
-def _with_lengths(options: ops.Options, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor) -> ops.Options:
-    return dataclasses.replace(
-        options,
-        max_seqlen_q=length("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=length("max_seqlen_k", max_seqlen_k),
-    )
+    plain: tuple[float, float, bool, int, int, float],
+    deterministic: bool = False,
+    lengths: tuple[int | Tensor | None, int | Tensor | None] = (None, None),
+) -> Options:
+    """The options of a call; ``plain`` is dropout_p, softmax_scale, causal, both sides of the window and softcap."""
+    dropout_p, softmax_scale, causal, left, right, softcap = plain
+    longest = (length("max_seqlen_q", lengths[0]), length("max_seqlen_k", lengths[1]))
+    numbers = (softmax_scale, softcap, dropout_p, deterministic, None)
+    return read(tensors, causal, (bound(left), bound(right)), False, numbers, longest)
 
 
 @torch.no_grad()
-def _forward(tensors: Tensors, options: ops.Options, return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(tensors: Tensors, options: Options, return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if return_softmax and options.dropout_p > 0:
         raise UnsupportedError(f"return_softmax: {_NO_PROBS}")
     q = tensors.q
@@ -253,7 +212,7 @@ def _backward(
     lse: Tensor,
     wanted: tuple[Tensor | None, ...],
     tensors: Tensors,
-    options: ops.Options,
+    options: Options,
     rng_state: Tensor | None,
 ) -> Tensor:
     q, v = tensors.q, tensors.v
@@ -270,13 +229,9 @@ def _backward(
         if rng_state is None:
             raise InvalidInputError("rng_state", "is None, but dropout_p is not 0: give what the forward returned")
         tensors = dataclasses.replace(tensors, rng_state=rng_state)
+    options = dataclasses.replace(options, grads=Grads(*(target is not None for target in wanted)))
     gradients = torch.ops.flashtile.attention_backward(
-        dout,
-        None,
-        out.contiguous(),
-        lse.contiguous(),
-        *(getattr(tensors, field.name) for field in dataclasses.fields(tensors)),
-        *(getattr(options, field.name) for field in dataclasses.fields(options)),
+        dout, None, out.contiguous(), lse.contiguous(), *flatten(tensors, options)
     )
     for (_, target, _), gradient in zip(targets, gradients[:3], strict=True):
         if target is not None:

@@ -11,28 +11,14 @@ __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Takes rows of a tensor; differentiable.
-
-    Args:
-        input: ``(rows, ...)``.
-        indices: ``(taken,)`` int64.
-
-    Returns:
-        ``(taken, ...)``.
-    """
+    """Takes rows ``(taken, ...)`` of a tensor ``(rows, ...)`` by int64 indices ``(taken,)``; differentiable."""
     return torch.index_select(input, 0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Puts rows into a tensor of zeros; differentiable.
+    """Puts rows ``(put, ...)`` into zeros ``(first_axis_dim, ...)`` by int64 indices ``(put,)``; differentiable.
 
-    Args:
-        values: ``(put, ...)``.
-        indices: ``(put,)`` int64, each row at most once.
-        first_axis_dim: Rows of the result.
-
-    Returns:
-        ``(first_axis_dim, ...)``.
+    Each index at most once.
     """
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
@@ -45,14 +31,14 @@ def unpad_input(
     Args:
         hidden_states: ``(batch, seqlen, ...)``.
         attention_mask: ``(batch, seqlen)`` bool or integers; not 0 selects.
-        unused_mask: ``(batch, seqlen)``: rows to pack besides, which are allocated but not used.
+        unused_mask: ``(batch, seqlen)``: additional rows to pack, which are allocated but not used.
 
     Returns:
         The rows ``(total, ...)``; their indices ``(total,)`` int64 in the flattened batch; cu_seqlens ``(batch + 1,)``
         int32; the longest sequence; and the used rows of each sequence, ``(batch,)`` int32, without unused_mask.
 
     Raises:
-        InvalidInputError: If a mask does not fit.
+        InvalidInputError: If a mask's shape does not match.
     """
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None and mask.shape != hidden_states.shape[:2]:

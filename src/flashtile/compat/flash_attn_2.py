@@ -4,9 +4,9 @@ Differences, all of them:
 
 - Any head dim, float32 everywhere and float64 on the CPU also run; softcap and dropout also run together.
 - lse of a row without keys is -inf (flash-attn: +inf), and gradients flow through lse (flash-attn: none).
-- With ``return_attn_probs`` the third value is an empty tensor, as it is there without dropout. With dropout it would
-  be a dense ``(seqlen_q, seqlen_k)`` matrix, which flashtile never makes: refused.
-- ``block_table`` (paged keys) is refused. ``flash_attn_with_kvcache`` is not here.
+- With ``return_attn_probs`` the third value is an empty tensor, as in flash-attn without dropout. With dropout it would
+  be a dense ``(seqlen_q, seqlen_k)`` matrix, which flashtile never computes: UnsupportedError.
+- ``block_table`` (paged keys) is refused. ``flash_attn_with_kvcache`` is missing.
 - Errors are InvalidInputError (a ValueError) and UnsupportedError (a NotImplementedError, so a RuntimeError).
 """
 
@@ -49,20 +49,9 @@ def flash_attn_func(
 ) -> Result:
     """Attention over padded or equally long sequences.
 
-    Args:
-        q: ``(batch, seqlen_q, num_heads_q, head_dim)``.
-        k: ``(batch, seqlen_k, num_heads_kv, head_dim)``; num_heads_q is a multiple of num_heads_kv.
-        v: ``(batch, seqlen_k, num_heads_kv, head_dim)``.
-        dropout_p: Probability with which attention probabilities are dropped; give 0 in evaluation.
-        softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
-        causal: Mask aligned bottom-right: the last query sees the last key.
-        window_size: ``(left, right)``, a pair or a tensor of two; any negative bound is unbounded. causal overrides
-            the right one.
-        softcap: c > 0 caps the scores as ``c * tanh(scores / c)``.
-        alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds
-            ``-slope * |i + seqlen_k - seqlen_q - j|``.
-        deterministic: The backward returns the same bits every time.
-        return_attn_probs: Return ``(out, lse, S_dmask)``.
+    q is ``(batch, seqlen_q, num_heads_q, head_dim)``, k and v ``(batch, seqlen_k, num_heads_kv, head_dim)``. The rest
+    is as in ``flashtile.attention``, except that window_size may be a tensor of two, any negative bound of it is
+    unbounded, and return_attn_probs returns ``(out, lse, S_dmask)``.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim)``; with return_attn_probs also lse
@@ -70,12 +59,10 @@ def flash_attn_func(
 
     Raises:
         InvalidInputError: Naming the argument.
-        UnsupportedError: No backend can, or return_attn_probs together with dropout.
+        UnsupportedError: No backend can run the call, or return_attn_probs with dropout.
     """
-    keywords = _keywords(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return _result(attention(q, k, v, **keywords))
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _result(attention(q, k, v, **_keywords(*tail)))
 
 
 def flash_attn_kvpacked_func(
@@ -90,29 +77,11 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_func`` with k and v in one tensor.
-
-    Args:
-        q: ``(batch, seqlen_q, num_heads_q, head_dim)``.
-        kv: ``(batch, seqlen_k, 2, num_heads_kv, head_dim)``.
-        dropout_p: As in ``flash_attn_func``, like all that follow.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-
-    Returns:
-        As ``flash_attn_func``.
-    """
+    """``flash_attn_func`` with k and v in one tensor, kv ``(batch, seqlen_k, 2, num_heads_kv, head_dim)``."""
     k, v = unstack("kv", kv, 2, dim=2)
-    keywords = _keywords(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     with names(k="kv", v="kv"):
-        return _result(attention(q, k, v, **keywords))
+        return flash_attn_func(q, k, v, *tail)
 
 
 def flash_attn_qkvpacked_func(
@@ -126,28 +95,11 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_func`` with q, k and v in one tensor.
-
-    Args:
-        qkv: ``(batch, seqlen, 3, num_heads, head_dim)``.
-        dropout_p: As in ``flash_attn_func``, like all that follow.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-
-    Returns:
-        As ``flash_attn_func``.
-    """
+    """``flash_attn_func`` with q, k and v in one tensor, qkv ``(batch, seqlen, 3, num_heads, head_dim)``."""
     q, k, v = unstack("qkv", qkv, 3, dim=2)
-    keywords = _keywords(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     with names(q="qkv", k="qkv", v="qkv"):
-        return _result(attention(q, k, v, **keywords))
+        return flash_attn_func(q, k, v, *tail)
 
 
 def flash_attn_varlen_func(
@@ -170,23 +122,10 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention over sequences packed one after another.
 
-    Args:
-        q: ``(total_q, num_heads_q, head_dim)``.
-        k: ``(total_k, num_heads_kv, head_dim)``.
-        v: ``(total_k, num_heads_kv, head_dim)``.
-        cu_seqlens_q: ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
-        cu_seqlens_k: ``(batch + 1,)`` int32, the same for k and v.
-        max_seqlen_q: The longest query sequence; a tensor on a GPU costs a synchronisation.
-        max_seqlen_k: The longest key sequence, likewise.
-        dropout_p: As in ``flash_attn_func``, like all that follow.
-        softmax_scale: Likewise.
-        causal: Likewise, by the lengths of each sequence.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        block_table: Must be None.
+    q is ``(total_q, num_heads_q, head_dim)``, k and v ``(total_k, num_heads_kv, head_dim)``; cu_seqlens_q and
+    cu_seqlens_k ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. A longest
+    length may be a tensor, which costs a synchronisation on a GPU. block_table must be None; all else is as in
+    ``flash_attn_func``.
 
     Returns:
         out ``(total_q, num_heads_q, head_dim)``; with return_attn_probs also lse ``(num_heads_q, total_q)`` float32
@@ -194,14 +133,12 @@ def flash_attn_varlen_func(
 
     Raises:
         InvalidInputError: Naming the argument.
-        UnsupportedError: No backend can, or block_table, or return_attn_probs together with dropout.
+        UnsupportedError: No backend can run the call, or block_table, or return_attn_probs with dropout.
     """
     refuse("block_table", block_table, "paged keys and values are not supported here")
-    keywords = _keywords(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     longest = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
-    return _result(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **keywords))
+    return _result(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **_keywords(*tail)))
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -220,34 +157,11 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_varlen_func`` with k and v in one tensor.
-
-    Args:
-        q: ``(total_q, num_heads_q, head_dim)``.
-        kv: ``(total_k, 2, num_heads_kv, head_dim)``.
-        cu_seqlens_q: As in ``flash_attn_varlen_func``, like all that follow.
-        cu_seqlens_k: Likewise.
-        max_seqlen_q: Likewise.
-        max_seqlen_k: Likewise.
-        dropout_p: Likewise.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-
-    Returns:
-        As ``flash_attn_varlen_func``.
-    """
+    """``flash_attn_varlen_func`` with k and v in one tensor, kv ``(total_k, 2, num_heads_kv, head_dim)``."""
     k, v = unstack("kv", kv, 2, dim=1)
-    keywords = _keywords(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    longest = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     with names(k="kv", v="kv"):
-        return _result(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **keywords))
+        return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -263,69 +177,36 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_varlen_func`` with q, k and v in one tensor.
+    """``flash_attn_varlen_func`` with q, k and v in one tensor, qkv ``(total, 3, num_heads, head_dim)``.
 
-    Args:
-        qkv: ``(total, 3, num_heads, head_dim)``.
-        cu_seqlens: ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
-        max_seqlen: The longest sequence; a tensor on a GPU costs a synchronisation.
-        dropout_p: As in ``flash_attn_varlen_func``, like all that follow.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-
-    Returns:
-        As ``flash_attn_varlen_func``.
+    cu_seqlens and max_seqlen apply to both queries and keys.
     """
     q, k, v = unstack("qkv", qkv, 3, dim=1)
-    keywords = _keywords(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    longest = length("max_seqlen", max_seqlen)
-    with names(q="qkv", k="qkv", v="qkv", **_ONE_LENGTH):
-        return _result(attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **keywords))
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    one = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
+    with names(q="qkv", k="qkv", v="qkv", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen", **one):
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
-_ONE_LENGTH = {
-    "cu_seqlens_q": "cu_seqlens",
-    "cu_seqlens_k": "cu_seqlens",
-    "max_seqlen_q": "max_seqlen",
-    "max_seqlen_k": "max_seqlen",
-}
+# The arguments that all functions end with; flashtile uses the same names, except for the last.
+_TAIL = (
+    *("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"),
+    "return_attn_probs",
+)
 
 
-def _keywords(
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-) -> dict[str, Any]:
+def _keywords(*tail: Any) -> dict[str, Any]:
     """The keywords of flashtile's own functions."""
-    if not isinstance(return_attn_probs, bool):
-        raise InvalidInputError("return_attn_probs", f"is {return_attn_probs!r}, must be True or False")
-    if return_attn_probs and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
+    keywords = dict(zip(_TAIL, tail, strict=True))
+    probs, dropout_p = keywords.pop("return_attn_probs"), keywords["dropout_p"]
+    if not isinstance(probs, bool):
+        raise InvalidInputError("return_attn_probs", f"is {probs!r}, must be True or False")
+    if probs and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
         raise UnsupportedError(
             "return_attn_probs: with dropout it asks for the dense (seqlen_q, seqlen_k) matrix, which is never made; "
             "flashtile.attention(..., return_lse=True) returns lse with dropout"
         )
-    return {
-        "dropout_p": dropout_p,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": window(window_size),
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "deterministic": deterministic,
-        "return_lse": return_attn_probs,
-    }
+    return {**keywords, "window_size": window(keywords["window_size"]), "return_lse": probs}
 
 
 def _result(returned: Tensor | tuple[Tensor, Tensor]) -> Result:

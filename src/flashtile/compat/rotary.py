@@ -24,7 +24,7 @@ def apply_rotary_emb(
 
     Args:
         x: ``(batch, seqlen, num_heads, head_dim)``, or packed ``(total, num_heads, head_dim)`` with cu_seqlens.
-        cos: ``(seqlen_rotary, rotary_dim / 2)``; rotary_dim is at most head_dim, the features behind it stay.
+        cos: ``(seqlen_rotary, rotary_dim / 2)``; rotary_dim is at most head_dim, the features after it are unchanged.
         sin: Like cos.
         interleaved: Pair feature 2i with 2i + 1; otherwise i with ``i + rotary_dim / 2``.
         inplace: Write the result into x and return x.

@@ -22,16 +22,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention as the textbooks write it, with the whole score matrix in memory.
-
-    Args:
-        q: ``(batch, seqlen, num_heads, head_dim)``.
-        k: Like q.
-        v: Like q.
-
-    Returns:
-        ``softmax(q @ k^T / sqrt(head_dim)) @ v``, shaped like q.
-    """
+    """Causal attention as the textbooks write it, with the whole score matrix in memory."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -41,7 +32,7 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by flashtile, without the score matrix; shapes as in ``standard_attention``."""
+    """The same by flashtile, without the score matrix."""
     out = flashtile.attention(q, k, v, causal=True)
     assert isinstance(out, Tensor)
     return out
@@ -49,15 +40,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a ``CharGPT``.
-
-    Attributes:
-        vocab_size: Different characters.
-        seqlen: Characters that the model sees at once.
-        num_layers: Transformer blocks.
-        num_heads: Attention heads a block.
-        d_model: Width, a multiple of ``num_heads``.
-    """
+    """The sizes of a ``CharGPT``, which sees ``seqlen`` characters at once; ``num_heads`` divides ``d_model``."""
 
     vocab_size: int
     seqlen: int = 128
@@ -89,12 +72,7 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """A decoder-only transformer over characters.
-
-    Args:
-        config: Its sizes.
-        attention: The function that every block calls.
-    """
+    """A decoder-only transformer over characters."""
 
     def __init__(self, config: GPTConfig, attention: Attention = flash_attention) -> None:
         super().__init__()
@@ -114,29 +92,17 @@ class CharGPT(nn.Module):
 
     def _initialise(self) -> None:
         """Linear maps keep the size of their input, but those that end a block start at 0: it begins as identity."""
-        ends: list[nn.Linear] = []
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            if isinstance(module, Block):
-                ends += [module.out, module.down]
-        for end in ends:
-            nn.init.zeros_(end.weight)
-        nn.init.zeros_(self.head.weight)
+        for name, weight in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight", "head.weight")):
+                nn.init.zeros_(weight)
         nn.init.normal_(self.characters.weight, std=0.5)
 
     @torch.no_grad()
     def write(self, tokens: Tensor, count: int, temperature: float = 0.8) -> Tensor:
-        """Appends ``count`` sampled characters to a prompt.
-
-        Args:
-            tokens: ``(1, length)`` int64, length at least 1.
-            count: How many to sample, from PyTorch's generator.
-            temperature: Below 1 prefers likely characters.
-
-        Returns:
-            ``(1, length + count)`` int64.
-        """
+        """Appends ``count`` characters to the prompt ``(1, length)`` int64, sampled with PyTorch's generator."""
         for _ in range(count):
             logits = self(tokens[:, -self.config.seqlen :])[:, -1].float()
             chosen = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)
@@ -145,11 +111,7 @@ class CharGPT(nn.Module):
 
 
 class Text:
-    """A text as characters, split into a training part and a held-out tail of one tenth.
-
-    Args:
-        text: At least a few thousand characters.
-    """
+    """A text as characters, split into a training part and a held-out tail of one tenth."""
 
     def __init__(self, text: str) -> None:
         self.alphabet = sorted(set(text))
@@ -168,8 +130,8 @@ class Text:
 
 
 def shakespeare() -> Text:
-    """The tiny Shakespeare text that comes with the package: 1.1 million characters, 65 of them different."""
-    return Text(resources.files("flashtile.examples").joinpath("data/tinyshakespeare.txt").read_text(encoding="utf-8"))
+    """The text that comes with the package: 130,000 characters of Romeo and Juliet, 61 of them different."""
+    return Text(resources.files("flashtile.examples").joinpath("shakespeare.txt").read_text(encoding="utf-8"))
 
 
 def batch_of(tokens: Tensor, seqlen: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.backends.hopper import backward_tiles
+from flashtile.backends.hopper.backward import config as backward_tiles
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge
-from tests.poison import poisoned_memory
 
 
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
@@ -64,11 +63,13 @@ def test_sums_are_in_any_order_unless_asked_for() -> None:
             out, _ = call.run("hopper")
             (dq,) = torch.autograd.grad((out.float() ** 2).sum(), [call.leaves["q"]])
             bits.add(dq.view(torch.int16).numpy().tobytes())
-    assert len(bits) > 1
+        if len(bits) > 1:
+            return
+    pytest.fail("every order gave the same bits")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_keys_behind_the_end_weigh_nothing(dim: int) -> None:
+def test_keys_past_the_end_weigh_nothing(dim: int) -> None:
     """Where all scores are far below 0, a key of zeros would have a probability of infinity."""
     call = build(Case("full", batch=1, seqlen_q=300, seqlen_k=150, heads=1, kv_heads=1, head_dim=dim), torch.bfloat16)
     with torch.no_grad():
@@ -76,31 +77,3 @@ def test_keys_behind_the_end_weigh_nothing(dim: int) -> None:
         call.leaves["k"].sub_(10.0)
     with on_cpu():
         judge(call, "hopper")
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_lies_behind_a_length_reaches_nothing(causal: bool) -> None:
-    """NaN behind the last sequence and in the neighbours: gradients of the sequence in between stay as they are."""
-    case = Case("varlen", batch=3, lengths=((70, 90), (210, 215), (50, 30)), spare=60, causal=causal, lse_grad=True)
-    rows, keys = slice(70, 280), slice(90, 305)
-
-    def run(poison: bool) -> list[torch.Tensor]:
-        call = build(case, torch.bfloat16)
-        with torch.no_grad():
-            for name, own in (("q", rows), ("k", keys), ("v", keys)):
-                leaf = call.leaves[name]
-                if poison:
-                    leaf[: own.start] = torch.nan
-                    leaf[own.stop :] = torch.nan
-        with poisoned_memory(), on_cpu():
-            out, _ = call.run("hopper")
-            weight = torch.zeros_like(out)
-            weight[rows] = torch.linspace(-1, 1, out[rows].numel()).reshape_as(out[rows]).to(out.dtype)
-            if poison:
-                weight[: rows.start], weight[rows.stop :] = torch.nan, torch.nan
-            dq, dk, dv = torch.autograd.grad(out, [call.leaves[name] for name in "qkv"], weight)
-        return [dq[rows], dk[keys], dv[keys]]
-
-    for clean, poisoned in zip(run(False), run(True), strict=True):
-        assert torch.isfinite(clean).all()
-        torch.testing.assert_close(clean, poisoned, rtol=0.02, atol=1e-3)

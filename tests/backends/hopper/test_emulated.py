@@ -15,6 +15,7 @@ import flashtile
 from flashtile import dispatch
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
+from tests.slow import named, slow_but
 
 # Alignment is not looked at on a CPU, where nothing needs it.
 TABLE = [case for case in CASES if case.name != "sliced"]
@@ -42,7 +43,29 @@ LONG = (
     Case("varlen", batch=4, lengths=((200, 200), (1, 400), (0, 7), (333, 333)), head_dim=64, causal=True, spare=70),
     Case("varlen_128", batch=3, lengths=((130, 260), (300, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
     Case("varlen_256", batch=3, lengths=((130, 260), (300, 0), (64, 128)), head_dim=256, spare=3, lse_grad=True),
+    Case("alibi_causal", batch=2, seqlen_q=300, seqlen_k=390, heads=4, kv_heads=2, head_dim=64, causal=True,
+         alibi="bh"),
+    Case("alibi_full", batch=1, seqlen_q=200, seqlen_k=300, head_dim=128, alibi="h", sinks=True),
+    Case("alibi_window", batch=1, seqlen_q=300, seqlen_k=260, head_dim=256, window=(130, 20), softcap=5.0, alibi="h"),
+    Case("mask", batch=2, seqlen_q=200, seqlen_k=330, heads=2, kv_heads=1, head_dim=64, mask="bhqk"),
+    Case("mask_keys_causal", batch=2, seqlen_q=260, seqlen_k=260, head_dim=128, mask="bk", causal=True),
+    Case("bias_256", batch=1, seqlen_q=130, seqlen_k=200, head_dim=256, bias="hqk", bias_grad=False, scale=-0.1),
+    Case("varlen_mods", batch=3, lengths=((130, 260), (0, 20), (100, 128)), heads=2, kv_heads=1, head_dim=64, spare=70,
+         alibi="bh", bias="bhqk", bias_grad=False, mask="bqk", softcap=4.0, causal=True, lse_grad=True),
+    Case("varlen_mods_128", batch=2, lengths=((130, 200), (70, 64)), head_dim=128, alibi="h", bias="qk",
+         bias_grad=False, mask="q", window=(90, 30), sinks=True),
+)  # fmt: skip
+
+
+# Numbers of programs and dtypes, each case with one of them in ``make test`` and with all in ``make test-all``.
+PROGRAMS, DTYPES = (1, 2, 5), (torch.float16, torch.bfloat16)
+MANY_TILES = slow_but(
+    [(case, num_sms, dtype) for case in LONG for num_sms in PROGRAMS for dtype in DTYPES],
+    lambda each: each[1:] == (PROGRAMS[LONG.index(each[0]) % 3], DTYPES[LONG.index(each[0]) % 2]),
 )
+ORDERS = ("causal", "window", "causal_256", "varlen_latent")
+SIGNS = [(dim, kwargs, sign) for dim in (64, 128, 256) for kwargs in ({}, {"causal": True}, {"window": (150, 0)})
+         for sign in (-1.0, 1.0)]  # fmt: skip
 
 
 def _seed(case: Case) -> int:
@@ -55,15 +78,13 @@ def test_the_case_table(case: Case) -> None:
         judge(build(case, torch.float16), "hopper")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_sms", [1, 2, 5])
-@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize(("case", "num_sms", "dtype"), MANY_TILES, ids=str)
 def test_many_tiles_a_program(case: Case, num_sms: int, dtype: torch.dtype) -> None:
     with on_cpu(_seed(case) + num_sms, num_sms):
         judge(build(case, dtype), "hopper")
 
 
-@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("case", slow_but(LONG, named(*ORDERS)), ids=str)
 def test_bits_depend_neither_on_the_order_of_events_nor_on_the_programs(case: Case) -> None:
     runs = []
     for seed, num_sms in ((0, 1), (1, 4), (2, 4)):
@@ -73,7 +94,7 @@ def test_bits_depend_neither_on_the_order_of_events_nor_on_the_programs(case: Ca
         assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
 
 
-@pytest.mark.parametrize("case", [case for case in LONG if case.batch == 1], ids=str)
+@pytest.mark.parametrize("case", slow_but([case for case in LONG if case.batch == 1], named(*ORDERS)), ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(case: Case) -> None:
     alone = build(case, torch.bfloat16)
     q, k, v = (alone.leaves[name].detach() for name in "qkv")
@@ -85,9 +106,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(case: Case) -> None:
     assert torch.equal(got[1], out[0]) and torch.equal(got_lse[1], lse[0])
 
 
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"window": (150, 0)}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "kwargs", "sign"), slow_but(SIGNS, lambda each: each in SIGNS[::5]), ids=str)
 def test_scores_all_of_one_sign(head_dim: int, kwargs: dict[str, Any], sign: float) -> None:
     case = Case("one sign", batch=1, seqlen_q=300, seqlen_k=300, heads=2, kv_heads=1, head_dim=head_dim, **kwargs)
     with on_cpu(num_sms=4):

@@ -10,8 +10,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.backends.hopper import launch, tiles
+from flashtile.backends.build import described_tensors
+from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.builds import _problem
+from flashtile.backends.hopper.forward import config as tiles
+from flashtile.backends.hopper.forward import launch
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 
@@ -24,40 +27,40 @@ def _address(coordinate: tuple[int, ...], strides: list[int]) -> int:
 @pytest.mark.parametrize("start, length, row", [(0, 5, 0), (17, 1, 0), (1000, 300, 299), (2**29, 7, 3)])
 def test_packed_geometry_wraps_to_the_row(start: int, length: int, row: int) -> None:
     heads, dim = 6, 72
-    shape, strides = launch.geometry((10**9, heads, dim), (heads * dim, dim, 1), True)
+    shape, strides = tensor_maps.geometry((10**9, heads, dim), (heads * dim, dim, 1), True)
     rows = 2**30
     here = (rows, start + length, rows - length + row, 4, 8)
     assert all(c < n for c, n in zip(here, shape, strict=True))
     assert _address(here, strides) == (start + row) * heads * dim + 4 * dim + 8
-    behind = rows - length + length
-    assert behind >= shape[2]
+    past_the_end = rows - length + length
+    assert past_the_end >= shape[2]
     assert all(s * 2 % 16 == 0 and s * 2 < 2**40 for s in strides[:-1])
 
 
 def test_dense_geometry_replaces_strides_of_single_elements() -> None:
     x = torch.empty(1, 9, 1, 40)
     strides = (3, 40, 7, 1)
-    assert launch.geometry(tuple(x.shape), strides, False) == ([1, 9, 1, 40], [40, 40, 40, 1])
+    assert tensor_maps.geometry(tuple(x.shape), strides, False) == ((1, 9, 1, 40), (40, 40, 40, 1))
 
 
 @pytest.mark.parametrize("head_dim, width", [(8, 64), (64, 64), (72, 96), (96, 96), (128, 128), (136, 160), (168, 192),
                                              (192, 192), (200, 256), (256, 256)])  # fmt: skip
 def test_tiles_hold_a_row(head_dim: int, width: int) -> None:
-    config = tiles.choose(_problem(head_dim, Band(), dim_v=64))
+    config = tiles.choose(_problem(head_dim, Band(), head_dim_v=64))
     assert (config.block_d, config.block_dv) == (width, 64)
-    config = tiles.choose(_problem(128, Band(), dim_v=head_dim))
+    config = tiles.choose(_problem(128, Band(), head_dim_v=head_dim))
     assert (config.block_d, config.block_dv) == (128, 128 if width == 96 else width)
 
 
 def test_configurations_of_a_head_dim_share_what_the_bits_depend_on() -> None:
-    three = tiles.THREE_GROUPS_64
-    same = tiles.TWO_GROUPS[three.block_d, three.block_dv]
+    three = tiles.THREE_WARPGROUPS_64
+    same = tiles.TWO_WARPGROUPS[three.block_d, three.block_dv]
     assert (three.block_m, three.block_n) == (same.block_m, same.block_n)
-    assert all((c.block_d, c.block_dv) == dims for dims, c in tiles.TWO_GROUPS.items())
+    assert all((c.block_d, c.block_dv) == dims for dims, c in tiles.TWO_WARPGROUPS.items())
 
 
 def _meets_edges(config: tiles.Config, seqlen_q: int, seqlen_k: int, band: Band) -> bool:
-    """Whether a warpgroup keeps some pairs of a block but not all, behind its first block from above."""
+    """Whether a warpgroup keeps some pairs of a block but not all, after its first block from above."""
     rows = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
     keys = torch.arange(-(-seqlen_k // config.block_n) * config.block_n)[None]
     keep = (keys < seqlen_k) & (keys <= rows + (10**6 if band.right is None else band.right))
@@ -74,22 +77,24 @@ def _meets_edges(config: tiles.Config, seqlen_q: int, seqlen_k: int, band: Band)
 @pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(None, 64), Band(None, 5), Band(None, -64), Band(70, 0)])
 def test_a_loop_without_a_mask_meets_no_edge(band: Band, head_dim: int) -> None:
     for seqlen_q, more_keys in ((300, 0), (300, 64), (300, 32), (130, -64), (200, 128), (500, -63)):
-        problem = _problem(head_dim, band, seqlen=seqlen_q, more_keys=more_keys)
+        problem = _problem(head_dim, band, seqlen_q=seqlen_q, seqlen_k=seqlen_q + more_keys)
         config = tiles.choose(problem)
         said = launch.meets_edges(problem, config, equal_lengths=False)
         assert said or not _meets_edges(config, seqlen_q, seqlen_q + more_keys, band)
         # Nor is a mask carried along where lengths need none.
         assert said == (band.left is not None or (band.right is not None and (more_keys + band.right) % 64 != 0))
-        packed = dataclasses.replace(problem, varlen=True)
+        packed = problem.but(varlen=True)
         assert launch.meets_edges(packed, config, equal_lengths=False) == (not band.unbounded)
         if band.left is None and (band.right or 0) % 64 == 0:
             assert not launch.meets_edges(packed, config, equal_lengths=True)
 
 
 def test_boxes_fill_the_parts_of_a_tile() -> None:
-    for config in (*tiles.TWO_GROUPS.values(), tiles.THREE_GROUPS_64):
+    for (block_d, block_dv), config in (*tiles.TWO_WARPGROUPS.items(), ((64, 64), tiles.THREE_WARPGROUPS_64)):
         for varlen in (False, True):
-            q, k, v, out = (box[-1] for box in launch.boxes(config, varlen))
+            problem = _problem(block_d, Band(), head_dim_v=block_dv, varlen=varlen)
+            maps = launch._tensor_maps(problem, described_tensors(problem), config)
+            q, k, v, out = (each.box[-1] for each in maps.values())
             assert q == k
             for cols, width in ((q, config.block_d), (v, config.block_dv), (out, config.block_dv)):
                 assert cols.bit_count() == 1 and cols >= 32
@@ -100,13 +105,13 @@ def test_boxes_fill_the_parts_of_a_tile() -> None:
 @pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=str)
 @pytest.mark.parametrize("dim, dim_v", [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)])
 def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, dim_v: int, band: Band) -> None:
-    table = [tiles.TWO_GROUPS[dim, dim_v]] + [tiles.THREE_GROUPS_64] * (dim == dim_v == 64)
+    table = [tiles.TWO_WARPGROUPS[dim, dim_v]] + [tiles.THREE_WARPGROUPS_64] * (dim == dim_v == 64)
     table += [dataclasses.replace(c, overlap=False) for c in table]
     table += [dataclasses.replace(c, dynamic=True) for c in table]
     q, k, v = (torch.randn(3, 1500, 8, n, device="cuda", dtype=torch.bfloat16) for n in (dim, dim, dim_v))
     tensors = Tensors(q, k, v)
     problem = Problem.build(tensors, band)
-    results = [launch.forward(problem, tensors, config) for config in table]
+    results = [launch.ForwardPlan(problem, tensors, config)(tensors) for config in table]
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
@@ -114,20 +119,20 @@ def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, dim_v: int, b
 
 def test_configs_that_cannot_run_are_refused() -> None:
     with pytest.raises(ValueError, match="shared memory"):
-        dataclasses.replace(tiles.TWO_GROUPS[128, 128], stages=3)
+        dataclasses.replace(tiles.TWO_WARPGROUPS[128, 128], stages=3)
     with pytest.raises(ValueError, match="registers"):
-        dataclasses.replace(tiles.THREE_GROUPS_64, registers=168)
+        dataclasses.replace(tiles.THREE_WARPGROUPS_64, registers=168)
     with pytest.raises(ValueError, match="two buffers"):
-        dataclasses.replace(tiles.TWO_GROUPS[64, 64], q_stages=1)
+        dataclasses.replace(tiles.TWO_WARPGROUPS[64, 64], q_stages=1)
     with pytest.raises(ValueError, match="one key block"):
-        dataclasses.replace(tiles.THREE_GROUPS_64, block_n=64)
+        dataclasses.replace(tiles.THREE_WARPGROUPS_64, block_n=64)
 
 
 @pytest.mark.parametrize("softmax_scale", [0.25, 0.0, -0.25])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_scales_say_what_the_scores_mean(softmax_scale: float, softcap: float) -> None:
-    problem = dataclasses.replace(_problem(64, Band()), softmax_scale=softmax_scale, softcap=softcap)
-    scale_log2, cap, prescale = launch.scales(problem)
+    problem = _problem(64, Band()).but(softmax_scale=softmax_scale, softcap=softcap)
+    scale_log2, cap, prescale = launch.scales(problem).values()
     constants = launch.constants(problem, tiles.choose(problem))
     assert scale_log2 > 0
     for score in (-7.0, 0.3, 20.0):

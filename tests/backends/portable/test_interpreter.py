@@ -7,20 +7,26 @@ import dataclasses
 import pytest
 import torch
 
-from flashtile import reference
-from flashtile.backends.portable import forward, tiles
-from flashtile.backends.portable.tiles import Config
+from flashtile import merge_states
+from flashtile.arguments import Grads
+from flashtile.backends.portable import config as tiles
+from flashtile.backends.portable.backward.launch import launches
+from flashtile.backends.portable.config import Config
 from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors
+from flashtile.problem import Problem, SequenceLayout, Tensors
+from flashtile.states import Partial
+from tests.backends.portable import plans
 from tests.cases import CASES, Case, build, judge
 from tests.poison import poisoned_memory
+from tests.slow import named, slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 LOW_PRECISION = [c for c in CASES if c.name in {"causal", "window", "everything", "varlen_features", "odd_dims"}]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# It takes as long as all the others together.
+@pytest.mark.parametrize("case", slow_but(CASES, lambda case: case.name != "many_in_a_group"), ids=str)
 def test_the_case_table(case: Case) -> None:
     judge(build(case, torch.float32), "portable")
 
@@ -38,64 +44,21 @@ ONE_LOOP = {name: dataclasses.replace(config, one_loop=True) for name, config in
 APART = {"forward": WIDE, "dk": dataclasses.replace(TALL, tma=True, one_loop=True), "dv": WIDE, "dq": WIDE}
 
 
-@pytest.mark.parametrize(
-    "configs", [UNEVEN, DESCRIPTORS, ONE_LOOP, APART], ids=["pointers", "descriptors", "one loop", "dk and dv apart"]
+TILES = {"pointers": UNEVEN, "descriptors": DESCRIPTORS, "one loop": ONE_LOOP, "dk and dv apart": APART}
+OTHERS = ("causal", "more_keys_window", "more_rows_window", "group_causal", "varlen_spare", "varlen_window", "dropout")
+# Each case with every second kind of tiles in ``make test``, and with all in ``make test-all``.
+TILED = slow_but(
+    [(name, kind) for name in OTHERS for kind in TILES],
+    lambda each: (OTHERS.index(each[0]) + list(TILES).index(each[1])) % 2 == 0,
 )
-@pytest.mark.parametrize(
-    "name",
-    ["causal", "more_keys_window", "more_rows_window", "group_causal", "varlen_spare", "varlen_window", "dropout"],
-)
-def test_tiles_of_other_shapes_and_descriptors(name: str, configs: dict[str, Config]) -> None:
+
+
+@pytest.mark.parametrize(("name", "kind"), TILED)
+def test_tiles_of_other_shapes_and_descriptors(name: str, kind: str) -> None:
+    configs = TILES[kind]
     case = dataclasses.replace(next(c for c in CASES if c.name == name), head_dim=16, head_dim_v=24)
     with tiles.override(**configs):
         judge(build(case, torch.float32), "portable")
-
-
-@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("masked", [False, True], ids=["band alone", "with attn_mask"])
-@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(3, 2)], ids=str)
-def test_a_nan_reaches_only_the_rows_that_keep_it(band: Band, masked: bool, tma: bool) -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 33, 2, 24), torch.randn(1, 40, 1, 24), torch.randn(1, 40, 1, 24)
-    v[0, 11, 0, 5], v[0, 20, 0, 7], v[0, 22, 0, 7], v[0, 30, 0, 3] = torch.nan, torch.inf, -torch.inf, torch.inf
-    v[0, 39], k[0, 36] = torch.nan, torch.nan
-    tensors = Tensors(q, k, v, attn_mask=torch.rand(1, 1, 33, 40) > 0.5 if masked else None)
-    problem = Problem.build(tensors, band)
-    with tiles.override(forward=Config(16, 16, 4, 1, tma=tma)):
-        out, lse = forward.run(problem, tensors)
-    exact_out, exact_lse = reference.attention(problem, tensors)
-    torch.testing.assert_close(out.double(), exact_out, rtol=1e-5, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert band.unbounded or not out.isnan().all()
-
-
-@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_lies_behind_a_length_reaches_nothing(causal: bool, tma: bool) -> None:
-    """NaN behind the last sequence and in the neighbours: gradients of the sequence in between stay exact."""
-    case = Case("varlen", batch=3, lengths=((7, 9), (21, 21), (5, 3)), spare=6, causal=causal, lse_grad=True)
-    config = Config(16, 16, 4, 1, tma=tma)
-
-    def run(poison: bool) -> list[torch.Tensor]:
-        call = build(case, torch.float32)
-        with torch.no_grad():
-            for name, bounds in (("q", (7, 28)), ("k", (9, 30)), ("v", (9, 30))):
-                leaf = call.leaves[name]
-                if poison:
-                    leaf[: bounds[0]] = torch.nan
-                    leaf[bounds[1] :] = torch.nan
-        with poisoned_memory(), tiles.override(forward=config, dkdv=config, dq=config):
-            out, lse = call.run("portable")
-            weight = torch.zeros_like(out)
-            weight[7:28] = torch.linspace(-1, 1, out[7:28].numel()).reshape_as(out[7:28])
-            if poison:
-                weight[:7], weight[28:] = torch.nan, torch.nan
-            grads = torch.autograd.grad(out, list(call.leaves.values()), weight)
-        return [out[7:28], lse[:, 7:28], grads[0][7:28], grads[1][9:30], grads[2][9:30]]
-
-    for clean, poisoned in zip(run(False), run(True), strict=True):
-        assert torch.isfinite(clean).all()
-        assert torch.equal(clean, poisoned)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -106,12 +69,14 @@ def test_a_sequence_is_bitwise_the_same_in_any_batch(causal: bool) -> None:
     q, k, v = (whole.leaves[name] for name in ("q", "k", "v"))
     for b in range(3):
         tensors = Tensors(q[b : b + 1], k[b : b + 1], v[b : b + 1])
-        alone, alone_lse = forward.run(Problem.build(tensors, whole.problem.band), tensors)
+        alone, alone_lse = plans.forward(Problem.build(tensors, whole.problem.band), tensors)
         assert torch.equal(alone[0], out[b])
         assert torch.equal(alone_lse[0], lse[b])
 
 
-@pytest.mark.parametrize("name", ["causal", "more_rows_window", "masked_out", "prime"])
+@pytest.mark.parametrize(
+    "name", slow_but(["causal", "more_rows_window", "masked_out", "prime"], named("causal", "prime"))
+)
 def test_one_loop_is_bitwise_the_same(name: str) -> None:
     case = next(c for c in CASES if c.name == name)
     runs = []
@@ -134,3 +99,87 @@ def test_the_backward_repeats_bitwise() -> None:
         runs.append(torch.autograd.grad(out, list(call.leaves.values()), torch.ones_like(out)))
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
+
+
+def _parts(case: Case) -> tuple[Tensors, Problem, list[tuple[Tensors, Problem]]]:
+    """A call, and the same queries with three parts of its keys, the middle one of which no row keeps."""
+    call = build(case, torch.float32)
+    q, k, v = (call.leaves[name].detach() for name in ("q", "k", "v"))
+    keep = torch.rand(k.shape[0], 1, q.shape[1], k.shape[1], generator=torch.Generator().manual_seed(1)) > 0.3
+    keep[..., 16:37] = False
+    keep[:, :, 5] = False
+    parts = []
+    for start, stop in ((0, 16), (16, 37), (37, k.shape[1])):
+        part = Tensors(q, k[:, start:stop], v[:, start:stop], attn_mask=keep[..., start:stop])
+        parts.append((part, Problem.build(part, call.problem.band)))
+    whole = Tensors(q, k, v, attn_mask=keep)
+    return whole, Problem.build(whole, call.problem.band), parts
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (24, 40)])
+def test_a_chain_of_partial_results_is_the_whole(dims: tuple[int, int]) -> None:
+    whole, problem, parts = _parts(Case("parts", head_dim=dims[0], head_dim_v=dims[1], seqlen_q=35, seqlen_k=53))
+    want, want_lse = plans.forward(problem, whole)
+    partial, alone = None, []
+    with poisoned_memory():
+        for tensors, part in parts:
+            alone.append(plans.forward(part, tensors, out_dtype=torch.float32))
+            partial = Partial(*plans.forward(part, tensors, partial, out_dtype=torch.float32))
+    joined = merge_states(*merge_states(*alone[0], *alone[1]), *alone[2])
+    assert (want_lse[:, :, 5] == -torch.inf).all() and (partial.lse[:, :, 5] == -torch.inf).all()
+    for out, lse in ((partial.out, partial.lse), joined):
+        torch.testing.assert_close(out, want, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(lse, want_lse, rtol=2e-6, atol=2e-6)
+
+
+def test_a_partial_result_in_low_precision_is_rounded_once() -> None:
+    case = Case("parts", seqlen_q=20, seqlen_k=40)
+    call = build(case, torch.float16)
+    q, k, v = (call.leaves[name].detach() for name in ("q", "k", "v"))
+    first, second = (Tensors(q, k[:, part], v[:, part]) for part in (slice(0, 16), slice(16, None)))
+    problems = [Problem.build(tensors, call.problem.band) for tensors in (first, second)]
+    partial = Partial(*plans.forward(problems[0], first, out_dtype=torch.float32))
+    wide, _ = plans.forward(problems[1], second, partial, out_dtype=torch.float32)
+    out, _ = plans.forward(problems[1], second, partial)
+    assert out.dtype == torch.float16 and torch.equal(out, wide.half())
+
+
+@pytest.mark.parametrize("packed", ["queries", "keys"])
+def test_queries_and_keys_have_layouts_of_their_own(packed: str) -> None:
+    """One side packed, the other dense, in every kernel: bitwise what both sides packed give."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(48, heads, 16) for heads in (4, 2, 2, 4))
+    bounds = torch.tensor([0, 24, 48], dtype=torch.int32)
+    both = Tensors(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    problem = Problem.build(both, Band(None, 0), needs_grad=True)
+    out, lse = plans.forward(problem, both)
+    want = plans.backward(problem, both, out, lse, dout)
+    if packed == "queries":
+        mixed = dataclasses.replace(both, k=k.view(2, 24, 2, -1), v=v.view(2, 24, 2, -1), cu_seqlens_k=None)
+    else:
+        mixed = dataclasses.replace(both, q=q.view(2, 24, 4, -1), cu_seqlens_q=None)
+        problem = dataclasses.replace(problem, queries=SequenceLayout(24))
+        out, dout = out.view(2, 24, 4, -1), dout.view(2, 24, 4, -1)
+        lse = lse.view(4, 2, 24).transpose(0, 1).contiguous()
+    got, got_lse = plans.forward(problem, mixed)
+    assert torch.equal(got, out) and torch.equal(got_lse, lse)
+    grads = plans.backward(problem, mixed, out, lse, dout)
+    for made, whole in zip((grads.dq, grads.dk, grads.dv), (want.dq, want.dk, want.dv), strict=True):
+        assert made is not None and whole is not None and torch.equal(made.view(whole.shape), whole)
+
+
+@pytest.mark.parametrize("asked", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+def test_only_what_is_asked_for_is_computed(asked: tuple[bool, ...], apart: bool) -> None:
+    call = build(Case("asked", causal=True), torch.float32)
+    tensors = Tensors(*(call.leaves[name].detach() for name in ("q", "k", "v")))
+    config = Config(16, 16, 4, 1)
+    with tiles.override(**dict.fromkeys(("dk", "dv") if apart else ("dkdv",), config)):
+        out, lse = plans.forward(call.problem, tensors)
+        whole = plans.backward(call.problem, tensors, out, lse, out)
+        problem = call.problem.but(grads=Grads(*asked))
+        some = plans.backward(problem, tensors, out, lse, out)
+        made = launches(problem, tensors, out, None)
+    assert len(made) == 2
+    for name, wanted in zip(("dq", "dk", "dv"), asked, strict=True):
+        assert torch.equal(getattr(some, name), getattr(whole, name)) if wanted else getattr(some, name) is None

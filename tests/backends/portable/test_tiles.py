@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from flashtile.backends.portable import BACKEND, tiles
+from flashtile.backends.portable import BACKEND
+from flashtile.backends.portable import config as tiles
+from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.builds import builds
-from flashtile.backends.portable.tiles import Config
+from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.forward import config as forward
 from flashtile.masks import Band
+from flashtile.problem import Problem
 from tests.cases import Case, build
 
 ARCHS = [*tiles.SHARED_BYTES]
 
 
+def _choose(problem: Problem, kernel: str, arch: str | None = None) -> Config:
+    return forward.choose(problem, arch) if kernel == "forward" else backward.choose(problem, kernel, arch)
+
+
 def _problem(head_dim: int, **changes: object):
-    return dataclasses.replace(build(Case("x", head_dim=head_dim), torch.float16).problem, **changes)
+    return build(Case("x", head_dim=head_dim), torch.float16).problem.but(**changes)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -27,8 +33,8 @@ def _problem(head_dim: int, **changes: object):
 def test_every_head_dim_has_tiles_that_fit(arch: str, changes: dict[str, object]) -> None:
     for head_dim in (1, 16, 24, 64, 80, 128, 192, 256):
         problem = _problem(head_dim, **changes)
-        for kernel in ("forward", *tiles.key_kernels(problem, arch), "dq", "dbias"):
-            config = tiles.choose(problem, kernel, arch)
+        for kernel in ("forward", *backward.key_kernels(problem, arch), "dq", "dbias"):
+            config = _choose(problem, kernel, arch)
             fixed, moving = config.block_m, config.block_n
             if kernel in ("dkdv", "dk", "dv"):
                 fixed, moving = moving, fixed
@@ -39,15 +45,15 @@ def test_every_head_dim_has_tiles_that_fit(arch: str, changes: dict[str, object]
 
 
 def test_dk_and_dv_stand_apart_where_tiles_of_dv_do() -> None:
-    assert tiles.key_kernels(_problem(256), "sm_90") == ("dk", "dv")
-    assert tiles.key_kernels(_problem(128), "sm_90") == ("dkdv",)
-    assert tiles.key_kernels(_problem(256), "sm_80") == ("dkdv",)
-    assert tiles.key_kernels(_problem(256, dtype=torch.float32), "sm_90") == ("dkdv",)
+    assert backward.key_kernels(_problem(256), "sm_90") == ("dk", "dv")
+    assert backward.key_kernels(_problem(128), "sm_90") == ("dkdv",)
+    assert backward.key_kernels(_problem(256), "sm_80") == ("dkdv",)
+    assert backward.key_kernels(_problem(256, dtype=torch.float32), "sm_90") == ("dkdv",)
     one = Config(16, 16, 4, 1)
     with tiles.override(dk=one, dv=one):
-        assert tiles.key_kernels(_problem(128), "sm_90") == ("dk", "dv")
+        assert backward.key_kernels(_problem(128), "sm_90") == ("dk", "dv")
     with tiles.override(dkdv=one):
-        assert tiles.key_kernels(_problem(256), "sm_90") == ("dkdv",)
+        assert backward.key_kernels(_problem(256), "sm_90") == ("dkdv",)
 
 
 @pytest.mark.parametrize(
@@ -60,36 +66,32 @@ def test_tiles_of_two_swizzles_are_never_mixed(dims: tuple[int, int], want: tupl
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
-def test_a_mask_kind_has_its_own_tiles(kernel: tiles.Kernel) -> None:
+def test_a_mask_kind_has_its_own_tiles(kernel: str) -> None:
     full, causal = _problem(128), _problem(128, band=Band(None, 0))
-    assert tiles.choose(causal, kernel, "sm_90") == tiles.choose(_problem(128, band=Band(9, 4)), kernel, "sm_90")
-    assert kernel != "dkdv" or tiles.choose(_problem(128, varlen=True), kernel, "sm_90") != tiles.choose(
-        causal, kernel, "sm_90"
-    )
+    assert _choose(causal, kernel, "sm_90") == _choose(_problem(128, band=Band(9, 4)), kernel, "sm_90")
+    assert kernel != "dkdv" or _choose(_problem(128, varlen=True), kernel, "sm_90") != _choose(causal, kernel, "sm_90")
     featured = [{"softcap": 2.0}, {"alibi": True}, {"mask": True}, {"bias_dtype": torch.float16}, {"dropout_p": 0.1}]
     for arch in ("sm_80", "sm_90"):
-        own = {tiles.choose(dataclasses.replace(causal, **f), kernel, arch) for f in featured}
-        assert (len(own) == 1 and own != {tiles.choose(causal, kernel, arch)}) or (arch, kernel) == ("sm_80", "dq")
-    assert kernel != "dkdv" or tiles.choose(full, kernel, "sm_90") != tiles.choose(causal, kernel, "sm_90")
+        own = {_choose(causal.but(**f), kernel, arch) for f in featured}
+        assert (len(own) == 1 and own != {_choose(causal, kernel, arch)}) or (arch, kernel) == ("sm_80", "dq")
+    assert kernel != "dkdv" or _choose(full, kernel, "sm_90") != _choose(causal, kernel, "sm_90")
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "dbias"])
-def test_tiles_ignore_batch_and_lengths(kernel: tiles.Kernel) -> None:
+def test_tiles_ignore_batch_and_lengths(kernel: str) -> None:
     one = _problem(64)
-    many = dataclasses.replace(one, batch=512, seqlen_q=9, seqlen_k=70000, num_heads_q=64)
-    assert tiles.choose(one, kernel, "sm_90") == tiles.choose(many, kernel, "sm_90")
+    many = one.but(batch=512, seqlen_q=9, seqlen_k=70000, num_heads_q=64)
+    assert _choose(one, kernel, "sm_90") == _choose(many, kernel, "sm_90")
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dk", "dv", "dq"])
-def test_the_length_counts_where_all_sequences_have_it(kernel: tiles.Kernel) -> None:
+def test_the_length_counts_where_all_sequences_have_it(kernel: str) -> None:
     causal = _problem(256, band=Band(None, 0), seqlen_q=1024)
-    short = dataclasses.replace(causal, seqlen_q=512)
-    assert tiles.choose(short, kernel, "sm_90") == tiles.choose(dataclasses.replace(short, batch=9), kernel, "sm_90")
-    assert (tiles.choose(short, kernel, "sm_90") == tiles.choose(causal, kernel, "sm_90")) == (kernel != "forward")
-    packed = dataclasses.replace(causal, varlen=True)
-    assert tiles.choose(packed, kernel, "sm_90") == tiles.choose(
-        dataclasses.replace(packed, seqlen_q=512), kernel, "sm_90"
-    )
+    short = causal.but(seqlen_q=512)
+    assert _choose(short, kernel, "sm_90") == _choose(short.but(batch=9), kernel, "sm_90")
+    assert (_choose(short, kernel, "sm_90") == _choose(causal, kernel, "sm_90")) == (kernel != "forward")
+    packed = causal.but(varlen=True)
+    assert _choose(packed, kernel, "sm_90") == _choose(packed.but(seqlen_q=512), kernel, "sm_90")
 
 
 @pytest.mark.parametrize("sizes", [(8, 16), (48, 64), (512, 64), (64, 512)])
@@ -105,23 +107,23 @@ def test_masking_all_blocks_takes_one_loop() -> None:
 
 def test_override_lasts_as_long_as_it_should() -> None:
     problem = _problem(64)
-    before = tiles.choose(problem, "dq", "sm_80")
+    before = _choose(problem, "dq", "sm_80")
     with tiles.override(dq=Config(16, 16, 1, 1)):
-        assert tiles.choose(problem, "dq", "sm_80") == Config(16, 16, 1, 1)
-    assert tiles.choose(problem, "dq", "sm_80") == before
+        assert _choose(problem, "dq", "sm_80") == Config(16, 16, 1, 1)
+    assert _choose(problem, "dq", "sm_80") == before
 
 
 def test_unaligned_tensors_get_no_descriptors() -> None:
-    assert tiles.choose(_problem(64), "forward", "sm_90").tma
-    assert not tiles.choose(_problem(64, aligned=False), "forward", "sm_90").tma
-    assert not tiles.choose(_problem(20), "forward", "sm_90").tma
+    assert _choose(_problem(64), "forward", "sm_90").tma
+    assert not _choose(_problem(64, aligned=False), "forward", "sm_90").tma
+    assert not _choose(_problem(20), "forward", "sm_90").tma
 
 
 def test_describe_names_the_tiles() -> None:
     problem = _problem(64, bias_dtype=torch.float16, bias_grad=True)
-    assert BACKEND.describe(problem, "forward") == f"Triton, tiles {tiles.choose(problem, 'forward')}"
+    assert BACKEND.describe(problem, "forward") == f"Triton, tiles {_choose(problem, 'forward')}"
     for kernel in ("dkdv", "dq", "dbias"):
-        assert str(tiles.choose(problem, kernel)) in BACKEND.describe(problem, "backward")
+        assert str(_choose(problem, kernel)) in BACKEND.describe(problem, "backward")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "gfx942"])

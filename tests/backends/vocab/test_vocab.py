@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile import philox
+from flashtile import philox, states
 from flashtile.backends.vocab import blocks, dropout, mask, scheduler, scores, sequence, softmax
 from flashtile.masks import Band
 
@@ -51,16 +51,14 @@ def test_online_softmax(sink: float) -> None:
 
 
 @triton.jit
-def _band_kernel(keep_ptr, scores_ptr, seqlen_q, seqlen_k, left, right, L: tl.constexpr, R: tl.constexpr,
+def _band_kernel(out_ptr, seqlen_q, seqlen_k, left, right, L: tl.constexpr, R: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     i = (tl.arange(0, M) + seqlen_k - seqlen_q)[:, None]
     j = tl.arange(0, N)[None, :]
-    at = tl.arange(0, M)[:, None] * N + j
-    tl.store(keep_ptr + at, mask.band_keep(i, j, seqlen_k, left, right, L, R).to(tl.int8))
-    tl.store(
-        scores_ptr + at,
-        mask.band_select(tl.zeros([M, N], tl.float32), i, j, seqlen_k, left, right, float("-inf"), L, R),
-    )
+    band = mask.Band(left if L else None, right if R else None)
+    head = scores.Head(0, 0, seqlen_k - seqlen_q, seqlen_k, 0, 0)
+    x = mask.select_band(tl.zeros([M, N], tl.float32), band, head, i, j, float("-inf"))
+    tl.store(out_ptr + tl.arange(0, M)[:, None] * N + j, x)
 
 
 BANDS = [Band(), Band(None, 0), Band(3, None), Band(2, 5), Band(0, 0), Band(4, -2), Band(-1, 3)]
@@ -69,14 +67,13 @@ BANDS = [Band(), Band(None, 0), Band(3, None), Band(2, 5), Band(0, 0), Band(4, -
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(16, 16), (5, 13), (13, 5), (1, 16), (7, 0)])
 def test_band(band: Band, seqlen_q: int, seqlen_k: int) -> None:
-    keep, masked = torch.empty(16, 16, dtype=torch.int8), torch.full((16, 16), torch.nan)
+    masked = torch.full((16, 16), torch.nan)
     left, right = band.left, band.right
-    _band_kernel[(1,)](keep, masked, seqlen_q, seqlen_k, left or 0, right or 0, L=left is not None, R=right is not None,
+    _band_kernel[(1,)](masked, seqlen_q, seqlen_k, left or 0, right or 0, L=left is not None, R=right is not None,
                        M=16, N=16)  # fmt: skip
     expected = torch.zeros(seqlen_q, 16, dtype=torch.bool)
     expected[:, :seqlen_k] = band.dense(seqlen_q, seqlen_k)
-    # Keys before the first one are never asked for, so nothing masks them; keys behind the last one are.
-    assert torch.equal(keep[:seqlen_q].bool(), expected)
+    # Keys before the first one are never asked for, so nothing masks them; keys past the last one are.
     assert torch.equal(masked[:seqlen_q] == 0, expected)
     assert torch.equal(masked[:seqlen_q] == -torch.inf, ~expected)
 
@@ -138,22 +135,103 @@ def test_phases_take_every_block_once() -> None:
 
 
 @triton.jit
-def _terms_kernel(slopes_ptr, slopes_stride_b, bias_ptr, stride_b, stride_head, out_ptr, b, h):
-    absent = scores.ScoreTensor(None, 0, 0, 0, 0)
-    bias = scores.ScoreTensor(bias_ptr, stride_b, stride_head, 0, 0)
-    terms = scores.Terms(mask.Band(None, None), 1.0, 0.0, slopes_ptr, slopes_stride_b, bias, absent)
-    slope, bias_at, mask_at = scores.of_head(terms, b, h)
-    tl.store(out_ptr, slope)
-    tl.store(out_ptr + 1, tl.load(bias_at))
-    tl.store(out_ptr + 2, mask_at)
+def _twice(scores, operands, b, h, i, j):
+    return scores * 2.0
 
 
-def test_terms_of_a_head() -> None:
-    slopes, bias, out = torch.rand(3, 4), torch.rand(3, 4, 2, 2), torch.full((3,), torch.nan)
-    _terms_kernel[(1,)](slopes, slopes.stride(0), bias, *bias.stride()[:2], out, 2, 1)
-    assert out.tolist() == [slopes[2, 1], bias[2, 1, 0, 0], 0]
-    _terms_kernel[(1,)](slopes, 0, bias, 0, bias.stride(1), out, 2, 1)
-    assert out.tolist() == [slopes[0, 1], bias[0, 1, 0, 0], 0]
+@triton.jit
+def _two(scores, operands, b, h, i, j):
+    return scores * 0.0 + 2.0
+
+
+@triton.jit
+def _pairs_kernel(x_ptr, bias_ptr, mask_ptr, slopes_ptr, out_ptr, stride_b, stride_head, stride_row, b, h, seqlen_q,
+                  seqlen_k, cap, M: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr):  # fmt: skip
+    rows, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    _pairs_body(
+        scores.Terms(
+            0.5, True, "ieee",
+            (
+                scores.ScoreMod(_twice if OWN else scores.softcap, _two if OWN else scores.softcap_derivative, None,
+                                cap),
+                scores.ScoreMod(None if slopes_ptr is None else scores.alibi, None, scores.slope_of_head,
+                                scores.Alibi(slopes_ptr, 4)),
+                scores.ScoreMod(None if bias_ptr is None else scores.bias, None, mask.tensor_of_head,
+                                mask.ScoreTensor(bias_ptr, stride_b, stride_head, stride_row, 1)),
+            ),
+            mask.Band(None, 0),
+            (
+                mask.MaskMod(mask.select_band, None, mask.Band(None, 0), True),
+                mask.MaskMod(None if mask_ptr is None else mask.select_tensor, mask.tensor_of_head,
+                             mask.ScoreTensor(mask_ptr, stride_b, stride_head, stride_row, 1), False),
+            ),
+            None,
+        ),
+        x_ptr, out_ptr, b, h, seqlen_q, seqlen_k, rows, j, N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pairs_body(terms, x_ptr, out_ptr, b, h, seqlen_q, seqlen_k, rows, j, N: tl.constexpr):
+    head = scores.head_of(terms, b, h, seqlen_q, seqlen_k)
+    i = rows + head.shift
+    x, scale_log2, derivative = scores.transform(tl.load(x_ptr + rows * N + j), scores.Pairs(terms, head), i, j, True)
+    tl.store(out_ptr + rows * N + j, scores.select(x * scale_log2, scores.Pairs(terms, head), i, j, 7.0, True))
+    tl.store(out_ptr + (rows + 16) * N + j, scores.select(x, scores.Pairs(terms, head), i, j, 7.0, False))
+    tl.store(out_ptr + (rows + 32) * N + j, derivative + x * 0.0)
+
+
+@pytest.mark.parametrize("given", [(), ("bias",), ("mask",), ("alibi",), ("bias", "mask", "alibi")], ids=str)
+@pytest.mark.parametrize("own", [False, True])
+def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: bool) -> None:
+    torch.manual_seed(0)
+    rows, keys, b, h, cap = 9, 13, 1, 2, 3.0
+    x, bias, slopes = torch.randn(16, 16), torch.randn(2, 4, rows, keys), torch.rand(2, 4)
+    kept = torch.rand(2, 4, rows, keys) > 0.5
+    out = torch.full((48, 16), torch.nan)
+    _pairs_kernel[(1,)](
+        x, bias if "bias" in given else None, kept.view(torch.uint8) if "mask" in given else None,
+        slopes if "alibi" in given else None, out, 4 * rows * keys, rows * keys, keys, b, h, rows, keys, cap, M=16,
+        N=16, OWN=own,
+    )  # fmt: skip
+    product = x[:rows, :keys] * 0.5
+    want = product * 2 if own else cap * torch.tanh(product / cap)
+    derivative = torch.full_like(want, 2.0) if own else 1 - (want / cap) ** 2
+    i, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
+    if "alibi" in given:
+        want = want - slopes[b, h] * (i - j).abs()
+    if "bias" in given:
+        want = want + bias[b, h]
+    inside = torch.where(kept[b, h], want, 7.0) if "mask" in given else want
+    at_edge = torch.where(j <= i, torch.where(inside == 7.0, inside, inside * softmax.LOG2_E.value), 7.0)
+    for got, expected in ((out[:16], at_edge), (out[16:32], inside), (out[32:], derivative)):
+        torch.testing.assert_close(got[:rows, :keys], expected, rtol=1e-6, atol=1e-6)
+    assert (out[:rows, keys:] == 7.0).all()
+
+
+@triton.jit
+def _merge_kernel(out_ptr, lse_ptr, D: tl.constexpr):
+    rows, cols = tl.arange(0, 8), tl.arange(0, D)[None, :]
+    at = rows[:, None] * D + cols
+    out, lse = softmax.merge(
+        tl.load(out_ptr + at), tl.load(lse_ptr + rows), tl.load(out_ptr + 8 * D + at), tl.load(lse_ptr + 8 + rows)
+    )
+    tl.store(out_ptr + 16 * D + at, out)
+    tl.store(lse_ptr + 16 + rows, lse)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_merging_two_states() -> None:
+    torch.manual_seed(0)
+    out, lse = torch.randn(3, 8, 16), torch.randn(3, 8) * 20
+    lse[0, 1], lse[1, 2], lse[:2, 3] = -torch.inf, -torch.inf, -torch.inf
+    out[0, 1], out[1, 2] = torch.nan, torch.inf  # an empty state's output is never looked at
+    out[2], lse[2] = torch.nan, torch.nan
+    want, want_lse = states.merge(out[0], lse[0], out[1], lse[1])
+    _merge_kernel[(1,)](out, lse, D=16)
+    torch.testing.assert_close(out[2], want, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(lse[2], want_lse, rtol=2e-6, atol=1e-6)
+    assert (out[2, 3] == 0).all() and lse[2, 3] == -torch.inf
 
 
 @triton.jit
@@ -183,7 +261,7 @@ def _scores_kernel(x_ptr, out_ptr, cap, slope, N: tl.constexpr):
     capped = scores.softcap(x, cap, 0, 0, j, j)
     tl.store(out_ptr + j, capped)
     tl.store(out_ptr + N + j, scores.softcap_derivative(capped, cap, 0, 0, j, j))
-    tl.store(out_ptr + 2 * N + j, scores.alibi(slope, 100, j))
+    tl.store(out_ptr + 2 * N + j, scores.alibi(x * 0.0, slope, 0, 0, 100, j))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # far from 0 exp2 overflows on purpose
@@ -203,7 +281,8 @@ def test_score_transforms() -> None:
 def _tiles_kernel(cu_ptr, out_ptr, num_sequences, total, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
     b, block = scheduler.packed_tile(cu_ptr, num_sequences, tile, BLOCK)
-    start, length = sequence.sequence(cu_ptr, b, num_sequences, total, True)
+    seq = sequence.sequence_of(sequence.SequenceLayout(cu_ptr, num_sequences, total), b)
+    start, length = seq.batch_index + seq.start, seq.length
     tl.store(out_ptr + tile * 4, b)
     tl.store(out_ptr + tile * 4 + 1, block)
     tl.store(out_ptr + tile * 4 + 2, start)
@@ -211,11 +290,11 @@ def _tiles_kernel(cu_ptr, out_ptr, num_sequences, total, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("lengths", [[5], [0, 0, 9], [16, 16], [1, 1, 1, 1, 1], [33, 0, 7, 15], []])
-@pytest.mark.parametrize("behind", [0, 3, 40])
-def test_packed_tiles_reach_every_row_once(lengths: list[int], behind: int) -> None:
+@pytest.mark.parametrize("spare", [0, 3, 40])
+def test_packed_tiles_reach_every_row_once(lengths: list[int], spare: int) -> None:
     block = 16
     bounds = [0, *itertools.accumulate(lengths)]
-    total = bounds[-1] + behind
+    total = bounds[-1] + spare
     tiles = scheduler.num_packed_tiles(total, len(lengths), block)
     out = torch.full((tiles, 4), -1, dtype=torch.int32)
     _tiles_kernel[(tiles,)](torch.tensor(bounds, dtype=torch.int32), out, len(lengths), total, BLOCK=block)
@@ -223,12 +302,12 @@ def test_packed_tiles_reach_every_row_once(lengths: list[int], behind: int) -> N
     owner = torch.full((total,), -1, dtype=torch.int32)
     for b, m, start, length in out.tolist():
         assert start == bounds[b]
-        assert length == (lengths[b] if b < len(lengths) else behind)
+        assert length == (lengths[b] if b < len(lengths) else spare)
         rows = slice(start + min(m * block, length), start + min((m + 1) * block, length))
         seen[rows] += 1
         owner[rows] = b
     assert (seen == 1).all()
-    expected = [b for b, length in enumerate([*lengths, behind]) for _ in range(length)]
+    expected = [b for b, length in enumerate([*lengths, spare]) for _ in range(length)]
     assert owner.tolist() == expected
 
 

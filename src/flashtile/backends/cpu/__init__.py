@@ -1,14 +1,16 @@
-"""The portable default: blocks through PyTorch's own CPU flash kernel where it can, through matrix products where not.
+"""The CPU backend: blocks of scores through PyTorch's CPU flash kernel where possible, else matrix products.
 
-A call is cut into rectangles of the score matrix that the band does not leave empty (``plan``). Each yields a partial
-output and log-sum-exp (``flash`` or ``tiles``), and partial states merge. Memory stays linear in the lengths.
+A call is split into rectangles of the score matrix that contain kept pairs (``plan``). Each yields a partial output and
+log-sum-exp (``flash`` or ``tiles``), which are merged. Memory stays linear in the lengths.
 """
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
-from flashtile.backends.base import Capabilities, Direction, Gradients
+from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward
 from flashtile.backends.cpu import backward, forward
 from flashtile.problem import DTYPES, Problem, Tensors
 
@@ -34,7 +36,7 @@ _CAPABILITIES = Capabilities(
 
 
 class CpuBackend:
-    """Attention on the CPU, every rule in every dtype."""
+    """Attention on the CPU, with every feature in every dtype."""
 
     name = "cpu"
     summary = "any CPU"
@@ -51,15 +53,17 @@ class CpuBackend:
         """The path and its blocks."""
         return forward.describe(problem) if direction == "forward" else backward.describe(problem)
 
-    def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """See ``Backend.forward``."""
-        return forward.forward(problem, tensors)
+    def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
+        """See ``Backend.plan_forward``."""
+        return functools.partial(forward.forward, problem)
 
-    def backward(
-        self, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
-        """See ``Backend.backward``."""
-        return backward.backward(problem, tensors, out, lse, dout, dlse)
+    def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+        """See ``Backend.plan_backward``."""
+        return functools.partial(backward.backward, problem)
+
+    def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
+        """None: PyTorch comes built."""
+        return []
 
 
 BACKEND = CpuBackend()

@@ -11,19 +11,19 @@ from torch import Tensor
 from flashtile.backends.base import Gradients
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
-from flashtile.backends.cpu.paths import Path, kernel_fits, paths
+from flashtile.backends.cpu.paths import Path, adds_tiles, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
 
-# PyTorch's kernel sums dk and dv in the inputs' dtype. So that short floats are summed in float32, it gets few rows at
-# a time and one query head a key head, and the sums are made here.
+# PyTorch's kernel sums dk and dv in the inputs' dtype. So that 16-bit floats are summed in float32, it gets few rows at
+# a time and one query head per key head, and the results are summed here.
 SHORT_FLOATS = (torch.bfloat16, torch.float16)
 SHORT_FLOAT_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What the backward knows of a sequence's rows, heads first.
+    """The backward's per-row inputs of a sequence, heads first.
 
     Attributes:
         out: ``(batch, num_heads_q, seqlen_q, head_dim_v)``.
@@ -49,32 +49,38 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """Gradients being summed over rectangles, in the dtype of the arithmetic, shaped like their inputs."""
+    """Gradients being summed over rectangles, in the dtype of the arithmetic, shaped like their inputs.
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    None where no gradient is needed.
+    """
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
     dbias: Tensor | None
 
 
 def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
-    """See ``Backend.backward``."""
-    t = tensors
+    """See ``backends.base.Backward``."""
+    t, grads = tensors, problem.grads
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    dsinks = torch.zeros(t.sinks.shape, dtype=problem.lse_dtype) if t.sinks is not None and grads.sinks else None
     sums: _Sums | None = None
-    dsinks = None if t.sinks is None else torch.zeros(t.sinks.shape, dtype=problem.lse_dtype)
-    kernel = kernel_fits(problem) and dlse is None and not problem.bias_grad
+    kernel = kernel_fits(problem) and dlse is None and not grads.bias
     most_rows = SHORT_FLOAT_ROWS if problem.dtype in SHORT_FLOATS else None
-    for path in paths(problem, t, kernel, lambda seq: (seq.q, seq.k, seq.v, seq.view(dout)), most_rows=most_rows):
+    for path in paths(problem, t, kernel, most_rows=most_rows):
         seq = path.seq
         rows = _Rows(seq.view(out), seq.view(dout), None if dlse is None else seq.lse_view(dlse), seq.lse_view(lse))
         if dsinks is not None and t.sinks is not None:
             dsinks += _sinks_gradient(t.sinks, rows)
+        if not any(grads[:4]):
+            continue
         whole = path.whole()
-        if whole is not None and not _one_head_apart(problem):
-            dq, dk, dv = (x.transpose(1, 2).contiguous() for x in _kernel_shares(problem, seq, rows, whole))
+        if whole is not None and not _copies_key_heads(problem):
+            found = (x.transpose(1, 2).contiguous() for x in _kernel_shares(problem, seq, rows, whole))
+            dq, dk, dv = (x if wanted else None for x, wanted in zip(found, grads, strict=False))
             return Gradients(dq, dk, dv, None, _stored(dsinks, t.sinks))
         sums = sums or _zeros(problem, t)
         for block in path.blocks:
@@ -83,21 +89,22 @@ def backward(
                     _add_kernel_shares(problem, seq, rows, rectangle, sums)
                 else:
                     _add_tile_shares(problem, t, path, rows, rectangle, sums, whole_rows=len(block) == 1)
-    return _rounded(problem, t, sums or _zeros(problem, t), dsinks)
+    return _rounded(t, sums or _zeros(problem, t), dsinks)
 
 
 def _zeros(problem: Problem, t: Tensors) -> _Sums:
-    dq, dk, dv = (torch.zeros(x.shape, dtype=problem.lse_dtype) for x in (t.q, t.k, t.v))
-    if t.attn_bias is None or not problem.bias_grad:
-        return _Sums(dq, dk, dv, None)
-    shape = plan.four_dimensional(t.attn_bias).shape
-    return _Sums(dq, dk, dv, torch.zeros(shape, dtype=problem.lse_dtype))
+    """Zeros for the gradients that are needed, None for the rest."""
+    bias = None if t.attn_bias is None else plan.four_dimensional(t.attn_bias)
+    inputs = zip((t.q, t.k, t.v, bias), problem.grads, strict=False)
+    return _Sums(
+        *(torch.zeros(x.shape, dtype=problem.lse_dtype) if wanted and x is not None else None for x, wanted in inputs)
+    )
 
 
-def _rounded(problem: Problem, t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
+def _rounded(t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
     """The sums in the dtypes and shapes of their inputs."""
-    dq, dk, dv = (x.to(problem.dtype) for x in (sums.dq, sums.dk, sums.dv))
-    return Gradients(dq, dk, dv, _stored(sums.dbias, t.attn_bias), _stored(dsinks, t.sinks))
+    pairs = ((sums.dq, t.q), (sums.dk, t.k), (sums.dv, t.v), (sums.dbias, t.attn_bias), (dsinks, t.sinks))
+    return Gradients(*(_stored(total, like) for total, like in pairs))
 
 
 def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -105,18 +112,18 @@ def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
     return None if total is None or like is None else total.view(like.shape).to(like.dtype)
 
 
-def _one_head_apart(problem: Problem) -> bool:
-    """Whether the kernel gets every query head its own copy of its key head."""
+def _copies_key_heads(problem: Problem) -> bool:
+    """Whether each query head gets its own copy of its key head."""
     return problem.group_size > 1 and problem.dtype in SHORT_FLOATS
 
 
 def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
-    """What a rectangle adds to dq, dk and dv, heads first, by PyTorch's kernel."""
+    """A rectangle's contribution to dq, dk and dv, heads first, from PyTorch's kernel."""
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
     bias = None if triangle else plan.tile_bias(problem, seq, rectangle, flash.bias_dtype(problem.dtype))
     k, v = seq.k[:, :, keys], seq.v[:, :, keys]
-    apart = _one_head_apart(problem)
+    apart = _copies_key_heads(problem)
     if apart:
         k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))
     dq, dk, dv = flash.backward(
@@ -138,10 +145,14 @@ def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rect
 
 def _add_kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
+    # The kernel always computes all three gradients; unneeded ones are discarded.
     dq, dk, dv = _kernel_shares(problem, seq, rows, rectangle)
-    seq.view(sums.dq)[:, :, span] += dq
-    seq.key_view(sums.dk)[:, :, keys] += dk
-    seq.key_view(sums.dv)[:, :, keys] += dv
+    if sums.dq is not None:
+        seq.view(sums.dq)[:, :, span] += dq
+    if sums.dk is not None:
+        seq.key_view(sums.dk)[:, :, keys] += dk
+    if sums.dv is not None:
+        seq.key_view(sums.dv)[:, :, keys] += dv
 
 
 def _add_tile_shares(
@@ -160,49 +171,33 @@ def _add_tile_shares(
     q, k, v = tiles.operands(problem, seq, rectangle)
     dout = rows.dout[:, :, span].to(q.dtype)
     probs = torch.exp(s.final - rows.lse[:, :, span, None])
-    pairs = None
-    if not path.finite:
-        # Selected: the lse of a row that met a NaN is NaN for its masked pairs too.
-        pairs = s.final != -torch.inf
-        probs = torch.where(pairs, probs, 0.0)
-    kept = probs if s.dropout is None else probs * s.dropout
+    if sums.dv is not None:
+        kept = probs if s.dropout is None else probs * s.dropout
+        seq.key_view(sums.dv)[:, :, keys] += _per_key(problem, kept, dout)
+    if sums.dq is None and sums.dk is None and sums.dbias is None:
+        return
     dprobs = tiles.per_query_head(tiles.per_key_head(dout, problem) @ v.transpose(-1, -2), problem)
     if s.dropout is not None:
         dprobs = dprobs * s.dropout
     delta = rows.delta[:, :, span]
     if whole_rows:
-        # The same sum from probabilities, all of which are here: out was rounded to its dtype.
-        shares = probs * dprobs
-        delta = (shares if pairs is None else torch.where(pairs, shares, 0.0)).sum(dim=-1)
+        # delta from the probabilities of the whole row, more accurate than from out, which was rounded to its dtype.
+        delta = (probs * dprobs).sum(dim=-1)
         delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
     dscores = probs * (dprobs - delta[..., None])
-    if pairs is not None:
-        dscores = torch.where(pairs, dscores, 0.0)
     if sums.dbias is not None and seq.bias is not None:
         _add_reduced(sums.dbias[seq.bias_place], dscores, rectangle)
     if s.cap_slope is not None:
         dscores = dscores * s.cap_slope
-        if pairs is not None:
-            dscores = torch.where(pairs, dscores, 0.0)
-    seq.view(sums.dq)[:, :, span] += tiles.weighted_sum(problem, dscores, k, pairs) * problem.softmax_scale
-    seq.key_view(sums.dk)[:, :, keys] += _per_key(problem, dscores, q, pairs) * problem.softmax_scale
-    seq.key_view(sums.dv)[:, :, keys] += _per_key(problem, kept, dout, pairs)
+    if sums.dq is not None:
+        seq.view(sums.dq)[:, :, span] += tiles.weighted_sum(problem, dscores, k) * problem.softmax_scale
+    if sums.dk is not None:
+        seq.key_view(sums.dk)[:, :, keys] += _per_key(problem, dscores, q) * problem.softmax_scale
 
 
-def _per_key(problem: Problem, weights: Tensor, x: Tensor, pairs: Tensor | None) -> Tensor:
+def _per_key(problem: Problem, weights: Tensor, x: Tensor) -> Tensor:
     """``weights^T @ x`` summed over the group: ``(1, num_heads_kv, keys, width)``."""
-    if pairs is None:
-        return tiles.per_key_head(weights, problem).transpose(-1, -2) @ tiles.per_key_head(x, problem)
-    # Each query head by itself, then the sum over its group: selects need the heads apart.
-    out = _select_per_key(weights, x, pairs)
-    return out.unflatten(1, (problem.num_heads_kv, problem.group_size)).sum(dim=2)
-
-
-def _select_per_key(weights: Tensor, x: Tensor, pairs: Tensor) -> Tensor:
-    columns = pairs.transpose(-1, -2).to(x.dtype)
-    out = weights.transpose(-1, -2) @ torch.where(torch.isfinite(x), x, 0.0)
-    bad = columns @ (~torch.isfinite(x)).to(x.dtype) > 0
-    return torch.where(bad, torch.nan, out)
+    return tiles.per_key_head(weights, problem).transpose(-1, -2) @ tiles.per_key_head(x, problem)
 
 
 def _add_reduced(total: Tensor, dscores: Tensor, rectangle: Rectangle) -> None:
@@ -224,12 +219,7 @@ def describe(problem: Problem) -> str:
     if problem.bias_grad or not kernel_fits(problem):
         rows = plan.tile_rows(problem.num_heads_q)
         return f"tiles of {rows} x {plan.TILE_KEYS} scores recomputed from lse through matrix products"
-    if _in_row_blocks(problem):
+    cut = adds_tiles(problem) or problem.band.left is not None
+    if not cut and problem.dtype in SHORT_FLOATS and problem.seqlen_q > SHORT_FLOAT_ROWS:
         return f"PyTorch's CPU flash kernel on blocks of {SHORT_FLOAT_ROWS} rows, sums in float32"
     return cpu_forward.describe(problem)
-
-
-def _in_row_blocks(problem: Problem) -> bool:
-    """Whether only the length makes more than one call of the kernel."""
-    cut = problem.mask or problem.alibi or problem.bias_dtype is not None or problem.band.left is not None
-    return not cut and problem.dtype in SHORT_FLOATS and problem.seqlen_q > SHORT_FLOAT_ROWS

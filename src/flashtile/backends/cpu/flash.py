@@ -1,4 +1,4 @@
-"""PyTorch's CPU flash kernel, with its gaps closed: rows that keep no key, and lengths of zero are never sent."""
+"""Calls of PyTorch's CPU flash kernel, which handle rows that keep no key; lengths of zero are never passed to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the kernel wants an additive tile in: float32 for the short floats, else that of q."""
+    """The dtype that the kernel requires of an additive tile: float32 for 16-bit floats, else that of q."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -56,23 +56,14 @@ def backward(
     triangle: bool,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A rectangle's share of the gradients, given the whole rows' out and lse.
+    """A rectangle's contribution to the gradients, given the whole rows' out and lse.
 
-    Probabilities come out as ``exp(score - lse)`` with the lse of all keys, so shares add up. An empty row's lse
-    must be +inf here, which makes its probabilities 0.
+    Probabilities are ``exp(score - lse)`` with the lse of all keys, so contributions add up. An empty row's lse must be
+    +inf here, which makes its probabilities 0.
 
-    Args:
-        dout: ``(batch, num_heads_q, rows, head_dim)``.
-        q: As in ``forward``.
-        k: As in ``forward``.
-        v: As in ``forward``.
-        out: The rows' output.
-        lse: The rows' log-sum-exp, +inf where empty.
-        bias: As in ``forward``.
-        triangle: As in ``forward``.
-        softmax_scale: As in ``forward``.
+    dout is like out, and out and lse are those of the rows; all else is as in ``forward``.
 
     Returns:
-        Shares of dq, dk, dv in the inputs' dtype.
+        Contributions to dq, dk, dv in the inputs' dtype.
     """
     return _BACKWARD(dout, q, k, v, out, lse, 0.0, triangle, attn_mask=bias, scale=softmax_scale)

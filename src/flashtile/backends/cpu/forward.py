@@ -1,4 +1,4 @@
-"""The CPU forward: cut, compute partial states, merge them, add the sinks."""
+"""The CPU forward: split the call, compute partial states, merge them, add the sinks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashtile import states
 from flashtile.backends.cpu import flash, plan, tiles
-from flashtile.backends.cpu.paths import Path, kernel_fits, paths
+from flashtile.backends.cpu.paths import Path, adds_tiles, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
 
@@ -15,10 +15,10 @@ State = tuple[Tensor, Tensor]
 
 
 def forward(problem: Problem, tensors: Tensors) -> State:
-    """See ``Backend.forward``."""
+    """See ``backends.base.Forward``."""
     q = tensors.q
     state: State | None = None
-    for path in paths(problem, tensors, kernel_fits(problem), lambda seq: (seq.q, seq.k, seq.v)):
+    for path in paths(problem, tensors, kernel_fits(problem), keep_local=True):
         whole = path.whole()
         if whole is not None and tensors.sinks is None:
             out, lse = _kernel_state(problem, path.seq, whole)
@@ -34,7 +34,7 @@ def forward(problem: Problem, tensors: Tensors) -> State:
 
 
 def _empty_state(problem: Problem, q: Tensor) -> State:
-    """What rows without keys have: 0 and -inf."""
+    """The state of rows without keys: 0 and -inf."""
     out = torch.zeros(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
     return out, torch.full(problem.lse_shape(q), -torch.inf, dtype=problem.lse_dtype)
 
@@ -45,7 +45,7 @@ def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Recta
         if path.kernel:
             part = _kernel_state(problem, path.seq, rectangle)
         else:
-            part = tiles.forward(problem, tensors, path.seq, rectangle, path.finite)
+            part = tiles.forward(problem, tensors, path.seq, rectangle)
         state = part if state is None else states.merge(*state, *part)
     assert state is not None
     return state
@@ -61,10 +61,10 @@ def _kernel_state(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Stat
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Rule 6, in place and heads first: the sink joins the denominator and brings no value."""
+    """Rule 6, in place and heads first: the sink is added to the denominator and has no value."""
     logits = sinks.to(lse.dtype)[:, None]
     with_sink = torch.logaddexp(lse, logits)
-    # A row may have an lse of -inf and its sink too: it stays empty.
+    # If a row's lse and its sink are both -inf, the row stays empty.
     weight = torch.exp(lse - torch.where(with_sink == -torch.inf, 0.0, with_sink))
     out.copy_(out * weight[..., None])
     lse.copy_(with_sink)
@@ -75,7 +75,7 @@ def describe(problem: Problem) -> str:
     if not kernel_fits(problem):
         rows = plan.tile_rows(problem.num_heads_q)
         return f"tiles of {rows} x {plan.TILE_KEYS} scores through matrix products, merged by log-sum-exp"
-    if problem.mask or problem.alibi or problem.bias_dtype is not None:
+    if adds_tiles(problem):
         rows = plan.tile_rows(problem.num_heads_q)
         return f"PyTorch's CPU flash kernel on blocks of {rows} x {plan.TILE_KEYS}, merged by log-sum-exp"
     if problem.band.left is not None:

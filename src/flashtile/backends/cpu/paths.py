@@ -1,20 +1,18 @@
-"""Which way each sequence of a call goes: PyTorch's kernel or tiles, the batch at once or one by one."""
+"""How each sequence of a call is computed: by PyTorch's kernel or by tiles, the batch at once or one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from flashtile.backends.cpu import plan
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
 
-# Under so many rows the kernel's scratch memory is no multiple of a cache line, and its matrix products round by where
-# a thread's share begins: how many sequences share the call would show in the bits.
+# Below this many rows the kernel's scratch memory is not a multiple of a cache line, and the rounding of its matrix
+# products depends on where a thread's part begins, so results would depend on the number of sequences in the call.
 FEW_ROWS = 32
-# Under so many keys the kernel takes a row whose scores are all NaN for one without keys.
+# Below this many keys the kernel treats a row whose scores are all NaN as one without keys.
 FEW_KEYS = 16
 
 
@@ -25,17 +23,15 @@ class Path:
     Attributes:
         seq: The sequence, or the whole dense batch.
         blocks: Blocks of rows, each as its rectangles.
-        kernel: By PyTorch's kernel; else by tiles.
-        finite: Whether every input is known to be finite where something is masked; else products have to select.
+        kernel: Whether PyTorch's kernel computes it; else tiles.
     """
 
     seq: Sequence
     blocks: list[list[Rectangle]]
     kernel: bool
-    finite: bool
 
     def whole(self) -> Rectangle | None:
-        """The one rectangle that is the whole of a dense call, if it is."""
+        """The rectangle, if it is the only one and covers a whole dense call."""
         rectangles = self.blocks[0] if len(self.blocks) == 1 else []
         everything = (0, self.seq.seqlen_q), (0, self.seq.seqlen_k)
         if len(rectangles) != 1 or (rectangles[0].rows, rectangles[0].keys) != everything:
@@ -45,60 +41,59 @@ class Path:
 
 
 def kernel_fits(problem: Problem) -> bool:
-    """Whether PyTorch's kernel knows the scores of this problem, tiles of biases given.
+    """Whether PyTorch's kernel can compute this problem's scores, given tiles of biases.
 
-    It multiplies -inf by the scale, so that scale has to be positive.
+    The kernel multiplies -inf by the scale, so the scale must be positive.
     """
     plain = problem.softcap == 0 and problem.dropout_p == 0 and problem.softmax_scale > 0
     return plain and problem.head_dim == problem.head_dim_v
 
 
+def adds_tiles(problem: Problem) -> bool:
+    """Whether something besides the band is added to the scores."""
+    return problem.mask or problem.alibi or problem.bias_dtype is not None
+
+
 def one_by_one(problem: Problem, kernel: bool) -> bool:
-    """Whether the sequences of a dense batch go one by one: tiles are bounded for one, and few rows round by place."""
-    tiled = not kernel or problem.mask or problem.alibi or problem.bias_dtype is not None
-    return problem.batch > 1 and (tiled or problem.seqlen_q < FEW_ROWS)
+    """Whether a dense batch is computed one sequence at a time: to bound tiles, or for ``FEW_ROWS``."""
+    return problem.batch > 1 and (not kernel or adds_tiles(problem) or problem.seqlen_q < FEW_ROWS)
 
 
 def paths(
-    problem: Problem,
-    tensors: Tensors,
-    kernel: bool,
-    inputs: Callable[[Sequence], tuple[Tensor, ...]],
-    *,
-    most_rows: int | None = None,
+    problem: Problem, tensors: Tensors, kernel: bool, *, keep_local: bool = False, most_rows: int | None = None
 ) -> Iterator[Path]:
-    """Every sequence of a call with its path.
+    """The path of every sequence of a call.
 
     Args:
         problem: The call.
         tensors: Its tensors.
-        kernel: Whether PyTorch's kernel can do what is asked, finite inputs given.
-        inputs: The tensors of a sequence whose infinities and NaN must not spread.
-        most_rows: Rows that PyTorch's kernel may get at once, None for any number.
+        kernel: Whether PyTorch's kernel can compute the call.
+        keep_local: Whether a NaN of k must reach the rows that keep its key, and no other, as in the forward.
+        most_rows: Most rows per call of PyTorch's kernel, None for any number.
 
     Yields:
         Paths; together they hold every row that keeps a key.
     """
     for seq in plan.sequences(problem, tensors, one_by_one=one_by_one(problem, kernel)):
-        path = _path(problem, seq, kernel, inputs(seq), most_rows)
-        if path.finite or len(seq.batch) <= 1:
+        path = _path(problem, seq, kernel, keep_local, most_rows)
+        if path.kernel or not kernel or len(seq.batch) <= 1:
             yield path
             continue
         for single in plan.sequences(problem, tensors, one_by_one=True):
-            yield _path(problem, single, kernel, inputs(single), most_rows)
+            yield _path(problem, single, kernel, keep_local, most_rows)
 
 
-def _path(problem: Problem, seq: Sequence, kernel: bool, inputs: tuple[Tensor, ...], most_rows: int | None) -> Path:
-    rows = plan.tile_rows(problem.num_heads_q)
+def _path(problem: Problem, seq: Sequence, kernel: bool, keep_local: bool, most_rows: int | None) -> Path:
     lengths = seq.seqlen_q, seq.seqlen_k
+    rows = plan.tile_rows(problem.num_heads_q)
     tile_rows = rows if seq.has_tile_bias or not kernel else None
     blocks = list(plan.row_blocks(problem.band, *lengths, tile_rows=tile_rows, most_rows=most_rows))
-    # A masked pair has probability 0, and 0 times NaN is NaN: what a row does not attend to would reach it.
-    masked = seq.mask is not None or seq.bias is not None
+    if not (kernel and keep_local):
+        return Path(seq, blocks, kernel)
     rectangles = [rectangle for block in blocks for rectangle in block]
-    masked = masked or any(r.kind is not Kind.FULL for r in rectangles)
-    trusted = not masked and all(r.keys[1] - r.keys[0] >= FEW_KEYS for r in rectangles)
-    finite = trusted or plan.all_finite(*inputs)
-    if kernel and not finite and not seq.has_tile_bias:
-        blocks = list(plan.row_blocks(problem.band, *lengths, tile_rows=rows))
-    return Path(seq, blocks, kernel and finite, finite)
+    few_keys = any(r.keys[1] - r.keys[0] < FEW_KEYS for r in rectangles)
+    # The kernel adds -inf where a pair is masked, and NaN plus -inf is NaN; tiles use a select.
+    added = seq.has_tile_bias or any(r.kind is Kind.EDGE for r in rectangles)
+    if (few_keys or added) and not plan.all_finite(seq.q, seq.k):
+        return Path(seq, list(plan.row_blocks(problem.band, *lengths, tile_rows=rows)), False)
+    return Path(seq, blocks, True)

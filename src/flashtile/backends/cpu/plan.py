@@ -1,4 +1,4 @@
-"""How a call is cut: sequences, then blocks of rows, then rectangles of keys that the band leaves something in."""
+"""How a call is split: into sequences, then blocks of rows, then rectangles that contain kept pairs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 
-# Rows a block has under a narrow and a wide window: few rows waste less of a narrow band, many cost fewer calls.
+# Rows per block under a narrow and a wide window: few rows waste less of a narrow band, many need fewer calls.
 NARROW_ROWS, WIDE_ROWS = 128, 256
 NARROW_WINDOW = 512
-# Fewer rows than this make no block of their own where there are more.
+# A remainder of fewer rows than this joins the block before it.
 SHORTEST_ROWS = 32
-# Keys a rectangle has where scores pass through PyTorch tensors, and the tile's size in numbers over all heads.
+# Keys per rectangle where scores are PyTorch tensors, and the tile's elements over all heads.
 TILE_KEYS, TILE_NUMBERS = 512, 2**20
 
 
 class Kind(Enum):
-    """How the band meets a rectangle: every pair kept, the lower triangle kept, or something else."""
+    """Which pairs of a rectangle the band keeps: all, the lower triangle, or something else."""
 
     FULL = "full"
     TRIANGLE = "triangle"
@@ -49,7 +49,7 @@ class Sequence:
     """One dense problem: the whole batch of a dense call, one sequence of it, or one packed sequence.
 
     Attributes:
-        batch: The sequences it holds, as numbers in the call.
+        batch: The indices of its sequences in the call.
         place: Index of its rows in q, out and their gradients.
         key_place: Index of its rows in k and v.
         lse_place: Index of its rows in lse.
@@ -58,7 +58,7 @@ class Sequence:
         v: ``(batch, num_heads_kv, seqlen_k, head_dim_v)``.
         slopes: ``(batch or 1, num_heads_q, 1, 1)`` or None.
         mask: Four dimensions, each of size 1 or full, or None.
-        bias: Likewise.
+        bias: Like mask.
         bias_place: Index of bias in the caller's four-dimensional bias.
     """
 
@@ -165,8 +165,9 @@ def row_blocks(
         band: Which pairs are kept.
         seqlen_q: Rows.
         seqlen_k: Keys.
-        tile_rows: Cut into tiles of so many rows and ``TILE_KEYS`` keys; None cuts only where the band asks for it.
-        most_rows: Without tiles, also cut where a block would have more rows than about so many.
+        tile_rows: Split into tiles of this many rows and ``TILE_KEYS`` keys; None splits only where the band requires
+            it.
+        most_rows: Without tiles, also split blocks of more rows than about this many.
     """
     start, stop = band.any_rows(seqlen_q, seqlen_k)
     if stop <= start:
@@ -175,7 +176,7 @@ def row_blocks(
     rows = (most_rows or stop - start) if open_left else tile_rows or _window_rows(band, seqlen_k)
     first = start
     while first < stop:
-        # A short rest joins the block before it.
+        # A short remainder joins the block before it.
         last = stop if stop - first < rows + SHORTEST_ROWS else first + rows
         if open_left:
             rectangles = _without_left_bound(band, first, last, seqlen_q, seqlen_k)
@@ -193,7 +194,7 @@ def _window_rows(band: Band, seqlen_k: int) -> int:
 
 
 def _without_left_bound(band: Band, start: int, stop: int, seqlen_q: int, seqlen_k: int) -> list[Rectangle]:
-    """A band open to the left: keys that all rows keep, then a triangle."""
+    """A band without a left bound: keys that all rows keep, then a triangle."""
     _, full = band.all_keys(start, stop, seqlen_q, seqlen_k)
     _, end = band.any_keys(start, stop, seqlen_q, seqlen_k)
     if band.right is None or full == end:
@@ -220,7 +221,7 @@ def _row_block(
 
 
 def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torch.dtype) -> Tensor | None:
-    """What is added to a rectangle's scores: ALiBi, the bias, and -inf where the band or the mask drops a pair.
+    """The sum added to a rectangle's scores: ALiBi, the bias, and -inf where the band or the mask drops a pair.
 
     Returns:
         ``(batch or 1, num_heads_q or 1, rows, keys)`` in ``dtype``, or None where nothing is added.
@@ -236,25 +237,16 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
         distance = (i[:, None] - torch.arange(key, key_stop)).abs()
         alibi = -seq.slopes.to(dtype) * distance
         total = alibi if total is None else total + alibi
-    keep = tile_keep(problem, seq, rectangle)
-    if keep is not None:
-        if total is None:
-            total = torch.zeros((), dtype=dtype)
-        total = torch.where(keep, total, -torch.inf)
-    if total is None:
-        return None
-    return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
-
-
-def tile_keep(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Tensor | None:
-    """Which pairs of a rectangle the band and the mask keep: four dimensions of bool, or None for all."""
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
         keep = _band_tile(problem.band, *_place(seq, rectangle))
     if seq.mask is not None:
         part = _part(seq.mask, rectangle)
         keep = part if keep is None else keep & part
-    return keep
+    if keep is not None:
+        total = torch.where(keep, torch.zeros((), dtype=dtype) if total is None else total, -torch.inf)
+    assert total is not None
+    return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
 
 
 def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:
@@ -265,7 +257,7 @@ def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> boo
 
 
 def _place(seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int]:
-    """What the band looks like in a rectangle: where row 0 meets its diagonal, rows, keys. Many blocks share one."""
+    """The band's shape in a rectangle: row 0's diagonal key, rows, keys. Many rectangles share one."""
     (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
     return row + seq.seqlen_k - seq.seqlen_q - key, row_stop - row, key_stop - key
 
@@ -283,7 +275,7 @@ def _band_has_empty_rows(band: Band, diagonal: int, rows: int, keys: int) -> boo
 
 @functools.lru_cache(maxsize=8)
 def _band_tile(band: Band, diagonal: int, rows: int, keys: int) -> Tensor:
-    """Which pairs the band keeps where row m meets its diagonal at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
+    """Which pairs the band keeps where row m's diagonal is at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
     offset = torch.arange(keys) - torch.arange(rows)[:, None] - diagonal
     keep = torch.ones(rows, keys, dtype=torch.bool)
     if band.left is not None:
@@ -300,17 +292,17 @@ def _part(x: Tensor, rectangle: Rectangle) -> Tensor:
 
 
 def tile_rows(num_heads_q: int) -> int:
-    """Rows of a tile that keeps ``TILE_NUMBERS`` numbers over all heads; never by batch size."""
+    """Rows of a tile with ``TILE_NUMBERS`` elements over all heads; independent of the batch size."""
     return max(32, min(256, TILE_NUMBERS // (TILE_KEYS * num_heads_q)))
 
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether no element is an infinity or NaN: one pass each, no copies.
 
-    A sum is quick and finite only if every term is; one that overflows makes the answer False, which is safe.
+    A sum is fast, and finite only if every term is; an overflow makes the answer False, which is safe.
     """
     return all(math.isfinite(x.sum(dtype=_SUM_DTYPES.get(x.dtype)).item()) for x in tensors)
 
 
-# bfloat16 has float32's range, and its own sum is quicker than one that converts; float16 would overflow at once.
+# bfloat16 has float32's range, and summing in it is faster than converting; float16 would easily overflow.
 _SUM_DTYPES = {torch.float16: torch.float32}

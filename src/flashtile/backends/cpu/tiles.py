@@ -1,7 +1,7 @@
-"""Tiles of scores as PyTorch tensors: every feature, a bounded number of numbers at a time.
+"""Tiles of scores as PyTorch tensors: every feature, with a bounded number of elements at a time.
 
-Softcap, dropout, the gradient of a bias or of lse, head_dim_v other than head_dim, and NaN that must not spread are
-what PyTorch's own kernel cannot do. All arithmetic is in float32, or float64 for float64 inputs.
+PyTorch's own kernel cannot handle softcap, dropout, the gradient of a bias or of lse, head_dim_v other than head_dim,
+or a NaN in k that some rows mask. All arithmetic is in float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashtile.problem import Problem, Tensors
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A rectangle's scores on their way to probabilities, each ``(1, num_heads_q, rows, keys)``.
+    """A rectangle's scores, their derivative and dropout factors, each ``(1, num_heads_q, rows, keys)``.
 
     Attributes:
         final: After softcap, bias and masks; -inf where dropped.
@@ -45,7 +45,7 @@ def scores(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectang
         final = capped * problem.softcap
     bias = plan.tile_bias(problem, seq, rectangle, dtype)
     if bias is not None:
-        # A select where -inf stands, so that NaN behind a mask is gone.
+        # A select of the -inf, so that a NaN of a masked pair is discarded.
         final = torch.where(bias == -torch.inf, -torch.inf, final + bias)
     factor = None
     if tensors.rng_state is not None:
@@ -56,9 +56,7 @@ def scores(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectang
     return Scores(final, cap_slope, factor)
 
 
-def forward(
-    problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle, finite: bool
-) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
     """Partial output ``(1, num_heads_q, rows, head_dim_v)`` and lse ``(1, num_heads_q, rows)`` of a rectangle."""
     s = scores(problem, tensors, seq, rectangle)
     _, _, v = operands(problem, seq, rectangle)
@@ -66,31 +64,12 @@ def forward(
     probs = torch.exp(s.final - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
     if s.dropout is not None:
         probs = probs * s.dropout
-    return weighted_sum(problem, probs, v, None if finite else s.final != -torch.inf), lse
+    return weighted_sum(problem, probs, v), lse
 
 
-def weighted_sum(problem: Problem, weights: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    """``weights @ v``; with ``keep``, infinities and NaN of v reach only the rows that keep their key.
-
-    Args:
-        problem: The call.
-        weights: ``(1, num_heads_q, rows, keys)``.
-        v: ``(1, num_heads_kv, keys, width)``.
-        keep: Which pairs count, shaped like weights; None if v is known to be finite.
-
-    Returns:
-        ``(1, num_heads_q, rows, width)``.
-    """
-    if keep is None:
-        return per_query_head(per_key_head(weights, problem) @ v, problem)
-    out = weighted_sum(problem, weights, torch.where(torch.isfinite(v), v, 0.0), None)
-    pairs = keep.to(v.dtype)
-    met = [
-        weighted_sum(problem, pairs, bad.to(v.dtype), None) > 0 for bad in (v.isnan(), v == torch.inf, v == -torch.inf)
-    ]
-    out = torch.where(met[1], torch.inf, out)
-    out = torch.where(met[2], -torch.inf, out)
-    return torch.where(met[0] | (met[1] & met[2]), torch.nan, out)
+def weighted_sum(problem: Problem, weights: Tensor, x: Tensor) -> Tensor:
+    """``weights @ x``: ``(1, num_heads_q, rows, keys)`` by ``(1, num_heads_kv, keys, width)``."""
+    return per_query_head(per_key_head(weights, problem) @ x, problem)
 
 
 def operands(problem: Problem, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +80,7 @@ def operands(problem: Problem, seq: Sequence, rectangle: Rectangle) -> tuple[Ten
 
 
 def per_key_head(x: Tensor, problem: Problem) -> Tensor:
-    """``(b, num_heads_q, rows, n)`` to ``(b, num_heads_kv, group_size * rows, n)``: one product serves a group."""
+    """``(b, num_heads_q, rows, n)`` to ``(b, num_heads_kv, group_size * rows, n)``: one product for a group."""
     if problem.group_size == 1:
         return x
     b, _, rows, n = x.shape
@@ -109,7 +88,7 @@ def per_key_head(x: Tensor, problem: Problem) -> Tensor:
 
 
 def per_query_head(x: Tensor, problem: Problem) -> Tensor:
-    """The way back from ``per_key_head``."""
+    """The inverse of ``per_key_head``."""
     if problem.group_size == 1:
         return x
     b, _, rows, n = x.shape

@@ -9,7 +9,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Capabilities, Direction, Gradients
+from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward
 from flashtile.problem import Problem, Tensors
 
 _FORWARD = Capabilities(
@@ -25,6 +25,9 @@ _FORWARD = Capabilities(
     varlen=True,
     head_dim_v=True,
     softcap=True,
+    alibi=True,
+    mask=True,
+    bias=True,
     sinks=True,
     deterministic=True,
 )
@@ -52,22 +55,27 @@ class _Backend:
         return _missing()
 
     def describe(self, problem: Problem, direction: Direction) -> str:
-        from flashtile.backends.hopper import backward_tiles, tiles
+        from flashtile.backends.hopper.backward import config as backward_tiles
+        from flashtile.backends.hopper.forward import config as tiles
 
         config = tiles.choose(problem) if direction == "forward" else backward_tiles.choose(problem)
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
-    def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        from flashtile.backends.hopper import launch
+    def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
+        from flashtile.backends.hopper.forward.launch import ForwardPlan
 
-        return launch.forward(problem, tensors)
+        return ForwardPlan(problem, tensors)
 
-    def backward(
-        self, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
-        from flashtile.backends.hopper import gradients
+    def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+        from flashtile.backends.hopper.backward.launch import BackwardPlan
 
-        return gradients.run(problem, tensors, out, lse, dout, dlse)
+        return BackwardPlan(problem, tensors, dout, dlse)
+
+    def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
+        from flashtile.backends import host
+        from flashtile.backends.hopper import builds
+
+        return host.builds(builds.launches(problem, tensors, direction))
 
 
 BACKEND = _Backend()

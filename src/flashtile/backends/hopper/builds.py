@@ -1,4 +1,4 @@
-"""The Hopper kernels in the configurations worth watching, for builds without a GPU."""
+"""The Hopper kernels that a call needs, and those in the configurations worth watching, for builds without a GPU."""
 
 from __future__ import annotations
 
@@ -6,158 +6,145 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.build import KernelBuild
-from flashtile.backends.hopper import tiles
+from flashtile.backends.base import Direction
+from flashtile.backends.build import KernelBuild, described_tensors, kernel_builds
+from flashtile.backends.launch import Launch
 from flashtile.masks import Band
-from flashtile.problem import Problem
+from flashtile.problem import Problem, Tensors, described
 
-_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+_EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
+
+
+def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[str, Launch]:
+    """The kernels of a direction of a call, by name, in the order in which they run."""
+    if direction == "forward":
+        from flashtile.backends.hopper.forward import config, launch
+
+        return {"attention_forward": launch.forward_launch(problem, tensors, config.choose(problem))}
+    from flashtile.backends.hopper.backward import config as backward_config
+    from flashtile.backends.hopper.backward import launch as backward_launch
+
+    dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
+    made = backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
+    return dict(zip(("prepare_rows", "attention_backward", "finish_dq"), made, strict=True))
 
 
 def builds(arch: str) -> list[KernelBuild]:
     """The forward: both masks at the usual head dims, long and short, then each feature; bf16 if not said.
 
     Packed sequences under a causal mask attend to themselves. Of two lengths that differ by one, edges of the mask lie
-    anywhere.
-    Of the tiles that consist of parts, those of the head dims in use.
+    anywhere. Of the tiles that consist of parts, those of the head dims in use. Then the backward likewise.
     """
     if arch != "sm_90a":
         return []
+    made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")]
+    made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
+    # The kernels before and after the main one do not know the mask.
+    rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
+    return made + [build for problem in rows for build in builds_of(problem, "backward")[::2]]
+
+
+def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
+    """The builds of a direction of one problem."""
+    limits = {"attention_forward": _forward_limit(problem), "attention_backward": _backward_limit(problem)}
+    tensors = described_tensors(problem)
+    return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits)
+
+
+def _usual() -> list[Problem]:
     usual = [_problem(dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
-    usual += [_problem(dim, band, seqlen=512) for dim in (128, 64) for band in (_FULL, _CAUSAL)]
+    return usual + [_problem(dim, band, seqlen_q=512) for dim in (128, 64) for band in (_FULL, _CAUSAL)]
+
+
+def _forward_problems() -> list[Problem]:
     in_parts = [
-        _problem(dim, band, dim_v=dim_v)
+        _problem(dim, band, head_dim_v=dim_v)
         for dim, dim_v in ((96, 96), (192, 192), (192, 128))
         for band in (_FULL, _CAUSAL)
     ]
-    others = [
-        _problem(dim, band, **features)
-        for dim in (64, 128, 256)
-        for band, features in (
-            (_CAUSAL, {"dtype": torch.float16}),
-            (_CAUSAL, {"more_keys": 1}),
-            (_WINDOW, {}),
-            (_CAUSAL, {"varlen": True}),
-            (_FULL, {"varlen": True}),
-            (_WINDOW, {"varlen": True, "softcap": 30.0, "sinks": True}),
-        )
+    features: list[tuple[Band, dict[str, Any]]] = [
+        (_CAUSAL, {"dtype": torch.float16}),
+        (_CAUSAL, {"seqlen_k": 8193}),
+        (_WINDOW, {}),
+        (_CAUSAL, {"varlen": True}),
+        (_FULL, {"varlen": True}),
+        (_WINDOW, _EVERYTHING),
     ]
-    others += [
-        _problem(dim, _WINDOW, dim_v=dim_v, varlen=True, softcap=30.0, sinks=True)
-        for dim, dim_v in ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))
+    others = [_problem(dim, band, **used) for dim in (64, 128, 256) for band, used in features]
+    wide = ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))
+    wide_problems = [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING) for dim, dim_v in wide]
+    mods = [*_with_mods(64, 128), _problem(256, _CAUSAL, alibi=True)]
+    return _usual() + in_parts + others + wide_problems + mods
+
+
+def _backward_problems() -> list[Problem]:
+    features: list[tuple[Band, dict[str, Any]]] = [
+        (_CAUSAL, {"dtype": torch.float16}),
+        (_WINDOW, {}),
+        (_CAUSAL, {"varlen": True, "deterministic": True}),
+        (_WINDOW, {"varlen": True, "softcap": 30.0}),
     ]
-    return [_forward(problem) for problem in usual + in_parts + others] + _backward(usual)
+    others = [_problem(dim, band, **used) for dim in (128, 64, 256) for band, used in features]
+    return _usual() + others + _with_mods(128, 64, 256)
 
 
-def _backward(usual: list[Problem]) -> list[KernelBuild]:
-    """The main kernel on the usual problems, then each feature, then the kernels for rows."""
-    from flashtile.backends.hopper import backward_builds, backward_tiles
-
-    others = [
-        _problem(dim, band, **features)
-        for dim in (128, 64, 256)
-        for band, features in (
-            (_CAUSAL, {"dtype": torch.float16}),
-            (_WINDOW, {}),
-            (_CAUSAL, {"varlen": True, "deterministic": True}),
-            (_WINDOW, {"varlen": True, "softcap": 30.0}),
-        )
+def _with_mods(*dims: int) -> list[Problem]:
+    """ALiBi on one side and on both, bias and mask, and all of them with everything else."""
+    both: dict[str, Any] = {"bias_dtype": torch.bfloat16, "mask": True}
+    kinds: list[tuple[Band, dict[str, Any]]] = [
+        (_CAUSAL, {"alibi": True}),
+        (_FULL, {"alibi": True}),
+        (_FULL, both),
+        (_WINDOW, _EVERYTHING | {"alibi": True} | both),
     ]
-    sweeps = [backward_builds.sweep(problem, backward_tiles.choose(problem)) for problem in usual + others]
-    rows = [
-        _problem(dim, band, **features)
-        for dim in (128, 64, 256)
-        for band, features in (
-            (_FULL, {}),
-            (_FULL, {"varlen": True}),
-            (_CAUSAL, {}),
-            (_WINDOW, {"varlen": True, "softcap": 30.0}),
-        )
-    ]
-    return sweeps + [build for problem in rows for build in backward_builds.builds(problem)[1:]]
+    return [_problem(dim, band, **features) for dim in dims for band, features in kinds]
 
 
-def _problem(
-    dim: int, band: Band, seqlen: int = 8192, dim_v: int | None = None, more_keys: int = 0, **features: Any
-) -> Problem:
-    return Problem(
-        device_type="cuda",
-        compute_capability=(9, 0),
-        dtype=features.pop("dtype", torch.bfloat16),
-        batch=2,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen + more_keys,
-        num_heads_q=8,
-        num_heads_kv=8,
-        head_dim=dim,
-        head_dim_v=dim_v or dim,
-        band=band,
-        softmax_scale=dim**-0.5,
-        **features,
-    )
-
-
-def _forward(problem: Problem, config: tiles.Config | None = None) -> KernelBuild:
-    """Types and values as a launch would find them."""
-    from triton.experimental.gluon import language as gl
-
-    from flashtile.backends.hopper import launch
-    from flashtile.backends.hopper.forward import attention_forward
-
-    config = config or tiles.choose(problem)
-    dtype = _TYPES[problem.dtype]
-
-    def descriptor(box: list[int]) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(box, {"fp16": gl.float16, "bf16": gl.bfloat16}[dtype])
-        return f"tensordesc<{dtype}{box},{layout!r}>"
-
-    names = ("q_desc", "k_desc", "v_desc", "out_desc")
-    boxes = launch.boxes(config, problem.varlen)
-    signature = {name: descriptor(box) for name, box in zip(names, boxes, strict=True)} | {"lse_ptr": "*fp32"}
-    signature |= dict.fromkeys(("scale_log2", "softcap", "prescale"), "fp32")
-    sizes = ("seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right")
-    signature |= dict.fromkeys(sizes, "i32")
-    constexprs = launch.constants(problem, config, equal_lengths=problem.varlen)
-    banded = f"*{dtype}" if problem.band.left is not None or problem.band.right is not None else None
-    optional = {
-        "q_ptr": banded,
-        "k_ptr": banded,
-        "v_ptr": banded,
-        "out_ptr": banded,
-        "sinks_ptr": f"*{dtype}" if problem.sinks else None,
-        "cu_seqlens_q_ptr": "*i32" if problem.varlen else None,
-        "cu_seqlens_k_ptr": "*i32" if problem.varlen else None,
-        "counter_ptr": "*i32" if config.dynamic else None,
+def _problem(head_dim: int, band: Band, **values: Any) -> Problem:
+    seqlen = values.pop("seqlen_q", 8192)
+    usual: dict[str, Any] = {
+        "device_type": "cuda",
+        "compute_capability": (9, 0),
+        "dtype": torch.bfloat16,
+        "batch": 2,
+        "seqlen_q": seqlen,
+        "seqlen_k": seqlen,
+        "num_heads_q": 8,
+        "num_heads_kv": 8,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+        "band": band,
+        "softmax_scale": head_dim**-0.5,
+        "needs_grad": True,
     }
-    for name, kind in optional.items():
-        if kind is None:
-            constexprs[name] = None
-        else:
-            signature[name] = kind
-    features = [name for name in ("softcap", "sinks", "varlen") if getattr(problem, name)]
-    about: dict[str, object] = {"dtype": dtype, "head_dim": problem.head_dim, "mask": str(problem.band)}
-    if problem.head_dim_v != problem.head_dim:
-        about["head_dim_v"] = problem.head_dim_v
-    if problem.seqlen_k != problem.seqlen_q:
-        about["seqlen_k - seqlen_q"] = problem.seqlen_k - problem.seqlen_q
-    if features:
-        about["features"] = "+".join(features)
-    return KernelBuild(
-        name="attention_forward",
-        backend="hopper",
-        direction="forward",
-        config=about | {"tiles": str(config)},
-        kernel=attention_forward,
-        signature={name: signature[name] for name in attention_forward.arg_names if name in signature},
-        constexprs=constexprs,
-        options={"num_warps": 4, "maxnreg": config.max_registers},
-        spill_limit=_spill_limit(),
-    )
+    return described(**usual | values)
 
 
-def _spill_limit() -> int:
-    """No spill; Triton 3.9 makes 32 to 64 bytes of it where a window meets every feature (measured 2026-11-20)."""
+def _is_new_triton() -> bool:
+    """Whether it is Triton 3.9 or later, which spills more."""
     import triton
 
-    return 64 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+
+def _forward_limit(problem: Problem) -> int:
+    """No spill; on Triton 3.9 32 to 64 bytes where a window meets every feature (measured 2026-11-20).
+
+    With ALiBi, bias or mask up to 40 bytes, none of it in loops.
+    """
+    has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
+    return 64 if has_mods or _is_new_triton() else 0
+
+
+def _backward_limit(problem: Problem) -> int:
+    """Bytes that a thread of the backward may spill: indices computed ahead of all loops.
+
+    dk, dv and two blocks of scores take 192 of the 240 registers. Measured (2026-11-22), Triton 3.7.1: at most 24 bytes
+    at head_dim 64 and 128; at 256 with bias and mask up to 112, up to 27 instructions of a loop. Triton 3.9.0: up to 88
+    at 64, up to 14 instructions of a loop; 128 at 128 with a softcap; 176 at 256.
+    """
+    reads_pairs = problem.mask or problem.bias_dtype is not None
+    has_softcap = problem.softcap > 0 and 64 < problem.head_dim <= 128
+    usual = 128 if has_softcap or (reads_pairs and problem.head_dim > 128) else 64
+    return usual + 64 if _is_new_triton() else usual

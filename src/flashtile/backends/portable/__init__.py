@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flashtile import settings
-from flashtile.backends.base import Capabilities, Direction, Gradients
-from flashtile.backends.portable import tiles
+from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward, Gradients
+from flashtile.backends.portable.backward import config as backward
+from flashtile.backends.portable.forward import config as forward
 from flashtile.problem import Problem, Tensors
 
 _CAPABILITIES = Capabilities(
@@ -54,42 +55,57 @@ class PortableBackend:
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles of the direction's kernels."""
         if direction == "forward":
-            return f"Triton, tiles {tiles.choose(problem, 'forward')}"
-        kernels: list[tiles.Kernel] = [*tiles.key_kernels(problem), "dq"]
+            return f"Triton, tiles {forward.choose(problem)}"
+        kernels: list[backward.Kernel] = [*backward.key_kernels(problem), "dq"]
         if problem.bias_grad:
             kernels.append("dbias")
-        parts = [f"{'dk and dv' if name == 'dkdv' else name} {tiles.choose(problem, name)}" for name in kernels]
+        parts = [f"{'dk and dv' if name == 'dkdv' else name} {backward.choose(problem, name)}" for name in kernels]
         return f"Triton, tiles {'; '.join(parts)}; no atomics"
 
-    def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
         """One kernel."""
-        from flashtile.backends.portable import forward
+        from flashtile.backends.portable.forward.launch import ForwardPlan
 
-        if _needs_widening(problem):
-            out, lse = forward.run(*_widened(problem, tensors))
+        if not _needs_widening(problem):
+            return ForwardPlan(problem, tensors)
+        plan = ForwardPlan(problem.but(dtype=torch.float32), tensors)
+
+        def widened(tensors: Tensors) -> tuple[Tensor, Tensor]:
+            out, lse = plan(_widened(tensors))
             return out.to(problem.dtype), lse
-        return forward.run(problem, tensors)
 
-    def backward(
-        self, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
-        """Row sums, dk and dv, dq, and dbias if asked for: a kernel each, dk and dv one or two."""
-        from flashtile.backends.portable import gradients
+        return widened
 
-        if _needs_widening(problem):
-            grads = gradients.run(*_widened(problem, tensors), out.float(), lse, dout.float(), dlse)
-            return dataclasses.replace(grads, **{n: getattr(grads, n).to(problem.dtype) for n in ("dq", "dk", "dv")})
-        return gradients.run(problem, tensors, out, lse, dout, dlse)
+    def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+        """Row sums, then one kernel each for dq, dbias and dk with dv (or one for dk and one for dv), as needed."""
+        from flashtile.backends.portable.backward.launch import BackwardPlan
+
+        if not _needs_widening(problem):
+            return BackwardPlan(problem, tensors, dout, dlse)
+        plan = BackwardPlan(problem.but(dtype=torch.float32), tensors, dout, dlse)
+
+        def widened(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+            grads = plan(_widened(tensors), out.float(), lse, dout.float(), dlse)
+            made = {name: getattr(grads, name) for name in ("dq", "dk", "dv")}
+            return dataclasses.replace(grads, **{n: x if x is None else x.to(problem.dtype) for n, x in made.items()})
+
+        return widened
+
+    def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
+        """The builds of the direction's launches."""
+        from flashtile.backends import host
+        from flashtile.backends.portable import builds
+
+        return host.builds(builds.launches(problem, tensors, direction))
 
 
 def _needs_widening(problem: Problem) -> bool:
-    # Triton's interpreter keeps bfloat16 as bare integers and multiplies them as such.
+    # Triton's interpreter stores bfloat16 as integers and multiplies those integers.
     return problem.device_type == "cpu" and problem.dtype == torch.bfloat16
 
 
-def _widened(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
-    wide = {name: getattr(tensors, name).float() for name in ("q", "k", "v")}
-    return dataclasses.replace(problem, dtype=torch.float32), dataclasses.replace(tensors, **wide)
+def _widened(tensors: Tensors) -> Tensors:
+    return dataclasses.replace(tensors, **{name: getattr(tensors, name).float() for name in ("q", "k", "v")})
 
 
 BACKEND = PortableBackend()

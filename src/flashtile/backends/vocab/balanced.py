@@ -1,9 +1,9 @@
 """A closed-form tile order that balances causal work over persistent programs: no table, no counter, no atomics.
 
 Rows near the end of a causal sequence see the most keys. Block m of M costs about m, so blocks m and M - 1 - m together
-cost the same for every m: most of the work is dealt out in such pairs, head by head, which keeps the keys and values of
-few heads in the L2 cache. The last rounds are dealt out one block at a time instead, longest first and back and forth
-over the programs (a boustrophedon), which evens out the ends.
+cost the same for every m: most of the work is assigned in such pairs, head by head, which keeps the keys and values of
+few heads in the L2 cache. The last rounds are assigned one block at a time instead, longest first, with the order of
+the programs reversed every round, so that the programs end at about the same time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ TAIL_ROUNDS = tl.constexpr(2)
 
 @triton.jit
 def longest_first_by_spans(place, num_blocks, num_heads, span):
-    """The tile at a place of an order for programs that draw places from a counter.
+    """The tile at an index of the tile order, for programs that take indices from a counter.
 
-    Heads are worked on ``span`` at a time, so that the cache holds their keys and values; of those, the blocks that
-    cost most come first.
+    Heads are processed ``span`` at a time, so that the cache holds their keys and values; within a span, the most
+    expensive blocks come first.
 
     Returns:
-        (block, head), meaningless for a place behind the last tile.
+        (block, head), meaningless for an index past the last tile.
     """
     which = place // (span * num_blocks)
     place -= which * span * num_blocks
@@ -33,21 +33,21 @@ def longest_first_by_spans(place, num_blocks, num_heads, span):
 
 @triton.jit
 def paired(step, program, num_programs, num_blocks, num_heads):
-    """The tile of a program's step.
+    """The tile that a program processes at a step.
 
     Args:
         step: 0, 1, 2, ...
         program: This program, 0 <= program < num_programs.
         num_programs: Programs that share the work.
-        num_blocks: Query blocks a head, >= 1; block m costs more than block m - 1.
+        num_blocks: Query blocks per head, >= 1; block m costs more than block m - 1.
         num_heads: Heads of all sequences together.
 
     Returns:
         (block, head, is_tile, is_end): is_tile is False for a step that has nothing to do, is_end is True for every
-        step behind the last one.
+        step after the last one.
     """
-    # With an odd number of blocks two heads are dealt out together, so that the middle blocks have partners too. All
-    # that is a power of two is shifted: a division takes some 200 cycles, and a program waits for its first tile.
+    # With an odd number of blocks two heads are assigned together, so that the middle blocks have partners too. Powers
+    # of two are shifts: a division takes some 200 cycles, and a program waits for its first tile.
     odd = num_blocks & 1
     length = num_blocks << odd
     pairs = length >> 1
@@ -73,16 +73,16 @@ def paired(step, program, num_programs, num_blocks, num_heads):
         last_half = place >= in_tail
         place = tl.where(last_half, 2 * in_tail - 1 - place, place)
         place = tl.where(is_end, 0, place)
-        # The first span of the tail has lost its first pairs to the rounds before.
+        # The earlier rounds have already taken the first pairs of the tail's first span.
         full_spans = tl.maximum(tail_spans - 1, 1)
         before = first_pair * (tail_spans - 1)
         if place < before:
             pair = place // full_spans
             which = first_span + 1 + place - pair * full_spans
         else:
-            behind = (place - before) // tail_spans
-            pair = first_pair + behind
-            which = first_span + (place - before) - behind * tail_spans
+            beyond = (place - before) // tail_spans
+            pair = first_pair + beyond
+            which = first_span + (place - before) - beyond * tail_spans
 
     position = tl.where(last_half, pair, length - 1 - pair)
     head = (which << odd) + (position & odd)

@@ -1,14 +1,25 @@
-"""Which blocks a block has to visit, and which of them need a mask.
+"""Which blocks of keys a block of rows has to visit (or the reverse), and which of them need a mask.
 
-One function serves both loops. A row position i keeps keys ``i - left ... i + right``, so a key j is kept by the row
-positions ``j - right ... j + left``: the backward over keys asks with the two sides exchanged and with positions
-counted from ``seqlen_k - seqlen_q``.
+One function serves both directions. A row position i keeps keys ``i - left ... i + right``, so a key j is kept by the
+row positions ``j - right ... j + left``: the backward over keys calls it with the two sides exchanged and with
+positions counted from ``seqlen_k - seqlen_q``.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Visit(NamedTuple):
+    """Blocks start ... stop - 1 of a loop; full_start ... full_stop - 1 need no mask (None: all are treated alike)."""
+
+    start: Any
+    stop: Any
+    full_start: Any
+    full_stop: Any
 
 
 @triton.jit
@@ -19,13 +30,13 @@ def block_range(
 
     Args:
         first: First position, inclusive.
-        last: Last position, inclusive; last < first stands for no position at all.
+        last: Last position, inclusive; last < first means no position.
         length: Elements of the other side; element x exists for 0 <= x < length.
         before: Position p touches x >= p - before, read only if HAS_BEFORE.
         after: Position p touches x <= p + after, read only if HAS_AFTER.
         HAS_BEFORE: Whether that side is bounded.
         HAS_AFTER: Whether that side is bounded.
-        BLOCK: Elements a block.
+        BLOCK: Elements of a block.
 
     Returns:
         (block_min, full_min, full_max, block_max): blocks [block_min, block_max) are touched by some position; of
@@ -54,7 +65,7 @@ def key_blocks(
     row_first, row_last, seqlen_q, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(n_block_min, n_full_min, n_full_max, n_block_max) of rows row_first ... row_last, both inclusive and real."""
+    """(n_block_min, n_full_min, n_full_max, n_block_max) of rows row_first ... row_last, inclusive, which exist."""
     shift = seqlen_k - seqlen_q
     return block_range(row_first + shift, row_last + shift, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
 
@@ -64,16 +75,16 @@ def query_blocks(
     key_first, key_last, seqlen_q, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """(m_block_min, m_full_min, m_full_max, m_block_max) of keys key_first ... key_last, both inclusive and real."""
+    """(m_block_min, m_full_min, m_full_max, m_block_max) of keys key_first ... key_last, inclusive, which exist."""
     shift = seqlen_k - seqlen_q
     return block_range(key_first - shift, key_last - shift, seqlen_q, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_M)
 
 
 @triton.jit
 def phase_blocks(phase: tl.constexpr, block_min, full_min, full_max, block_max, ONE_LOOP: tl.constexpr):
-    """The blocks of one phase of a loop: 0 in front of those that need no mask, 1 those, 2 behind them.
+    """The blocks of one phase of a loop: 0 before the blocks that need no mask, 1 those blocks, 2 after them.
 
-    With ONE_LOOP phase 2 takes them all. Phase 0 is empty where ``block_range`` has HAS_BEFORE False.
+    With ONE_LOOP phase 2 covers all blocks. Phase 0 is empty where ``block_range`` has HAS_BEFORE False.
 
     Returns:
         (start, stop).

@@ -1,4 +1,4 @@
-"""Dropout's keep mask: Philox4x32-7, bit for bit what ``flashtile.philox`` defines."""
+"""Dropout's keep mask: Philox4x32-7, bitwise equal to ``flashtile.philox``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ROUNDS = tl.constexpr(7)
 
 
 class Draws(NamedTuple):
-    """Dropout of a call, as a kernel passes it on.
+    """The dropout arguments of a call.
 
     Attributes:
         rng_state_ptr: As ``keep`` takes it, None without dropout.
         threshold: As ``keep`` takes it.
-        keep_scale: What probabilities that are kept are multiplied with.
+        keep_scale: Factor of the probabilities that are kept.
         num_heads: Query heads.
     """
 
@@ -28,21 +28,21 @@ class Draws(NamedTuple):
 
 @triton.jit
 def keep_tile(draws, b, h, rows, first_key_block, BLOCK_N: tl.constexpr):
-    """``keep`` of a head of a sequence: BLOCK_N keys from key ``4 * first_key_block`` on."""
+    """``keep`` for one head of one sequence: BLOCK_N keys starting at key ``4 * first_key_block``."""
     key_blocks = first_key_block + tl.arange(0, BLOCK_N // 4)[None, :]
     return keep(draws.rng_state_ptr, draws.threshold, b * draws.num_heads + h, rows, key_blocks)
 
 
 @triton.jit
 def keep(rng_state_ptr, threshold, head, rows, key_blocks):
-    """Which probabilities of a tile survive.
+    """Which probabilities of a tile are kept.
 
     Args:
         rng_state_ptr: (2,) int64: seed, offset.
         threshold: ``philox.threshold(dropout_p)``, its 32 bits as int32.
         head: ``batch * num_heads_q + head``.
         rows: [BLOCK_M, 1] row in the sequence.
-        key_blocks: [1, BLOCK_N // 4] ``key // 4`` of each four neighbouring keys.
+        key_blocks: [1, BLOCK_N // 4] ``key // 4`` for each group of four neighbouring keys.
 
     Returns:
         [BLOCK_M, BLOCK_N] bool.
@@ -56,11 +56,11 @@ def keep(rng_state_ptr, threshold, head, rows, key_blocks):
     a, b, c, d = tl.philox_impl(
         counter_a, counter_b, counter_c, counter_d, seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS
     )
-    # Joined so that the words of one counter lie side by side: [BLOCK_M, BLOCK_N // 4, 2, 2] read in order is a b c d.
+    # Joined so that the words of one counter are adjacent: [BLOCK_M, BLOCK_N // 4, 2, 2] read in order is a b c d.
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(rows.shape[0], rows.shape[1] * 4)
     return words >= threshold.to(tl.uint32, bitcast=True)
 
 
 def threshold_bits(threshold: int) -> int:
-    """A 32-bit threshold as the int32 of the same bits, so that every value has one kernel argument type."""
+    """A 32-bit threshold as the int32 of the same bits, so that every value has one argument type."""
     return threshold - 2**32 if threshold >= 2**31 else threshold

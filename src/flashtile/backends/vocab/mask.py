@@ -1,9 +1,11 @@
-"""Band masks as selects.
+"""Masks, applied as selects: the band, and a boolean tensor.
 
-A row stands at key position ``i = row + seqlen_k - seqlen_q`` and keeps ``i - left <= j <= i + right``.
+A row is at key position ``i = row + seqlen_k - seqlen_q``; a band keeps the keys ``i - left <= j <= i + right``. The
+end of the keys and the band's right side fold into one number per row, so a masked score costs one comparison and one
+select for each bounded side.
 
-The end of the keys and the band's right side fold into one number a row, so a masked score costs one comparison and one
-select a bounded side.
+A ``MaskMod`` is one mask, a ``@triton.jit`` function ``function(x, operands, head, i, j, fill)``, which returns x where
+the row keeps the key and fill elsewhere; head is ``scores.Head``.
 """
 
 from __future__ import annotations
@@ -13,12 +15,50 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.vocab import sequence
+
 
 class Band(NamedTuple):
-    """Which keys a row keeps, as a kernel passes it on: how many before and behind its position; None for all."""
+    """How many keys before and after its own position a row keeps; None for all."""
 
     left: Any
     right: Any
+
+
+class MaskMod(NamedTuple):
+    """One mask of a call; holds constants, so it is only passed as an argument, never assigned.
+
+    Attributes:
+        function: See the module's docstring; None for a mask that the call does not have.
+        of_head: ``of_head(operands, b, h, seqlen_q, seqlen_k)`` reads once per head what function takes as operands;
+            None where those are the same for all heads.
+        operands: The argument of of_head; without of_head, the function's own.
+        EDGES: Whether only blocks at the edge of the band or of the keys need it.
+    """
+
+    function: Any
+    of_head: Any
+    operands: Any
+    EDGES: Any
+
+
+class ScoreTensor(NamedTuple):
+    """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts; ptr is None without one."""
+
+    ptr: Any
+    stride_b: Any
+    stride_head: Any
+    stride_row: Any
+    stride_col: Any
+
+
+class HeadTensor(NamedTuple):
+    """A ``ScoreTensor`` of one head: origin is the address of row position 0 and key 0."""
+
+    origin: Any
+    stride_row: Any
+    stride_col: Any
+    seqlen_k: Any
 
 
 @triton.jit
@@ -40,34 +80,33 @@ def last_key(i, seqlen_k, right, HAS_RIGHT: tl.constexpr):
 
 
 @triton.jit
-def band_keep(i, j, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Whether each row keeps each key.
-
-    Args:
-        i: Row positions (``row + seqlen_k - seqlen_q``), broadcastable against j.
-        j: Keys.
-        seqlen_k: Keys of the sequence.
-        left: Keys kept before the diagonal, read only if HAS_LEFT.
-        right: Keys kept after it, read only if HAS_RIGHT.
-        HAS_LEFT: Whether the left side is bounded.
-        HAS_RIGHT: Whether the right side is bounded.
-
-    Returns:
-        Boolean, of the broadcast shape.
-    """
-    keep = j <= last_key(i, seqlen_k, right, HAS_RIGHT)
-    if HAS_LEFT:
-        keep = keep & (j >= first_key(i, left, HAS_LEFT))
-    return keep
-
-
-@triton.jit
-def band_select(x, i, j, seqlen_k, left, right, fill, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """x, or fill where the band or the end of the keys masks; arguments as ``band_keep``.
+def select_band(x, band, head, i, j, fill):
+    """``MaskMod.function`` of a ``Band`` and the end of the keys.
 
     Selects are chained instead of joining booleans: packing and unpacking those costs more than a select.
     """
-    x = tl.where(j <= last_key(i, seqlen_k, right, HAS_RIGHT), x, fill)
-    if HAS_LEFT:
-        x = tl.where(j >= first_key(i, left, HAS_LEFT), x, fill)
+    x = tl.where(j <= last_key(i, head.seqlen_k, band.right, band.right is not None), x, fill)
+    if band.left is not None:
+        x = tl.where(j >= first_key(i, band.left, True), x, fill)
     return x
+
+
+@triton.jit
+def tensor_of_head(tensor, b, h, seqlen_q, seqlen_k):
+    """The ``HeadTensor`` of a ``ScoreTensor``."""
+    at = sequence.base(tensor.ptr, b, 0, h, tensor.stride_b, 0, tensor.stride_head)
+    origin = at - tl.cast(seqlen_k - seqlen_q, tl.int64) * tensor.stride_row
+    return HeadTensor(origin, tensor.stride_row, tensor.stride_col, seqlen_k)
+
+
+@triton.jit
+def load_tile(tensor, i, j, other):
+    """A tile of a ``HeadTensor``, ``other`` past the last row and the last key. Stride 0 broadcasts without a copy."""
+    offsets = i.to(tl.int64) * tensor.stride_row + j.to(tl.int64) * tensor.stride_col
+    return tl.load(tensor.origin + offsets, mask=(i < tensor.seqlen_k) & (j < tensor.seqlen_k), other=other)
+
+
+@triton.jit
+def select_tensor(x, tensor, head, i, j, fill):
+    """``MaskMod.function`` of a boolean mask, given as bytes."""
+    return tl.where(load_tile(tensor, i, j, 0) != 0, x, fill)

@@ -1,4 +1,4 @@
-"""Which tile a program works on. Longest tiles start first, so that the last ones to finish are short."""
+"""Which tile a program works on. The longest tiles start first, so that the last to finish are short."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def longest_first(block, num_blocks, HAS_RIGHT: tl.constexpr):
-    """Query blocks in the order of falling work: under a right bound the last rows see the most keys."""
+    """Query blocks in order of decreasing work: under a right bound the last rows see the most keys."""
     if HAS_RIGHT:
         block = num_blocks - 1 - block
     return block
@@ -16,14 +16,14 @@ def longest_first(block, num_blocks, HAS_RIGHT: tl.constexpr):
 
 @triton.jit
 def grouped_tile(pid, num_blocks, num_heads, heads_at_once):
-    """The block and the head of a program: groups of heads in turn, in a group the first blocks of all heads first.
+    """The block and the head of a program: groups of heads in order, in a group the first blocks of all heads first.
 
-    So blocks that cost about the same run side by side, the last ones to start are short if the longest come first, and
-    the heads of a group share the cache.
+    Blocks of about the same cost then run at the same time, the last ones to start are short if the longest come first,
+    and the heads of a group share the cache.
 
     Args:
         pid: 0 <= pid < num_blocks * num_heads.
-        num_blocks: Blocks a head.
+        num_blocks: Blocks per head.
         num_heads: Heads of all sequences together.
         heads_at_once: Heads of a group, >= 1; the last group may have fewer.
 
@@ -39,12 +39,12 @@ def grouped_tile(pid, num_blocks, num_heads, heads_at_once):
 
 @triton.jit
 def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr):
-    """The sequence and the block of a tile of packed sequences, in O(log num_sequences) reads and no prefix sums.
+    """The sequence and the block of a tile of packed sequences, in O(log num_sequences) reads, without prefix sums.
 
-    Sequence b owns the tiles from ``cu_seqlens[b] // BLOCK + b``: that many always hold its blocks, because a sequence
-    that straddles a multiple of BLOCK needs at most one block more than the multiples it crosses. Tiles left over come
-    out with a block behind the sequence's end. A launch needs ``total // BLOCK + num_sequences + 1`` tiles; the last
-    ones belong to ``b == num_sequences``, the rows behind every sequence.
+    Sequence b owns the tiles from ``cu_seqlens[b] // BLOCK + b`` to the next sequence's: always enough for its blocks,
+    because a sequence that straddles a multiple of BLOCK needs at most one block more than the multiples it crosses.
+    Spare tiles get a block past the sequence's end. A launch needs ``total // BLOCK + num_sequences + 1`` tiles; the
+    last ones belong to ``b == num_sequences``, the rows past every sequence.
 
     Returns:
         (b, block).

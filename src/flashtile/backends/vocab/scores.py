@@ -1,13 +1,12 @@
 """Score transforms: what happens to ``q @ k^T`` between the product and the softmax, and its derivative.
 
-A transform is a value: a ``@triton.jit`` function that a kernel takes as a constexpr. An elementwise one has the form
+A ``ScoreMod`` is one transform, made of two ``@triton.jit`` functions and their operands:
 
-    transform(scores, param, b, h, i, j) -> scores
-    derivative(scores_out, param, b, h, i, j) -> d scores_out / d scores_in, from the output alone
+    function(scores, operands, b, h, i, j) -> scores
+    derivative(scores_out, operands, b, h, i, j) -> d scores_out / d scores_in, from the output alone
 
 with scores in natural units, ``i`` row positions (``row + seqlen_k - seqlen_q``) and ``j`` keys, broadcastable against
-the scores. ``softcap`` is one; a caller's own function can come in the same way. ALiBi and bias are terms added behind
-it, whose derivative is 1.
+the scores. softcap, ALiBi and bias are three of them, applied in this order; a caller's own function is a fourth.
 """
 
 from __future__ import annotations
@@ -17,70 +16,83 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.vocab import mask, sequence
+from flashtile.backends.vocab import mask, softmax
+
+# Slots per call, empty ones included. Triton 3.6 has no len() of a tuple that holds None.
+NUM_SCORE_MODS = tl.constexpr(3)
+NUM_MASK_MODS = tl.constexpr(2)
 
 
-class ScoreTensor(NamedTuple):
-    """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts."""
+class ScoreMod(NamedTuple):
+    """One transform of a call's scores; holds constants, so it is only passed as an argument, never assigned.
+
+    Attributes:
+        function: See the module's docstring; None for a transform that the call does not have.
+        derivative: See the module's docstring; None where it is 1.
+        of_head: ``of_head(operands, b, h, seqlen_q, seqlen_k)`` reads once per head what the functions take as
+            operands; None where those are the same for all heads.
+        operands: The argument of of_head; without of_head, the functions' own.
+    """
+
+    function: Any
+    derivative: Any
+    of_head: Any
+    operands: Any
+
+
+class Alibi(NamedTuple):
+    """ALiBi slopes by head; ptr is None without any, stride_b 0 if sequences share them."""
 
     ptr: Any
     stride_b: Any
-    stride_head: Any
-    stride_row: Any
-    stride_col: Any
 
 
 class Terms(NamedTuple):
-    """What becomes of a call's products: the same for all its heads.
+    """How a call's products become probabilities, the same for all heads; only passed as an argument, never assigned.
 
     Attributes:
-        band: ``mask.Band``.
         scale: softmax_scale.
-        param: The score transform's parameter.
-        alibi_ptr: ALiBi slopes, or None.
-        alibi_stride_b: 0 if sequences share them.
-        bias: ``ScoreTensor`` of an additive bias, whose ptr is None without one.
-        mask: The same of a boolean mask, True keeps.
+        SCALE_FIRST: Whether scores are scaled before the softmax takes their maximum. Needed with any transform, and
+            with a scale that is not positive; otherwise the scale is folded into the exponential's argument.
+        INPUT_PRECISION: That of the matrix products.
+        score_mods: Tuple of ``ScoreMod``, in their order.
+        band: ``mask.Band``.
+        mask_mods: Tuple of ``mask.MaskMod``: the band's, applied to edge blocks alone, and one applied to all blocks.
+        draws: ``dropout.Draws``.
     """
 
-    band: Any
     scale: Any
-    param: Any
-    alibi_ptr: Any
-    alibi_stride_b: Any
-    bias: Any
-    mask: Any
+    SCALE_FIRST: Any
+    INPUT_PRECISION: Any
+    score_mods: Any
+    band: Any
+    mask_mods: Any
+    draws: Any
+
+
+class Head(NamedTuple):
+    """One head of one sequence; shift is the position of row 0, operands are what the mods' ``of_head`` returned."""
+
+    b: Any
+    h: Any
+    shift: Any
+    seqlen_k: Any
+    score_operands: Any
+    mask_operands: Any
 
 
 class Pairs(NamedTuple):
-    """The rows and keys of one head of one sequence, and what becomes of their products.
-
-    Attributes:
-        terms: ``Terms``.
-        b: Sequence.
-        h: Query head.
-        length_q: Rows of the sequence.
-        length_k: Keys of the sequence.
-        slope: Of ``of_head``, like bias_at.
-        bias_at: Where the head's bias begins.
-        mask_at: Where its mask begins.
-    """
+    """The rows and keys of a ``Head`` and the ``Terms`` of their products; only passed on, never assigned."""
 
     terms: Any
-    b: Any
-    h: Any
-    length_q: Any
-    length_k: Any
-    slope: Any
-    bias_at: Any
-    mask_at: Any
+    head: Any
 
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent to float32 rounding, from exp2 alone: neither the interpreter nor every target has a tanh.
+    """Hyperbolic tangent to float32 rounding, from exp2 alone: the interpreter and some targets have no tanh.
 
-    Near 0 the quotient would cancel, so a polynomial in x^2 takes over (Cephes, tanhf, |x| < 0.625).
+    Near 0 the quotient would cancel, so a polynomial in x^2 is used there (Cephes, tanhf, |x| < 0.625).
     """
     square = x * x
     poly = -5.70498872745e-3 * square + 2.06390887954e-2
@@ -108,76 +120,99 @@ def softcap_derivative(capped, cap, b, h, i, j):
 
 
 @triton.jit
-def alibi(slope, i, j):
-    """The ALiBi term ``-slope * |i - j|``, natural units."""
-    return -slope * tl.abs(i - j).to(tl.float32)
+def slope_of_head(slopes, b, h, seqlen_q, seqlen_k):
+    """The slope that ``alibi`` takes, of ``Alibi``."""
+    return tl.load(slopes.ptr + b * slopes.stride_b + h).to(tl.float32)
 
 
 @triton.jit
-def of_head(terms, b, h):
-    """(slope, bias_at, mask_at) of a head, 0 for those that ``terms`` does not have."""
-    slope, bias_at, mask_at = 0.0, 0, 0
-    if terms.alibi_ptr is not None:
-        slope = tl.load(terms.alibi_ptr + b * terms.alibi_stride_b + h).to(tl.float32)
-    if terms.bias.ptr is not None:
-        bias_at = sequence.base(terms.bias.ptr, b, 0, h, terms.bias.stride_b, 0, terms.bias.stride_head)
-    if terms.mask.ptr is not None:
-        mask_at = sequence.base(terms.mask.ptr, b, 0, h, terms.mask.stride_b, 0, terms.mask.stride_head)
-    return slope, bias_at, mask_at
+def alibi(scores, slope, b, h, i, j):
+    """``scores - slope * |i - j|``."""
+    return scores + -slope * tl.abs(i - j).to(tl.float32)
 
 
 @triton.jit
-def load_tile(tensor, at, pairs, rows, cols, other):
-    """A tile of a head's bias or mask, ``other`` behind the ends.
-
-    Strides of 0 broadcast: nothing is ever expanded in memory.
-    """
-    offsets = rows.to(tl.int64) * tensor.stride_row + cols.to(tl.int64) * tensor.stride_col
-    return tl.load(at + offsets, mask=(rows < pairs.length_q) & (cols < pairs.length_k), other=other)
+def bias(scores, tensor, b, h, i, j):
+    """Scores plus a tile of ``mask.HeadTensor``."""
+    return scores + mask.load_tile(tensor, i, j, 0.0).to(tl.float32)
 
 
 @triton.jit
-def transform(product, pairs, rows, cols, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr):
+def head_of(terms, b, h, seqlen_q, seqlen_k):
+    """The ``Head`` of a sequence and a query head."""
+    # Written out: in Triton 3.6 adding tuples loses the field names of the records in them.
+    score_operands = (
+        _operands(terms.score_mods[0], b, h, seqlen_q, seqlen_k),
+        _operands(terms.score_mods[1], b, h, seqlen_q, seqlen_k),
+        _operands(terms.score_mods[2], b, h, seqlen_q, seqlen_k),
+    )
+    mask_operands = (
+        _operands(terms.mask_mods[0], b, h, seqlen_q, seqlen_k),
+        _operands(terms.mask_mods[1], b, h, seqlen_q, seqlen_k),
+    )
+    return Head(b, h, seqlen_k - seqlen_q, seqlen_k, score_operands, mask_operands)
+
+
+@triton.jit
+def _operands(mod, b, h, seqlen_q, seqlen_k):
+    operands = 0
+    if mod.function is not None and mod.of_head is not None:
+        operands = mod.of_head(mod.operands, b, h, seqlen_q, seqlen_k)
+    return operands
+
+
+@triton.jit
+def transform(product, pairs, i, j, WITH_DERIVATIVE: tl.constexpr):
     """Everything that happens to a block of ``q @ k^T`` before masks.
 
     Args:
         product: The block, rows along either dimension.
-        pairs: What it is a block of.
-        rows: Rows of the sequence, like cols broadcastable against product.
-        cols: Keys of the sequence.
-        SCORE_MOD: An elementwise transform, or None.
-        DERIVATIVE: Its derivative, or None where none is asked for.
+        pairs: The rows and keys it is a block of.
+        i: Row positions, like j broadcastable against product.
+        j: Keys.
+        WITH_DERIVATIVE: Whether to compute the derivative.
 
     Returns:
-        The scores in natural units, and d scores / d (scale * product): of the block's shape with DERIVATIVE, else 1.
+        scores; scale_log2, the factor that turns them into base-2 exponents; and d scores / d (scale * product), of the
+        block's shape if a transform has one, else 1.
     """
-    terms = pairs.terms
-    i = rows + (pairs.length_k - pairs.length_q)
-    scores = product * terms.scale
+    scores, scale_log2 = product, pairs.terms.scale * softmax.LOG2_E
     derivative = 1.0
-    if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores, terms.param, pairs.b, pairs.h, i, cols)
-        if DERIVATIVE is not None:
-            derivative = DERIVATIVE(scores, terms.param, pairs.b, pairs.h, i, cols)
-    if terms.alibi_ptr is not None:
-        scores += alibi(pairs.slope, i, cols)
-    if terms.bias.ptr is not None:
-        scores += load_tile(terms.bias, pairs.bias_at, pairs, rows, cols, 0.0).to(tl.float32)
-    return scores, derivative
+    if pairs.terms.SCALE_FIRST:
+        scores, scale_log2 = product * pairs.terms.scale, softmax.LOG2_E
+        for n in tl.static_range(NUM_SCORE_MODS):
+            if pairs.terms.score_mods[n].function is not None:
+                operands = pairs.terms.score_mods[n].operands
+                if pairs.terms.score_mods[n].of_head is not None:
+                    operands = pairs.head.score_operands[n]
+                scores = pairs.terms.score_mods[n].function(scores, operands, pairs.head.b, pairs.head.h, i, j)
+                if WITH_DERIVATIVE and pairs.terms.score_mods[n].derivative is not None:
+                    derivative *= pairs.terms.score_mods[n].derivative(
+                        scores, operands, pairs.head.b, pairs.head.h, i, j
+                    )
+    return scores, scale_log2, derivative
 
 
 @triton.jit
-def select_band(x, pairs, rows, cols, fill):
-    """x, or fill where the band or the end of the keys masks."""
-    i = rows + (pairs.length_k - pairs.length_q)
-    left, right = pairs.terms.band.left, pairs.terms.band.right
-    return mask.band_select(x, i, cols, pairs.length_k, left, right, fill, left is not None, right is not None)
-
-
-@triton.jit
-def select_mask(x, pairs, rows, cols, fill):
-    """x, or fill where the boolean mask masks, if there is one."""
-    if pairs.terms.mask.ptr is not None:
-        kept = load_tile(pairs.terms.mask, pairs.mask_at, pairs, rows, cols, 0)
-        x = tl.where(kept != 0, x, fill)
+def select(x, pairs, i, j, fill, edge):
+    """x, or fill where a mask excludes the pair; EDGES masks apply only if ``edge`` (constexpr or not)."""
+    for n in tl.static_range(NUM_MASK_MODS):
+        if pairs.terms.mask_mods[n].function is not None:
+            operands = pairs.terms.mask_mods[n].operands
+            if pairs.terms.mask_mods[n].of_head is not None:
+                operands = pairs.head.mask_operands[n]
+            if not pairs.terms.mask_mods[n].EDGES or edge:
+                x = pairs.terms.mask_mods[n].function(x, operands, pairs.head, i, j, fill)
     return x
+
+
+@triton.jit
+def score_gradient(probs, dprobs, delta, derivative, pairs, edge):
+    """The gradient of a block of scores, before the score mods.
+
+    With masks, 0 wherever the probability is 0: a masked pair's derivative may be infinite. edge as for ``select``.
+    """
+    dscores = probs * (dprobs - delta) * derivative
+    if pairs.terms.mask_mods[1].function is not None or edge:
+        dscores = tl.where(probs == 0.0, 0.0, dscores)
+    return dscores

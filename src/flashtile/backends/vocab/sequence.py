@@ -1,7 +1,7 @@
-"""Where a sequence begins and how long it is, dense or packed, read once a program; and 64-bit addressing.
+"""Where a sequence's rows begin, how many it has, and 64-bit addressing, for dense and packed tensors.
 
-A packed tensor is one whose batch stride is 0 and whose sequences start at ``cu_seqlens[b]``; a dense one starts every
-sequence at row 0 of its batch entry. So the same base pointer arithmetic serves both.
+A dense tensor starts every sequence at row 0 of its batch entry. A packed one has a single entry, in which sequence b
+starts at row ``cu_seqlens[b]``; its batch stride is never used. Queries and keys each have a layout of their own.
 """
 
 from __future__ import annotations
@@ -12,17 +12,32 @@ import triton
 import triton.language as tl
 
 
-class Operand(NamedTuple):
-    """A tensor (batch, rows, heads, dim) as a kernel takes it.
+class SequenceLayout(NamedTuple):
+    """The memory layout of the sequences of the queries or of the keys.
 
     Attributes:
-        ptr: Its first element, None if it is a result nobody asks for.
-        source: A descriptor over (batch, rows, heads, dim), or None.
-        stride_b: 0 for a packed tensor.
-        stride_row: In elements, like all strides; that of dim is 1.
-        stride_head: Between heads.
-        cols: [BLOCK_DIM] columns of a tile.
-        dim: How many of them exist, None for all.
+        cu_seqlens_ptr: (num_sequences + 1,) int32 for packed sequences, None for dense ones.
+        num_sequences: How many there are.
+        total: Rows of a packed tensor, or the common length of dense sequences.
+    """
+
+    cu_seqlens_ptr: Any
+    num_sequences: Any
+    total: Any
+
+
+class Sequence(NamedTuple):
+    """One sequence: its entry of the batch (0 if packed), its first row there, and how many rows it has."""
+
+    batch_index: Any
+    start: Any
+    length: Any
+
+
+class Strided(NamedTuple):
+    """A tensor (batch, rows, heads, dim) as a kernel receives it: strides in elements, dim's is 1.
+
+    ptr is None for a result that is not needed; source is a tensor descriptor of it, or None.
     """
 
     ptr: Any
@@ -30,26 +45,26 @@ class Operand(NamedTuple):
     stride_b: Any
     stride_row: Any
     stride_head: Any
-    cols: Any
-    dim: Any
+
+
+class Operand(NamedTuple):
+    """A tensor, ``Strided``, and the ``SequenceLayout`` of its rows, DIM columns wide in tiles of BLOCK_DIM.
+
+    It holds constants, so it is only passed as an argument, never assigned.
+    """
+
+    data: Any
+    layout: Any
+    DIM: Any
+    BLOCK_DIM: Any
 
 
 class Rows(NamedTuple):
-    """The rows of one head of one sequence.
-
-    Attributes:
-        tensor: The ``Operand`` that holds them.
-        batch_index: Their entry of the batch, 0 for a packed tensor.
-        head: Their head.
-        start: The first one's place in that entry.
-        length: How many.
-    """
+    """The rows of one head of one ``Sequence`` of an ``Operand``."""
 
     tensor: Any
-    batch_index: Any
     head: Any
-    start: Any
-    length: Any
+    sequence: Any
 
 
 @triton.jit
@@ -58,7 +73,7 @@ def sequence(cu_seqlens_ptr, b, num_sequences, total, VARLEN: tl.constexpr):
 
     Args:
         cu_seqlens_ptr: (num_sequences + 1,) int32, read only if VARLEN.
-        b: The sequence; ``num_sequences`` names the rows behind the last sequence of a packed tensor.
+        b: The sequence; ``num_sequences`` stands for the rows past the last sequence of a packed tensor.
         num_sequences: How many there are.
         total: Rows of a packed tensor, or the common length of dense sequences.
         VARLEN: Whether sequences are packed.
@@ -75,6 +90,17 @@ def sequence(cu_seqlens_ptr, b, num_sequences, total, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def sequence_of(layout, b):
+    """Sequence b of a ``SequenceLayout``; ``num_sequences`` means the rows past the last one of a packed tensor."""
+    PACKED: tl.constexpr = layout.cu_seqlens_ptr is not None
+    start, length = sequence(layout.cu_seqlens_ptr, b, layout.num_sequences, layout.total, PACKED)
+    batch_index = b
+    if PACKED:
+        batch_index = 0
+    return Sequence(batch_index, start, length)
+
+
+@triton.jit
 def base(ptr, b, start, head, stride_b, stride_row, stride_head):
     """Address of (sequence b, its first row, head); every product is 64 bits wide."""
     offset = tl.cast(b, tl.int64) * stride_b + tl.cast(start, tl.int64) * stride_row
@@ -82,9 +108,15 @@ def base(ptr, b, start, head, stride_b, stride_row, stride_head):
 
 
 @triton.jit
-def start_of(rows):
-    """Address of the first of ``Rows``."""
-    tensor = rows.tensor
-    return base(
-        tensor.ptr, rows.batch_index, rows.start, rows.head, tensor.stride_b, tensor.stride_row, tensor.stride_head
-    )
+def addresses(rows, first, row, col):
+    """Addresses of elements of ``Rows``.
+
+    Args:
+        rows: The rows.
+        first: Added to every row.
+        row: Rows of the sequence, counted from ``first``.
+        col: Columns, broadcastable against row.
+    """
+    data, seq = rows.tensor.data, rows.sequence
+    start = base(data.ptr, seq.batch_index, seq.start, rows.head, data.stride_b, data.stride_row, data.stride_head)
+    return start + tl.cast(first, tl.int64) * data.stride_row + (row.to(tl.int64) * data.stride_row + col)

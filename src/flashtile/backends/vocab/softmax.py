@@ -1,4 +1,4 @@
-"""Online softmax in base 2: the running (maximum, sum) of a row, and what the accumulated output is scaled by.
+"""Online softmax in base 2: the running (maximum, sum) of a row, the scale of the accumulated output, and merging.
 
 Mathematics: docs/algorithm.md, "The (max, sum, out) monoid". The state of an empty row is (-inf, 0). Source: Milakov
 and Gimelshein 2018, arXiv:1805.02867, algorithm 3; Dao et al. 2022, arXiv:2205.14135, algorithm 1.
@@ -15,24 +15,24 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def finite_origin(row_max):
-    """The maximum to subtract: 0 for a row that has seen no key, for which -inf - -inf would be NaN."""
+    """The maximum to subtract: 0 for a row that has seen no key, where -inf - -inf would be NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def update(row_max, row_sum, scores, scale_log2, MAY_BE_EMPTY: tl.constexpr):
-    """Takes a block of scores into the state.
+    """Adds a block of scores to the running state.
 
     Args:
         row_max: [BLOCK_M] float32: maximum of ``scores * scale_log2`` so far.
         row_sum: [BLOCK_M] float32.
         scores: [BLOCK_M, BLOCK_N] float32, -inf where masked.
-        scale_log2: What turns scores into base-2 exponents, > 0: it is multiplied after the maximum, so the scores
-            cost one fused multiply-add each.
+        scale_log2: Factor that turns scores into base-2 exponents, > 0. Applied after the maximum, so each score costs
+            one fused multiply-add.
         MAY_BE_EMPTY: Whether a row may still have no key after this block.
 
     Returns:
-        probs [BLOCK_M, BLOCK_N], unnormalised; rescale [BLOCK_M], the factor of what was accumulated before; and the
+        probs [BLOCK_M, BLOCK_N], unnormalised; rescale [BLOCK_M], the factor of the output accumulated so far; and the
         new row_max and row_sum.
     """
     new_max, origin, rescale = raise_max(row_max, tl.max(scores, 1) * scale_log2, MAY_BE_EMPTY)
@@ -42,15 +42,15 @@ def update(row_max, row_sum, scores, scale_log2, MAY_BE_EMPTY: tl.constexpr):
 
 @triton.jit
 def raise_max(row_max, top, MAY_BE_EMPTY: tl.constexpr):
-    """The part of ``update`` that decides what is subtracted from the scores.
+    """The part of ``update`` that computes the value subtracted from the scores.
 
     Args:
         row_max: [BLOCK_M], the maximum so far.
-        top: [BLOCK_M], that of a block's ``scores * scale_log2``.
-        MAY_BE_EMPTY: As of ``update``.
+        top: [BLOCK_M], the maximum of a block's ``scores * scale_log2``.
+        MAY_BE_EMPTY: As for ``update``.
 
     Returns:
-        The new row_max; origin [BLOCK_M], the same but finite; rescale [BLOCK_M], as of ``update``.
+        The new row_max; origin [BLOCK_M], the same but finite; rescale [BLOCK_M], as for ``update``.
     """
     new_max = tl.maximum(row_max, top)
     origin = new_max
@@ -67,7 +67,7 @@ def exponentials(scores, scale_log2, origin):
 
 @triton.jit
 def add_sink(row_max, row_sum, sink):
-    """Lets a sink join the denominator.
+    """Adds a sink to the softmax denominator.
 
     Args:
         row_max: [BLOCK_M] float32, base 2.
@@ -100,8 +100,29 @@ def finalise(row_max, row_sum):
 
 
 @triton.jit
+def merge(out, lse, more_out, more_lse):
+    """Joins the states of two disjoint sets of keys, as ``flashtile.states.merge``; (0, -inf) is the empty state.
+
+    Args:
+        out: [BLOCK_M, BLOCK_DV] float32, normalised.
+        lse: [BLOCK_M] float32, natural log.
+        more_out: Like out.
+        more_lse: Like lse.
+
+    Returns:
+        out and lse of both sets together. An empty state's out is ignored, whatever it contains.
+    """
+    origin = finite_origin(tl.maximum(lse, more_lse))
+    weight, more_weight = tl.exp2((lse - origin) * LOG2_E), tl.exp2((more_lse - origin) * LOG2_E)
+    scale, log_sum = finalise(origin * LOG2_E, weight + more_weight)
+    weight, more_weight = (weight * scale)[:, None], (more_weight * scale)[:, None]
+    joined = tl.where(weight == 0.0, 0.0, out * weight) + tl.where(more_weight == 0.0, 0.0, more_out * more_weight)
+    return joined, log_sum
+
+
+@triton.jit
 def backward_origin(lse):
-    """What the backward subtracts from base-2 scores so that probabilities come out normalised.
+    """The value that the backward subtracts from base-2 scores to get normalised probabilities.
 
     An empty row (lse -inf) gets +inf, so each of its probabilities is exp2(-inf) = 0 without a mask.
     """

@@ -1,5 +1,1 @@
 """``flashtile demo``: exactness, memory, time and training on the machine it runs on, and a report of them."""
-
-from flashtile.cli.demo.command import demo
-
-__all__ = ["demo"]

@@ -2,61 +2,44 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text as RichText
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashtile import dispatch, settings
 from flashtile.cli.choices import DeviceType
 from flashtile.cli.demo import exactness, scaling, training
-from flashtile.cli.demo.probe import Request
+from flashtile.cli.demo.probe import Point, Setting
 from flashtile.cli.info import machine, why_unusable
 from flashtile.errors import InvalidInputError, UnsupportedError
 from flashtile.examples.char_gpt import Text, shakespeare
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything the demo does.
+    """How much of everything the demo does."""
 
-    Attributes:
-        seqlen: Tokens of the exactness cases.
-        dtypes: Dtypes of the exactness cases.
-        num_heads: Heads of the measured calls.
-        head_dim: Their width.
-        dtype: Their dtype.
-        first: Shortest measured length.
-        beyond: Lengths measured after standard attention has stopped fitting.
-        patience_s: Longest measured call.
-        recipe: The training.
-        sample_length: Characters that the trained model writes.
-    """
-
-    seqlen: int
-    dtypes: tuple[torch.dtype, ...]
-    num_heads: int
+    seqlen: int  # of the exactness cases
+    dtypes: tuple[torch.dtype, ...]  # of the exactness cases
+    num_heads: int  # of the measured calls, as are the next two
     head_dim: int
     dtype: str
-    first: int
-    beyond: int
-    patience_s: float
+    first: int  # shortest measured length
+    beyond: int  # lengths measured after standard attention has stopped fitting
+    patience_s: float  # longest measured call
     recipe: training.Recipe
-    sample_length: int
+    sample_length: int  # characters that the trained model writes
 
 
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,34 +66,24 @@ _SIZES = {
 }  # fmt: skip
 
 
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures and the report.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Everything smaller: some twenty seconds on two cores.")]
+Device = Annotated[DeviceType, typer.Option(help="auto is the GPU where flashtile can use it.")]
+MemoryBudget = Annotated[int | None, typer.Option(
+    min=1, max=2**30, metavar="N", show_default="1024 on a CPU, 8192 on a GPU",
+    help="Memory (MiB) that one measured call may take beyond its inputs.",
+)]  # fmt: skip
+Threads = Annotated[int | None, typer.Option(
+    min=1, max=4096, metavar="N", show_default="PyTorch's choice, or fewer if faster", help="CPU threads to use.",
+)]  # fmt: skip
+
+
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures and the report.")] = Path(
-        "flashtile-demo"
-    ),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Everything smaller: some twenty seconds on two cores.")
-    ] = False,
-    device: Annotated[DeviceType, typer.Option(help="auto is the GPU where flashtile can use it.")] = DeviceType.auto,
-    memory_budget_mb: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=2**30,
-            metavar="N",
-            show_default="1024 on a CPU, 8192 on a GPU",
-            help="Memory (MiB) that one measured call may take beyond its inputs.",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=4096,
-            metavar="N",
-            show_default="PyTorch's choice, or fewer if faster",
-            help="CPU threads to use.",
-        ),
-    ] = None,
+    out: Out = Path("flashtile-demo"),
+    quick: Quick = False,
+    device: Device = DeviceType.auto,
+    memory_budget_mb: MemoryBudget = None,
+    threads: Threads = None,
 ) -> None:
     """See flashtile at work on this machine, in under two minutes on two CPU cores.
 
@@ -119,8 +92,9 @@ def demo(
     twice from one seed, with either attention. Leaves three PNG plots, results.json and a self-contained report.html.
     """
     start = time.monotonic()
-    # Found missing now rather than after a minute's work.
-    report = importlib.import_module("flashtile.cli.demo.report")
+    # Here, because matplotlib takes long to load; and if it is missing, that is found before a minute's work.
+    from flashtile.cli.demo import report
+
     if threads is not None:
         torch.set_num_threads(threads)
     console = Console()
@@ -130,14 +104,13 @@ def demo(
     budget = scaling.budget_bytes(memory_budget_mb, where, quick)
     text = shakespeare()
     with _progress(console) as progress:
-        bars = [
-            progress.add_task(name, total=None, start=False, note="")
-            for name in ("warm-up", "exactness", "scaling", "training")
-        ]
-        steps = _warm_up(size, text, where, threads, progress, bars[0])
-        rows = _exactness(size, where, progress, bars[1])
-        points = _scaling(size, where, budget, progress, bars[2])
-        runs = _training(size, text, where, steps, progress, bars[3])
+        warm_up, exact, scale, train = (
+            _Bar(progress, name) for name in ("warm-up", "exactness", "scaling", "training")
+        )
+        steps = _warm_up(size, text, where, threads, warm_up)
+        rows = _exactness(size, where, exact)
+        points = _scaling(size, where, budget, scale)
+        runs = _training(size, text, where, steps, train)
     results = report.Results(
         machine=machine(),
         setting=f"causal, {size.num_heads} heads, head_dim {size.head_dim}, {size.dtype} on {where.type}",
@@ -149,7 +122,7 @@ def demo(
         seconds=time.monotonic() - start,
     )
     page = report.write(results, out)
-    _print_results(console, results, report)
+    report.show(results, console)
     console.print(f"Took {time.monotonic() - start:.0f} s. Report: {page.resolve()}", soft_wrap=True, highlight=False)
     if not results.passed:
         raise typer.Exit(1)
@@ -183,111 +156,77 @@ def _claim_folder(out: Path) -> None:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=14),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}", style="dim"),
-    )
-    return Progress(*columns, console=console)
+    note = TextColumn("{task.fields[note]}", style="dim")
+    return Progress(TextColumn("{task.description:<10}"), BarColumn(14), TimeElapsedColumn(), note, console=console)
 
 
-def _warm_up(size: Size, text: Text, device: torch.device, threads: int | None, progress: Progress, bar: TaskID) -> int:
+class _Bar:
+    """The progress of one part; its clock starts with it."""
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(name, total=None, start=False, note="")
+
+    def start(self, total: int | None = None) -> None:
+        self._progress.start_task(self._task)
+        self._progress.update(self._task, total=total)
+
+    def step(self, note: str) -> None:
+        self._progress.update(self._task, advance=1, note=note)
+
+    def finish(self, note: str) -> None:
+        self._progress.update(self._task, total=1, completed=1, note=note)
+
+    def collect(self, items: Iterable[T], total: int | None, note: Callable[[T], str]) -> list[T]:
+        """The items, each noted as it comes."""
+        self.start(total)
+        found = []
+        for item in items:
+            found.append(item)
+            self.step(note(item))
+        return found
+
+
+def _warm_up(size: Size, text: Text, device: torch.device, threads: int | None, bar: _Bar) -> int:
     """Settles what depends on the machine: CPU threads, unless they were given, and the steps of the training."""
-    progress.start_task(bar)
+    bar.start()
     if device.type == "cpu" and threads is None:
         seconds = training.choose_threads(size.recipe, text)
     else:
         seconds = training.step_seconds(size.recipe, text, device)
     steps = training.choose_steps(size.recipe, seconds)
-    note = f"CPU threads: {torch.get_num_threads()}, training steps: {steps}"
-    progress.update(bar, total=1, completed=1, note=note)
+    bar.finish(f"CPU threads: {torch.get_num_threads()}, training steps: {steps}")
     return steps
 
 
-def _exactness(size: Size, device: torch.device, progress: Progress, bar: TaskID) -> list[exactness.Row]:
-    progress.start_task(bar)
-    progress.update(bar, total=len(exactness.CASES) * len(size.dtypes))
-    rows = []
-    for row in exactness.rows(device, size.dtypes, size.seqlen):
-        rows.append(row)
-        progress.update(bar, advance=1, note=f"{row.case}, {row.dtype}: {row.flashtile_out:.0e}")
-    passed = sum(row.passed and not row.refused for row in rows)
-    progress.update(bar, note=f"{passed} of {len(rows)} cases exact")
+def _exactness(size: Size, device: torch.device, bar: _Bar) -> list[exactness.Row]:
+    rows = bar.collect(
+        exactness.rows(device, size.dtypes, size.seqlen),
+        len(exactness.CASES) * len(size.dtypes),
+        lambda row: f"{row.case}, {row.dtype}: {row.flashtile_out:.0e}",
+    )
+    bar.finish(f"{sum(row.passed and not row.refused for row in rows)} of {len(rows)} cases exact")
     return rows
 
 
-def _scaling(size: Size, device: torch.device, budget: int, progress: Progress, bar: TaskID) -> list[scaling.Point]:
-    progress.start_task(bar)
-    template = Request(
-        method="",
-        seqlen=0,
-        num_heads=size.num_heads,
-        head_dim=size.head_dim,
-        dtype=size.dtype,
-        device=device.type,
-        backward=False,
-        budget_bytes=budget,
-        threads=torch.get_num_threads(),
-    )
-    plan = scaling.Plan(template, size.first, size.beyond, size.patience_s)
-    points = []
-    for point in scaling.points(plan):
-        points.append(point)
-        seen = f"{point.peak_bytes / 1e6:,.0f} MB" if point.fits else f"no room in {budget / 1e6:,.0f} MB"
-        progress.update(bar, note=f"{point.seqlen:,} tokens, {point.method}: {seen}")
-    progress.update(bar, total=1, completed=1, note=_reach(points, budget))
+def _scaling(size: Size, device: torch.device, budget: int, bar: _Bar) -> list[Point]:
+    room = f"no room in {budget / 1e6:,.0f} MB"
+
+    def note(point: Point) -> str:
+        seen = f"{point.peak_bytes / 1e6:,.0f} MB" if point.fits else room
+        return f"{point.seqlen:,} tokens, {point.method}: {seen}"
+
+    setting = Setting(size.num_heads, size.head_dim, size.dtype, device.type, budget, torch.get_num_threads())
+    points = bar.collect(scaling.points(setting, size.first, size.beyond, size.patience_s), None, note)
+    failed = [p.seqlen for p in points if p.method == "standard" and not p.fits and not p.backward]
+    reached = f"{room} at {failed[0]:,} tokens" if failed else "too slow before it was too big"
+    bar.finish(f"standard: {reached}")
     return points
 
 
-def _reach(points: Sequence[scaling.Point], budget: int) -> str:
-    failed = [p.seqlen for p in points if p.method == "standard" and not p.fits and not p.backward]
-    if not failed:
-        return "standard: too slow before it was too big"
-    return f"standard: no room in {budget / 1e6:,.0f} MB at {failed[0]:,} tokens"
-
-
-def _training(
-    size: Size, text: Text, device: torch.device, steps: int, progress: Progress, bar: TaskID
-) -> list[training.Run]:
-    progress.start_task(bar)
-    progress.update(bar, total=steps)
-
+def _training(size: Size, text: Text, device: torch.device, steps: int, bar: _Bar) -> list[training.Run]:
     def on_step(losses: dict[str, float]) -> None:
-        note = ", ".join(f"{method}: loss {loss:.3f}" for method, loss in losses.items())
-        progress.update(bar, advance=1, note=note)
+        bar.step(", ".join(f"{method}: loss {loss:.3f}" for method, loss in losses.items()))
 
+    bar.start(steps)
     return training.train(size.recipe, text, device, steps, size.sample_length, on_step)
-
-
-def _print_results(console: Console, results: Any, report: ModuleType) -> None:
-    console.print()
-    exact = _table("Exactness: largest relative error against attention in float64", report.EXACTNESS_COLUMNS)
-    for row, cells in zip(results.rows, report.exactness_cells(results.rows), strict=True):
-        exact.add_row(*cells, style=None if row.passed else "bold red")
-    console.print(exact, "")
-    for refused in dict.fromkeys(row.refused for row in results.rows if row.refused):
-        console.print(f"not run: {refused}", style="dim", highlight=False)
-    for backward in (False, True):
-        what = "forward and backward" if backward else "forward"
-        grown = _table(f"Peak memory and time, {what}: {results.setting}", report.SCALING_COLUMNS)
-        for cells in report.scaling_cells(results.points, backward=backward):
-            grown.add_row(*cells)
-        console.print(grown, "")
-    trained = _table("Training", ("attention", "first loss", "last loss", "held-out loss", "tokens/s"))
-    for run in results.runs:
-        losses = (run.losses[0], run.losses[-1], run.held_out_loss)
-        trained.add_row(run.method, *(f"{loss:.3f}" for loss in losses), f"{run.tokens_per_s:,.0f}")
-    console.print(trained)
-    console.print(f"The two loss curves are at most {results.loss_gap:.1e} apart.", highlight=False)
-    sample = RichText(results.runs[-1].sample)
-    console.print(Panel(sample, title="What the model writes", title_align="left", border_style="dim"))
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_edge=False, padding=(0, 1, 0, 0)
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-    return table

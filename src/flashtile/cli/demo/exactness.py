@@ -7,7 +7,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,21 +26,13 @@ NUM_HEADS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A combination of features.
-
-    Attributes:
-        name: As tables show it; those with a direction in their nature are causal.
-        num_heads_kv: Key and value heads under ``NUM_HEADS`` query heads.
-        keywords: ``causal``, ``window_size`` and ``softcap`` of the call.
-        extras: Names of the tensors that the call takes besides q, k and v.
-        sdpa: Whether PyTorch's own function can say it; if not, standard attention stands in its place.
-    """
+    """A combination of features; those with a direction in their nature are causal."""
 
     name: str
     num_heads_kv: int = NUM_HEADS
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    extras: tuple[str, ...] = ()
-    sdpa: bool = False
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # causal, window_size and softcap of the call
+    extras: tuple[str, ...] = ()  # the tensors that the call takes besides q, k and v
+    sdpa: bool = False  # whether PyTorch's own function can say it; if not, standard attention stands in its place
 
 
 CASES = (
@@ -58,19 +50,11 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one case in one dtype showed. Errors are relative to the largest element of the exact tensor.
+    """What one case in one dtype showed.
 
-    Attributes:
-        case: The case's name.
-        dtype: Without the ``torch.``.
-        flashtile_out: Largest error of the output.
-        flashtile_grad: Largest error of any gradient.
-        pytorch_out: The same for PyTorch.
-        pytorch_grad: The same for PyTorch.
-        pytorch: ``SDPA`` or ``standard``: which PyTorch computation the two belong to.
-        passed: Whether flashtile's errors are at most twice those of standard attention in the same dtype, plus one
-            unit of rounding.
-        refused: Why no backend runs the case here, if so; the errors are then nan.
+    Errors are the largest ones, relative to the largest element of the exact tensor; those of gradients are of the
+    worst gradient. A case passes if flashtile's are at most twice those of standard attention in the same dtype, plus
+    one unit of rounding.
     """
 
     case: str
@@ -79,9 +63,9 @@ class Row:
     flashtile_grad: float
     pytorch_out: float
     pytorch_grad: float
-    pytorch: str
+    pytorch: str  # SDPA or standard: which PyTorch computation its errors belong to
     passed: bool
-    refused: str = ""
+    refused: str = ""  # why no backend runs the case here, if so; the errors are then nan
 
 
 def rows(device: torch.device, dtypes: tuple[torch.dtype, ...], seqlen: int) -> Iterator[Row]:
@@ -93,7 +77,9 @@ def rows(device: torch.device, dtypes: tuple[torch.dtype, ...], seqlen: int) -> 
 
 def _row(case: Case, dtype: torch.dtype, device: torch.device, seqlen: int, seed: int) -> Row:
     tensors, dout = _inputs(case, dtype, device, seqlen, seed)
-    problem = Problem.build(tensors, band_of(**_band(case)), softcap=case.keywords.get("softcap", 0.0), needs_grad=True)
+    keywords = case.keywords
+    band = band_of(keywords.get("causal", False), keywords.get("window_size"))
+    problem = Problem.build(tensors, band, softcap=keywords.get("softcap", 0.0), needs_grad=True)
     exact = _with_gradients(tensors, dout, lambda t: reference.attention(problem, t)[0])
     standard = _with_gradients(tensors, dout, lambda t: reference.attention(problem, t, dtype)[0])
     pytorch = _with_gradients(tensors, dout, lambda t: _sdpa(t, problem)) if case.sdpa else standard
@@ -133,10 +119,6 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device, seqlen: int, s
     return Tensors(2 * q, k, v, **{name: made[name] for name in case.extras}), dout
 
 
-def _band(case: Case) -> dict[str, Any]:
-    return {"causal": case.keywords.get("causal", False), "window_size": case.keywords.get("window_size")}
-
-
 def _flashtile(t: Tensors, case: Case) -> Tensor:
     keywords = {**case.keywords, **{name: getattr(t, name) for name in case.extras}}
     call = flashtile.attention_varlen if t.cu_seqlens_q is not None else flashtile.attention
@@ -160,8 +142,7 @@ def _with_gradients(tensors: Tensors, dout: Tensor, call: Any) -> list[Tensor]:
     """The output and the gradients of every input that has one, in float64."""
     names = [n for n in ("q", "k", "v", "attn_bias", "sinks") if getattr(tensors, n) is not None]
     leaves = {name: getattr(tensors, name).detach().requires_grad_() for name in names}
-    rest = {n: getattr(tensors, n) for n in ("alibi_slopes", "attn_mask", "cu_seqlens_q", "cu_seqlens_k")}
-    out = call(Tensors(**leaves, **rest))
+    out = call(replace(tensors, **leaves))
     grads = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
     return [x.detach().double() for x in (out, *grads)]
 

@@ -1,4 +1,4 @@
-"""The demo's folder: pictures, the numbers behind them, and one HTML page that holds everything."""
+"""What the demo found: tables on the terminal, and a folder of pictures, numbers and one HTML page with everything."""
 
 from __future__ import annotations
 
@@ -7,40 +7,37 @@ import dataclasses
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
 from flashtile.cli.demo import plots
 from flashtile.cli.demo.exactness import Row
-from flashtile.cli.demo.scaling import Point
+from flashtile.cli.demo.probe import Point
 from flashtile.cli.demo.training import Run
+from flashtile.cli.tables import number_table
+
+_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that the demo found.
+    """Everything that the demo found."""
 
-    Attributes:
-        machine: As ``flashtile info --json`` says it.
-        setting: The calls of ``points`` in a few words: dtype, heads, device.
-        budget_bytes: The memory they had.
-        rows: Exactness.
-        points: Memory and time.
-        runs: Training, standard attention first.
-        unknowing_loss: ``ln`` of the number of characters.
-        seconds: How long the demo took.
-    """
-
-    machine: dict[str, Any]
-    setting: str
+    machine: dict[str, Any]  # as ``flashtile info --json`` says it
+    setting: str  # of the points, in a few words
     budget_bytes: int
     rows: Sequence[Row]
     points: Sequence[Point]
-    runs: Sequence[Run]
-    unknowing_loss: float
-    seconds: float
+    runs: Sequence[Run]  # standard attention first
+    unknowing_loss: float  # ln of the number of characters
+    seconds: float  # that the demo took
 
     @property
     def passed(self) -> bool:
@@ -51,6 +48,81 @@ class Results:
     def loss_gap(self) -> float:
         """The largest distance of the two loss curves, nats."""
         return max(abs(a - b) for a, b in zip(self.runs[0].losses, self.runs[1].losses, strict=True))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A table, for the terminal and for the page: its title on either, its columns and cells."""
+
+    title: str
+    summary: str
+    columns: Sequence[str]
+    cells: Sequence[Sequence[str]]
+
+
+def exactness_figures(results: Results) -> Figures:
+    """A line for each row: case, dtype, four errors, PyTorch's function, verdict."""
+    cells = []
+    for row in results.rows:
+        errors = (row.flashtile_out, row.pytorch_out, row.flashtile_grad, row.pytorch_grad)
+        shown = ["-" if math.isnan(error) else f"{error:.1e}" for error in errors]
+        verdict = "not run" if row.refused else "yes" if row.passed else "NO"
+        cells.append([row.case, _SHORT_DTYPES.get(row.dtype, row.dtype), *shown, row.pytorch, verdict])
+    columns = ("case", "dtype", "out", "PyTorch", "grads", "PyTorch", "by", "exact")
+    title = "Exactness: largest relative error against attention in float64"
+    return Figures(title, "The numbers", columns, cells)
+
+
+def scaling_figures(results: Results, backward: bool) -> Figures:
+    """A line for each length: memory of both methods and their ratio, time of both and their ratio."""
+    found = {(p.method, p.seqlen): p for p in results.points if p.backward == backward}
+    cells = []
+    for seqlen in sorted({n for _, n in found}):
+        pair = standard, tiled = found.get(("standard", seqlen)), found.get(("flashtile", seqlen))
+        memory = ["-" if not p else f"{p.peak_bytes / 1e6:,.1f}" if p.fits else "too big" for p in pair]
+        times = [f"{p.time_s * 1e3:,.1f}" if p and p.fits else "-" for p in pair]
+        less = faster = "-"
+        if standard and tiled and standard.fits and tiled.fits:
+            less = f"{standard.peak_bytes / max(tiled.peak_bytes, plots.SMALLEST_PEAK):,.0f}x"
+            faster = f"{standard.time_s / tiled.time_s:,.1f}x"
+        cells.append([f"{seqlen:,}", *memory, less, *times, faster])
+    columns = ("tokens", "standard MB", "flashtile MB", "less", "standard ms", "flashtile ms", "faster")
+    title = f"Peak memory and time, {plots.DIRECTIONS[backward]}: {results.setting}"
+    return Figures(title, "Forward and backward" if backward else "Forward, numbers", columns, cells)
+
+
+def training_figures(results: Results) -> Figures:
+    """A line for each run: its losses and its speed."""
+    cells = []
+    for run in results.runs:
+        losses = (run.losses[0], run.losses[-1], run.held_out_loss)
+        cells.append([run.method, *(f"{loss:.3f}" for loss in losses), f"{run.tokens_per_s:,.0f}"])
+    columns = ("attention", "first loss", "last loss", "held-out loss", "tokens/s")
+    return Figures("Training", "The numbers", columns, cells)
+
+
+def show(results: Results, console: Console) -> None:
+    """Prints the tables and what the model writes."""
+
+    def show_figures(figures: Figures) -> None:
+        table = number_table(
+            figures.title, figures.columns, figures.cells,
+            title_style="bold", box=box.SIMPLE, show_edge=False, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for line, cells in zip(table.rows, figures.cells, strict=True):
+            line.style = "bold red" if "NO" in cells else None
+        console.print(table, "")
+
+    console.print()
+    show_figures(exactness_figures(results))
+    for refused in dict.fromkeys(row.refused for row in results.rows if row.refused):
+        console.print(f"not run: {refused}", style="dim", highlight=False)
+    show_figures(scaling_figures(results, backward=False))
+    show_figures(scaling_figures(results, backward=True))
+    show_figures(training_figures(results))
+    console.print(f"The two loss curves are at most {results.loss_gap:.1e} apart.", highlight=False)
+    sample = Text(results.runs[-1].sample)
+    console.print(Panel(sample, title="What the model writes", title_align="left", border_style="dim"))
 
 
 def write(results: Results, folder: Path) -> Path:
@@ -79,58 +151,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def exactness_cells(rows: Iterable[Row]) -> list[list[str]]:
-    """A line for each row: case, dtype, four errors, PyTorch's function, verdict."""
-    return [
-        [
-            row.case,
-            SHORT_DTYPES.get(row.dtype, row.dtype),
-            *(error_text(e) for e in (row.flashtile_out, row.pytorch_out, row.flashtile_grad, row.pytorch_grad)),
-            row.pytorch,
-            "not run" if row.refused else "yes" if row.passed else "NO",
-        ]
-        for row in rows
-    ]
-
-
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-EXACTNESS_COLUMNS = ("case", "dtype", "out", "PyTorch", "grads", "PyTorch", "by", "exact")
-
-
-def scaling_cells(points: Sequence[Point], backward: bool) -> list[list[str]]:
-    """A line for each length: memory of both methods and their ratio, time of both and their ratio."""
-    found = {(p.method, p.seqlen): p for p in points if p.backward == backward}
-    cells = []
-    for seqlen in sorted({n for _, n in found}):
-        standard, tiled = found.get(("standard", seqlen)), found.get(("flashtile", seqlen))
-        memory = [_memory_text(p) for p in (standard, tiled)]
-        times = [f"{p.time_s * 1e3:,.1f}" if p and p.fits else "-" for p in (standard, tiled)]
-        ratios = ["-", "-"]
-        if standard and tiled and standard.fits and tiled.fits:
-            ratios = [
-                f"{standard.peak_bytes / max(tiled.peak_bytes, 4096):,.0f}x",
-                f"{standard.time_s / tiled.time_s:,.1f}x",
-            ]
-        cells.append([f"{seqlen:,}", *memory, ratios[0], *times, ratios[1]])
-    return cells
-
-
-SCALING_COLUMNS = (
-    "tokens", "standard MB", "flashtile MB", "less", "standard ms", "flashtile ms", "faster",
-)  # fmt: skip
-
-
-def error_text(error: float) -> str:
-    """A relative error in a few characters."""
-    return "-" if math.isnan(error) else f"{error:.1e}"
-
-
-def _memory_text(point: Point | None) -> str:
-    if point is None:
-        return "-"
-    return f"{point.peak_bytes / 1e6:,.1f}" if point.fits else "too big"
-
-
 def _page(results: Results, pictures: dict[str, Path]) -> str:
     standard, tiled = results.runs
     worst = "All cases are as exact as their dtype allows." if results.passed else "Some cases are NOT exact."
@@ -144,7 +164,7 @@ def _page(results: Results, pictures: dict[str, Path]) -> str:
             "one unit of rounding. Where PyTorch's scaled_dot_product_attention (SDPA) cannot express a case, standard "
             "attention in PyTorch stands beside it.",
             _image(pictures["exactness"], "errors of flashtile and PyTorch by case and dtype"),
-            _details("The numbers", _table(EXACTNESS_COLUMNS, exactness_cells(results.rows))),
+            _table(exactness_figures(results)),
         ),
         _section(
             "Linear in memory",
@@ -152,8 +172,8 @@ def _page(results: Results, pictures: dict[str, Path]) -> str:
             f"inputs. In the forward, standard attention reached {longest['standard']:,} tokens, flashtile was still "
             f"measured at {longest['flashtile']:,}.",
             _image(pictures["scaling"], "peak memory and time over sequence length"),
-            _details("Forward, numbers", _table(SCALING_COLUMNS, scaling_cells(results.points, backward=False))),
-            _details("Forward and backward", _table(SCALING_COLUMNS, scaling_cells(results.points, backward=True))),
+            _table(scaling_figures(results, backward=False)),
+            _table(scaling_figures(results, backward=True)),
         ),
         _section(
             "Same training",
@@ -162,6 +182,7 @@ def _page(results: Results, pictures: dict[str, Path]) -> str:
             "compute the same attention and round differently. "
             f"Speed: {standard.tokens_per_s:,.0f} and {tiled.tokens_per_s:,.0f} tokens a second.",
             _image(pictures["training"], "two loss curves over each other"),
+            _table(training_figures(results)),
             "<p>What the model trained with flashtile writes:</p>",
             f"<pre>{html.escape(tiled.sample)}</pre>",
         ),
@@ -191,14 +212,12 @@ def _image(path: Path, description: str) -> str:
     return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{data}">'
 
 
-def _details(title: str, content: str) -> str:
-    return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
-
-
-def _table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in cells)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+def _table(figures: Figures) -> str:
+    """The table, folded away under its summary."""
+    lines = [("th", figures.columns), *(("td", line) for line in figures.cells)]
+    rows = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) for tag, line in lines)
+    content = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<details><summary>{html.escape(figures.summary)}</summary><table>{content}</table></details>"
 
 
 _STYLE = """

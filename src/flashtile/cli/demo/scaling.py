@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from flashtile.cli.demo.probe import Answer, Request
+from flashtile.cli.demo.probe import Point, Setting, serve
 from flashtile.errors import InvalidInputError
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which calls are measured.
-
-    Attributes:
-        template: A request whose method, seqlen and backward are filled in.
-        first: The shortest length; each next one is twice as long.
-        beyond: How many lengths flashtile is measured at after standard attention has stopped fitting.
-        patience_s: A call expected to take longer is not run.
-    """
-
-    template: Request
-    first: int
-    beyond: int
-    patience_s: float
-
-
-@dataclass(frozen=True)
-class Point:
-    """One measured call.
-
-    Attributes:
-        method: ``standard`` or ``flashtile``.
-        backward: Whether gradients were computed too.
-        seqlen: Queries and keys.
-        fits: Whether it ran within the budget.
-        peak_bytes: Beyond the inputs; 0 if it did not fit and an allocation failed.
-        time_s: Median; 0 if it did not fit.
-    """
-
-    method: str
-    backward: bool
-    seqlen: int
-    fits: bool
-    peak_bytes: int
-    time_s: float
 
 
 def budget_bytes(asked_mb: int | None, device: torch.device, quick: bool) -> int:
@@ -78,102 +36,87 @@ def budget_bytes(asked_mb: int | None, device: torch.device, quick: bool) -> int
 def _available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info()[0]
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        if found:
-            return int(found[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    facts = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", facts.read_text()) if facts.exists() else None
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def points(plan: Plan) -> Iterator[Point]:
-    """Measures the plan, forward first, then with the backward.
+def points(setting: Setting, first: int, beyond: int, patience_s: float) -> Iterator[Point]:
+    """Measures both methods at ``first`` tokens, twice as many and so on: forward, then with the backward.
+
+    Args:
+        setting: What the calls share.
+        first: The shortest length.
+        beyond: How many lengths flashtile is measured at after standard attention has stopped fitting.
+        patience_s: A call expected to take longer is not run.
 
     Raises:
         InvalidInputError: If not even the first length fits the budget.
     """
-    with _Probe() as probe:
+    probe = Probe(setting)
+    try:
         for backward in (False, True):
-            yield from _curve(plan, probe, backward)
+            seqlen, left = first, {"standard": 1, "flashtile": beyond + 1}
+            while max(left.values()) > 0:
+                for method in [each for each in left if left[each] > 0]:
+                    point = probe.measure(method, backward, seqlen)
+                    if seqlen == first and not point.fits:
+                        raise InvalidInputError(
+                            "--memory-budget-mb",
+                            f"is {setting.budget_bytes >> 20}, too small to run {method} attention over {first} tokens "
+                            "once",
+                        )
+                    yield point
+                    # Time and memory grow fourfold at most. A call that will not fit fails at once, however long it
+                    # would take.
+                    too_slow = 4 * point.time_s > patience_s
+                    if not point.fits or (too_slow and 4 * point.peak_bytes < setting.budget_bytes):
+                        left[method] = 0
+                if left["standard"] <= 0:
+                    left["flashtile"] -= 1
+                seqlen *= 2
+    finally:
+        probe.stop()
 
 
-def _curve(plan: Plan, probe: _Probe, backward: bool) -> Iterator[Point]:
-    left = {"standard": 1, "flashtile": plan.beyond + 1}
-    seqlen = plan.first
-    while max(left.values()) > 0:
-        for method in ("standard", "flashtile"):
-            if left[method] <= 0:
-                continue
-            request = dataclasses.replace(plan.template, method=method, seqlen=seqlen, backward=backward)
-            answer = probe.ask(request)
-            if seqlen == plan.first and not answer.fits:
-                _refuse_budget(plan, method)
-            yield Point(method, backward, seqlen, answer.fits, answer.peak_bytes, answer.time_s)
-            # Time and memory grow fourfold at most. A call that will not fit fails at once, however long it would take.
-            too_slow = 4 * answer.time_s > plan.patience_s
-            if not answer.fits or (too_slow and 4 * answer.peak_bytes < request.budget_bytes):
-                left[method] = 0
-        if left["standard"] <= 0:
-            left["flashtile"] -= 1
-        seqlen *= 2
+class Probe:
+    """The measuring child process.
 
+    On a CPU each call has a process of its own: buffers that mathematics libraries keep from one call would hide what
+    the next one takes. Linux forks it from a server that has imported everything and computed nothing.
+    """
 
-def _refuse_budget(plan: Plan, method: str) -> None:
-    megabytes = plan.template.budget_bytes >> 20
-    raise InvalidInputError(
-        "--memory-budget-mb", f"is {megabytes}, too small to run {method} attention over {plan.first} tokens once"
-    )
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        forked, get_context = sys.platform == "linux" and setting.device == "cpu", multiprocessing.get_context
+        self._context = get_context("forkserver") if forked else get_context("spawn")
+        self._context.set_forkserver_preload(["flashtile.cli.demo.probe"])
+        self._process: BaseProcess | None = None
 
-
-class _Probe:
-    """The measuring child process, started again after it was killed or can measure no second peak."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> _Probe:
-        self._errors = tempfile.TemporaryFile("w+")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop()
-        self._errors.close()
-
-    def ask(self, request: Request) -> Answer:
+    def measure(self, method: str, backward: bool, seqlen: int) -> Point:
         """One measurement; a process killed by a signal, as systems do for memory, means that the call does not fit."""
-        process = self._running()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            code = process.wait()
-            self._stop()
-            if code < 0:
-                return Answer(fits=False)
-            self._errors.seek(0)
-            raise RuntimeError(f"the measuring process ended with code {code}:\n{self._errors.read()}")
-        answer = Answer(**json.loads(line))
-        if not answer.reusable:
-            self._stop()
-        return answer
-
-    def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", "from flashtile.cli.demo.probe import serve; serve()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-            )
-        return self._process
+            self._connection, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=serve, args=(theirs, self._setting), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._connection.send((method, backward, seqlen))
+            point: Point = self._connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            code = self._process.exitcode
+            self._process = None
+            if code is not None and code < 0:
+                return Point(method, backward, seqlen)
+            raise RuntimeError(f"the measuring process ended with code {code}") from None
+        if self._setting.device == "cpu":
+            self.stop()
+        return point
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends the process, if one runs."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.join()
             self._process = None

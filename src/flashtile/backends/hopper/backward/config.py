@@ -1,0 +1,148 @@
+"""Tile sizes of the Hopper backward: what they must fit into, which are chosen, and why."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from flashtile.backends.hopper.forward.config import PRODUCER_REGISTERS, SHARED_BYTES, WARPGROUP_REGISTERS, block_d
+from flashtile.problem import Problem
+
+PART_KEYS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One configuration of the backward.
+
+    Two warpgroups compute, a warp loads.
+
+    Attributes:
+        block_d: Columns of a tile: head_dim, padded to 64, 128 or 256; TMA fills the difference with zeros.
+        block_m: Queries a step.
+        by_gradient: Whether both warpgroups see the same 64 keys and one owns their dv, the other their dk;
+            otherwise each has 64 keys of its own, and both gradients of them.
+        stages: Buffers for queries with what belongs to their rows, and as many for dout.
+        k_stages: Buffers for a tile's keys: with two, the next tile's are loaded under this one.
+        v_stages: Buffers for a tile's values, which are free a little before a tile's end.
+        ds_stages: Buffers for the gradients of the scores, which the warpgroups exchange for dq, and as many for
+            the probabilities that one hands over.
+        dq_width: Columns of dq that a warpgroup computes at once.
+        dq_tma: Whether dq is added by TMA, through shared memory, instead of from registers. Sums in a fixed order are
+            always added from registers.
+        registers: What setmaxnreg gives a computing thread.
+        max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
+    """
+
+    block_d: int
+    block_m: int = 64
+    by_gradient: bool = False
+    stages: int = 2
+    k_stages: int = 2
+    v_stages: int = 1
+    ds_stages: int = 2
+    dq_width: int = 64
+    dq_tma: bool = False
+    registers: int = 240
+    max_registers: int = 168
+
+    def __post_init__(self) -> None:
+        if self.block_m not in (64, 128):
+            raise ValueError(f"a row block has 64 or 128 queries: {self}")
+        if self.ds_stages < 2:
+            raise ValueError(f"a step writes its dscores before the last ones are read: {self}")
+        share = self.block_d if self.block_m == 128 else self.block_d // 2
+        if share % self.dq_width:
+            raise ValueError(f"a warpgroup has {share} columns of dq: {self}")
+        if self.by_gradient and (self.block_m != 64 or self.dq_tma or self.block_d < 128):
+            raise ValueError(f"a gradient leaves through buffers of 64 columns: {self}")
+        if 2 * self.registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
+            raise ValueError(f"more registers than there are: {self}")
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+        return PART_KEYS if self.by_gradient else 2 * PART_KEYS
+
+    @property
+    def out_d(self) -> int:
+        """Columns of the buffer through which dk and dv leave."""
+        return self.block_m if self.by_gradient else self.block_d
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles, and 1 KiB for barriers, tile records and what the compiler needs."""
+        keys = (self.k_stages + self.v_stages) * self.block_n * self.block_d
+        rows = 2 * self.stages * self.block_m * self.block_d
+        dscores = self.ds_stages * self.block_n * self.block_m
+        # What leaves one gradient at a time leaves through the probabilities' or the dscores' buffers.
+        out = self.ds_stages * self.block_n * self.block_m if self.by_gradient else 2 * PART_KEYS * self.out_d
+        dq = 2 * 64 * self.dq_width if self.dq_tma else 0
+        return 2 * (keys + rows + dscores + out) + 4 * dq + self.stages * 2 * self.block_m * 4 + 1024
+
+    def __str__(self) -> str:
+        return f"tiles {self.block_m} x {self.block_n}, head_dim {self.block_d}, {self.stages} stages"
+
+
+# 128 queries: a product's left operand, read from shared memory, then serves 128 columns and not 64.
+WIDE_64 = Config(block_d=64, block_m=128, v_stages=2)
+NARROW_64 = Config(block_d=64, block_m=64, stages=3, v_stages=2, dq_width=32)
+BASE_128 = Config(block_d=128)
+BASE_256 = Config(block_d=256, by_gradient=True, k_stages=1)
+BY_GRADIENT_128 = Config(block_d=128, by_gradient=True, stages=3, v_stages=2)
+THREE_STAGES_128 = replace(BASE_128, stages=3, k_stages=1)
+BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
+# Up to this length a tile has few steps, so that loading the next tile's keys under it is worth most; beyond it, a
+# third buffer of queries is, and under a causal mask and where sequences are packed, that adds to dq leave the
+# registers at once, by TMA (H200, bf16: 611 against 589, 631 against 559, and 595 against 532 TFLOPS).
+SHORT = 1024
+
+# What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
+VARIANTS = {
+    "64 wide": WIDE_64,
+    "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
+    "64 narrow": NARROW_64,
+    "64 by TMA": replace(WIDE_64, k_stages=1, v_stages=1, dq_tma=True),
+    "128": BASE_128,
+    "128, 3 stages": THREE_STAGES_128,
+    "128 by TMA": BY_TMA_128,
+    "128 by gradient": BY_GRADIENT_128,
+    "256": BASE_256,
+}
+
+
+_trial: list[Config] = []
+
+
+@contextlib.contextmanager
+def override(config: Config) -> Iterator[None]:
+    """Plans made within use this configuration, for tuning."""
+    _trial.append(config)
+    try:
+        yield
+    finally:
+        _trial.pop()
+
+
+def choose(problem: Problem) -> Config:
+    """The configuration of a problem, from head_dim, transform, mask and length: never from the batch."""
+    if _trial:
+        return _trial[-1]
+    width = block_d(problem.head_dim)
+    reads_pairs = problem.mask or problem.bias_dtype is not None
+    two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)
+    if width == 64:
+        # Softcap, bias, mask, and distances on both sides of the diagonal take registers of their own.
+        return NARROW_64 if problem.softcap > 0 or reads_pairs or two_sided else WIDE_64
+    if width == 256:
+        return BASE_256
+    if reads_pairs:
+        return BY_GRADIENT_128
+    if problem.seqlen_q <= SHORT or problem.softcap > 0:
+        return BASE_128
+    if problem.deterministic or (problem.band.right is None and not problem.varlen):
+        return THREE_STAGES_128
+    return BY_TMA_128

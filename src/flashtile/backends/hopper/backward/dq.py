@@ -1,0 +1,108 @@
+"""A row block's dq in the Hopper backward: its products, and adding them up in the workspace.
+
+Both warpgroups compute it: each has 64 of 128 rows, or half the columns of 64 rows.
+"""
+
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from flashtile.backends.hopper.backward.scheduler import turn_of
+from flashtile.backends.hopper.device.gluon_compat import aggregate, thread_barrier, tma_add, tma_store_wait
+
+
+@aggregate
+class Adds:
+    """Adds to dq that are still to be made or ended.
+
+    Attributes:
+        block: The row block that the next ones go to.
+        turn: What its turn must have reached before; 0 without turns.
+        ended: The row block of the adds before, whose turn is advanced once they are over; -1 for none.
+    """
+
+    block: gl.tensor
+    turn: gl.tensor
+    ended: gl.tensor
+
+
+@gluon.jit
+def adds_to(rows, ended, channels, tiles, grid):
+    """The ``Adds`` to a ``RowBlock``."""
+    turn = gl.to_tensor(0)
+    if channels.dq.turns_ptr is not None:
+        turn = turn_of(rows.start, channels.tiles, tiles, grid)
+    return Adds(rows.block, turn, gl.to_tensor(ended))
+
+
+@gluon.jit
+def start_dq(channels, used, key_use, grid, PIECE: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Starts the product for one piece of this warpgroup's share of dq."""
+    width: gl.constexpr = grid.dq_width
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    row: gl.constexpr = 64 * WARPGROUP if grid.block_m == 128 else 0
+    col: gl.constexpr = PIECE * width + (0 if grid.block_m == 128 else WARPGROUP * grid.dq_share)
+    dq = gl.zeros([64, width], gl.float32, layout)
+    for part in gl.static_range(grid.parts):
+        ds_tile = channels.dscores.part(used, part).slice(row, 64, dim=1).permute((1, 0))
+        k_tile = channels.keys.fixed_part(key_use, part, used).slice(col, width, dim=1)
+        dq = warpgroup_mma(ds_tile, k_tile, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
+    """Adds [64, WIDTH] to dq from element ``offset`` on, in the order of the workspace."""
+    t = gl.reshape(acc, [4, 2, 8, WIDTH // 8, 4, 2])
+    t = gl.reshape(gl.permute(t, (3, 0, 2, 4, 1, 5)), [WIDTH // 8, 128, 4])
+    if out.desc is not None:
+        tma_store_wait(0)
+        out.buffer.store(gl.reshape(t, [WIDTH // 2, 128]))
+        fence_async_shared()
+        tma_add(out.desc, [(offset // 128).to(gl.int32), 0], out.buffer)
+    else:
+        # Straight from registers, four of a thread's numbers at once.
+        layout: gl.constexpr = t.type.layout
+        eights = gl.arange(0, WIDTH // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        threads = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        fours = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        offsets = 512 * eights[:, None, None] + (4 * threads[None, :, None] + fours[None, None, :])
+        gl.atomic_add(out.ptr + offset + offsets, t, sem="relaxed")
+
+
+@gluon.jit
+def advance_turn(turns_ptr, block):
+    """Advances a row block's turn, if there are turns and the block is one: other tiles may add to it."""
+    if turns_ptr is not None:
+        thread_barrier()
+        gl.atomic_add(turns_ptr + block, 1, mask=block >= 0, sem="release")
+
+
+@gluon.jit
+def add_dq(dq, adds, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
+    """Adds this warpgroup's share of dq to its row block, of which ``dq`` is the first piece, when its turn has come.
+
+    The turn of the block before is advanced now: its adds have had time to finish.
+    """
+    width: gl.constexpr = grid.dq_width
+    pieces: gl.constexpr = grid.dq_share // width
+    out = channels.dq
+    offset = adds.block.to(gl.int64) * (grid.block_m * grid.block_d) + WARPGROUP * (64 * grid.dq_share)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    advance_turn(out.turns_ptr, adds.ended)
+    if out.turns_ptr is not None:
+        while gl.load(out.turns_ptr + adds.block, volatile=True) < adds.turn:
+            pass
+        # An atomic orders what follows it after the adds of those who advanced the turn; the barrier does so for the
+        # threads that take no part in it.
+        gl.atomic_add(out.turns_ptr + adds.block, 0, sem="acquire")
+        thread_barrier()
+    for piece in gl.static_range(1, pieces):
+        add_accumulators(out, offset + (piece - 1) * (64 * width), dq, width)
+        # Keeps the adds in front of the next product, which takes their registers.
+        thread_barrier()
+        dq = start_dq(channels, used, key_use, grid, piece, WARPGROUP)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+    channels.dscores.release(used)
+    add_accumulators(out, offset + (pieces - 1) * (64 * width), dq, width)

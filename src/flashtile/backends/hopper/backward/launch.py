@@ -1,0 +1,328 @@
+"""Host side of the Hopper backward: the three launches, their workspace, and the plan that repeats them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.base import Gradients
+from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.backward import config as configs
+from flashtile.backends.hopper.backward.config import Config
+from flashtile.backends.hopper.backward.kernel import attention_backward
+from flashtile.backends.hopper.backward.postprocess import finish_dq
+from flashtile.backends.hopper.backward.preprocess import prepare_rows
+from flashtile.backends.host import Step
+from flashtile.backends.launch import Launch, Pointer, TensorMap
+from flashtile.backends.vocab import scheduler
+from flashtile.backends.vocab.softmax import LOG2_E
+from flashtile.problem import Problem, Tensors
+
+# Half of an H200's 50 MB of L2; the order of the tiles changes no sum of a tile's own, and other chips may share it.
+_CACHE_BYTES = 25 * 1024 * 1024
+# Rows of dq that one program of the postprocess kernel finishes.
+_ROWS = 64
+_PREPROCESS = ("out", "dout", "lse", "dlse", "cu_seqlens_q", "work")
+_MAIN = ("q", "k", "v", "dout", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi", "bias", "mask")
+_POSTPROCESS = ("work", "out", "cu_seqlens_q")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
+
+    First come dq's sums in float32, padded to whole row blocks, then two float32 a row, then int32: the counter of
+    tiles and, where sums are ordered, a turn for each row block.
+
+    Attributes:
+        blocks: Row blocks.
+        rows_at: Where the rows begin, in bytes.
+        counter_at: Where the counter is.
+        turns_at: Where the turns begin, None where sums may be added in any order.
+        floats: Its size, in float32.
+    """
+
+    blocks: int
+    rows_at: int
+    counter_at: int
+    turns_at: int | None
+    floats: int
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config, q: Tensor) -> Workspace:
+        """Of a call whose queries are q."""
+        rows = q.shape[0 if problem.varlen else 1]
+        if problem.varlen:
+            blocks = scheduler.num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
+        else:
+            blocks = triton.cdiv(rows, config.block_m) * problem.batch * problem.num_heads_q
+        rows_at = 4 * blocks * config.block_m * config.block_d
+        counter_at = rows_at + 4 * blocks * 2 * config.block_m
+        turns_at = counter_at + 16 if problem.deterministic else None
+        end = counter_at + 16 if turns_at is None else turns_at + 4 * blocks
+        return cls(blocks, rows_at, counter_at, turns_at, end // 4)
+
+    def pointers(self) -> dict[str, Pointer | None]:
+        """The kernels' arguments."""
+        return {
+            "dq_ptr": Pointer(torch.float32, "work"),
+            "rows_ptr": Pointer(torch.float32, "work", self.rows_at),
+            "counter_ptr": Pointer(torch.int32, "work", self.counter_at),
+            "turns_ptr": None if self.turns_at is None else Pointer(torch.int32, "work", self.turns_at),
+        }
+
+
+class BackwardPlan:
+    """Gradients of calls of one kind: ``plan(tensors, out, lse, dout, dlse)``, as ``Backend.plan_backward`` says."""
+
+    def __init__(
+        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config | None = None
+    ) -> None:
+        """Prepares the launches.
+
+        Args:
+            problem: A call that the backend's capabilities cover.
+            tensors: Tensors of its layouts.
+            dout: Gradient of out, any strides.
+            dlse: Gradient of lse, or None for zero.
+            config: Tiles to use instead of the chosen ones, for tuning.
+        """
+        band = problem.band
+        # A band that keeps nothing, or no rows, or no keys: TMA has no map of an empty tensor.
+        keeps_nothing = band.left is not None and band.right is not None and band.left + band.right < 0
+        self._problem = problem
+        self._is_contiguous = all(x.is_contiguous() for x in (tensors.q, tensors.k, tensors.v))
+        self._is_empty = keeps_nothing or tensors.q.numel() == 0 or tensors.k.numel() == 0
+        if self._is_empty:
+            return
+        self._copies_dout = not tensor_maps.is_readable(dout)
+        if self._copies_dout:
+            dout = dout.contiguous()
+        config = config or configs.choose(problem)
+        self._work = Workspace.of(problem, config, tensors.q)
+        self._like_work = dout.new_empty((), dtype=torch.float32).expand(self._work.floats)
+        self._block_m = config.block_m
+        device = tensors.q.device
+        preprocess, main, postprocess = launches(problem, tensors, dout, dlse, config)
+        self._preprocess = Step(preprocess, _PREPROCESS, device)
+        self._main = Step(main, _MAIN, device)
+        self._postprocess = Step(postprocess, _POSTPROCESS, device)
+
+    def __call__(self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+        """Every gradient, from the forward's results."""
+        t = tensors
+        if self._is_contiguous:
+            dq, dk, dv = torch.empty_like(t.q), torch.empty_like(t.k), torch.empty_like(t.v)
+        else:
+            dq, dk, dv = t.q.new_empty(t.q.shape), t.k.new_empty(t.k.shape), t.v.new_empty(t.v.shape)
+        if self._is_empty:
+            dsinks = None if t.sinks is None else _sinks_gradient_without_keys(t.sinks, lse, dlse)
+            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
+        if self._copies_dout:
+            dout = dout.contiguous()
+        # The forward's results are on 16 bytes unless a caller has brought others.
+        out = out if out.data_ptr() % 16 == 0 else out.clone()
+        work = torch.empty_like(self._like_work)
+        self._preprocess.run((out, dout, lse, dlse, t.cu_seqlens_q, work))
+        self._main.run((
+            t.q, t.k, t.v, dout, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes, t.attn_bias, t.attn_mask,
+        ))  # fmt: skip
+        self._postprocess.run((work, dq, t.cu_seqlens_q))
+        dsinks = None if t.sinks is None else self._sinks_gradient(t.sinks, work)
+        return Gradients(dq, dk, dv, None, dsinks)
+
+    def _sinks_gradient(self, sinks: Tensor, work: Tensor) -> Tensor:
+        """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""
+        p = self._problem
+        rows = work[self._work.rows_at // 4 : self._work.counter_at // 4]
+        origin, delta = rows.view(1 if p.varlen else p.batch, p.num_heads_q, -1, 2, self._block_m).unbind(3)
+        weight = torch.exp2(sinks.float()[:, None, None] * LOG2_E.value - origin)
+        return -(weight * delta).sum(dim=(0, 2, 3)).to(sinks.dtype)
+
+
+def launches(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config
+) -> tuple[Launch, Launch, Launch]:
+    """Preprocess, the main kernel, postprocess: what a plan repeats and what a build compiles."""
+    work = Workspace.of(problem, config, tensors.q)
+    return (
+        _preprocess_launch(problem, tensors, dout, dlse, config, work),
+        _main_launch(problem, tensors, dout, config, work),
+        _postprocess_launch(problem, tensors, config, work),
+    )
+
+
+def _preprocess_launch(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace
+) -> Launch:
+    p = problem
+    dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.varlen else dlse.stride()
+    names = ("dout_stride_b", "dout_stride_row", "dout_stride_head")
+    dlse_names = ("dlse_stride_b", "dlse_stride_head", "dlse_stride_row")
+    arguments = {
+        "out_ptr": Pointer(dout.dtype),
+        "dout_ptr": dout,
+        "lse_ptr": Pointer(torch.float32),
+        "dlse_ptr": dlse,
+        **work.pointers(),
+        **_row_arguments(p, tensors, config),
+        **dict(zip(names, _strides(dout), strict=True)),
+        **dict(zip(dlse_names, dlse_strides, strict=True)),
+    }
+    del arguments["scale"]
+    return Launch(prepare_rows, work.blocks, arguments, {"num_warps": 8})
+
+
+def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work: Workspace) -> Launch:
+    arguments = {
+        "dq_ptr": work.pointers()["dq_ptr"],
+        "out_ptr": Pointer(tensors.q.dtype),
+        **_row_arguments(problem, tensors, config),
+    }
+    programs = work.blocks * (config.block_m // _ROWS)
+    return Launch(finish_dq, programs, arguments, {"num_warps": 4})
+
+
+def _main_launch(problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace) -> Launch:
+    p, t = problem, tensors
+    rows_q, rows_k = (x.shape[0 if p.varlen else 1] for x in (t.q, t.k))
+    pointers = work.pointers()
+    del pointers["rows_ptr"]
+    arguments = {
+        **_tensor_maps(p, t, dout, config, work),
+        **pointers,
+        "cu_seqlens_q_ptr": t.cu_seqlens_q,
+        "cu_seqlens_k_ptr": t.cu_seqlens_k,
+        **scales(p),
+        "seqlen_q": rows_q,
+        "seqlen_k": rows_k,
+        "batch": p.batch,
+        "num_heads_kv": p.num_heads_kv,
+        "group_size": p.group_size,
+        **tensor_maps.bounds(p),
+        "heads_at_once": _heads_at_once(p, config, rows_q),
+        **tensor_maps.pair_arguments(p, t),
+        **constants(p, config),
+    }
+    blocks = triton.cdiv(rows_k, config.block_n) * p.batch
+    if p.varlen:
+        blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
+    programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_kv)
+    return Launch(attention_backward, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
+
+
+def _tensor_maps(
+    problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace
+) -> dict[str, TensorMap | None]:
+    """Maps of the tensors, of the workspace's rows and, where TMA adds to it, of its dq as lines of 128 floats."""
+    p, t = problem, tensors
+    adds_by_tma = config.dq_tma and not p.deterministic
+    keys, block_d = configs.PART_KEYS, config.block_d
+    dk, dv = (
+        tensor_maps.contiguous_map(x.dtype, tuple(x.shape), _contiguous(x), keys, config.out_d, p.varlen)
+        for x in (t.k, t.v)
+    )
+    rows = tensor_maps.floats_map(2 * work.blocks, config.block_m, 2)
+    dq_sums = tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2)
+    return {
+        "q_desc": tensor_maps.rows_map(t.q, config.block_m, block_d, p.varlen),
+        "k_desc": tensor_maps.rows_map(t.k, keys, block_d, p.varlen),
+        "v_desc": tensor_maps.rows_map(t.v, keys, block_d, p.varlen),
+        "dout_desc": tensor_maps.rows_map(dout, config.block_m, block_d, p.varlen),
+        "rows_desc": rows._replace(operand="work", offset=work.rows_at),
+        "dk_desc": dk,
+        "dv_desc": dv,
+        # In a fixed order sums are added from registers: an add's end must be known.
+        "dq_desc": dq_sums._replace(operand="work") if adds_by_tma else None,
+    }
+
+
+def scales(problem: Problem) -> dict[str, float]:
+    """Factors of the scores, as the kernel's transform has them."""
+    scale, cap = problem.softmax_scale, problem.softcap
+    return {
+        "scale_log2": scale * LOG2_E.value,
+        "softmax_scale": float(scale),
+        "softcap": float(cap),
+        "prescale": 2 * LOG2_E.value * scale / cap if cap > 0 else 0.0,
+    }
+
+
+def keys_fall(problem: Problem) -> bool:
+    """Whether tiles with the last keys go first.
+
+    With a left bound alone the last keys' tiles are the longest, and the longest go first. Where sums are ordered,
+    tiles should start in the order in which they reach the rows: with a right bound the last keys' tile adds to its
+    first rows at once.
+    """
+    if problem.band.right is not None:
+        return problem.deterministic
+    return problem.band.left is not None
+
+
+def constants(problem: Problem, config: Config) -> dict[str, Any]:
+    """The main kernel's compile-time arguments."""
+    return {
+        "BLOCK_D": config.block_d,
+        "BLOCK_M": config.block_m,
+        "BY_GRADIENT": config.by_gradient,
+        "STAGES": config.stages,
+        "K_STAGES": config.k_stages,
+        "V_STAGES": config.v_stages,
+        "DS_STAGES": config.ds_stages,
+        "DQ_WIDTH": config.dq_width,
+        "REGISTERS": config.registers,
+        "HAS_LEFT": problem.band.left is not None,
+        "HAS_RIGHT": problem.band.right is not None,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "FALLING": keys_fall(problem),
+        "VARLEN": problem.varlen,
+    }
+
+
+def _row_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+    """What the kernels before and after the main one share."""
+    return {
+        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
+        "batch": problem.batch,
+        "seqlen_q": tensors.q.shape[0 if problem.varlen else 1],
+        "num_heads_q": problem.num_heads_q,
+        "scale": float(problem.softmax_scale),
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_D": config.block_d,
+        "VARLEN": problem.varlen,
+    }
+
+
+def _heads_at_once(problem: Problem, config: Config, rows: int) -> int:
+    """Key heads whose rows, with dq in float32, fit the cache; one if all tiles of a head cost the same."""
+    if problem.band.unbounded:
+        return 1
+    a_head = rows * problem.group_size * config.block_d * (2 * 2 + 4)
+    return max(1, _CACHE_BYTES // a_head)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Of a batch, a row and a head; packed sequences are one batch."""
+    return x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+
+
+def _contiguous(x: Tensor) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of x's shape."""
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+def _sinks_gradient_without_keys(sinks: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """Where no row has a key, lse is the sink, but for rows past the last packed sequence."""
+    if dlse is None:
+        return torch.zeros_like(sinks)
+    rows = torch.where(lse == -torch.inf, 0.0, dlse)
+    return rows.transpose(-1, -2).reshape(-1, sinks.shape[0]).sum(0).to(sinks.dtype)

@@ -1,0 +1,53 @@
+"""What the Hopper backward needs of each row before its main kernel, in plain Triton; see ``workspace``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.hopper.backward.workspace import last_first, locate
+from flashtile.backends.vocab import softmax
+
+_RUN_TIME = ["cu_seqlens_q_ptr", "batch", "seqlen_q", "num_heads_q"]
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def prepare_rows(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, cu_seqlens_q_ptr, rows_ptr, dq_ptr, counter_ptr, turns_ptr,
+    dout_stride_b, dout_stride_row, dout_stride_head, dlse_stride_b, dlse_stride_head, dlse_stride_row, batch,
+    seqlen_q, num_heads_q,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Fills a row block's rows, and sets its dq, its turn and the counter of tiles to 0.
+
+    out and lse are contiguous, of the backend's shapes. A row past its sequence or without keys gets (inf, 0): its
+    probabilities are then 0 without a mask, whatever lies in its place. turns_ptr is None without turns.
+    """
+    pid = last_first()
+    b, h, start, first, length = locate(pid, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M, VARLEN)
+    b64, start64 = tl.cast(b, tl.int64), tl.cast(start, tl.int64)
+    at = first + tl.arange(0, BLOCK_M)
+    exists = at < length
+    if VARLEN:
+        exists = exists & (b < batch)
+        b64 = b64 * 0
+    i = start64 + at
+    col = tl.arange(0, BLOCK_D)[None, :]
+    inside = exists[:, None] & (col < HEAD_DIM)
+    out_at = out_ptr + ((b64 * seqlen_q + i) * num_heads_q + h)[:, None] * HEAD_DIM + col
+    out = tl.load(out_at, mask=inside, other=0.0)
+    dout_row = b64 * dout_stride_b + i * dout_stride_row + h * dout_stride_head
+    dout = tl.load(dout_ptr + dout_row[:, None] + col, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        dlse_at = dlse_ptr + b64 * dlse_stride_b + h * dlse_stride_head + i * dlse_stride_row
+        delta -= tl.load(dlse_at, mask=exists, other=0.0)
+    lse = tl.load(lse_ptr + (b64 * num_heads_q + h) * seqlen_q + i, mask=exists, other=float("-inf"))
+    row_at = rows_ptr + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+    tl.store(row_at, softmax.backward_origin(lse))
+    tl.store(row_at + BLOCK_M, tl.where(lse == float("-inf"), 0.0, delta))
+    size: tl.constexpr = BLOCK_M * BLOCK_D
+    tl.store(dq_ptr + tl.cast(pid, tl.int64) * size + tl.arange(0, size), tl.zeros([size], tl.float32))
+    if turns_ptr is not None:
+        tl.store(turns_ptr + pid, 0)
+    tl.store(counter_ptr, 0, mask=pid == 0)

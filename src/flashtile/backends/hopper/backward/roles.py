@@ -1,0 +1,223 @@
+"""The roles of the Hopper backward: a producer of one warp, and two consumers of a warpgroup with 64 keys each."""
+
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashtile.backends.hopper.backward.channels import PART_KEYS
+from flashtile.backends.hopper.backward.dq import add_dq, adds_to, advance_turn, start_dq
+from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
+from flashtile.backends.hopper.backward.scheduler import (
+    first_row_block,
+    first_rows,
+    key_rows,
+    next_rows,
+    next_tile,
+    publish_tile,
+    row_blocks_per_head,
+)
+from flashtile.backends.hopper.device.coordinates import HeadRows
+from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store, tma_store_wait
+
+
+@gluon.jit
+def load_keys(desc, tile, grid, ring, use):
+    """Starts the load of a tile's keys or values, 64 at a time."""
+    full = ring.acquire(use, grid.parts * PART_KEYS * grid.block_d * 2)
+    rows = HeadRows(tile.b, tile.head, tile.start_k, tile.seqlen_k, grid.varlen)
+    for part in gl.static_range(grid.parts):
+        tma_load(desc, rows.at(tile.key + part * PART_KEYS, 0), full, as_box(ring.part(use, part), desc))
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, channels,
+             grid):  # fmt: skip
+    """Takes tiles and loads what they need, in the order in which it is used and buffers become free."""
+    tile_bytes: gl.constexpr = grid.block_m * grid.block_d * 2
+    row_bytes: gl.constexpr = 2 * grid.block_m * 4
+    stages: gl.constexpr = channels.queries.stages
+    # A second buffer for keys is free long before the values', an only one is free last.
+    keys_first: gl.constexpr = channels.keys.stages > 1
+    tiles = 0
+    used = 0
+    key_use = 0
+    is_end = False
+    while not is_end:
+        tile = next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+        is_end = tile.is_end
+        publish_tile(channels.tiles, tiles, tile, grid)
+        if not is_end:
+            tiles += 1
+            head_blocks = row_blocks_per_head(grid)
+            row_blocks = first_row_block(tile, grid)
+            m = tile.m_min
+            head = tile.head * grid.group_size
+            steps = grid.group_size * (tile.m_max - tile.m_min)
+            for i in range(steps):
+                at = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.varlen).at(m * grid.block_m, 0)
+                full = channels.queries.acquire(used, tile_bytes + row_bytes)
+                tma_load(q_desc, at, full, as_box(channels.queries.at(used), q_desc))
+                tma_load(rows_desc, [2 * (row_blocks + m), 0], full, channels.rows.index(used % stages))
+                if i == 0:
+                    if keys_first:
+                        load_keys(k_desc, tile, grid, channels.keys, key_use)
+                    else:
+                        load_keys(v_desc, tile, grid, channels.values, key_use)
+                full = channels.dout.full.index(used % stages)
+                mbarrier.expect(full, tile_bytes)
+                tma_load(dout_desc, at, full, as_box(channels.dout.at(used), dout_desc))
+                if i == 0:
+                    if keys_first:
+                        load_keys(v_desc, tile, grid, channels.values, key_use)
+                    else:
+                        load_keys(k_desc, tile, grid, channels.keys, key_use)
+                used += 1
+                m += 1
+                if m == tile.m_max:
+                    m = tile.m_min
+                    head += 1
+                    row_blocks += head_blocks
+            key_use += gl.where(steps > 0, 1, 0)
+
+
+@gluon.jit
+def score_zeros(grid):
+    """[64, block_m] float32 as WGMMA has it in registers: keys by rows, so that probabilities are left operands."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, grid.block_m, 16])
+    return gl.zeros([PART_KEYS, grid.block_m], gl.float32, layout)
+
+
+@gluon.jit
+def gradient_zeros(grid):
+    """[64, block_d] float32: dk or dv of 64 keys, 0."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, grid.block_d, 16])
+    return gl.zeros([PART_KEYS, grid.block_d], gl.float32, layout)
+
+
+@gluon.jit
+def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, IS_FIRST: gl.constexpr,
+         WARPGROUP: gl.constexpr):  # fmt: skip
+    """What a row block adds to dk and dv, and what the one before adds to dq.
+
+    So the warpgroups may be almost a step apart before one waits for the dscores of the other: the products of one
+    run while the other computes.
+    """
+    zeros = score_zeros(grid)
+    dtype: gl.constexpr = channels.queries.buffers.dtype
+    layout: gl.constexpr = zeros.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    q_tile, dout_tile = channels.queries.at(used), channels.dout.at(used)
+    k_tile = channels.keys.fixed_part(key_use, WARPGROUP, used)
+    v_tile = channels.values.fixed_part(key_use, WARPGROUP, used)
+    numbers = channels.rows.index(used % channels.queries.stages)
+    channels.queries.wait(used)
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    channels.dout.wait(used)
+    dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    pairs = pairs_of(kept, rows)
+    fetched = mod.fetch(pairs, zeros)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
+    probs = gl.convert_layout(p.to(dtype), operand)
+    dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (factor * (dp - numbers.slice(1, 1).load(layout))).to(dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
+    if not IS_FIRST:
+        channels.dscores.wait(used - 1)
+        dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
+    channels.dscores.claim(used)
+    channels.dscores.part(used, WARPGROUP).store(ds)
+    fence_async_shared()
+    channels.dscores.publish(used)
+    if IS_FIRST:
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        channels.queries.release(used)
+    else:
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+        channels.queries.release(used)
+        add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
+    return dk, dv
+
+
+@gluon.jit
+def blank_step(channels, used, grid, WARPGROUP: gl.constexpr):
+    """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
+    channels.dscores.claim(used)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    blank = gl.zeros([PART_KEYS, grid.block_m], channels.queries.buffers.dtype, layout)
+    channels.dscores.part(used, WARPGROUP).store(blank)
+    fence_async_shared()
+    channels.dscores.publish(used)
+    channels.queries.release(used)
+
+
+@gluon.jit
+def store_gradient(desc, grad, records, tiles, out_s, grid, WARPGROUP: gl.constexpr):
+    """Stores a warpgroup's 64 keys of dk or dv by TMA, once the store before it has left the buffer."""
+    key = records.get(tiles, "key") + WARPGROUP * PART_KEYS
+    at = key_rows(records, tiles, grid).at(key, 0)
+    # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
+    out_s = out_s.index(WARPGROUP + (tiles >> 30))
+    tma_store_wait(0)
+    out_s.store(grad.to(desc.dtype))
+    fence_async_shared()
+    tma_store(desc, at, as_box(out_s, desc))
+
+
+@gluon.jit
+def consumer(dk_desc, dv_desc, channels, out_s, grid, mod, WARPGROUP: gl.constexpr):
+    """One warpgroup: dk and dv of 64 keys of every tile."""
+    # A tile's first row block may end before its second 64 keys begin to be kept.
+    may_be_blank: gl.constexpr = grid.has_right and WARPGROUP == 1 and grid.block_m < grid.block_n
+    records = channels.tiles
+    tiles = 0
+    used = 0
+    key_use = 0
+    records.ring.wait(tiles)
+    while records.get(tiles, "is_tile") > 0:
+        dk, dv = gradient_zeros(grid), gradient_zeros(grid)
+        kept = rows_of_keys(records, tiles, score_zeros(grid), grid, WARPGROUP)
+        rows = first_rows(records, tiles, grid)
+        end = used + grid.group_size * rows.remaining
+        if end > used:
+            channels.keys.wait(key_use)
+            channels.values.wait(key_use)
+            adds = adds_to(rows, -1, channels, tiles, grid)
+            is_blank = False
+            if may_be_blank:
+                # The first row that keeps a key lies after the first row block.
+                is_blank = rows.start + grid.block_m <= kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.right
+            if is_blank:
+                blank_step(channels, used, grid, WARPGROUP)
+            else:
+                dk, dv = step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, True, WARPGROUP)
+            used += 1
+            while used < end:
+                rows = next_rows(rows, records, tiles, grid)
+                dk, dv = step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, False, WARPGROUP)
+                adds = adds_to(rows, adds.block, channels, tiles, grid)
+                used += 1
+            channels.values.release(key_use)
+            channels.dscores.wait(used - 1)
+            dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
+            # dv leaves under the last product.
+            store_gradient(dv_desc, dv, records, tiles, out_s, grid, WARPGROUP)
+            add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
+            advance_turn(channels.dq.turns_ptr, adds.block)
+            channels.keys.release(key_use)
+            key_use += 1
+        else:
+            store_gradient(dv_desc, dv, records, tiles, out_s, grid, WARPGROUP)
+        dk = dk * grid.softmax_scale
+        store_gradient(dk_desc, dk, records, tiles, out_s, grid, WARPGROUP)
+        records.ring.release(tiles)
+        tiles += 1
+        records.ring.wait(tiles)
+    tma_store_wait(0)

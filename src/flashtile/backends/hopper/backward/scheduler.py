@@ -1,0 +1,214 @@
+"""Which block of keys a persistent program of the backward works on next, and which row blocks it visits."""
+
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.backward.workspace import blocks_per_head
+from flashtile.backends.hopper.device.coordinates import HeadRows
+from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.ring import slot_of
+from flashtile.backends.vocab import blocks, scheduler, sequence
+
+
+@aggregate
+class KeyGrid:
+    """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``.
+
+    Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. A warpgroup
+    has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once.
+    """
+
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    batch: gl.tensor
+    num_heads_kv: gl.tensor
+    group_size: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    heads_at_once: gl.tensor
+    softmax_scale: gl.tensor
+    has_left: gl.constexpr
+    has_right: gl.constexpr
+    varlen: gl.constexpr
+    falling: gl.constexpr
+    block_m: gl.constexpr
+    block_n: gl.constexpr
+    block_d: gl.constexpr
+    parts: gl.constexpr
+    dq_share: gl.constexpr
+    dq_width: gl.constexpr
+
+
+@aggregate
+class KeyTile:
+    """One tile: ``block_n`` keys of one head of one sequence, from ``key`` on, and the row blocks that see them."""
+
+    is_end: gl.tensor
+    b: gl.tensor
+    head: gl.tensor
+    key: gl.tensor
+    start_q: gl.tensor
+    seqlen_q: gl.tensor
+    start_k: gl.tensor
+    seqlen_k: gl.tensor
+    m_min: gl.tensor
+    m_max: gl.tensor
+
+
+@gluon.jit
+def _place(index, grid, cu_seqlens_k_ptr):
+    """(block, b, head, is_tile, is_end) of a place in the order of all tiles."""
+    if grid.varlen:
+        num_blocks = grid.seqlen_k // grid.block_n + grid.batch + 1
+        is_end = index >= num_blocks * grid.num_heads_kv
+        index = gl.where(is_end, 0, index)
+        place, head = scheduler.grouped_tile(index, num_blocks, grid.num_heads_kv, grid.heads_at_once)
+        if grid.falling:
+            place = num_blocks - 1 - place
+        b, block = scheduler.packed_tile(cu_seqlens_k_ptr, grid.batch, place, grid.block_n)
+        _, length = sequence.sequence(cu_seqlens_k_ptr, b, grid.batch, grid.seqlen_k, True)
+        return block, b, head, block * grid.block_n < length, is_end
+    else:
+        num_blocks = (grid.seqlen_k + grid.block_n - 1) // grid.block_n
+        num_heads = grid.batch * grid.num_heads_kv
+        is_end = index >= num_blocks * num_heads
+        index = gl.where(is_end, 0, index)
+        block, head = scheduler.grouped_tile(index, num_blocks, num_heads, grid.heads_at_once)
+        if grid.falling:
+            block = num_blocks - 1 - block
+        b = head // grid.num_heads_kv
+        return block, b, head - b * grid.num_heads_kv, index >= 0, is_end
+
+
+@gluon.jit
+def next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
+    """The next tile that no program has taken. Tiles are taken in order, so whoever waits for an earlier one may."""
+    index = gl.to_tensor(0)
+    block, b, head, is_tile, is_end = index, index, index, index < 0, index < 0
+    while not (is_tile | is_end):
+        index = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        block, b, head, is_tile, is_end = _place(index, grid, cu_seqlens_k_ptr)
+    start_q, seqlen_q = sequence.sequence(cu_seqlens_q_ptr, b, grid.batch, grid.seqlen_q, grid.varlen)
+    start_k, seqlen_k = sequence.sequence(cu_seqlens_k_ptr, b, grid.batch, grid.seqlen_k, grid.varlen)
+    if grid.varlen:
+        # The keys past the last sequence have no rows.
+        seqlen_q = gl.where(b < grid.batch, seqlen_q, 0)
+    key = block * grid.block_n
+    last = gl.minimum(key + grid.block_n, seqlen_k) - 1
+    m_min, _, _, m_max = blocks.query_blocks(
+        key, last, seqlen_q, seqlen_k, grid.left, grid.right, grid.has_left, grid.has_right, grid.block_m
+    )
+    start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
+    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
+
+
+@gluon.jit
+def row_blocks_per_head(grid):
+    """Row blocks of one head in the workspace of a sequence, or of all packed ones."""
+    return blocks_per_head(grid.seqlen_q, grid.batch, grid.block_m, grid.varlen)
+
+
+@gluon.jit
+def first_row_block(tile, grid):
+    """The workspace's row block of the tile's sequence and of its first head of queries, row 0."""
+    if grid.varlen:
+        return tile.head * grid.group_size * row_blocks_per_head(grid) + tile.start_q // grid.block_m + tile.b
+    else:
+        return (tile.b * grid.num_heads_kv + tile.head) * grid.group_size * row_blocks_per_head(grid)
+
+
+@gluon.jit
+def tiles_before(first, key, seqlen_q, seqlen_k, grid):
+    """How many tiles of this head add to dq's rows from ``first`` on before the tile that starts at ``key``."""
+    last = gl.minimum(first + grid.block_m, seqlen_q) - 1
+    n_min, _, _, n_max = blocks.key_blocks(
+        first, last, seqlen_q, seqlen_k, grid.left, grid.right, grid.has_left, grid.has_right, grid.block_n
+    )
+    n = key // grid.block_n
+    if grid.falling:
+        return n_max - 1 - n
+    else:
+        return n - n_min
+
+
+# What the producer tells the consumers of a tile. is_tile is 0 after the last one; row_block is where the workspace has
+# the first row block that the tile visits.
+FIELDS = gl.constexpr("is_tile m_min m_max key head sequence start_k seqlen_q seqlen_k row_block")
+RECORD_SIZE = gl.constexpr(16)
+
+
+@gluon.jit
+def publish_tile(records, use, tile, grid):
+    """Writes a tile's record; each thread has a number of it."""
+    records.ring.claim(use)
+    slot = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
+    record = gl.where(slot == slot_of(FIELDS, "m_min"), tile.m_min, gl.where(tile.is_end, 0, 1))
+    record = gl.where(slot == slot_of(FIELDS, "m_max"), tile.m_max, record)
+    record = gl.where(slot == slot_of(FIELDS, "key"), tile.key, record)
+    record = gl.where(slot == slot_of(FIELDS, "head"), tile.head, record)
+    record = gl.where(slot == slot_of(FIELDS, "sequence"), tile.b, record)
+    record = gl.where(slot == slot_of(FIELDS, "start_k"), tile.start_k, record)
+    record = gl.where(slot == slot_of(FIELDS, "seqlen_q"), tile.seqlen_q, record)
+    record = gl.where(slot == slot_of(FIELDS, "seqlen_k"), tile.seqlen_k, record)
+    record = gl.where(slot == slot_of(FIELDS, "row_block"), first_row_block(tile, grid) + tile.m_min, record)
+    records.ring.at(use).store(record)
+    records.ring.publish(use)
+
+
+@gluon.jit
+def key_rows(records, use, grid):
+    """Where a tile's keys and their gradients lie."""
+    start, length = records.get(use, "start_k"), records.get(use, "seqlen_k")
+    return HeadRows(records.get(use, "sequence"), records.get(use, "head"), start, length, grid.varlen)
+
+
+@aggregate
+class RowBlock:
+    """One row block that a tile visits.
+
+    Attributes:
+        start: Its first row.
+        head: Its query head, counted from the first that shares the tile's keys.
+        block: Its place in the workspace.
+        remaining: Row blocks of the head from this one on.
+    """
+
+    start: gl.tensor
+    head: gl.tensor
+    block: gl.tensor
+    remaining: gl.tensor
+
+
+@gluon.jit
+def first_rows(records, tiles, grid):
+    """The first ``RowBlock`` of a tile."""
+    m_min = records.get(tiles, "m_min")
+    remaining = records.get(tiles, "m_max") - m_min
+    return RowBlock(m_min * grid.block_m, gl.to_tensor(0), records.get(tiles, "row_block"), remaining)
+
+
+@gluon.jit
+def next_rows(rows, records, tiles, grid):
+    """The next ``RowBlock``: after a head's last one comes the first one of the next head that shares the keys."""
+    start, head = rows.start + grid.block_m, rows.head
+    block = rows.block + 1
+    remaining = rows.remaining - 1
+    if remaining == 0:
+        remaining = records.get(tiles, "m_max") - records.get(tiles, "m_min")
+        start -= remaining * grid.block_m
+        head += 1
+        block += row_blocks_per_head(grid) - remaining
+    return RowBlock(start, head, block, remaining)
+
+
+@gluon.jit
+def turn_of(start, records, tiles, grid):
+    """What the turn of the rows from ``start`` on must have reached before this tile adds to their dq.
+
+    Two warpgroups advance it once each per tile.
+    """
+    key = records.get(tiles, "key")
+    seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
+    return 2 * tiles_before(start, key, seqlen_q, seqlen_k, grid)

@@ -1,0 +1,176 @@
+"""Tiles of any multiple of 32 columns: tensors have powers of two, so a tile consists of parts, the widest first.
+
+192 columns are parts of 128 and 64, 96 are 64 and 32, and 128 are one part. A channel of such tiles is a tuple of
+rings, one a part, which share their barriers: the first one speaks for all. A tensor's descriptor moves boxes as wide
+as the narrowest part, several into a wider one, so that one descriptor and one swizzle serve all parts.
+"""
+
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store, tma_store_wait
+from flashtile.backends.hopper.device.inline_ptx import rescale
+from flashtile.backends.hopper.device.ring import Ring, make_ring
+
+
+@gluon.constexpr_function
+def parts_of(cols):
+    """The widths of the parts, powers of two."""
+    return [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
+
+
+@gluon.constexpr_function
+def num_parts(cols):
+    """How many parts a width has."""
+    return len(parts_of(cols))
+
+
+@gluon.constexpr_function
+def width_of(cols, part):
+    """The width of a part; -1 is the narrowest."""
+    return parts_of(cols)[part]
+
+
+@gluon.constexpr_function
+def start_of(cols, part):
+    """The column with which a part begins."""
+    return sum(parts_of(cols)[:part])
+
+
+@gluon.jit
+def also(parts, part):
+    """One part more."""
+    return parts + (part,)  # noqa: RUF005
+
+
+@gluon.jit
+def make_rings(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, stages: gl.constexpr,
+               consumers: gl.constexpr):  # fmt: skip
+    """A channel of ``stages`` tiles [ROWS, COLS], each released by ``consumers`` warpgroups."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(COLS, -1)], dtype)
+    first = make_ring(dtype, [ROWS, width_of(COLS, 0)], layout, stages, consumers)
+    rings = (first,)
+    for i in gl.static_range(1, num_parts(COLS)):
+        buffers = gl.allocate_shared_memory(dtype, [stages, ROWS, width_of(COLS, i)], layout)
+        rings = also(rings, Ring(buffers, first.full, first.empty, stages, 1))
+    return rings
+
+
+@gluon.jit
+def load(desc, rings, use, rows, row, COLS: gl.constexpr):
+    """Starts the load of ``rows`` (``HeadRows``) from ``row`` on into a channel."""
+    BOX: gl.constexpr = width_of(COLS, -1)
+    full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * 2)
+    for i in gl.static_range(len(rings)):
+        tile = rings[i].at(use)
+        for j in gl.static_range(width_of(COLS, i) // BOX):
+            tma_load(desc, rows.at(row, start_of(COLS, i) + j * BOX), full, as_box(box_of(tile, j * BOX, BOX), desc))
+
+
+@gluon.jit
+def box_of(tile, col, WIDTH: gl.constexpr):
+    """Some columns of a part."""
+    if tile.shape[1] == WIDTH:
+        return tile
+    else:
+        return tile.slice(col, WIDTH, 1)
+
+
+@gluon.jit
+def start_scores(q_rings, tiles, k_rings, use, zeros):
+    """Starts the products of queries and keys: a sum over the parts."""
+    k_tile = k_rings[0].at(use).permute((1, 0))
+    s = warpgroup_mma(q_rings[0].at(tiles), k_tile, zeros, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(q_rings)):
+        s = warpgroup_mma(q_rings[i].at(tiles), k_rings[i].at(use).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def zero_accumulators(M: gl.constexpr, rings):
+    """For each part of a channel [M, columns] float32, 0."""
+    accs = ()
+    for i in gl.static_range(len(rings)):
+        accs = also(accs, zero_accumulator(M, rings[i].buffers.shape[2]))
+    return accs
+
+
+@gluon.jit
+def zero_accumulator(M: gl.constexpr, N: gl.constexpr):
+    """[M, N] float32 as WGMMA has it in registers, 0."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    return gl.zeros([M, N], gl.float32, layout)
+
+
+@gluon.jit
+def add_products(probs, v_rings, use, accs):
+    """Starts the products of probabilities with values, one a part."""
+    started = ()
+    for i in gl.static_range(len(accs)):
+        started = also(started, add_product(probs, v_rings[i].at(use), accs[i]))
+    return started
+
+
+@gluon.jit
+def add_product(probs, v_tile, acc):
+    """Starts one of the products."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return warpgroup_mma(gl.convert_layout(probs, layout), v_tile, acc, is_async=True)
+
+
+@gluon.jit
+def wait_for_products(accs):
+    """The accumulators after everything that was started."""
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(0, deps=[accs[0]]),)
+    else:
+        return warpgroup_mma_wait(0, deps=accs)
+
+
+@gluon.jit
+def rescale_rows(accs, factor):
+    """Rows times their factors."""
+    scaled = ()
+    for i in gl.static_range(len(accs)):
+        scaled = also(scaled, rescale(accs[i], of_rows(factor, accs[i]), accs[i].shape[1]))
+    return scaled
+
+
+@gluon.jit
+def of_rows(x, like):
+    """[M] in the layout of the rows of ``like``."""
+    layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def pieces(x, WIDTH: gl.constexpr):
+    """[M, N] -> N / WIDTH tensors [M, WIDTH]."""
+    if x.shape[1] == WIDTH:
+        return (x,)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+        return pieces(low, WIDTH) + pieces(high, WIDTH)
+
+
+@gluon.jit
+def store(desc, tiles, buffers, FIRST: gl.constexpr, STAGES: gl.constexpr, rows, row):
+    """Stores a tile to ``rows`` (``HeadRows``) from ``row`` on by TMA, a box at a time.
+
+    It goes through STAGES buffers from FIRST on, each once its last store has left it.
+    """
+    BOX: gl.constexpr = desc.block_type.shape[4 if rows.varlen else 3]
+    parts = ()
+    for i in gl.static_range(len(tiles)):
+        parts = parts + pieces(tiles[i], BOX)
+    for i in gl.static_range(len(parts)):
+        buffer = buffers.index(FIRST + i % STAGES)
+        if i == 0:
+            tma_store_wait(0)
+        elif i >= STAGES:
+            tma_store_wait(STAGES - 1)
+        buffer.store(parts[i])
+        fence_async_shared()
+        tma_store(desc, rows.at(row, i * BOX), as_box(buffer, desc))

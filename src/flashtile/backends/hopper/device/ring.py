@@ -1,0 +1,178 @@
+"""Channels between the producer and the warpgroups that consume: no role sees a barrier, a stage or a phase.
+
+A channel is a ring of shared-memory buffers. Both ends count their uses of it from 0; use ``u`` lives in buffer
+``u % stages``, and the parity of ``u // stages`` tells this round of the ring from the last one.
+"""
+
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashtile.backends.hopper.device.gluon_compat import aggregate
+
+
+@aggregate
+class Ring:
+    """One channel: ``buffers`` [stages * parts, ...tile], and a barrier per stage for each direction.
+
+    The producer calls ``acquire`` and starts a load that signals the barrier it gets, or calls ``claim``, writes, and
+    calls ``publish``. Every consumer calls ``wait``, reads, and calls ``release``.
+    """
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+    parts: gl.constexpr
+
+    @gluon.jit
+    def stage(self, use):
+        """Which buffer a use lives in. Uses are not negative, which the compiler does not know: a mask is cheaper."""
+        if self.stages & (self.stages - 1) == 0:
+            return use & (self.stages - 1)
+        else:
+            return use % self.stages
+
+    @gluon.jit
+    def parity(self, use):
+        """Tells this round of the ring from the last one."""
+        if self.stages == 1:
+            return use & 1
+        elif self.stages == 2:
+            return (use >> 1) & 1
+        elif self.stages == 4:
+            return (use >> 2) & 1
+        else:
+            return (use // self.stages) & 1
+
+    @gluon.jit
+    def claim(self, use):
+        """Waits until every consumer has released the buffer of the use before."""
+        mbarrier.wait(self.empty.index(self.stage(use)), self.parity(use) ^ 1)
+
+    @gluon.jit
+    def publish(self, use):
+        """What was written to a claimed buffer is complete."""
+        mbarrier.arrive(self.full.index(self.stage(use)), count=1)
+
+    @gluon.jit
+    def acquire(self, use, num_bytes: gl.constexpr):
+        """Claims a buffer for a load of ``num_bytes``; returns the barrier that the load must signal."""
+        self.claim(use)
+        full = self.full.index(self.stage(use))
+        mbarrier.expect(full, num_bytes)
+        return full
+
+    @gluon.jit
+    def wait(self, use, pred=True):
+        """Waits until the load of this use has landed."""
+        mbarrier.wait(self.full.index(self.stage(use)), self.parity(use), pred=pred)
+
+    @gluon.jit
+    def at(self, use):
+        """The buffer of a use."""
+        return self.buffers.index(self.stage(use))
+
+    @gluon.jit
+    def part(self, use, i):
+        """One of the buffers of a use that has several."""
+        return self.buffers.index(use % self.stages * self.parts + i)
+
+    @gluon.jit
+    def fixed_part(self, use, i, step):
+        """``part`` for a use that lasts many steps, computed anew in each.
+
+        The compiler does not see that it is the same: it would keep addresses for each product in registers, which
+        spill.
+        """
+        return self.buffers.index(use % self.stages * self.parts + i + (step >> 30))
+
+    @gluon.jit
+    def release(self, use, pred=True):
+        """This consumer no longer reads the buffer. A use must have been waited for before it is released."""
+        mbarrier.arrive(self.empty.index(self.stage(use)), count=1, pred=pred)
+
+    @gluon.jit
+    def skip(self, use, count, pred):
+        """Passes over ``count`` uses, 0 or 1, that this consumer has no need of."""
+        self.wait(use, pred & (count == 1))
+        self.release(use, pred & (count == 1))
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, stages: gl.constexpr,
+              consumers: gl.constexpr, producers: gl.constexpr = 1, parts: gl.constexpr = 1):  # fmt: skip
+    """A ring of ``stages`` uses, each published by ``producers`` roles and released by ``consumers``.
+
+    A use has a buffer of shape ``tile``, or ``parts`` of them.
+    """
+    buffers = gl.allocate_shared_memory(dtype, [stages * parts] + tile, layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(full.index(stage), count=producers)
+        mbarrier.init(empty.index(stage), count=consumers)
+    return Ring(buffers, full, empty, stages, parts)
+
+
+@gluon.jit
+def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr):
+    """A ring of as many buffers as another one's, claimed and released with them.
+
+    It has no barriers of its own for that. Nobody would use them, so the compiler would give their memory to a buffer,
+    and what is loaded to where a barrier was initialised may come out wrong: PTX wants the barrier invalidated before,
+    and on an H200 NaN was seen there.
+    """
+    buffers = gl.allocate_shared_memory(dtype, [ring.stages] + tile, layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(ring.stages):
+        mbarrier.init(full.index(stage), count=1)
+    return Ring(buffers, full, ring.empty, ring.stages, 1)
+
+
+# Where the numbers of the first warpgroup begin, and how many places each warpgroup has.
+FIRST_OWN, OWN_SLOTS = gl.constexpr(16), gl.constexpr(4)
+
+
+@gluon.constexpr_function
+def slot_of(fields, name):
+    """Where a record keeps a number: ``fields`` are its names, separated by blanks."""
+    return fields.split().index(name)
+
+
+@aggregate
+class Records:
+    """A ring of records of int32 numbers, each read by its name.
+
+    A record begins with ``fields``; from FIRST_OWN on come ``own_fields``, up to OWN_SLOTS for each warpgroup. Read
+    from shared memory when needed, a tile costs the consumers no registers.
+    """
+
+    ring: Ring
+    fields: gl.constexpr
+    own_fields: gl.constexpr
+
+    @gluon.jit
+    def get(self, use, NAME: gl.constexpr):
+        """A number that concerns all roles."""
+        return self._read(use, slot_of(self.fields, NAME))
+
+    @gluon.jit
+    def get_own(self, use, NAME: gl.constexpr, WARPGROUP: gl.constexpr):
+        """A number that concerns one warpgroup."""
+        return self._read(use, FIRST_OWN + OWN_SLOTS * WARPGROUP + slot_of(self.own_fields, NAME))
+
+    @gluon.jit
+    def _read(self, use, SLOT: gl.constexpr):
+        one = self.ring.at(use).slice(SLOT, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        return gl.max(one, 0)
+
+
+@gluon.jit
+def make_records(FIELDS: gl.constexpr, OWN_FIELDS: gl.constexpr, SIZE: gl.constexpr, stages: gl.constexpr,
+                 consumers: gl.constexpr):  # fmt: skip
+    """``stages`` records of SIZE numbers, each released by ``consumers`` roles."""
+    ring = make_ring(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]), stages, consumers)
+    return Records(ring, FIELDS, OWN_FIELDS)

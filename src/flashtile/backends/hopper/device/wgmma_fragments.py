@@ -1,0 +1,104 @@
+"""What each thread makes of its part of a block of scores.
+
+In a WGMMA accumulator four threads share a row, and column c belongs to thread c // 2 % 4 of them: seen as
+[M, N // 8, 4, 2], an accumulator has its threads along dimension 2 and each thread's own columns along 1 and 3.
+"""
+
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.device.inline_ptx import least_integers
+
+
+@gluon.jit
+def thread_sums(x):
+    """[M, N] -> [M, 4]: each thread's sums of the columns it holds; the four are added at the end of a tile."""
+    return gl.sum(gl.sum(by_thread(x), 3), 1)
+
+
+@gluon.jit
+def row_tops(x, row_max):
+    """[M, N] -> [M]: the maximum of each row, meaningful only where it is above ``row_max`` (-inf: none so far).
+
+    Hopper has an instruction for the greatest of three integers, and none for floats. Floats are in the order of the
+    integers with the same bits, but negative ones the other way round: of those alone the greatest is the least
+    integer. It matters to no row that has seen a number >= 0.
+    """
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    bits = by_thread(x.to(gl.int32, bitcast=True))
+    even, odd = gl.split(bits)
+    numbers = unstacked(even) + unstacked(odd)
+    tops = gl.max(gl.reshape(gl.permute(bits, (0, 1, 3, 2)), [M, N // 4, 4]), 1)
+    layout: gl.constexpr = numbers[0].type.layout
+    tops = gl.convert_layout(tops, layout)
+    signs = gl.convert_layout(row_max, gl.SliceLayout(1, layout))[:, None] + gl.zeros([M, 4], gl.float32, layout)
+    least = least_integers(numbers, signs)
+    tops = gl.where((signs < 0) & (tops < 0), least, tops).to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.max(tops, 1), gl.SliceLayout(1, x.type.layout))
+
+
+@gluon.jit
+def unstacked(x):
+    """[M, n, 4] -> n tensors [M, 4], all in one layout."""
+    if x.shape[1] == 1:
+        return (gl.max(x, 1),)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2, 4]), (0, 2, 3, 1)))
+        return unstacked(low) + unstacked(high)
+
+
+@gluon.jit
+def by_thread(x):
+    """[M, N] as [M, N // 8, 4, 2]."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def as_before(t, x):
+    """[M, N // 8, 4, 2] in the shape and layout of ``x``."""
+    return gl.convert_layout(gl.reshape(t, x.shape), x.type.layout)
+
+
+@gluon.jit
+def thread_origin(x):
+    """([M, 1] row, [1, 4] first column) of what a thread holds of a row of ``x``."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    return rows[:, None], 2 * gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def from_thread_column(numbers, x):
+    """[M] column numbers -> [M, 4]: the same, counted from the first column of ``x`` that the thread holds."""
+    _, first = thread_origin(x)
+    layout: gl.constexpr = gl.SliceLayout(1, first.type.layout)
+    return gl.convert_layout(numbers, layout)[:, None] - first
+
+
+@gluon.jit
+def thread_columns(x):
+    """[1, N // 8, 1, 2]: the columns of ``x``, counted from the first one that the thread holds.
+
+    The compiler knows these numbers: they are immediates.
+    """
+    layout: gl.constexpr = by_thread(x).type.layout
+    eights = gl.arange(0, x.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    return 8 * eights[None, :, None, None] + pairs[None, None, None, :]
+
+
+@gluon.jit
+def keep_columns(x, first, last, fill, HAS_FIRST: gl.constexpr, HAS_LAST: gl.constexpr):
+    """[M, N] x, ``fill`` outside the columns ``first`` to ``last`` of each row (``from_thread_column``).
+
+    A thread compares one number per row and bound with immediates.
+    """
+    t = by_thread(x)
+    cols = thread_columns(x)
+    if HAS_LAST:
+        t = gl.where(cols <= last[:, None, :, None], t, fill)
+    if HAS_FIRST:
+        t = gl.where(cols >= first[:, None, :, None], t, fill)
+    return as_before(t, x)

@@ -1,0 +1,209 @@
+"""Tile sizes of the Hopper kernels: what they must fit into, which are chosen, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashtile.problem import Problem
+
+SHARED_BYTES = 227 * 1024
+# Registers of a thread of each warpgroup, added up.
+WARPGROUP_REGISTERS = 64 * 1024 // 128
+PRODUCER_REGISTERS = 32
+# Shared memory for barriers, tile records and what the compiler needs.
+OTHER_BYTES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One configuration of the forward.
+
+    Attributes:
+        block_d: Columns of a tile of queries or keys: head_dim, padded to one of WIDTHS; TMA fills the difference with
+            zeros.
+        block_dv: The same of head_dim_v, for values and the output.
+        block_m: Rows per warpgroup.
+        block_n: Keys per block.
+        num_warpgroups: Warpgroups that compute, so a tile has ``num_warpgroups * block_m`` rows.
+        stages: Buffers each for keys and values.
+        q_stages: Buffers for queries.
+        tile_stages: How many tiles a program finds ahead of working on them.
+        dynamic: Whether programs take tiles from a shared counter, not from an order fixed beforehand.
+        overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
+        in_turns: Whether warpgroups take turns in starting a step's products.
+        out_cols: Columns of the pieces in which the output leaves.
+        out_stages: Buffers for such pieces.
+        registers: What setmaxnreg gives a computing warpgroup's threads.
+        max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
+    """
+
+    block_d: int
+    block_dv: int
+    out_cols: int
+    block_m: int = 64
+    block_n: int = 128
+    num_warpgroups: int = 2
+    stages: int = 2
+    q_stages: int = 2
+    tile_stages: int = 4
+    dynamic: bool = False
+    overlap: bool = True
+    in_turns: bool = False
+    out_stages: int = 1
+    registers: int = 240
+    max_registers: int = 168
+
+    def __post_init__(self) -> None:
+        if self.overlap and self.q_stages < 2:
+            raise ValueError(f"overlap needs two buffers for queries: {self}")
+        if (self.num_warpgroups - 1) * self.block_m > self.block_n:
+            raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
+        if self.num_warpgroups * self.registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
+            raise ValueError(f"more registers than there are: {self}")
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles and of what else needs any."""
+        keys = self.stages * self.block_n * (self.block_d + self.block_dv)
+        rows = self.num_warpgroups * self.block_m
+        return 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)) + OTHER_BYTES
+
+    def __str__(self) -> str:
+        rows = f"{self.num_warpgroups} x {self.block_m}"
+        overlap = "" if self.overlap else ", one after the other"
+        dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
+        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
+
+
+# Widths of tiles, whose parts are powers of two (``device/head_dim_parts.py``): each takes less time than the next.
+WIDTHS = (64, 96, 128, 160, 192, 256)
+# More buffers than these gain nothing.
+MOST_STAGES = 4
+
+
+def narrowest(width: int) -> int:
+    """Columns of the narrowest part of a tile."""
+    return width & -width
+
+
+@functools.cache
+def two_warpgroups(block_d: int, block_dv: int, block_n: int | None = None) -> Config:
+    """Two warpgroups of 64 rows, of which registers allow no third where a row is long.
+
+    By the emulator's clock the first thing worth its shared memory is the overlap of tiles, then buffers for all of the
+    output, then a third and fourth stage. Blocks of 64 keys leave room for the overlap where a row is long, and
+    registers where an output is. What an H200 made of them: ``benchmarks/tuning``.
+    """
+    block_n = block_n or (128 if max(block_d, block_dv) <= 128 else 64)
+    out_cols = min(narrowest(block_dv), 128)
+    for overlap, out_stages in itertools.product((True, False), range(block_dv // out_cols, 0, -1)):
+        q_stages = 2 if overlap else 1
+        rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols)
+        stages = (SHARED_BYTES - OTHER_BYTES - rows) // (2 * block_n * (block_d + block_dv))
+        if stages >= 2:
+            return Config(
+                block_d=block_d, block_dv=block_dv, out_cols=out_cols, block_n=block_n, stages=min(stages, MOST_STAGES),
+                q_stages=q_stages, overlap=overlap, out_stages=out_stages,
+            )  # fmt: skip
+    raise ValueError(f"no tiles of {block_d} and {block_dv} columns fit into shared memory")
+
+
+TWO_WARPGROUPS = {(block_d, block_dv): two_warpgroups(block_d, block_dv) for block_d in WIDTHS for block_dv in WIDTHS}
+# The latent attention of DeepSeek: as many keys a block as values of 128 columns have elsewhere are worth more than the
+# overlap (H200, full, 4096 keys: 727 TFLOPS against 648).
+TWO_WARPGROUPS[192, 128] = replace(TWO_WARPGROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
+# With blocks of 64 keys a step is short, and its products are most of it: in turns 1 to 5% more.
+TWO_WARPGROUPS[256, 256] = replace(TWO_WARPGROUPS[256, 256], in_turns=True)
+# All of a head_dim agree in block_m and block_n, see choose.
+THREE_WARPGROUPS_64 = Config(
+    block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
+)  # fmt: skip
+# A band's tiles are of uneven length, and of sequences up to this length there are many: the end of a launch, when the
+# last of them run alone, costs less if programs draw tiles one by one. Beyond it an order fixed beforehand costs less.
+SHORT = 1024
+
+
+def width(head_dim: int) -> int:
+    """The narrowest tile that holds a row."""
+    return next(each for each in WIDTHS if head_dim <= each)
+
+
+def block_d(head_dim: int) -> int:
+    """The same for tiles that are one part."""
+    return next(width for width in (64, 128, 256) if head_dim <= width)
+
+
+def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns of a problem's tiles of queries or keys, and of values."""
+    block_dv = width(head_dim_v)
+    # A part of 32 columns makes products at half the rate: 128 columns of values took 3 to 6% less time than 96.
+    return width(head_dim), 128 if block_dv == 96 else block_dv
+
+
+_trial: list[Config] = []
+
+
+@contextlib.contextmanager
+def override(config: Config) -> Iterator[None]:
+    """Plans made within use this configuration, for tuning."""
+    _trial.append(config)
+    try:
+        yield
+    finally:
+        _trial.pop()
+
+
+def choose(problem: Problem) -> Config:
+    """The configuration of a problem, from its head_dims, the kind of mask and the length: never from the batch.
+
+    A row's result depends on the widths, ``block_m`` and ``block_n`` alone, which are the same for all configurations
+    of a pair of head_dims, with a bias or mask and without: each row meets the same blocks of keys in the same order
+    and does the same arithmetic with them, and a block that is masked for all of a row adds exact zeros. So the choice
+    may differ between a sequence alone and in a batch, packed or dense, and the bits do not.
+
+    All by times on an H200 in bf16, 2026-11-20 (``benchmarks/tuning``).
+    """
+    if _trial:
+        return _trial[-1]
+    dims = widths(problem.head_dim, problem.head_dim_v)
+    config = TWO_WARPGROUPS[dims]
+    reads_pairs = problem.mask or problem.bias_dtype is not None
+    if reads_pairs:
+        # What a thread holds of a bias or mask takes a register each: by the compiler, 64 keys leave room for it.
+        config = two_warpgroups(*dims, block_n=64)
+    is_causal, has_left = problem.band.right is not None, problem.band.left is not None
+    is_short = problem.seqlen_q <= SHORT
+    if dims == (64, 64):
+        # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill. And
+        # tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
+        wide = problem.softcap > 0 or has_left or reads_pairs
+        if not wide and not (is_short if is_causal else problem.seqlen_q <= SHORT // 2):
+            config = THREE_WARPGROUPS_64
+    if is_causal and is_short and dims == (64, 64):
+        # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
+        config = _variant(config, overlap=False)
+    if problem.varlen:
+        # Beside these, the warp that finds packed tiles has no registers for a counter.
+        is_fixed = has_left or problem.softcap > 0
+    else:
+        # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better.
+        is_fixed = is_causal and not is_short and not has_left and dims != (64, 64)
+    if not is_fixed:
+        # A tile drawn ahead is one that nobody else can take. But the shortest take less time than finding one does; at
+        # head_dim 64 and 1024 keys, and at 256, a second one ahead lost.
+        hurried = is_causal and problem.seqlen_q <= {(64, 64): SHORT // 2, (128, 128): SHORT}.get(dims, 0)
+        config = _variant(config, dynamic=True, tile_stages=3 if hurried else 2)
+    return config
+
+
+@functools.cache
+def _variant(config: Config, **changes: Any) -> Config:
+    """``replace``, whose checks take longer than all else that a new length costs here."""
+    return replace(config, **changes)

@@ -1,0 +1,94 @@
+"""Attention forward for Hopper: a warp finds tiles, a warp loads by TMA, warpgroups of 64 rows compute with WGMMA.
+
+The mathematics is in docs/algorithm.md. For each block of keys a warpgroup starts the scores of the next block, then
+multiplies the probabilities of this block with its values; with two warpgroups the softmax of the next scores runs
+under that product, with three it runs under the products of the others.
+At the end of a tile the first scores of the next tile stand in for the next block's, so the tensor cores have work
+while a tile's output is normalised and stored. Source of the schedule: Shah et al. 2024, FlashAttention-3,
+arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.device.head_dim_parts import make_rings
+from flashtile.backends.hopper.device.ring import make_records
+from flashtile.backends.hopper.device.score_mod import ScoreMod, make_terms, pair_tensors
+from flashtile.backends.hopper.forward.roles import Output, consumer, producer, scheduler
+from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE, Sizes
+from flashtile.backends.hopper.forward.softmax_step import Channels
+
+# Keys and values that are worked on at the same time: the L2 cache has 50 MB, and queries and outputs pass through it.
+CACHED_BYTES = gl.constexpr(2**25)
+
+# No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
+_RUN_TIME = [
+    "lse_ptr", "sinks_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "counter_ptr",
+    "scale_log2", "softcap", "prescale", "seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right",
+    "alibi_ptr", "alibi_stride_b", "bias_ptr", "bias_stride_b", "bias_stride_head", "bias_stride_row",
+    "bias_stride_col", "mask_ptr", "mask_stride_b", "mask_stride_head", "mask_stride_row", "mask_stride_col",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_RUN_TIME)
+def attention_forward(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr,
+    scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
+    alibi_ptr, alibi_stride_b, bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
+    mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
+    OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
+    MASK_CONTIGUOUS: gl.constexpr,
+):  # fmt: skip
+    """Attention of every tile; one program per SM.
+
+    Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says; pointers to lse (float32,
+    natural log, as the backend returns it), sinks, cu_seqlens, and a counter of tiles (int32, 0 before and after), the
+    last four None if absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN;
+    the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; then ``config.Config``
+    and what the call has. CONTIGUOUS says that a stride of keys is 1.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    keys = make_rings(dtype, BLOCK_N, BLOCK_D, STAGES, NUM_WARPGROUPS)
+    values = make_rings(dtype, BLOCK_N, BLOCK_DV, STAGES, NUM_WARPGROUPS)
+    tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, TILE_STAGES, NUM_WARPGROUPS + 1)
+    # The output leaves in pieces, through fewer buffers than pieces where it does not fit beside the rest.
+    OUT_WIDTH: gl.constexpr = out_desc.block_type.shape[4 if VARLEN else 3]
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, OUT_WIDTH], dtype)
+    out_s = gl.allocate_shared_memory(dtype, [NUM_WARPGROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
+    output = Output(out_desc, out_s, lse_ptr, sinks_ptr)
+    sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
+                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
+                  CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip
+    alibi = (alibi_ptr, alibi_stride_b)
+    bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
+    mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)
+    mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST,
+                   make_terms(alibi, (bias_ptr, bias_strides), batch, ALIBI_ONE_SIDED),
+                   pair_tensors((mask_ptr, mask_strides)))  # fmt: skip
+    # Registers of a thread that does not compute. 32 leave the first of two consumers 8 fewer than the other one has,
+    # which the widest loop bodies of packed calls cannot spare; then no counter deals out tiles.
+    IS_WIDE: gl.constexpr = HAS_LEFT or HAS_SOFTCAP
+    FEW: gl.constexpr = 24 if VARLEN and IS_WIDE and NUM_WARPGROUPS == 2 else 32
+    q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
+    q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
+    scheduled = (tiles, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
+    if NUM_WARPGROUPS == 2:
+        gl.warp_specialize([
+            (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, 0)),
+            (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, 1)),
+            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1), keys, values), sizes, BLOCK_D, BLOCK_DV)),
+            (scheduler, scheduled),
+        ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
+    else:
+        q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
+        gl.warp_specialize([
+            (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, 0)),
+            (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, 1)),
+            (consumer, (Channels(tiles, q2, keys, values), output, sizes, mod, 2)),
+            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1, q2), keys, values), sizes, BLOCK_D, BLOCK_DV)),
+            (scheduler, scheduled),
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

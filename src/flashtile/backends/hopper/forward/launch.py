@@ -1,0 +1,201 @@
+"""Host side of the Hopper forward: the launch, and the plan that repeats it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.forward import config as configs
+from flashtile.backends.hopper.forward.config import Config
+from flashtile.backends.hopper.forward.kernel import attention_forward
+from flashtile.backends.host import Step
+from flashtile.backends.launch import Launch, Pointer
+from flashtile.backends.vocab.softmax import LOG2_E
+from flashtile.problem import Problem, Tensors
+
+_OPERANDS = (
+    "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
+)  # fmt: skip
+
+
+class ForwardPlan:
+    """The forward of calls of one kind: ``plan(tensors)`` returns out and lse, as ``Backend.plan_forward`` says."""
+
+    def __init__(self, problem: Problem, tensors: Tensors, config: Config | None = None) -> None:
+        """Prepares the launch.
+
+        Args:
+            problem: A call that the backend's capabilities cover.
+            tensors: Tensors of its layouts.
+            config: Tiles to use instead of the chosen ones, for tuning.
+        """
+        q, k = tensors.q, tensors.k
+        self._problem = problem
+        self._out_shape = (*q.shape[:-1], problem.head_dim_v)
+        self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape
+        # A single element that stands for all: 1 us is less than giving a shape and a dtype takes.
+        self._like_lse = q.new_empty((), dtype=torch.float32).expand(problem.lse_shape(q))
+        # TMA has no map of an empty tensor.
+        self._is_empty = q.numel() == 0 or k.numel() == 0
+        if self._is_empty:
+            return
+        config = config or configs.choose(problem)
+        self._is_dynamic = config.dynamic
+        self._device = q.device
+        self._step = Step(forward_launch(problem, tensors, config), _OPERANDS, q.device)
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Attention's output and log-sum-exp."""
+        t = tensors
+        out = torch.empty_like(t.q) if self._out_is_like_q else t.q.new_empty(self._out_shape)
+        lse = torch.empty_like(self._like_lse)
+        if self._is_empty:
+            return _without_keys(self._problem, t, out, lse)
+        counter = _counter(self._device) if self._is_dynamic else None
+        self._step.run((
+            t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, counter, t.alibi_slopes, t.attn_bias,
+            t.attn_mask,
+        ))  # fmt: skip
+        return out, lse
+
+
+def forward_launch(problem: Problem, tensors: Tensors, config: Config) -> Launch:
+    """The forward's launch: what a plan repeats and what a build compiles."""
+    p, t = problem, tensors
+    rows_q, rows_k = (x.shape[0 if p.varlen else 1] for x in (t.q, t.k))
+    rows = config.num_warpgroups * config.block_m
+    blocks = rows_q // rows + p.batch + 1 if p.varlen else -(-rows_q // rows) * p.batch
+    equal_lengths = p.varlen and _same(t.cu_seqlens_q, t.cu_seqlens_k)
+    arguments = {
+        **_tensor_maps(p, t, config),
+        "lse_ptr": Pointer(torch.float32),
+        "sinks_ptr": t.sinks,
+        "cu_seqlens_q_ptr": t.cu_seqlens_q,
+        "cu_seqlens_k_ptr": t.cu_seqlens_k,
+        "counter_ptr": Pointer(torch.int32) if config.dynamic else None,
+        **scales(p),
+        "seqlen_q": rows_q,
+        "seqlen_k": rows_k,
+        "batch": p.batch,
+        "num_heads_q": p.num_heads_q,
+        "group_size": p.group_size,
+        **tensor_maps.bounds(p),
+        **tensor_maps.pair_arguments(p, t),
+        **constants(p, config, equal_lengths),
+    }
+    programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_q)
+    return Launch(attention_forward, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
+
+
+def _tensor_maps(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+    """Maps of q, k, v and the output: rows of the narrowest part that a tile's columns consist of."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
+    out_shape = (*q.shape[:-1], problem.head_dim_v)
+    out_strides = tuple(math.prod(out_shape[i + 1 :]) for i in range(len(out_shape)))
+    varlen = problem.varlen
+    out = tensor_maps.contiguous_map(q.dtype, out_shape, out_strides, config.block_m, config.out_cols, varlen)
+    return {
+        "q_desc": tensor_maps.rows_map(q, config.block_m, cols, varlen),
+        "k_desc": tensor_maps.rows_map(k, config.block_n, cols, varlen),
+        "v_desc": tensor_maps.rows_map(v, config.block_n, cols_v, varlen),
+        "out_desc": out,
+    }
+
+
+def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
+    """Whether a warpgroup may meet an edge of the band after the first block of keys that it works on.
+
+    It goes through keys from above, so only the first block is cut by the right edge if the last keys of all its rows
+    lie in one. They are ``block_m`` keys in a row, and a block is a whole number of such pieces: they do if they begin
+    where a piece begins.
+
+    Args:
+        problem: A call.
+        config: Its tiles.
+        equal_lengths: Whether every packed sequence has as many queries as keys.
+    """
+    left, right = problem.band.left, problem.band.right
+    if left is not None or right is None:
+        return left is not None
+    if problem.varlen:
+        return not equal_lengths or right % config.block_m != 0
+    return (problem.seqlen_k - problem.seqlen_q + right) % config.block_m != 0
+
+
+def constants(problem: Problem, config: Config, equal_lengths: bool = False) -> dict[str, Any]:
+    """The kernel's compile-time arguments; for ``equal_lengths`` see ``meets_edges``."""
+    return {
+        "BLOCK_D": config.block_d,
+        "BLOCK_DV": config.block_dv,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "NUM_WARPGROUPS": config.num_warpgroups,
+        "STAGES": config.stages,
+        "Q_STAGES": config.q_stages,
+        "TILE_STAGES": config.tile_stages,
+        "OUT_STAGES": config.out_stages,
+        "OVERLAP": config.overlap,
+        "IN_TURNS": config.in_turns,
+        "REGISTERS": config.registers,
+        "HAS_LEFT": problem.band.left is not None,
+        "HAS_RIGHT": problem.band.right is not None,
+        "HAS_EDGES": meets_edges(problem, config, equal_lengths),
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "SCALE_FIRST": problem.softcap == 0 and problem.softmax_scale <= 0,
+        "VARLEN": problem.varlen,
+    }
+
+
+def scales(problem: Problem) -> dict[str, float]:
+    """scale_log2 > 0 is what the softmax needs; prescale is what comes before it."""
+    scale_log2, prescale = problem.softmax_scale * LOG2_E.value, 0.0
+    if problem.softcap > 0:
+        scale_log2, prescale = LOG2_E.value, 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
+    elif problem.softmax_scale <= 0:
+        scale_log2, prescale = 1.0, problem.softmax_scale * LOG2_E.value
+    return {"scale_log2": scale_log2, "softcap": float(problem.softcap), "prescale": prescale}
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are one, as when a packed sequence attends to itself: nobody reads them to find out."""
+    if a is b or a is None or b is None:
+        return a is b
+    return not a.is_meta and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
+_counters: dict[tuple[int | None, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A zero that the kernel counts tiles with and leaves zero: one for all launches of a stream, which take turns.
+
+    A captured launch may be replayed on any stream, beside others: it gets a counter of its own.
+    """
+    stream = 0
+    if device.type == "cuda":
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return torch.zeros((), dtype=torch.int32, device=device)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+    counter = _counters.get((device.index, stream))
+    if counter is None:
+        counter = _counters[device.index, stream] = torch.zeros((), dtype=torch.int32, device=device)
+    return counter
+
+
+def _without_keys(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """No keys at all, or no rows."""
+    out.zero_()
+    lse.fill_(-math.inf)
+    if tensors.sinks is not None and lse.numel():
+        if problem.varlen:
+            assert tensors.cu_seqlens_q is not None
+            rows = torch.arange(lse.shape[1], device=lse.device) < tensors.cu_seqlens_q[-1]
+            lse.copy_(torch.where(rows, tensors.sinks[:, None].float(), lse))
+        else:
+            lse.copy_(tensors.sinks[:, None].float().expand(lse.shape))
+    return out, lse

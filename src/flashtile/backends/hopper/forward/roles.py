@@ -1,0 +1,209 @@
+"""The roles of the Hopper forward: a scheduler and a producer of one warp each, and consumers of a warpgroup each."""
+
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
+
+from flashtile.backends.hopper.device.gluon_compat import aggregate, tma_store_wait
+from flashtile.backends.hopper.device.head_dim_parts import (
+    also,
+    load,
+    of_rows,
+    store,
+    wait_for_products,
+    zero_accumulators,
+)
+from flashtile.backends.hopper.device.inline_ptx import hold, pass_turn, take_turn
+from flashtile.backends.hopper.forward.scheduler import key_rows, lse_offset, next_tile, publish_tile, query_rows
+from flashtile.backends.hopper.forward.softmax_step import (
+    State,
+    add_last_values,
+    block_pairs,
+    first_probs,
+    open_tile,
+    operand,
+    start_first_scores,
+    step,
+)
+from flashtile.backends.vocab import softmax
+
+
+@gluon.jit
+def scheduler(records, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr):
+    """Finds the tiles, ahead of the roles that work on them: its divisions take longer than loading a short tile."""
+    tiles = 0
+    place = 0
+    is_end = False
+    while not is_end:
+        records.ring.claim(tiles)
+        tile = next_tile(place, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
+        place = tile.step
+        is_end = tile.is_end
+        publish_tile(records, tiles, tile, sizes)
+        tiles += 1
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """Loads each tile's queries, and its key and value blocks from the last to the first.
+
+    In the order in which they are needed: a block's values come after the keys of the block after it, which are scored
+    first. Where tiles overlap, that block may be the next tile's.
+    """
+    records = channels.tiles
+    tiles = 0
+    used = 0
+    records.ring.wait(tiles)
+    n_block = records.get(tiles, "n_block_max")
+    while n_block > 0:
+        n_block_min = records.get(tiles, "n_block_min")
+        row = records.get(tiles, "row")
+        queries = query_rows(records, tiles, sizes)
+        for warpgroup in gl.static_range(sizes.num_warpgroups):
+            load(q_desc, channels.queries[warpgroup], tiles, queries, row + warpgroup * sizes.block_m, BLOCK_D)
+        n_block -= 1
+        load_block(k_desc, channels.keys, used, records, tiles, n_block, sizes, BLOCK_D)
+        if sizes.overlap:
+            load_last_values(v_desc, channels, used - 1, tiles - 1, sizes, BLOCK_DV)
+        while n_block > n_block_min:
+            n_block -= 1
+            load_block(k_desc, channels.keys, used + 1, records, tiles, n_block, sizes, BLOCK_D)
+            load_block(v_desc, channels.values, used, records, tiles, n_block + 1, sizes, BLOCK_DV)
+            used += 1
+        if not sizes.overlap:
+            load_last_values(v_desc, channels, used, tiles, sizes, BLOCK_DV)
+        used += 1
+        tiles += 1
+        records.ring.wait(tiles)
+        n_block = records.get(tiles, "n_block_max")
+    if sizes.overlap:
+        load_last_values(v_desc, channels, used - 1, tiles - 1, sizes, BLOCK_DV)
+
+
+@gluon.jit
+def load_last_values(v_desc, channels, use, tiles, sizes, BLOCK_DV: gl.constexpr):
+    """Loads the values that a tile needs last, which ends the use of its record. No tile comes before 0."""
+    if tiles >= 0:
+        n_block = channels.tiles.get(tiles, "n_block_min")
+        load_block(v_desc, channels.values, use, channels.tiles, tiles, n_block, sizes, BLOCK_DV)
+        channels.tiles.ring.release(tiles)
+
+
+@gluon.jit
+def load_block(desc, rings, use, records, tiles, n_block, sizes, COLS: gl.constexpr):
+    """Starts the load of a block of a tile's keys or values."""
+    load(desc, rings, use, key_rows(records, tiles, sizes), n_block * sizes.block_n, COLS)
+
+
+@aggregate
+class Output:
+    """Where a consumer's results go: the output's descriptor and its shared buffers, lse, and the sinks or None."""
+
+    desc: tma.tensor_descriptor
+    buffers: gl.shared_memory_descriptor
+    lse_ptr: gl.tensor
+    sinks_ptr: gl.tensor | gl.constexpr
+
+
+@gluon.jit
+def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
+    """One warpgroup: ``block_m`` rows of every tile."""
+    BLOCK_M: gl.constexpr = sizes.block_m
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 16])
+    zeros = gl.zeros([BLOCK_M, sizes.block_n], gl.float32, s_layout)
+    # Of the probabilities, nothing but dtype and layout is used.
+    like = gl.convert_layout(zeros.to(output.desc.dtype), gl.DotOperandLayout(0, s_layout, 2))
+    rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
+    tiles = 0
+    used = 0
+    loop = open_tile(channels.tiles, tiles, sizes, rows, zeros, WARPGROUP)
+    e, row_max, row_sum = start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP)
+    probs = operand(e, like)
+    used += loop.skipped
+    if sizes.in_turns and sizes.num_warpgroups - 1 == WARPGROUP:
+        row_max = pass_turn(row_max, 0)
+    while loop.is_tile:
+        factor = gl.full([BLOCK_M], 1.0, gl.float32, row_max.type.layout)
+        # A turn a block, also of the one that this warpgroup leaves out.
+        if sizes.in_turns and sizes.has_right:  # noqa: SIM102
+            if loop.skipped > 0:
+                row_max = pass_turn(take_turn(row_max, WARPGROUP), (WARPGROUP + 1) % sizes.num_warpgroups)
+        state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum)
+        n_block = loop.n_block
+        while n_block > loop.n_block_min:
+            n_block -= 1
+            state = step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP)
+            used += 1
+
+        if sizes.overlap:
+            loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
+            # The next tile's first scores, under the last values and the epilogue of this one. After the last tile
+            # they are those of stale buffers, and nobody reads them.
+            s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros)
+            accs = add_last_values(channels, used, state)
+            pairs = block_pairs(channels.tiles, tiles + 1, loop, loop.n_block, sizes, WARPGROUP)
+            fetched = mod.fetch(pairs, zeros)
+            s = warpgroup_mma_wait(len(accs), deps=[s])
+            channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
+            channels.queries[0].release(tiles)
+            e, row_max, row_sum = first_probs(s, mod, pairs, fetched, sizes, loop)
+            row_sum = hold(row_sum)
+            accs = wait_for_products(accs)
+            channels.values[0].release(used)
+            channels.values[0].skip(used + 1, loop.skipped, loop.is_tile)
+            probs = operand(e, like)
+            epilogue(accs, state.row_max, state.row_sum, channels.tiles, tiles, output, sizes, WARPGROUP)
+        else:
+            accs = wait_for_products(add_last_values(channels, used, state))
+            channels.values[0].release(used)
+            epilogue(accs, state.row_max, state.row_sum, channels.tiles, tiles, output, sizes, WARPGROUP)
+            loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
+            e, row_max, row_sum = start_tile(channels, tiles + 1, used + 1, loop, zeros, sizes, mod, WARPGROUP)
+            probs = operand(e, like)
+        channels.tiles.ring.release(tiles)
+        tiles += 1
+        used += 1 + loop.skipped
+    if sizes.in_turns and WARPGROUP == 0:
+        row_max = take_turn(row_max, 0)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.constexpr):
+    """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
+    s = start_first_scores(channels, tiles, used, loop, zeros)
+    pairs = block_pairs(channels.tiles, tiles, loop, loop.n_block, sizes, WARPGROUP)
+    fetched = mod.fetch(pairs, zeros)
+    s = warpgroup_mma_wait(0, deps=[s])
+    channels.values[0].skip(used, loop.skipped, loop.is_tile)
+    channels.keys[0].release(used + loop.skipped, loop.is_tile)
+    if not sizes.overlap:
+        channels.queries[0].release(tiles, loop.is_tile & (loop.n_block == loop.n_block_min))
+    return first_probs(s, mod, pairs, fetched, sizes, loop)
+
+
+@gluon.jit
+def epilogue(accs, row_max, row_sum, records, tiles, output, sizes, WARPGROUP: gl.constexpr):
+    """Normalises a tile's output, and stores it and lse."""
+    rows_layout: gl.constexpr = row_max.type.layout
+    where = query_rows(records, tiles, sizes)
+    total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
+    if output.sinks_ptr is not None:
+        sink = gl.load(output.sinks_ptr + where.head).to(gl.float32)
+        if sizes.varlen:
+            # Rows past the last sequence belong to nobody.
+            sink = gl.where(where.b < sizes.batch, sink, float("-inf"))
+        factor, row_max, total = softmax.add_sink(row_max, total, sink)
+        scale, lse = softmax.finalise(row_max, total)
+        scale = scale * factor
+    else:
+        scale, lse = softmax.finalise(row_max, total)
+    out = ()
+    for i in gl.static_range(len(accs)):
+        out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(output.desc.dtype))
+    row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
+    stages: gl.constexpr = output.buffers.shape[0] // sizes.num_warpgroups
+    store(output.desc, out, output.buffers, WARPGROUP * stages, stages, where, row)
+    rows = row + gl.arange(0, sizes.block_m, rows_layout)
+    gl.store(output.lse_ptr + lse_offset(where, sizes) + rows, lse, mask=rows < where.length)

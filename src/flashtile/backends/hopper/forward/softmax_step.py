@@ -1,0 +1,213 @@
+"""One block of keys in the Hopper forward: its scores, its softmax, and the values of the block before it."""
+
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
+
+from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.head_dim_parts import (
+    add_products,
+    rescale_rows,
+    start_scores,
+    wait_for_products,
+)
+from flashtile.backends.hopper.device.inline_ptx import hold, pass_turn, take_turn
+from flashtile.backends.hopper.device.ring import Records
+from flashtile.backends.hopper.device.score_mod import Pairs
+from flashtile.backends.hopper.device.wgmma_fragments import (
+    from_thread_column,
+    keep_columns,
+    row_tops,
+    thread_sums,
+)
+from flashtile.backends.hopper.forward.scheduler import query_rows
+from flashtile.backends.vocab import mask, softmax
+
+
+@aggregate
+class Channels:
+    """What producer and consumers hand each other: tile records, and rings of each part of queries, keys and values.
+
+    ``queries`` are those of one warpgroup; for the producer, a tuple of all warpgroups'.
+    """
+
+    tiles: Records
+    queries: gl.tuple
+    keys: gl.tuple
+    values: gl.tuple
+
+
+@aggregate
+class KeyLoop:
+    """A warpgroup's way through the key blocks of a tile, from ``n_block`` down to ``n_block_min``.
+
+    Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, before ``n_block`` are left out.
+    ``first_keys`` and ``last_keys`` are those that each row keeps, as ``from_thread_column`` counts them.
+    """
+
+    is_tile: gl.tensor
+    n_block: gl.tensor
+    n_block_min: gl.tensor
+    n_full_min: gl.tensor
+    n_full_max: gl.tensor
+    skipped: gl.tensor
+    first_keys: gl.tensor
+    last_keys: gl.tensor
+
+
+@aggregate
+class State:
+    """The online softmax of a warpgroup's rows between two blocks of keys.
+
+    ``probs`` are those of the last block, still to be multiplied with its values; ``accs`` [block_m, ...], one per part
+    of the values' columns, is due for ``factor`` before that. ``row_max`` is in base 2, ``row_sum`` [block_m, 4] has
+    each thread's share.
+    """
+
+    probs: gl.tensor
+    accs: gl.tuple
+    factor: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
+
+
+@gluon.jit
+def open_tile(records, tiles, sizes, rows, like, WARPGROUP: gl.constexpr):
+    """Waits for a tile's record and reads what its loop needs."""
+    records.ring.wait(tiles)
+    n_block_max = records.get(tiles, "n_block_max")
+    n_block_min = records.get(tiles, "n_block_min")
+    skipped, n_full_min = gl.to_tensor(0), gl.to_tensor(0)
+    positions, seqlen_k = rows, sizes.seqlen_k
+    # Without a band, all blocks are full but the one in which the keys end.
+    n_full_max = n_block_max - gl.where((seqlen_k & (sizes.block_n - 1)) > 0, 1, 0)
+    if sizes.has_left:
+        n_full_min = records.get_own(tiles, "n_full_min", WARPGROUP)
+    if sizes.has_right:
+        skipped = records.get_own(tiles, "skipped", WARPGROUP)
+    if sizes.has_left or sizes.has_right or sizes.varlen:
+        n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
+        positions += records.get(tiles, "position")
+        seqlen_k = records.get(tiles, "seqlen_k")
+    n_block = n_block_max - skipped - 1
+    first_keys = from_thread_column(mask.first_key(positions, sizes.left, sizes.has_left), like)
+    last_keys = from_thread_column(mask.last_key(positions, seqlen_k, sizes.right, sizes.has_right), like)
+    return KeyLoop(n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys)
+
+
+@gluon.jit
+def block_pairs(records, tiles, loop, n_block, sizes, WARPGROUP: gl.constexpr):
+    """The pairs of a warpgroup's rows and a block of keys: none without a tile."""
+    where = query_rows(records, tiles, sizes)
+    row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
+    seqlen_k = sizes.seqlen_k
+    if sizes.varlen:
+        seqlen_k = records.get(tiles, "seqlen_k")
+    # A record after the last tile may have any row.
+    seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
+    return Pairs(where.b, where.head, row, n_block * sizes.block_n, seqlen_q, seqlen_k, False)
+
+
+@gluon.jit
+def is_edge(loop, n_block, sizes):
+    """Whether a block needs the band's mask."""
+    edge = n_block >= loop.n_full_max
+    if sizes.has_left:
+        edge = edge | (n_block < loop.n_full_min)
+    return edge
+
+
+@gluon.jit
+def shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, MASKED: gl.constexpr):
+    """What happens to a block of products before the softmax."""
+    s = mod.scores(s, pairs, fetched)
+    # MASKED is decided when the kernel is compiled, edge when it runs.
+    if MASKED:  # noqa: SIM102
+        if edge:
+            start = n_block * sizes.block_n
+            first, last = loop.first_keys - start, loop.last_keys - start
+            s = keep_columns(s, first, last, float("-inf"), sizes.has_left, True)
+    return mod.select(s, fetched, float("-inf"))
+
+
+@gluon.jit
+def operand(probs, like):
+    """Probabilities as the left operand of the product with the values."""
+    return gl.convert_layout(probs.to(like.dtype), like.type.layout)
+
+
+@gluon.jit
+def start_first_scores(channels, tiles, used, loop, zeros):
+    """Starts a tile's first scores; without a tile, those of whatever the buffers hold."""
+    keys = channels.keys[0]
+    keys.skip(used, loop.skipped, loop.is_tile)
+    channels.queries[0].wait(tiles, loop.is_tile)
+    keys.wait(used + loop.skipped, loop.is_tile)
+    return start_scores(channels.queries, tiles, channels.keys, used + loop.skipped, zeros)
+
+
+@gluon.jit
+def first_probs(s, mod, pairs, fetched, sizes, loop):
+    """The softmax state after a tile's first block: (probs, row_max, row_sum)."""
+    s = shape_scores(s, mod, pairs, fetched, sizes, loop, loop.n_block, is_edge(loop, loop.n_block, sizes), True)
+    nothing = gl.full([sizes.block_m], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
+    # A tile may have no key at all, whatever the mask.
+    row_max, origin, _ = softmax.raise_max(nothing, gl.max(s, 1) * mod.scale_log2, True)
+    e = softmax.exponentials(s, mod.scale_log2, origin)
+    return e, row_max, thread_sums(e)
+
+
+@gluon.jit
+def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP: gl.constexpr):
+    """Multiplies the probabilities of use ``used`` with its values while block ``n_block``, the next use, is scored.
+
+    ``accs`` are multiplied by ``factor`` under the scores' product, or before the warpgroup's turn.
+
+    One loop runs over masked and unmasked blocks: where packed probabilities are carried from one loop into another,
+    they are taken apart and put together by 64 byte permutes a step.
+    """
+    row_max, accs = state.row_max, state.accs
+    edge = is_edge(loop, n_block, sizes)
+    channels.keys[0].wait(used + 1)
+    if sizes.in_turns:
+        accs = rescale_rows(accs, state.factor)
+        row_max = take_turn(row_max, WARPGROUP)
+    s = start_scores(channels.queries, tiles, channels.keys, used + 1, zeros)
+    if not sizes.in_turns:
+        accs = rescale_rows(accs, state.factor)
+    channels.values[0].wait(used)
+    accs = add_products(state.probs, channels.values, used, accs)
+    if sizes.in_turns:
+        row_max = pass_turn(row_max, (WARPGROUP + 1) % sizes.num_warpgroups)
+    pairs = block_pairs(channels.tiles, tiles, loop, n_block, sizes, WARPGROUP)
+    fetched = mod.fetch(pairs, zeros)
+    s = warpgroup_mma_wait(len(accs), deps=[s])
+    channels.keys[0].release(used + 1)
+    if not sizes.overlap:
+        # The only buffer of the queries: the next tile's are loaded while this one ends.
+        channels.queries[0].release(tiles, n_block == loop.n_block_min)
+
+    s = shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, sizes.has_edges)
+    # A bias may be -inf, too.
+    may_be_empty: gl.constexpr = sizes.has_edges or len(mod.terms) + len(mod.masks) > 0
+    row_max, origin, factor = softmax.raise_max(row_max, row_tops(s, row_max) * mod.scale_log2, may_be_empty)
+    e = softmax.exponentials(s, mod.scale_log2, origin)
+    sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, state.row_sum.type.layout))
+    row_sum = state.row_sum * sum_factor[:, None] + thread_sums(e)
+    if sizes.num_warpgroups == 2:
+        # Two others keep the tensor cores busy where there are three; then an early wait costs less than a late one.
+        row_sum = hold(row_sum)
+    probs = operand(e, state.probs)
+
+    accs = wait_for_products(accs)
+    channels.values[0].release(used)
+    return State(probs, accs, factor, row_max, row_sum)
+
+
+@gluon.jit
+def add_last_values(channels, used, state):
+    """Starts the product of a tile's last probabilities with their values."""
+    accs = rescale_rows(state.accs, state.factor)
+    channels.values[0].wait(used)
+    return add_products(state.probs, channels.values, used, accs)

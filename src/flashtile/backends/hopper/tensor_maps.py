@@ -1,0 +1,111 @@
+"""How the Hopper kernels see tensors through TMA, and what both directions' launches take from a device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.device.coordinates import PACKED_ROWS
+from flashtile.backends.launch import TensorMap
+from flashtile.problem import Problem, Tensors
+
+GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+# Bounds beyond any length are the same as none, and 32-bit arithmetic on positions must not overflow.
+_FAR = 2**30
+# The two extra dimensions of a packed tensor's map, in elements: see PACKED_ROWS. The first stride times the
+# coordinate PACKED_ROWS is 2**64 minus PACKED_ROWS rows, and addresses wrap.
+_ANY = 0x7FFF0000
+_WRAP = 2**34
+_PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 for tensors that only show a layout."""
+    return 1 if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def bounds(problem: Problem) -> dict[str, int]:
+    """The band's run-time bounds, 0 where a side is unbounded."""
+    band = problem.band
+    left, right = (0 if bound is None else max(-_FAR, min(_FAR, bound)) for bound in (band.left, band.right))
+    return {"left": left, "right": right}
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether TMA can read it: on 16 bytes, rows of contiguous elements, all strides multiples of 16 bytes."""
+    size = tensor.element_size()
+    strides = [stride * size for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+
+
+def box(rows: int, cols: int, varlen: bool) -> tuple[int, ...]:
+    """The tile that one TMA copy moves, in the dimensions of its map."""
+    return (1, 1, rows, 1, cols) if varlen else (1, rows, 1, cols)
+
+
+def rows_map(tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
+    """Boxes of rows and columns of one head of a tensor (batch, rows, heads, dim), or packed (rows, heads, dim)."""
+    return contiguous_map(tensor.dtype, tuple(tensor.shape), tensor.stride(), rows, cols, varlen)
+
+
+def contiguous_map(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, cols: int, varlen: bool
+) -> TensorMap:
+    """``rows_map`` of a tensor that need not exist yet."""
+    sides = box(rows, cols, varlen)
+    return TensorMap(dtype, *geometry(shape, strides, varlen), sides, _layout(sides, dtype))
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(sides: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
+
+
+def floats_map(lines: int, width: int, rows: int) -> TensorMap:
+    """Boxes of ``rows`` lines of a float32 workspace [lines, width], in shared memory as they lie there."""
+    return TensorMap(torch.float32, (lines, width), (width, 1), (rows, width), _PLAIN)
+
+
+def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a tensor's map, in elements.
+
+    A dimension of size 1 may come with any stride, and TMA takes multiples of 16 bytes only: head_dim is one.
+    """
+    if 1 in shape:
+        head_dim = shape[-1]
+        strides = tuple(head_dim if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+    if not varlen:
+        return shape, (*strides[:-1], 1)
+    row = strides[0]
+    return (_ANY, _ANY, PACKED_ROWS.value, *shape[1:]), (_WRAP - row, row, row, strides[1], 1)
+
+
+def pair_arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+    """What kernels take for ALiBi, bias and mask, None where a call lacks one, and what they may rely on."""
+    slopes, bias, mask = tensors.alibi_slopes, tensors.attn_bias, tensors.attn_mask
+    arguments: dict[str, Any] = {
+        "alibi_ptr": slopes,
+        "alibi_stride_b": problem.num_heads_q if slopes is not None and slopes.dim() == 2 else 0,
+        "bias_ptr": bias,
+        "mask_ptr": None if mask is None else mask.view(torch.uint8),
+        # Kept keys are then never past their row.
+        "ALIBI_ONE_SIDED": problem.band.right is not None and problem.band.right <= 0,
+        "BIAS_CONTIGUOUS": _pair_strides(bias)[3] == 1,
+        "MASK_CONTIGUOUS": _pair_strides(mask)[3] == 1,
+    }
+    for name, tensor in (("bias", bias), ("mask", mask)):
+        names = (f"{name}_stride_{axis}" for axis in ("b", "head", "row", "col"))
+        arguments |= dict(zip(names, _pair_strides(tensor), strict=True))
+    return arguments
+
+
+def _pair_strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """Strides over (batch, head, row, key), 0 where the tensor broadcasts."""
+    if tensor is None:
+        return (0, 0, 0, 0)
+    own = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (0,) * (4 - tensor.dim()) + tuple(own)

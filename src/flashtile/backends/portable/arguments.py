@@ -1,0 +1,144 @@
+"""Kernel arguments from a ``Problem``, for launches and for builds without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile import philox
+from flashtile.backends.launch import TensorMap
+from flashtile.backends.portable.config import Config, padded_dims
+from flashtile.backends.vocab import dropout, scheduler, scores
+from flashtile.problem import Problem, Tensors
+
+# Bytes that heads processed together may occupy. The order of the tiles changes no result, so all chips share the
+# number. It is far below an H200's 50 MB of L2, which rows and results pass through as well: at head_dim 256 and 512
+# keys, causal, 4 MB took 153 us, 25 MB 160 and 64 MB 165.
+_CACHE_BYTES = 4 * 1024 * 1024
+
+
+def num_programs(problem: Problem, tensors: Tensors, block: int, *, over_keys: bool = False) -> int:
+    """Size of a grid over blocks of rows (or keys), heads and sequences."""
+    tensor, cu_seqlens = (tensors.k, tensors.cu_seqlens_k) if over_keys else (tensors.q, tensors.cu_seqlens_q)
+    heads = problem.num_heads_kv if over_keys else problem.num_heads_q
+    rows = tensor.shape[-3]
+    if rows == 0:
+        return 0
+    if cu_seqlens is not None:
+        return scheduler.num_packed_tiles(rows, problem.batch, block) * heads
+    return triton.cdiv(rows, block) * heads * problem.batch
+
+
+def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Batch, row and head strides of ``(batch, rows, heads, dim)``; the batch stride of a packed tensor is 0."""
+    strides = (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]
+    return dict(zip((f"{name}_stride_b", f"{name}_stride_row", f"{name}_stride_head"), strides, strict=True))
+
+
+def score_strides(name: str, tensor: Tensor | None) -> dict[str, int]:
+    """Strides over (batch, head, row, key), 0 where the tensor broadcasts."""
+    strides = [0, 0, 0, 0]
+    if tensor is not None:
+        for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True), 4 - tensor.dim()):
+            strides[axis] = 0 if size == 1 else stride
+    return dict(zip((f"{name}_stride_{axis}" for axis in ("b", "head", "row", "col")), strides, strict=True))
+
+
+def common_operands(tensors: Tensors) -> dict[str, Tensor | None]:
+    """The inputs, by their argument names in the forward and every kernel of the backward."""
+    t = tensors
+    return {
+        "q_ptr": t.q,
+        "k_ptr": t.k,
+        "v_ptr": t.v,
+        "alibi_ptr": t.alibi_slopes,
+        "mask_ptr": None if t.attn_mask is None else t.attn_mask.view(torch.uint8),
+        "bias_ptr": t.attn_bias,
+        "cu_seqlens_q_ptr": t.cu_seqlens_q,
+        "cu_seqlens_k_ptr": t.cu_seqlens_k,
+        "rng_state_ptr": t.rng_state,
+    }
+
+
+def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+    """The arguments that the forward and every kernel of the backward share."""
+    p, t = problem, tensors
+    seqlen_q, seqlen_k = t.q.shape[-3], t.k.shape[-3]
+    span = seqlen_q + seqlen_k  # a larger bound has the same effect and could overflow
+    left, right = (0 if bound is None else max(-span, min(span, bound)) for bound in (p.band.left, p.band.right))
+    block_d, block_dv = padded_dims(p.head_dim, p.head_dim_v)
+    arguments: dict[str, Any] = {
+        **common_operands(t),
+        "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
+        "batch": p.batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "num_heads_q": p.num_heads_q,
+        "group_size": p.group_size,
+        "left": left,
+        "right": right,
+        "scale": p.softmax_scale,
+        "param": p.softcap,
+        "dropout_threshold": dropout.threshold_bits(philox.threshold(p.dropout_p)),
+        "keep_scale": 1.0 / (1.0 - p.dropout_p),
+        "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "HAS_LEFT": p.band.left is not None,
+        "HAS_RIGHT": p.band.right is not None,
+        "SCORE_MOD": scores.softcap if p.softcap > 0 else None,
+        "SCALE_FIRST": p.softcap > 0 or p.alibi or p.bias_dtype is not None or p.softmax_scale <= 0,
+        "INPUT_PRECISION": input_precision(p.dtype),
+    }
+    for name in ("q", "k", "v"):
+        arguments |= row_strides(name, getattr(t, name))
+    return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
+
+
+def heads_at_once(problem: Problem, first: Tensor, second: Tensor) -> int:
+    """How many heads to process together so that their inner-loop tensors (batch, rows, heads, dim) fit in L2.
+
+    1 if all blocks of a head cost the same: neighbouring programs then read the same rows at the same time.
+    """
+    if problem.band.unbounded:
+        return 1
+    rows = first.shape[-3]
+    a_head = rows * (first.shape[-1] + second.shape[-1]) * first.element_size()
+    return max(1, _CACHE_BYTES // max(1, a_head))
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """The precision of float32 products: IEEE float32, unless torch's own setting asks for tf32."""
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def describable(tensor: Tensor) -> bool:
+    """Whether a tensor descriptor can read it: not empty, 16-byte aligned, and no dimension expanded."""
+    size = tensor.element_size()
+    strides = [stride * size for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+
+
+def descriptors(sources: dict[str, tuple[Tensor, int]], rows: int, config: Config) -> dict[str, Any]:
+    """Descriptors of the tensors (given with their columns) that a kernel's loop loads: for all of them or none."""
+    tma = config.tma and all(
+        describable(tensor) and not (tensor.dim() == 3 and config.one_loop) for tensor, _ in sources.values()
+    )
+    return {
+        f"{name}_source": descriptor(tensor, rows, columns) if tma else None
+        for name, (tensor, columns) in sources.items()
+    }
+
+
+def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorMap:
+    """A tensor map over (batch, rows, heads, dim) whose box is ``rows`` by ``columns`` of one head."""
+    whole = tensor if tensor.dim() == 4 else tensor[None]
+    # The stride of a dimension of size 1 is never used, but must be legal.
+    strides = [s if n > 1 else 16 for s, n in zip(whole.stride()[:-1], whole.shape[:-1], strict=True)]
+    return TensorMap(tensor.dtype, tuple(whole.shape), (*strides, 1), (1, rows, 1, columns))

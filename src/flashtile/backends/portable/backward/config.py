@@ -1,0 +1,133 @@
+"""The backward's tiles, and which kernels compute dk and dv."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from flashtile.backends.portable import config
+from flashtile.backends.portable.config import Config, Tables, select
+from flashtile.problem import Problem
+
+# dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
+Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias"]
+
+
+def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
+    """The tiles of a kernel for a problem.
+
+    Args:
+        problem: The call.
+        kernel: Which kernel; dk and dv only where ``key_kernels`` names them, dkdv only where not.
+        arch: Architecture to use instead of the problem's device.
+    """
+    return select(problem, kernel, _TABLES, arch)
+
+
+def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]:
+    """The kernels that compute dk and dv: one for both, or one each where the table has tiles for dv alone.
+
+    Separate kernels compute the scores twice, but each holds half the accumulators, so its tiles can be larger.
+    """
+    arch = arch or config.arch_of(problem)
+    tuned = dict(config.overridden())
+    if "dkdv" in tuned or "dv" in tuned:
+        apart = "dkdv" not in tuned
+    elif arch == "interpreter" or problem.dtype == torch.float32:
+        apart = False
+    else:
+        apart = config.dim_of(problem, arch) in _TABLES[config.kind_of(problem, arch)].get("dv", {})
+    return ("dk", "dv") if apart else ("dkdv",)
+
+
+# Measured and chosen like the forward's (see there), and:
+# - dk and dv at d 256 are separate by measurements of similar kernels, not their own: dk is like dq, and dv like the
+#   forward, with rows and keys exchanged (8192 keys: 3.8 and 2.1 ms, together 6.0, against 6.9 for both at once). In
+#   one loop ptxas serialises the WGMMA of both at once, with a wait after each.
+# - Under a band, one loop instead of three takes the spills out of dkdv's hot loop: 87 reloads at d 128 become 1. With
+#   168 registers three programs of dq share a multiprocessor; without that limit Triton 3.6.0 takes 188 under a window.
+# - Packed: masked blocks load by pointers, which takes registers: the banded tiles that do not spill (dkdv at d 128
+#   would spill 1888 bytes), else the next best.
+# - Featured: loops stay separate where a branch around that much code makes ptxas serialise the WGMMA next to it.
+_DQ_BANDED = {
+    64: Config(64, 64, 4, 3, maxnreg=168),
+    128: Config(128, 64, 8, 3),
+    256: Config(128, 32, 8, 2),
+}
+_BANDED = {
+    "dkdv": {
+        64: Config(64, 64, 4, 2, tma=True, one_loop=True),
+        128: Config(64, 64, 4, 2, tma=True, one_loop=True),
+    },
+    "dk": {256: Config(32, 128, 8, 2, tma=True, one_loop=True)},
+    "dv": {256: Config(64, 128, 8, 2, tma=True, one_loop=True)},
+    "dq": _DQ_BANDED,
+}
+_DBIAS_SM_90 = {dim: Config(64, 64, 4, 2 if dim < 256 else 1) for dim in (64, 128, 256)}
+_SM_90 = {
+    "sm_90 dense": {
+        "dkdv": {
+            64: Config(128, 64, 4, 2, tma=True),
+            128: Config(64, 64, 4, 2, tma=True),
+        },
+        "dk": {256: Config(32, 128, 8, 2, tma=True)},
+        "dv": {256: Config(64, 128, 8, 2, tma=True)},
+        "dq": {
+            64: Config(64, 64, 4, 3, tma=True),
+            128: Config(128, 64, 8, 3),
+            256: Config(128, 32, 8, 2, tma=True),
+        },
+    },
+    "sm_90 banded": _BANDED,
+    "sm_90 short": _BANDED,
+    "sm_90 packed": {
+        "dkdv": {
+            64: Config(64, 64, 4, 2, one_loop=True),
+            128: Config(32, 128, 8, 3, one_loop=True),
+        },
+        "dk": {256: Config(32, 128, 8, 2, one_loop=True)},
+        "dv": {256: Config(32, 128, 8, 3, one_loop=True)},
+        "dq": _DQ_BANDED,
+    },
+    "sm_90 featured": {
+        "dkdv": {
+            64: Config(64, 64, 4, 2, tma=True),
+            128: Config(32, 64, 4, 2, tma=True),
+            256: Config(32, 64, 8, 2, tma=True),
+        },
+        "dq": {
+            64: Config(64, 64, 4, 2, tma=True),
+            128: Config(64, 32, 4, 2, tma=True),
+            256: Config(128, 32, 8, 2, tma=True),
+        },
+    },
+}
+_DBIAS_SM_80 = dict.fromkeys((16, 32, 64, 128, 256), Config(32, 32, 4, 1))
+_SM_80 = {
+    "dkdv": dict.fromkeys((16, 32, 64), Config(64, 128, 8, 2)) | {128: Config(32, 64, 4, 2), 256: Config(32, 64, 8, 1)},
+    "dq": dict.fromkeys((16, 32, 64), Config(128, 32, 4, 2)) | {128: Config(64, 32, 4, 2), 256: Config(64, 32, 8, 1)},
+    "dbias": _DBIAS_SM_80,
+}
+# Chosen from compiler reports, for every head dim up to 128: tiles of the table above would spill up to 1 KB in dkdv.
+_FEATURED_SM_80 = {
+    "dkdv": dict.fromkeys((16, 32, 64, 128), Config(32, 64, 8, 2)),
+    "dq": dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2)),
+    "dbias": _DBIAS_SM_80,
+}
+_TABLES: Tables = {
+    **{kind: {**rows, "dbias": _DBIAS_SM_90} for kind, rows in _SM_90.items()},
+    "sm_80": _SM_80,
+    "sm_80 featured": _FEATURED_SM_80,
+    "sm_86": {
+        "dkdv": _SM_80["dkdv"] | {256: Config(16, 32, 4, 1)},
+        "dq": _SM_80["dq"] | {256: Config(32, 16, 4, 1)},
+        "dbias": _DBIAS_SM_80,
+    },
+    "sm_86 featured": _FEATURED_SM_80,
+    "gfx942": {
+        "dkdv": dict.fromkeys((16, 32, 64, 128), Config(32, 64, 4, 1)) | {256: Config(32, 32, 4, 1)},
+        "dq": dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 1)) | {256: Config(32, 32, 4, 1)},
+        "dbias": _DBIAS_SM_80,
+    },
+}

@@ -1,0 +1,163 @@
+"""The gradient of an additive bias: dscores, summed over every dimension the bias broadcasts.
+
+A program owns one tile of the bias and loops, in a fixed order, over all (sequence, head, rows, keys) that read it. So
+no buffer of the scores' size is needed where the bias broadcasts, and the sum is bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.backward.kernel import Given, load_row_terms, probabilities
+from flashtile.backends.portable.device.call import with_call
+from flashtile.backends.portable.device.tile_io import load_rows
+from flashtile.backends.vocab import blocks, dropout, scores, sequence
+from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab.mask import Band, ScoreTensor
+from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
+from flashtile.backends.vocab.sequence import Operand, Rows, Strided
+
+
+class BiasGradient(NamedTuple):
+    """dbias, contiguous ``(bias_batch, heads, rows, cols)``, and the scores' numbers of rows and keys.
+
+    A SUM_ constant is True if the bias broadcasts along that dimension.
+    """
+
+    ptr: Any
+    heads: Any
+    rows: Any
+    cols: Any
+    max_rows: Any
+    max_cols: Any
+    SUM_BATCH: Any
+    SUM_HEADS: Any
+    SUM_ROWS: Any
+    SUM_COLS: Any
+
+
+@triton.jit
+def tile_gradient(acc, b, h, m, n, call, given):
+    """Adds dscores of tile (m, n) of one sequence and head, unless the band or a length leaves the tile empty."""
+    BLOCK_M: tl.constexpr = call.BLOCK_M
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
+    draws = call.terms.draws
+    queries, keys = sequence.sequence_of(call.q.layout, b), sequence.sequence_of(call.k.layout, b)
+    m_first, n_first = m * BLOCK_M, n * BLOCK_N
+    left, right = call.terms.band.left, call.terms.band.right
+    n_min, _full_min, _full_max, n_max = blocks.key_blocks(
+        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
+        left is not None, right is not None, BLOCK_N,
+    )  # fmt: skip
+    if (n >= n_min) & (n < n_max):
+        head_kv = h // call.group_size
+        head = scores.head_of(call.terms, b, h, queries.length, keys.length)
+        q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
+        k = load_rows(Rows(call.k, head_kv, keys), n_first, BLOCK_N, True)
+        rows = m_first + tl.arange(0, BLOCK_M)
+        cols = n_first + tl.arange(0, BLOCK_N)
+        origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
+        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        probs, _derivative = probabilities(
+            product, origin[:, None], rows[:, None] + head.shift, cols[None, :], True,
+            Pairs(call.terms, head), False,
+        )  # fmt: skip
+        dout = load_rows(
+            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), h, queries), m_first, BLOCK_M, True
+        )
+        v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
+        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
+        if draws.rng_state_ptr is not None:
+            kept = dropout.keep_tile(draws, b, h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
+        acc += scores.score_gradient(probs, dprobs, delta[:, None], 1.0, Pairs(call.terms, head), True)
+    return acc
+
+
+@triton.jit
+def dbias_tile(call, given):
+    """Computes one tile of dbias."""
+    BLOCK_M: tl.constexpr = call.BLOCK_M
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    m_tiles = 1 if given.results.SUM_ROWS else (given.results.rows + BLOCK_M - 1) // BLOCK_M
+    n_tiles = 1 if given.results.SUM_COLS else (given.results.cols + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    n_tile, m_tile = pid % n_tiles, pid // n_tiles % m_tiles
+    plane = pid // n_tiles // m_tiles
+    head, entry = plane % given.results.heads, plane // given.results.heads
+    b_start, b_stop = entry, entry + 1
+    h_start, h_stop = head, head + 1
+    m_start, m_stop = m_tile, m_tile + 1
+    n_start, n_stop = n_tile, n_tile + 1
+    if given.results.SUM_BATCH:
+        b_start, b_stop = 0, call.q.layout.num_sequences
+    if given.results.SUM_HEADS:
+        h_start, h_stop = 0, call.num_heads
+    if given.results.SUM_ROWS:
+        m_start, m_stop = 0, (given.results.max_rows + BLOCK_M - 1) // BLOCK_M
+    if given.results.SUM_COLS:
+        n_start, n_stop = 0, (given.results.max_cols + BLOCK_N - 1) // BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for b in range(b_start, b_stop):
+        for h in range(h_start, h_stop):
+            for m in range(m_start, m_stop):
+                for n in range(n_start, n_stop):
+                    acc = tile_gradient(acc, b, h, m, n, call, given)
+    row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    col = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if given.results.SUM_ROWS:
+        acc = tl.broadcast_to(tl.sum(acc, 0, keep_dims=True), [BLOCK_M, BLOCK_N])
+    if given.results.SUM_COLS:
+        acc = tl.broadcast_to(tl.sum(acc, 1, keep_dims=True), [BLOCK_M, BLOCK_N])
+    at = (tl.cast(plane, tl.int64) * given.results.rows + row) * given.results.cols + col
+    inside = (row < given.results.rows) & (col < given.results.cols)
+    tl.store(given.results.ptr + at, acc.to(given.results.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "num_heads_q", "left", "right", "dropout_threshold"])
+def attention_backward_dbias(
+    q_ptr, k_ptr, v_ptr, dout_ptr, origin_ptr, delta_ptr, dbias_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
+    v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
+    mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+    bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold,
+    keep_scale, bias_heads, bias_rows, bias_cols, max_rows, max_cols,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    SUM_BATCH: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
+):  # fmt: skip
+    """Computes dbias, contiguous, one tile per program; max_rows and max_cols are the scores' sizes."""
+    with_call(
+        (
+            Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
+            Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
+            Strided(v_ptr, None, v_stride_b, v_stride_row, v_stride_head),
+        ),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
+        (scale, SCALE_FIRST, INPUT_PRECISION),
+        (
+            ScoreMod(SCORE_MOD, None, None, param), Alibi(alibi_ptr, alibi_stride_b),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col),
+        ),
+        (
+            Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
+        ),
+        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q),
+        (1, BLOCK_M, BLOCK_N, False, False), dbias_tile,
+        Given(
+            Strided(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr, row_pitch,
+            BiasGradient(
+                dbias_ptr, bias_heads, bias_rows, bias_cols, max_rows, max_cols, SUM_BATCH, SUM_HEADS, SUM_ROWS,
+                SUM_COLS,
+            ),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,324 @@
+"""The backward's kernels in Triton: probabilities are recomputed from lse, so no quadratic buffer is kept.
+
+    delta  = rowsum(dout * out) - dlse                 one float32 for each row
+    dprobs = dout @ v^T                                dscores = probs * (dprobs - delta)
+    dv = probs^T @ dout    dk = dscores^T @ q    dq = dscores @ k    dbias = dscores, summed over what broadcasts
+
+One kernel computes dk and dv by blocks of keys, one dq by blocks of queries, one dbias by tiles of the bias. Each
+element of a gradient is summed by one program in a fixed order, so results are bitwise repeatable without atomics.
+Mathematics: docs/algorithm.md. Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.device.call import locate, with_call
+from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
+from flashtile.backends.vocab import blocks, dropout, scores
+from flashtile.backends.vocab.blocks import Visit
+from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab.mask import Band, ScoreTensor
+from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
+from flashtile.backends.vocab.sequence import Operand, Rows, Strided
+
+
+class Given(NamedTuple):
+    """A backward kernel's arguments besides the ``Call``.
+
+    Attributes:
+        dout: ``Strided``, the output's gradient.
+        origin_ptr: Subtracted from base-2 scores; ``(batch, num_heads_q, row_pitch)`` like delta.
+        delta_ptr: delta, as ``prepare_rows`` stores it.
+        row_pitch: Their stride between heads.
+        results: Where the kernel stores its gradients.
+    """
+
+    dout: Any
+    origin_ptr: Any
+    delta_ptr: Any
+    row_pitch: Any
+    results: Any
+
+
+@triton.jit
+def probabilities(product, origin, i, cols, edge, pairs, WITH_DERIVATIVE: tl.constexpr):
+    """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the score mods' derivative.
+
+    If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked.
+    """
+    x, scale_log2, derivative = scores.transform(product, pairs, i, cols, WITH_DERIVATIVE)
+    probs = tl.exp2(x * scale_log2 - origin)
+    return scores.select(probs, pairs, i, cols, 0.0, edge), derivative
+
+
+@triton.jit
+def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKED: tl.constexpr):
+    """Adds the contribution of one head's query blocks, those of ``blocks.Visit``, to dk and dv, where needed.
+
+    The scores' first dimension is the keys. Without MASKED no block needs a mask.
+    """
+    BLOCK_M: tl.constexpr = call.BLOCK_M
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
+    draws = call.terms.draws
+    row_at = (tl.cast(queries.batch_index, tl.int64) * draws.num_heads + head.h) * given.row_pitch + queries.start
+    cols = n_first + tl.arange(0, BLOCK_N)[:, None]
+    for m in tl.range(visit.start, visit.stop):
+        first = m * BLOCK_M
+        rows = first + tl.arange(0, BLOCK_M)
+        i = rows[None, :] + head.shift
+        edge = MASKED
+        if visit.full_start is not None:
+            edge = (m < visit.full_start) | (m >= visit.full_stop)
+        q = load_rows(Rows(call.q, head.h, queries), first, BLOCK_M, MASKED)
+        # Rows past the end have origin +inf, so probability 0. prepare_rows has stored that for dense sequences; a
+        # select sets it for packed ones.
+        origin = tl.load(given.origin_ptr + row_at + first + tl.arange(0, BLOCK_M))
+        delta = tl.load(given.delta_ptr + row_at + first + tl.arange(0, BLOCK_M))
+        if MASKED and call.q.layout.cu_seqlens_ptr is not None:
+            origin = tl.where(rows < queries.length, origin, float("inf"))
+            delta = tl.where(rows < queries.length, delta, 0.0)
+        product = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
+        probs, derivative = probabilities(product, origin[None, :], i, cols, edge, Pairs(call.terms, head), True)
+        dout = load_rows(
+            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), head.h, queries),
+            first,
+            BLOCK_M,
+            MASKED,
+        )
+        dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
+        kept_probs = probs
+        if draws.rng_state_ptr is not None:
+            kept = tl.trans(dropout.keep_tile(draws, head.b, head.h, rows[:, None], n_first // 4, BLOCK_N))
+            kept_probs = tl.where(kept, probs, 0.0)
+            dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
+        if given.results[1] is not None:
+            dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
+        if given.results[0] is not None:
+            dscores = scores.score_gradient(probs, dprobs, delta[None, :], derivative, Pairs(call.terms, head), edge)
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def dkdv_tile(call, given):
+    """Computes dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order."""
+    BLOCK_M: tl.constexpr = call.BLOCK_M
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    ONE_LOOP: tl.constexpr = call.ONE_LOOP
+    BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
+    place = locate(call, True)
+    head_kv, queries, keys = place.head, place.queries, place.keys
+    n_first = place.block * BLOCK_N
+    if n_first >= keys.length:
+        return
+    k = load_rows(Rows(call.k, head_kv, keys), n_first, BLOCK_N, True)
+    v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
+    left, right = call.terms.band.left, call.terms.band.right
+    m_min, m_full_min, m_full_max, m_max = blocks.query_blocks(
+        n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, left, right,
+        left is not None, right is not None, BLOCK_M,
+    )  # fmt: skip
+    dk = tl.zeros([BLOCK_N, call.q.BLOCK_DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, call.v.BLOCK_DIM], tl.float32)
+    for member in range(call.group_size):
+        h = head_kv * call.group_size + member
+        head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
+        # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
+        for phase in tl.static_range(2 if ONE_LOOP else 0 if right is not None else 1, 3):
+            m_start, m_stop = blocks.phase_blocks(phase, m_min, m_full_min, m_full_max, m_max, ONE_LOOP)
+            dk, dv = over_queries(
+                dk, dv, k, v, n_first,
+                Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None),
+                call, given, head, queries, phase != 1,
+            )  # fmt: skip
+    num_heads = call.num_heads // call.group_size
+    dk, dv = dk * call.terms.scale, dv * call.terms.draws.keep_scale
+    if given.results[0] is not None:
+        store_contiguous(given.results[0], call.k.layout, num_heads, head_kv, keys, n_first, dk, call.q.DIM)
+    if given.results[1] is not None:
+        store_contiguous(given.results[1], call.k.layout, num_heads, head_kv, keys, n_first, dv, call.v.DIM)
+
+
+@triton.jit
+def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, keys, MASKED: tl.constexpr):
+    """Adds the contribution of the key blocks of ``blocks.Visit`` to dq; MASKED as for ``over_queries``."""
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
+    draws = call.terms.draws
+    head_kv = head.h // call.group_size
+    i = rows[:, None] + head.shift
+    for n in tl.range(visit.start, visit.stop):
+        first = n * BLOCK_N
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        edge = MASKED
+        if visit.full_start is not None:
+            edge = (n < visit.full_start) | (n >= visit.full_stop)
+        k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
+        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+        probs, derivative = probabilities(product, origin[:, None], i, cols, edge, Pairs(call.terms, head), True)
+        v = load_rows(Rows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
+        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
+        if draws.rng_state_ptr is not None:
+            kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
+        dscores = scores.score_gradient(probs, dprobs, delta[:, None], derivative, Pairs(call.terms, head), edge)
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=INPUT_PRECISION)
+    return dq
+
+
+@triton.jit
+def load_row_terms(given, num_heads, head, queries, rows):
+    """Loads origin and delta of rows of a head; those of rows past the end make every probability and gradient 0."""
+    at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * given.row_pitch + queries.start
+    origin = tl.load(given.origin_ptr + at + rows, mask=rows < queries.length, other=float("inf"))
+    delta = tl.load(given.delta_ptr + at + rows, mask=rows < queries.length, other=0.0)
+    return origin, delta
+
+
+@triton.jit
+def dq_tile(call, given):
+    """Computes dq of BLOCK_M rows of one head."""
+    BLOCK_M: tl.constexpr = call.BLOCK_M
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    ONE_LOOP: tl.constexpr = call.ONE_LOOP
+    BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
+    place = locate(call, False)
+    h, queries, keys = place.head, place.queries, place.keys
+    m_first = place.block * BLOCK_M
+    if m_first >= queries.length:
+        return
+    head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
+    q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
+    dout = load_rows(
+        Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), h, queries), m_first, BLOCK_M, True
+    )
+    rows = m_first + tl.arange(0, BLOCK_M)
+    origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
+    left, right = call.terms.band.left, call.terms.band.right
+    n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
+        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
+        left is not None, right is not None, BLOCK_N,
+    )  # fmt: skip
+    dq = tl.zeros([BLOCK_M, call.q.BLOCK_DIM], tl.float32)
+    # Phases as in the forward.
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
+        n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
+        dq = over_keys(
+            dq, q, dout, origin, delta, rows,
+            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
+            call, head, keys, phase != 1,
+        )  # fmt: skip
+    dq = dq * call.terms.scale
+    store_contiguous(given.results, call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "seqlen_q",
+        "seqlen_k",
+        "num_heads_q",
+        "heads_at_once",
+        "left",
+        "right",
+        "dropout_threshold",
+    ]
+)
+def attention_backward_dkdv(
+    q_ptr, k_ptr, v_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
+    v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
+    mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+    bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
+    dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """Computes dk and dv, contiguous, one tile per program; the pointer of one that is not needed is None.
+
+    Arguments as the forward's; row_pitch is that of delta and origin.
+    """
+    with_call(
+        (
+            Strided(q_ptr, q_source, q_stride_b, q_stride_row, q_stride_head),
+            Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
+            Strided(v_ptr, None, v_stride_b, v_stride_row, v_stride_head),
+        ),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
+        (scale, SCALE_FIRST, INPUT_PRECISION),
+        (
+            ScoreMod(SCORE_MOD, DERIVATIVE, None, param), Alibi(alibi_ptr, alibi_stride_b),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col),
+        ),
+        (
+            Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
+        ),
+        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q),
+        (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dkdv_tile,
+        Given(
+            Strided(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
+            row_pitch, (dk_ptr, dv_ptr),
+        ),
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "seqlen_q",
+        "seqlen_k",
+        "num_heads_q",
+        "heads_at_once",
+        "left",
+        "right",
+        "dropout_threshold",
+    ]
+)
+def attention_backward_dq(
+    q_ptr, k_ptr, v_ptr, dout_ptr, k_source, v_source, origin_ptr, delta_ptr, dq_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
+    v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
+    mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+    bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
+    dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """Computes dq, contiguous, one tile per program. Arguments as for dk and dv."""
+    with_call(
+        (
+            Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
+            Strided(k_ptr, k_source, k_stride_b, k_stride_row, k_stride_head),
+            Strided(v_ptr, v_source, v_stride_b, v_stride_row, v_stride_head),
+        ),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
+        (scale, SCALE_FIRST, INPUT_PRECISION),
+        (
+            ScoreMod(SCORE_MOD, DERIVATIVE, None, param), Alibi(alibi_ptr, alibi_stride_b),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col),
+        ),
+        (
+            Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
+        ),
+        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q),
+        (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dq_tile,
+        Given(
+            Strided(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
+            row_pitch, dq_ptr,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""Per-row inputs of the backward: delta and the origin of the base-2 scores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.vocab import softmax
+
+
+@triton.jit
+def prepare_rows(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, origin_ptr, dout_stride_b, dout_stride_row, dout_stride_head,
+    dlse_stride_b, dlse_stride_head, dlse_stride_row, batch, seqlen_q, num_heads_q, row_pitch,
+    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Computes delta and origin (subtracted from base-2 scores) of BLOCK_M rows of one head.
+
+    out is contiguous ``(batch, seqlen_q, num_heads_q, HEAD_DIM_V)``; delta and origin are ``(batch, num_heads_q,
+    row_pitch)``, row_pitch a multiple of BLOCK_M. The origin of an empty row and of the rows from seqlen_q on is +inf,
+    so that their probabilities are 0 without a mask; their delta is 0, whatever dout contains there.
+    """
+    num_blocks = row_pitch // BLOCK_M
+    pid = tl.program_id(0)
+    h = pid // num_blocks % num_heads_q
+    b = (pid // num_blocks // num_heads_q).to(tl.int64)
+    i = (pid % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = i < seqlen_q
+    col = tl.arange(0, BLOCK_DV)[None, :]
+    inside = exists[:, None] & (col < HEAD_DIM_V)
+    out_at = out_ptr + ((b * seqlen_q + i) * num_heads_q + h)[:, None] * HEAD_DIM_V + col
+    out = tl.load(out_at, mask=inside, other=0.0)
+    dout_at = dout_ptr + (b * dout_stride_b + i * dout_stride_row + h * dout_stride_head)[:, None] + col
+    dout = tl.load(dout_at, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        dlse_at = dlse_ptr + b * dlse_stride_b + h * dlse_stride_head + i * dlse_stride_row
+        delta -= tl.load(dlse_at, mask=exists, other=0.0)
+    lse = tl.load(lse_ptr + (b * num_heads_q + h) * seqlen_q + i, mask=exists, other=float("-inf"))
+    at = (b * num_heads_q + h) * row_pitch + i
+    tl.store(delta_ptr + at, tl.where(lse == float("-inf"), 0.0, delta))
+    tl.store(origin_ptr + at, softmax.backward_origin(lse))

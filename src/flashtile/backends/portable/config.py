@@ -1,0 +1,175 @@
+"""Tile sizes, chosen for each kernel by architecture, dtype, head dimensions and mask kind alone.
+
+The batch size and the length of packed sequences play no part, so that a sequence's result is bitwise the same whatever
+else is in the batch. The length of dense sequences matters: short ones may have their own tiles. The tables are in
+``forward.config`` and ``backward.config``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flashtile.problem import Problem
+
+# Shared memory a program may take, in bytes, by architecture.
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of one kernel.
+
+    Attributes:
+        block_m: Query rows of a tile.
+        block_n: Keys of a tile.
+        num_warps: Warps per program, of 32 threads (64 on AMD).
+        num_stages: Tiles in flight of the pipelined loads.
+        tma: Load by tensor descriptors where the tensors allow it (sm_90 and later).
+        one_loop: Visit every block in one loop with the mask under a branch, instead of one loop for the blocks that
+            need it and one for those that do not: one pipeline to fill instead of two, and the registers of one loop
+            alone; but packed sequences are then not loaded by descriptors. Bitwise the same result.
+        mask_all: Without that branch: one loop that masks every block. Some branches make ptxas serialise WGMMA, with a
+            wait after each; a comparison and a select per score may cost less. Bitwise the same result.
+        maxnreg: Register limit per thread, for more programs on a multiprocessor; None for the compiler's choice.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    one_loop: bool = False
+    mask_all: bool = False
+    maxnreg: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n"):
+            size = getattr(self, name)
+            if size < 16 or size > 256 or size & (size - 1):
+                raise ValueError(f"{name} is {size}, must be a power of two from 16 to 256")
+        if self.mask_all and not self.one_loop:
+            raise ValueError("mask_all masks every block of one loop, so one_loop must be set too")
+
+    def options(self) -> dict[str, int]:
+        """Triton's launch options, besides the kernel's arguments."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+    def __str__(self) -> str:
+        text = f"{self.block_m}x{self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+        return (
+            text
+            + (", TMA" if self.tma else "")
+            + (", one loop" if self.one_loop else "")
+            + (", all masked" if self.mask_all else "")
+        )
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that holds a head dimension, as matrix instructions need."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """``padded`` of both head dimensions, the smaller one at least as large as the other up to 64.
+
+    Tiles of 16, 32 and from 64 columns differ in their swizzle, so in the upper half of their matrix descriptors. Where
+    K and V alternate in the same shared memory, ptxas 12.8 loses the lower half when it makes the second descriptor
+    (seen in the SASS for sm_90a: the addresses come from a register that is never written). Tiles with the same swizzle
+    share their descriptors.
+    """
+    dim, dim_v = padded(head_dim), padded(head_dim_v)
+    return max(dim, min(dim_v, 64)), max(dim_v, min(dim, 64))
+
+
+def arch_of(problem: Problem) -> str:
+    """The row of the table for a problem's device."""
+    if problem.device_type == "cpu":
+        return "interpreter"
+    if problem.compute_capability is None:
+        return "gfx942"
+    major, minor = problem.compute_capability
+    if major >= 12 or (major == 8 and minor > 0):
+        return "sm_86"
+    return {8: "sm_80", 9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
+
+
+_override: dict[str, Config] = {}
+
+
+@contextlib.contextmanager
+def override(**configs: Config) -> Iterator[None]:
+    """Runs the kernels of the given names with the given tiles, for tuning."""
+    before = dict(_override)
+    _override.update(configs)
+    try:
+        yield
+    finally:
+        _override.clear()
+        _override.update(before)
+
+
+def overridden() -> tuple[tuple[str, Config], ...]:
+    """The overrides in force; tiles depend on these and the problem alone."""
+    return tuple(_override.items())
+
+
+# By kind of call, as ``kind_of`` names it, and by kernel: tiles for each padded head dimension.
+Tables = Mapping[str, Mapping[str, Mapping[int, Config]]]
+
+
+def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
+    """The tiles of a kernel.
+
+    Args:
+        problem: The call.
+        kernel: Which kernel.
+        tables: The direction's.
+        arch: Architecture to use instead of the problem's device.
+    """
+    if kernel in _override:
+        return _override[kernel]
+    arch = arch or arch_of(problem)
+    if arch == "interpreter":
+        return Config(16, 16, 4, 1)
+    if problem.dtype == torch.float32:
+        return _float32(problem, arch)
+    config = tables[kind_of(problem, arch)][kernel][dim_of(problem, arch)]
+    if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
+        config = dataclasses.replace(config, tma=False)
+    return config
+
+
+def dim_of(problem: Problem, arch: str) -> int:
+    """The padded head dimension that a table has tiles for."""
+    least = 64 if arch in ("sm_90", "sm_100") else 16
+    return max(least, padded(problem.head_dim), padded(problem.head_dim_v))
+
+
+def kind_of(problem: Problem, arch: str) -> str:
+    """Which rows of the tables a call has: ``"sm_80"``, ``"sm_90 dense"``, ``"sm_90 featured"`` and so on."""
+    # Whether score mods need registers of their own.
+    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None
+    featured = transformed or problem.mask or problem.dropout_p > 0
+    if arch in ("sm_90", "sm_100"):
+        if featured:
+            return "sm_90 featured"
+        if problem.varlen:
+            return "sm_90 packed"
+        if problem.band.unbounded:
+            return "sm_90 dense"
+        return "sm_90 short" if problem.seqlen_q <= 512 else "sm_90 banded"
+    small = max(problem.head_dim, problem.head_dim_v) <= 128
+    return f"{arch} featured" if featured and small and arch in ("sm_80", "sm_86") else arch
+
+
+def _float32(problem: Problem, arch: str) -> Config:
+    # True float32 products run on the plain FMA units from registers: small tiles keep their operands there.
+    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    size = 32 if dim <= 128 else 16
+    return Config(size, size, 4, 2 if dim <= 64 and arch != "gfx942" else 1)

@@ -1,0 +1,1 @@
+"""Device code that every portable kernel shares."""

@@ -1,0 +1,54 @@
+"""The forward's tiles."""
+
+from __future__ import annotations
+
+from flashtile.backends.portable.config import Config, Tables, select
+from flashtile.problem import Problem
+
+
+def choose(problem: Problem, arch: str | None = None) -> Config:
+    """The forward's tiles for a problem, or for an architecture other than its device's."""
+    return select(problem, "forward", _TABLES, arch)
+
+
+# Measured on an H200 (sm_90, Triton 3.6.0, bf16, 16k tokens of hidden size 2048, lengths 512, 2048 and 8192; 2026-11),
+# against the flash kernel of PyTorch's SDPA in the same rounds; a row is the best over the three lengths together.
+# - Four warps over 64 rows beat eight over 128: two or three programs share a multiprocessor, so one computes
+#   exponentials while another multiplies; within a program these do not overlap.
+# - Descriptors free the registers that held addresses, but are slower where tiles are small.
+# - Under a band, smaller query tiles waste less of the diagonal.
+# - Short: at head_dim 256 one program fills a multiprocessor, so nothing hides the latency of its first loads: with so
+#   few key blocks per tile, two smaller programs without a pipeline are faster (512 keys, causal: 150 against 153 us).
+# - Packed: descriptors check only the end of the whole packed tensor, so masked blocks load by pointers.
+# Featured (transforms, masks, bias and dropout take registers of their own): chosen from compiler reports, not timings:
+# two programs share a multiprocessor where registers allow it.
+_BANDED = {
+    64: Config(64, 64, 4, 3),
+    128: Config(64, 64, 4, 3, tma=True),
+    256: Config(128, 64, 8, 2, tma=True),
+}
+_SM_80 = dict.fromkeys((16, 32, 64), Config(128, 64, 4, 3)) | {128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)}
+_FEATURED_SM_80 = dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2))
+_KINDS = {
+    "sm_90 dense": {
+        64: Config(64, 128, 4, 2, tma=True),
+        128: Config(64, 64, 4, 3, tma=True),
+        256: Config(128, 64, 8, 2, tma=True),
+    },
+    "sm_90 banded": _BANDED,
+    "sm_90 short": _BANDED | {256: Config(64, 64, 4, 1, tma=True)},
+    "sm_90 packed": _BANDED,
+    "sm_90 featured": {
+        64: Config(64, 64, 4, 2, tma=True),
+        128: Config(64, 64, 4, 2, tma=True),
+        256: Config(64, 32, 4, 2, tma=True),
+    },
+    "sm_80": _SM_80,
+    "sm_80 featured": _FEATURED_SM_80,
+    # 99 KB of shared memory: sm_80's tiles (for 163 KB) with a stage fewer or half the size.
+    "sm_86": _SM_80 | {256: Config(64, 32, 4, 1)},
+    "sm_86 featured": _FEATURED_SM_80,
+    # 64 KB of LDS, and 64 threads per warp.
+    "gfx942": dict.fromkeys((16, 32, 64, 128), Config(128, 64, 4, 1)) | {256: Config(64, 32, 4, 1)},
+}
+_TABLES: Tables = {kind: {"forward": tiles} for kind, tiles in _KINDS.items()}

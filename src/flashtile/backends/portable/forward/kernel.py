@@ -1,0 +1,184 @@
+"""The forward in Triton: one kernel for dense and packed sequences and every feature.
+
+A program owns BLOCK_M query rows of one head and walks over the keys once, in base 2. Blocks of keys that every row
+keeps run in an unmasked loop; those on the band's edges and at the end of the keys run in a masked one. Mathematics:
+docs/algorithm.md. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.device.call import locate, with_call
+from flashtile.backends.portable.device.tile_io import load_contiguous, load_rows, store_contiguous
+from flashtile.backends.vocab import blocks, dropout, scores, softmax
+from flashtile.backends.vocab.blocks import Visit
+from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab.mask import Band, ScoreTensor
+from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
+from flashtile.backends.vocab.sequence import Rows, Strided
+
+
+class Results(NamedTuple):
+    """Where the forward stores its results, and what it merges into them.
+
+    Attributes:
+        out_ptr: Contiguous (batch, rows, num_heads_q, head_dim_v), of any float dtype.
+        lse_ptr: Contiguous (batch, num_heads_q, rows) float32.
+        sinks_ptr: (num_heads_q,), or None.
+        partial_out_ptr: Like out: the output over other keys, or None.
+        partial_lse_ptr: Like lse: the lse over those keys.
+    """
+
+    out_ptr: Any
+    lse_ptr: Any
+    sinks_ptr: Any
+    partial_out_ptr: Any
+    partial_lse_ptr: Any
+
+
+@triton.jit
+def attend(acc, row_max, row_sum, q, rows, visit, call, head, keys, MASKED: tl.constexpr):
+    """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows.
+
+    Without MASKED every row keeps every key.
+    """
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
+    draws = call.terms.draws
+    head_kv = head.h // call.group_size
+    i = rows[:, None] + head.shift
+    for n in tl.range(visit.start, visit.stop):
+        first = n * BLOCK_N
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
+        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+        x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
+        edge = MASKED
+        if visit.full_start is not None:
+            edge = (n < visit.full_start) | (n >= visit.full_stop)
+        x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
+        probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
+        if draws.rng_state_ptr is not None:
+            kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            probs = tl.where(kept, probs, 0.0)
+        v = load_rows(Rows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def finish(acc, row_max, row_sum, sinks_ptr, h, in_sequence, keep_scale):
+    """The output and lse of rows after their last key; rows outside every sequence get no sink."""
+    if sinks_ptr is not None:
+        sink = tl.where(in_sequence, tl.load(sinks_ptr + h).to(tl.float32), float("-inf"))
+        rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink)
+        acc = acc * rescale[:, None]
+    out_scale, lse = softmax.finalise(row_max, row_sum)
+    out_scale = out_scale * keep_scale
+    # A select, so that an empty row is 0 even if a key that it masks has a NaN in v.
+    return tl.where(out_scale[:, None] == 0.0, 0.0, acc * out_scale[:, None]), lse
+
+
+@triton.jit
+def forward_tile(call, results):
+    """The output and lse of BLOCK_M rows of one head."""
+    BLOCK_M: tl.constexpr = call.BLOCK_M
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    ONE_LOOP: tl.constexpr = call.ONE_LOOP
+    BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
+    place = locate(call, False)
+    h, queries, keys = place.head, place.queries, place.keys
+    m_first = place.block * BLOCK_M
+    if m_first >= queries.length:
+        return
+    rows = m_first + tl.arange(0, BLOCK_M)
+    head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
+    # Not by descriptor, here and in the backward: a descriptor load before a loop keeps its values in registers
+    # throughout.
+    q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
+    left, right = call.terms.band.left, call.terms.band.right
+    n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
+        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
+        left is not None, right is not None, BLOCK_N,
+    )  # fmt: skip
+    acc = tl.zeros([BLOCK_M, call.v.BLOCK_DIM], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all.
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
+        n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q, rows,
+            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
+            call, head, keys, phase != 1,
+        )  # fmt: skip
+    in_sequence, keep_scale = place.b < call.q.layout.num_sequences, call.terms.draws.keep_scale
+    out, lse = finish(acc, row_max, row_sum, results.sinks_ptr, h, in_sequence, keep_scale)
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads + h) * call.q.layout.total + queries.start
+    if results.partial_out_ptr is not None:
+        more_out = load_contiguous(
+            results.partial_out_ptr, call.q.layout, call.num_heads, h, queries, m_first, BLOCK_M,
+            call.v.DIM, call.v.BLOCK_DIM,
+        )  # fmt: skip
+        more_lse = tl.load(results.partial_lse_ptr + lse_at + rows, mask=rows < queries.length, other=float("-inf"))
+        out, lse = softmax.merge(out, lse, more_out, more_lse)
+    store_contiguous(results.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM)
+    tl.store(results.lse_ptr + lse_at + rows, lse, mask=rows < queries.length)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "seqlen_q",
+        "seqlen_k",
+        "num_heads_q",
+        "heads_at_once",
+        "left",
+        "right",
+        "dropout_threshold",
+    ]
+)
+def attention_forward(
+    q_ptr, k_ptr, v_ptr, k_source, v_source, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
+    v_stride_b, v_stride_row, v_stride_head, alibi_stride_b,
+    mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+    bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
+    batch, seqlen_q, seqlen_k, num_heads_q, group_size, heads_at_once, left, right, scale, param, dropout_threshold,
+    keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """The forward, one tile per program.
+
+    For packed sequences seqlen_q and seqlen_k are the rows of the packed tensors. k_source and v_source are descriptors
+    of k and v, or None.
+    """
+    with_call(
+        (
+            Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
+            Strided(k_ptr, k_source, k_stride_b, k_stride_row, k_stride_head),
+            Strided(v_ptr, v_source, v_stride_b, v_stride_row, v_stride_head),
+        ),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
+        (scale, SCALE_FIRST, INPUT_PRECISION),
+        (
+            ScoreMod(SCORE_MOD, None, None, param), Alibi(alibi_ptr, alibi_stride_b),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col),
+        ),
+        (
+            Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
+        ),
+        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q),
+        (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), forward_tile,
+        Results(out_ptr, lse_ptr, sinks_ptr, partial_out_ptr, partial_lse_ptr),
+    )  # fmt: skip

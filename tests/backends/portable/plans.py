@@ -1,0 +1,22 @@
+"""The portable backend's plans, made and run once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.base import Gradients
+from flashtile.backends.portable.backward.launch import BackwardPlan
+from flashtile.backends.portable.forward.launch import ForwardPlan
+from flashtile.problem import Problem, Tensors
+from flashtile.states import Partial
+
+
+def forward(
+    problem: Problem, tensors: Tensors, partial: Partial | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    return ForwardPlan(problem, tensors, out_dtype)(tensors, partial)
+
+
+def backward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+    return BackwardPlan(problem, tensors, dout, None)(tensors, out, lse, dout, None)

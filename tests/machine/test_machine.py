@@ -1,0 +1,165 @@
+"""The watch and the barrier by themselves: what is a race, what orders, and what is said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.machine import Barrier, DeadlockError, MachineError, Names, RaceError, Watch, deadlock
+
+PLACE = np.array([1])
+
+
+class _Names(Names):
+    def place(self, place: int) -> str:
+        return f"tile[{place}]"
+
+    def actor(self, actor: int) -> str:
+        return f"role {actor}"
+
+    def line(self, line: int) -> str:
+        return f"line {line}"
+
+
+def _watch(actors: int = 3) -> Watch:
+    return Watch(2, actors, _Names())
+
+
+def _tell(watch: Watch, sender: int, receiver: int) -> None:
+    watch.learn(receiver, watch.message(sender))
+
+
+def test_a_barrier_between_a_write_and_a_read_orders_them() -> None:
+    watch = _watch()
+    watch.write(0, PLACE, line=7)
+    with pytest.raises(RaceError, match=r"role 1 reads tile\[1\], and nothing .* the write of role 0 at line 7"):
+        watch.read(1, PLACE)
+    _tell(watch, 0, 1)
+    watch.read(1, PLACE)
+
+
+def test_knowledge_is_of_what_was_before_the_arrival_and_goes_on_through_others() -> None:
+    watch = _watch()
+    watch.write(0, PLACE, line=1)
+    _tell(watch, 0, 1)
+    _tell(watch, 1, 2)
+    watch.read(2, PLACE)
+    _tell(watch, 2, 0)
+    watch.write(0, PLACE, line=2)
+    with pytest.raises(RaceError, match="line 2"):
+        watch.read(1, PLACE)
+
+
+def test_a_write_waits_for_every_reader() -> None:
+    watch = _watch()
+    watch.write(0, PLACE, line=1)
+    for reader in (1, 2):
+        _tell(watch, 0, reader)
+        watch.read(reader, PLACE)
+    _tell(watch, 2, 0)
+    with pytest.raises(RaceError, match=r"role 0 writes tile\[1\], which role 1 may still have to read"):
+        watch.write(0, PLACE, line=2)
+    _tell(watch, 1, 0)
+    watch.write(0, PLACE, line=2)
+
+
+def test_products_of_two_roles_hold_one_buffer_until_both_are_waited_for() -> None:
+    watch = _watch()
+    stamp = watch.start_load(0, PLACE, line=1)
+    for reader in (1, 2):
+        watch.learn(reader, watch.message(0, stamp))
+    stamps = {reader: [watch.start_read(reader, PLACE, "product") for _ in range(2)] for reader in (1, 2)}
+    # The first of two, which is not the last that reads.
+    watch.learn_end(1, stamps[1][0])
+    _tell(watch, 1, 0)
+    watch.learn_end(2, stamps[2][1])
+    _tell(watch, 2, 0)
+    watch.learn_end(0, stamp)
+    with pytest.raises(RaceError, match="a product of role 1 may still have to read"):
+        watch.start_load(0, PLACE, line=2)
+    watch.learn_end(1, stamps[1][1])
+    _tell(watch, 1, 0)
+    watch.start_load(0, PLACE, line=2)
+
+
+def test_a_copy_out_holds_its_buffer_until_its_own_wait() -> None:
+    watch = _watch()
+    watch.write(0, PLACE, line=1)
+    watch.fence(0)
+    stamp = watch.start_read(0, PLACE, "copy")
+    with pytest.raises(RaceError, match="a copy of role 0 may still have to read"):
+        watch.write(0, PLACE, line=2)
+    watch.learn_end(0, stamp)
+    watch.write(0, PLACE, line=2)
+
+
+def test_a_load_is_known_to_who_waits_for_its_barrier_and_to_nobody_else() -> None:
+    watch, barrier = _watch(), Barrier("full[0]")
+    barrier.init(1)
+    barrier.arrive(1, watch.message(0), expected=64)
+    stamp = watch.start_load(0, PLACE, line=3)
+    message = watch.message(0, stamp)
+    assert not barrier.is_over(0) and "0 of 1 arrivals and 64 bytes are missing" in barrier.awaited(0)
+    with pytest.raises(RaceError, match="the write of a copy at line 3"):
+        watch.read(0, PLACE)
+    barrier.land(64, message)
+    assert barrier.is_over(0) and not barrier.is_over(1)
+    watch.learn(1, barrier.message)
+    watch.read(1, PLACE)
+
+
+@pytest.mark.parametrize("by", ["writer", "reader", "nobody", "reader too early"])
+def test_a_proxy_fence_stands_between_stores_and_a_copy(by: str) -> None:
+    watch = _watch()
+    if by == "reader too early":
+        watch.fence(1)
+    watch.write(0, PLACE, line=5)
+    if by == "writer":
+        watch.fence(0)
+    _tell(watch, 0, 1)
+    if by == "reader":
+        watch.fence(1)
+    if by in ("writer", "reader"):
+        watch.start_read(1, PLACE, "copy")
+        return
+    for start in (lambda: watch.start_read(1, PLACE, "copy"), lambda: watch.start_load(1, PLACE, 6, "copy")):
+        with pytest.raises(RaceError, match=r"a copy of role 1 .* without a proxy fence after the write of role 0"):
+            start()
+
+
+def test_what_nobody_wrote_is_not_read() -> None:
+    watch = _watch()
+    with pytest.raises(MachineError, match=r"role 2 reads tile\[0\], which nobody wrote"):
+        watch.read(2, np.array([0]))
+    watch.start_read(2, np.array([0]), "product", may_be_unwritten=True)
+    new = watch.add_places(3)
+    assert new.tolist() == [2, 3, 4]
+    watch.write(0, new, line=1)
+
+
+def test_who_writes_the_same_or_another_part_races_with_nobody() -> None:
+    watch = _watch()
+    watch.write(0, PLACE, line=1)
+    watch.write(1, PLACE, line=2, same=lambda: True)
+    watch.write(2, PLACE, line=3, is_part=True)
+    with pytest.raises(RaceError, match="role 0 writes"):
+        watch.write(0, PLACE, line=4, same=lambda: False)
+
+
+def test_a_barrier_counts() -> None:
+    barrier = Barrier("empty[1]")
+    with pytest.raises(MachineError, match="before it is initialised"):
+        barrier.is_over(0)
+    barrier.init(2)
+    with pytest.raises(MachineError, match="twice"):
+        barrier.init(2)
+    barrier.arrive(1, None)
+    with pytest.raises(MachineError, match=r"empty\[1\]: 2 arrivals where 1 of 2 are awaited"):
+        barrier.arrive(2, None)
+    barrier.arrive(1, None)
+    assert barrier.phase == 1 and barrier.is_over(0) and not barrier.is_over(1)
+
+
+def test_a_deadlock_says_who_waits_for_what() -> None:
+    error = deadlock([("role 1", "parity 0 of full[0]")])
+    assert isinstance(error, DeadlockError) and "role 1 waits for parity 0 of full[0]" in str(error)
