@@ -1,1 +1,1 @@
-"""Benchmarks of flashtile against its peers; see README.md beside this file."""
+"""Benchmarks of flashtile against its peers; see README.md in this folder."""

@@ -1,4 +1,4 @@
-"""The cells of each suite as frozen records, and the tensors they stand for."""
+"""The cells of each suite as frozen records, and their input tensors."""
 
 from __future__ import annotations
 
@@ -23,20 +23,11 @@ BACKWARD_SEQLENS = (512, 2048, 8192, 16384)
 
 @dataclass(frozen=True)
 class Case:
-    """What defines a cell of a benchmark, and nothing that is measured.
+    """The definition of a benchmark cell, without any measurement.
 
-    Attributes:
-        direction: ``forward``, or ``backward`` for the gradients of q, k and v alone, given a saved forward.
-        dtype: Name of a torch dtype.
-        batch: Sequences; for packed sequences the number of ``lengths``.
-        seqlen_q: Queries a sequence; for packed sequences the longest.
-        seqlen_k: Keys a sequence; for packed sequences the longest.
-        num_heads_q: Query heads.
-        num_heads_kv: Key and value heads.
-        head_dim: Width of q, k and v.
-        causal: Whether a query sees no later key.
-        window: ``(left, right)`` with both ends inclusive, or None.
-        lengths: Lengths of packed sequences (queries and keys alike), or None for a dense batch.
+    ``direction`` backward is the gradients of q, k and v alone, given a saved forward. ``lengths`` are those of packed
+    sequences, for both queries and keys: ``batch`` is then their number, ``seqlen_q`` and ``seqlen_k`` the longest.
+    ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v`` is given where it differs from head_dim.
     """
 
     direction: Direction
@@ -50,6 +41,7 @@ class Case:
     causal: bool = False
     window: tuple[int, int] | None = None
     lengths: tuple[int, ...] | None = None
+    head_dim_v: int | None = None
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Case:
@@ -59,11 +51,13 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
+        fields = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
+        if self.head_dim_v is None:
+            del fields["head_dim_v"]
+        return fields
 
     @property
     def mask(self) -> str:
-        """The mask in one word."""
         if self.window is not None:
             return f"window{self.window[0]}"
         return "causal" if self.causal else "full"
@@ -71,7 +65,8 @@ class Case:
     @property
     def name(self) -> str:
         """A short name, such as ``forward-d128-causal-s4096``; ``--cells`` matches against it."""
-        parts = [self.direction, f"d{self.head_dim}", self.mask]
+        dim_v = "" if self.head_dim_v is None else f"v{self.head_dim_v}"
+        parts = [self.direction, f"d{self.head_dim}{dim_v}", self.mask]
         if self.lengths is not None:
             parts.append(f"packed{len(self.lengths)}")
         lengths = f"s{self.seqlen_k}" if self.seqlen_q == self.seqlen_k else f"q{self.seqlen_q}k{self.seqlen_k}"
@@ -79,14 +74,11 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of q, k and v."""
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     @property
     def band(self) -> Band:
-        """The mask of every sequence."""
         left, right = self.window or (None, None)
         return Band(left, 0 if self.causal else right)
 
@@ -104,21 +96,17 @@ class Case:
         return sum(self.band.count(q, k) for q, k in self.sequences)
 
     def flops(self) -> float:
-        """Floating-point operations by the usual count: two products forward, two and a half times that backward."""
-        forward = 4.0 * self.num_heads_q * self.head_dim * self.kept_pairs()
+        """Floating-point operations by the usual count: two products forward, 2.5 times that backward."""
+        dims = self.head_dim + (self.head_dim_v or self.head_dim)
+        forward = 2.0 * self.num_heads_q * dims * self.kept_pairs()
         return forward if self.direction == "forward" else 2.5 * forward
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors of a case.
+    """The tensors of a case, contiguous: ``(batch, seqlen, heads, head_dim)``, or ``(total, heads, head_dim)`` packed.
 
-    Attributes:
-        q: ``(batch, seqlen_q, num_heads_q, head_dim)``, or ``(total, num_heads_q, head_dim)`` packed; contiguous.
-        k: ``(batch, seqlen_k, num_heads_kv, head_dim)``, or packed likewise.
-        v: Like k.
-        dout: Like q.
-        cu_seqlens: ``(batch + 1,)`` int32 for packed sequences, else None.
+    ``dout`` has the shape of the output. ``cu_seqlens`` is ``(batch + 1,)`` int32 for packed sequences, else None.
     """
 
     q: Tensor
@@ -129,22 +117,15 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0, outliers: float = 0.0) -> Inputs:
-    """Normally distributed tensors: timing on zeros would flatter every kernel.
+    """Normally distributed tensors, drawn in float32 and rounded: kernels run faster on zeros.
 
-    Args:
-        case: What they are for.
-        device: Where they are drawn.
-        seed: Of the generator.
-        outliers: Share of the elements of q, k and v to which another normal number of standard deviation 10 is added.
-
-    Returns:
-        The tensors, drawn in float32 and rounded to the case's dtype.
+    ``outliers`` is the share of the elements of q, k and v to which a normal number of standard deviation 10 is added.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def draw(seqlen: int, heads: int, outliers: float = outliers) -> Tensor:
+    def draw(seqlen: int, heads: int, dim: int, outliers: float = outliers) -> Tensor:
         lead = (case.batch, seqlen) if case.lengths is None else (sum(case.lengths),)
-        shape = (*lead, heads, case.head_dim)
+        shape = (*lead, heads, dim)
         x = torch.randn(shape, generator=generator, device=device)
         if outliers:
             struck = torch.rand(shape, generator=generator, device=device) < outliers
@@ -155,24 +136,23 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0, outliers: float
     if case.lengths is not None:
         bounds = torch.tensor((0, *case.lengths)).cumsum(0)
         cu_seqlens = bounds.to(device=device, dtype=torch.int32)
-    q = draw(case.seqlen_q, case.num_heads_q)
-    k, v = (draw(case.seqlen_k, case.num_heads_kv) for _ in range(2))
-    return Inputs(q, k, v, draw(case.seqlen_q, case.num_heads_q, outliers=0.0), cu_seqlens)
+    dim_v = case.head_dim_v or case.head_dim
+    q = draw(case.seqlen_q, case.num_heads_q, case.head_dim)
+    k, v = (draw(case.seqlen_k, case.num_heads_kv, dim) for dim in (case.head_dim, dim_v))
+    return Inputs(q, k, v, draw(case.seqlen_q, case.num_heads_q, dim_v, outliers=0.0), cu_seqlens)
 
 
 def _grid(direction: Direction, seqlens: tuple[int, ...], dtype: str) -> list[Case]:
-    """16k tokens in all and hidden size 2048, whatever the sequence length and the head dim."""
-    cells = []
-    for head_dim in HEAD_DIMS:
-        heads = HIDDEN_SIZE // head_dim
-        for causal in (False, True):
-            for seqlen in seqlens:
-                batch = TOTAL_TOKENS // seqlen
-                cells.append(Case(direction, dtype, batch, seqlen, seqlen, heads, heads, head_dim, causal))
-    return cells
+    """16k tokens in total and hidden size 2048 for every sequence length and head dim."""
+    return [
+        Case(direction, dtype, TOTAL_TOKENS // n, n, n, HIDDEN_SIZE // dim, HIDDEN_SIZE // dim, dim, causal)
+        for dim in HEAD_DIMS
+        for causal in (False, True)
+        for n in seqlens
+    ]
 
 
-# Sixteen documents of uneven length, 8192 tokens in all, as packed pretraining batches have them.
+# Sixteen documents of uneven length, 8192 tokens in total, as in packed pretraining batches.
 _DOCUMENTS = (37, 64, 113, 150, 211, 256, 300, 333, 401, 512, 640, 700, 811, 1024, 1100, 1540)
 
 
@@ -190,19 +170,15 @@ def _cpu_cases() -> list[Case]:
 
 
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """The cells of a suite.
-
-    Args:
-        name: ``forward`` (36 cells), ``backward`` (24) or ``cpu``.
-        dtype: Of the GPU suites; the cpu suite is float32.
-    """
-    if name == "forward":
-        return _grid("forward", FORWARD_SEQLENS, dtype)
-    if name == "backward":
-        return _grid("backward", BACKWARD_SEQLENS, dtype)
-    if name == "cpu":
-        return _cpu_cases()
-    raise ValueError(f"suite is {name!r}, must be forward, backward or cpu")
+    """The cells of suite ``forward`` (36), ``backward`` (24) or ``cpu``, which is in float32."""
+    made = {
+        "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
+        "backward": lambda: _grid("backward", BACKWARD_SEQLENS, dtype),
+        "cpu": _cpu_cases,
+    }
+    if name not in made:
+        raise ValueError(f"suite is {name!r}, must be forward, backward or cpu")
+    return made[name]()
 
 
 def select(cases: list[Case], pattern: str | None) -> list[Case]:

@@ -1,37 +1,35 @@
-"""Numbers before times: every provider's outputs against float64, on a few heads of each case.
+"""Correctness checks before timing: every provider's outputs against float64, on a few heads of each case.
 
-A probe is one sequence and one key head with all its query heads: first, last and one between. Whole heads are
-compared, so that every row and every key of them counts; of all other heads only NaN and infinities would be seen. That
-costs milliseconds at 16k tokens, where the whole batch in float64 would cost more than the timing.
+A probe is one sequence and one key head with all its query heads: first, last and one in between. Whole heads are
+compared, so every row and key of them is checked; the other heads are checked only for NaN and infinities. This costs
+milliseconds at 16k tokens, where the whole batch in float64 would cost more than the timing.
 """
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, Inputs
+from benchmarks.session import NotTimedError, attempt
 
 Outputs = tuple[Tensor, ...]
+Call = Callable[[], Outputs]
 
-_ROWS_A_CHUNK = 1024
-# Under twice the low precision's own error stands a floor: kernels may use an exponential that is good to some 20 ulp.
+_ROWS_PER_CHUNK = 1024
+_LEAST = 1e-3
+# Floor of the tolerance (twice low precision's own error): kernels may use an exponential good to some 20 ulp.
 _FLOOR = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-4, "bfloat16": 1e-3}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One sequence and one key head, as slices of the tensors.
-
-    Attributes:
-        sequence: Index of the sequence.
-        rows: Rows of a packed tensor, or None for dense tensors.
-        heads_q: Query heads of the group.
-        head_kv: Key head.
-    """
+    """One sequence and one key head with its query heads; ``rows`` is its range in a packed tensor, else None."""
 
     sequence: int
     rows: slice | None
@@ -50,12 +48,7 @@ class Probe:
 
 
 class Reference:
-    """The float64 results of a case on its probes, and the error that a provider may have.
-
-    Args:
-        case: The cell.
-        inputs: Its tensors.
-    """
+    """The float64 results of a case on its probes, and the allowed error."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.case = case
@@ -65,18 +58,34 @@ class Reference:
         self.limit = 2 * max(map(_distance, plain, self._exact)) + _FLOOR[case.dtype]
 
     def error(self, outputs: Outputs) -> float:
-        """The largest relative error ``|x - ref| / |ref|`` over probes and outputs; NaN if any element is not finite.
-
-        Args:
-            outputs: ``(out,)`` forward, ``(dq, dk, dv)`` backward, in the layout of q, k and v.
-        """
+        """The largest relative error ``|x - ref| / |ref|`` over probes and outputs; NaN if any is not finite."""
         if not all(bool(torch.isfinite(x).all()) for x in outputs):
             return float("nan")
         return max(_distance(_view(p, outputs), exact) for p, exact in zip(self.probes, self._exact, strict=True))
 
 
+def judged(
+    reference: Reference, device: torch.device, makers: Mapping[str, Callable[[], tuple[Call, Outputs]]]
+) -> tuple[dict[str, Call], dict[str, float | str]]:
+    """The calls whose outputs are correct, and the error or failure reason of all, by name.
+
+    ``makers`` make a call and its outputs, in the layout of q, k and v.
+    """
+
+    def judge(make: Callable[[], tuple[Call, Outputs]]) -> tuple[Call, float]:
+        call, outputs = make()
+        error = reference.error(outputs)
+        if not error <= reference.limit:
+            raise NotTimedError(f"wrong: relative error {error:.3g}, limit {reference.limit:.3g}")
+        return call, error
+
+    made = {name: attempt(device, name, functools.partial(judge, make)) for name, make in makers.items()}
+    calls = {name: of[0] for name, of in made.items() if not isinstance(of, str)}
+    return calls, {name: of if isinstance(of, str) else of[1] for name, of in made.items()}
+
+
 def probes(case: Case) -> list[Probe]:
-    """First, last and one seeded (sequence, key head) between."""
+    """The first, the last and a randomly chosen (sequence, key head), from a fixed seed."""
     sequences, heads = len(case.sequences), case.num_heads_kv
     group = case.num_heads_q // heads
     middle = random.Random(case.name).randrange(sequences * heads)
@@ -100,9 +109,12 @@ def _view(probe: Probe, outputs: Outputs) -> Outputs:
 
 
 def _distance(got: Outputs, exact: Outputs) -> float:
-    """Relative error in the Frobenius norm, the worst of the tensors."""
+    """Relative error in the Frobenius norm; the largest over the tensors.
+
+    For a tensor that is zero except for rounding, like dq of a row with one key, the error is relative to ``_LEAST``.
+    """
     pairs = zip(got, exact, strict=True)
-    return max(float((g.double() - e.double()).norm() / e.double().norm().clamp_min(1e-300)) for g, e in pairs)
+    return max(float((g.double() - e.double()).norm() / e.double().norm().clamp_min(_LEAST)) for g, e in pairs)
 
 
 def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Outputs:
@@ -113,10 +125,10 @@ def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Out
     seqlen_k = k.shape[0]
     scale = head_dim**-0.5
     wide = torch.promote_types(dtype, torch.float32)
-    out, dq = torch.empty_like(q), torch.empty_like(q)
+    out, dq = torch.empty_like(dout), torch.empty_like(q)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for start in range(0, seqlen_q, _ROWS_A_CHUNK):
-        rows = slice(start, min(start + _ROWS_A_CHUNK, seqlen_q))
+    for start in range(0, seqlen_q, _ROWS_PER_CHUNK):
+        rows = slice(start, min(start + _ROWS_PER_CHUNK, seqlen_q))
         keep = case.band.dense(seqlen_q, seqlen_k, rows=(rows.start, rows.stop), device=q.device)
         for head in range(group):
             scores = torch.where(keep, q[head, rows] @ k.T * scale, -torch.inf)
@@ -133,9 +145,9 @@ def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Out
 
 
 def poison(outputs: Outputs) -> None:
-    """Fills results with NaN, to be dropped: the allocator hands their memory to the next call's outputs.
+    """Fills results with NaN before they are freed: the allocator reuses their memory for the next call's outputs.
 
-    A kernel that leaves an element unwritten then returns NaN instead of an earlier, right result.
+    A kernel that leaves an element unwritten then returns NaN instead of an earlier, correct result.
     """
     for x in outputs:
         x.fill_(torch.nan)

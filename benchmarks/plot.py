@@ -16,7 +16,7 @@ from benchmarks.train import smooth, training_of
 
 PLOTS = ROOT / "docs" / "plots"
 
-# Ours stand out; a peer keeps its colour in every plot (the palette of Okabe and Ito, safe for colour-blind readers).
+# Ours are emphasised; peers have fixed colours (the palette of Okabe and Ito, safe for colour-blind readers).
 _STYLES: dict[str, dict[str, Any]] = {
     "flashtile-portable": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "flashtile-hopper": {"color": "#D55E00", "marker": "D", "linewidth": 2.2, "zorder": 6},
@@ -55,7 +55,7 @@ def _panel(ax: Any, series: dict[str, list[tuple[int, float]]], title: str) -> N
 
 
 def _save(figure: Any, axes: Any, title: str, path: Path) -> Path:
-    """One legend for all panels, then the file, with nothing in it that changes from day to day."""
+    """Adds one legend for all panels and saves the file, without dates, so that equal plots are equal files."""
     handles = {label: h for ax in axes.flat for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(title, fontsize=11)
@@ -77,16 +77,7 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
 
 
 def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
-    """TFLOPS against sequence length, a panel for each mask and head dim.
-
-    Args:
-        rows: Saved rows.
-        suite: ``forward`` or ``backward``.
-        path: File to write; its suffix chooses the format.
-
-    Returns:
-        The path, or None if there is nothing to draw.
-    """
+    """TFLOPS against sequence length, one panel per mask and head dim; None if there is nothing to draw."""
     chosen = of_suite(rows, suite)
     grid = [c for c in table.cells(chosen) if c.case.dtype == "bfloat16" and c.case.lengths is None]
     if not grid:
@@ -107,17 +98,21 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
 
 
 def memory_plot(rows: Sequence[Row], path: Path) -> Path | None:
-    """Peak memory of a call beyond its inputs and outputs against sequence length, a panel a direction."""
+    """Peak memory of a call beyond its inputs and outputs against sequence length, one panel per direction."""
     chosen = of_suite(rows, "memory")
     if not chosen:
         return None
     grid = table.cells(chosen)
     directions = list(dict.fromkeys(c.case.direction for c in grid))
     figure, axes = _figure(1, len(directions))
+
+    def mib(row: Row) -> float | None:
+        # A logarithmic axis has no zero: a call without extra memory is drawn at one KiB.
+        return None if row.extra_bytes is None else max(row.extra_bytes, 1024) / 2**20
+
     for ax, direction in zip(axes[0], directions, strict=True):
         panel = [c for c in grid if c.case.direction == direction]
-        # A logarithmic axis has no zero: a call that needs nothing extra is drawn at one KiB.
-        _panel(ax, _series(panel, _mib), direction)
+        _panel(ax, _series(panel, mib), direction)
         ax.set_yscale("log")
         ax.set_xlabel("sequence length")
         ax.set_ylabel("extra memory, MiB")
@@ -126,12 +121,8 @@ def memory_plot(rows: Sequence[Row], path: Path) -> Path | None:
     return _save(figure, axes, title, path)
 
 
-def _mib(row: Row) -> float | None:
-    return None if row.extra_bytes is None else max(row.extra_bytes, 1024) / 2**20
-
-
 def training_plot(rows: Sequence[Row], path: Path) -> Path | None:
-    """Loss against step, every attention in one panel, beside tokens a second against context length."""
+    """Loss against step, every attention in one panel, and tokens per second against context length."""
     chosen = of_suite(rows, "train")
     training = training_of(chosen)
     if not training.losses:

@@ -1,126 +1,123 @@
-"""The implementations under test, each behind the same three questions.
+"""The implementations compared: each is a differentiable function of q, k and v, as its users call it.
 
-A provider says whether it is there at all, why it refuses a case, and gives the call to be timed. What a caller would
-do once (views, masks, the forward before a backward) stays outside that call; what every step pays (preprocessing,
-conversions, allocating the outputs) stays inside.
+The timed calls are made from that function: a forward, a backward given a saved forward, and a training step's forward
+and backward. Work that a caller does once (views, masks, the forward before a backward) is not timed; work of every
+step (preprocessing, conversions, allocating the outputs) is.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import lzma
 import os
-from collections.abc import Callable
-from dataclasses import fields
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
 from benchmarks.cases import Case, Direction, Inputs
-from benchmarks.plain import Call, Eager, SdpaCpu, to_bshd
-from flashtile import dispatch, ops
-from flashtile.problem import Tensors
+from benchmarks.checks import Call, Outputs
+from benchmarks.session import NotTimedError
+from flashtile import dispatch
+from flashtile.errors import UnsupportedError
+
+Attend = Callable[..., Tensor]
+OURS = "flashtile"
+STEP = "forward and backward"
 
 
-class Provider(Protocol):
-    """One implementation of attention.
+class Provider:
+    """One implementation of attention, under the name that rows, tables and plots use.
 
-    Attributes:
-        name: How rows, tables and plots call it.
+    ``code`` says in one phrase which code runs; no other may. With ``heads_first`` its dense tensors are ``(batch,
+    heads, seqlen, head_dim)``, views of ours; otherwise, and if packed, they are laid out as in ``Inputs``.
     """
 
     name: str
-
-    def runs(self, direction: Direction) -> str:
-        """Which code runs a direction, in one phrase; nothing else may run in its place."""
+    code: str
+    heads_first = False
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         """Why it cannot run on this machine at all, or None."""
+        return None
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         """Why it cannot run this case, or None."""
+        return None
 
-    def prepare(self, case: Case, inputs: Inputs) -> Call:
-        """The call to be timed. It returns ``(out,)`` or ``(dq, dk, dv)`` in the layout of q, k and v."""
+    def attend(self, case: Case, inputs: Inputs) -> Attend:
+        """The function of q, k and v, in its own layout."""
+        raise NotImplementedError
+
+    def prepare(self, case: Case, inputs: Inputs, what: str | None = None) -> Call:
+        """The call to be timed, which returns ``(out,)`` or ``(dq, dk, dv)`` in the provider's own layout.
+
+        ``what`` is ``forward``, ``backward`` or ``STEP``; None is the case's direction.
+        """
+        attend, what = self.attend(case, inputs), what or case.direction
+        q, k, v, dout = self.native((inputs.q, inputs.k, inputs.v, inputs.dout), case)
+        if what == "forward":
+            return lambda: (attend(q, k, v),)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        if what == STEP:
+            return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+        with torch.enable_grad():
+            out = attend(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    def native(self, tensors: Outputs, case: Case) -> Outputs:
+        """Views of tensors that convert our layout to the provider's, or back."""
+        return tuple(x.transpose(1, 2) for x in tensors) if self.heads_first and case.lengths is None else tensors
 
 
-class Flashtile:
-    """One backend of this library, forward through the public functions, backward through the operator.
+class Flashtile(Provider):
+    """This library: one backend by name, or without a name the one it selects."""
 
-    Args:
-        backend: Its name; nothing else may run in its place.
-    """
-
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str | None) -> None:
         self.backend = backend
-        self.name = f"flashtile-{backend}"
-
-    def runs(self, direction: Direction) -> str:
-        forward = f"forward by backend {self.backend}"
-        return forward if direction == "forward" else f"backward by backend {self.backend} (untimed: {forward})"
+        self.name = f"{OURS}-{backend}" if backend else OURS
+        self.code = f"backend {backend} of this library" if backend else "this library's choice of a backend"
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
+        if self.backend is None:
+            return None
         chosen = dispatch.backend(self.backend)
         capabilities = chosen.capabilities(direction)
         if capabilities is None:
             return f"has no {direction}"
-        if device.type not in capabilities.device_types:
-            return f"does not run on {device.type}"
-        return chosen.missing()
+        return chosen.missing() if device.type in capabilities.device_types else f"does not run on {device.type}"
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
-        problem = self._options(case).problem(self._tensors(inputs))
-        # A backward needs the results of a forward, which the same backend must give.
-        directions: tuple[Direction, ...] = ("forward", "backward") if case.direction == "backward" else ("forward",)
-        reasons = [reason for each in directions for reason in dispatch.reasons(self.backend, problem, each)]
-        return "; ".join(dict.fromkeys(reasons)) or None
+        leaves = (x.detach().requires_grad_(case.direction == "backward") for x in (inputs.q, inputs.k, inputs.v))
+        try:
+            flashtile.explain(*leaves, **self._features(case, inputs))
+        except UnsupportedError as error:
+            return str(error)
+        return None
 
-    def prepare(self, case: Case, inputs: Inputs) -> Call:
-        if case.direction == "backward":
-            return self._backward(case, inputs)
-        q, k, v, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
+    def attend(self, case: Case, inputs: Inputs) -> Attend:
+        attention: Attend = flashtile.attention if case.lengths is None else flashtile.attention_varlen  # type: ignore
+        return functools.partial(attention, **self._features(case, inputs))
+
+    def _features(self, case: Case, inputs: Inputs) -> dict[str, Any]:
         features: dict[str, Any] = {"causal": case.causal, "window_size": case.window, "backend": self.backend}
-        if cu_seqlens is None:
-            return lambda: (_only(flashtile.attention(q, k, v, **features)),)
-        lengths = (case.seqlen_q, case.seqlen_k)
-        return lambda: (_only(flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, *lengths, **features)),)
-
-    def _backward(self, case: Case, inputs: Inputs) -> Call:
-        tensors, options = self._tensors(inputs), self._options(case)
-        out, lse = ops.attention(tensors, options)
-        arguments = (*_values(tensors), *_values(options))
-        backward = torch.ops.flashtile.attention_backward
-        return lambda: backward(inputs.dout, None, out, lse, *arguments)[:3]
-
-    def _tensors(self, inputs: Inputs) -> Tensors:
-        cu_seqlens = inputs.cu_seqlens
-        return Tensors(inputs.q, inputs.k, inputs.v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-
-    def _options(self, case: Case) -> ops.Options:
-        packed = case.lengths is not None
-        return ops.Options(
-            max_seqlen_q=case.seqlen_q if packed else None,
-            max_seqlen_k=case.seqlen_k if packed else None,
-            window_left=case.band.left,
-            window_right=case.band.right,
-            needs_grad=case.direction == "backward",
-            backend=self.backend,
-        )
+        if case.lengths is not None:
+            features |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
+            features |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+        return features
 
 
-class FlashAttention3:
-    """FlashAttention-3's operators, from a library that the environment variable FA3_SO names.
+class FlashAttention3(Provider):
+    """FlashAttention-3's operators from the library FA3_SO, with ``libcudart.so.12`` from the same folder."""
 
-    ``libcudart.so.12`` is loaded from beside it, if there; it may be packed with xz.
-    """
-
-    name = "fa3"
-
-    def runs(self, direction: Direction) -> str:
-        return f"torch.ops.flash_attn_3.{'fwd' if direction == 'forward' else 'bwd'}"
+    name, code = "fa3", "torch.ops.flash_attn_3"
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -138,41 +135,39 @@ class FlashAttention3:
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         return None if case.dtype in ("float16", "bfloat16") else f"no {case.dtype}"
 
-    def prepare(self, case: Case, inputs: Inputs) -> Call:
-        q, k, v = inputs.q, inputs.k, inputs.v
+    def attend(self, case: Case, inputs: Inputs) -> Attend:
         left, right = case.window or (-1, -1)
-        features: dict[str, Any] = {
-            "softmax_scale": case.head_dim**-0.5,
-            "is_causal": case.causal,
-            "window_size_left": left,
-            "window_size_right": right,
-        }
+        features: dict[str, Any] = {"is_causal": case.causal, "window_size_left": left, "window_size_right": right}
         if inputs.cu_seqlens is not None:
             features |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
             features |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
-        # One split is what FlashAttention-3's own Python function asks for.
-        forward = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, num_splits=1, **features)
-        out, lse = _first_call(forward)[:2]
-        if case.direction == "forward":
-            return lambda: (forward()[0],)
-        backward = functools.partial(torch.ops.flash_attn_3.bwd, inputs.dout, q, k, v, out, lse, **features)
-        _first_call(backward)
-        return lambda: backward()[:3]
+        return lambda q, k, v: _FlashAttention3.apply(q, k, v, features)
 
 
-class Sdpa:
-    """One CUDA backend of PyTorch's scaled_dot_product_attention, through its own operators.
+class _FlashAttention3(torch.autograd.Function):
+    """Autograd over FlashAttention-3's two operators, like its own Python package, with one split."""
 
-    Args:
-        name: ``fa2`` (PyTorch's flash backend) or ``cudnn``.
-    """
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any]) -> Tensor:
+        ctx.features = {"softmax_scale": q.shape[-1] ** -0.5, **features}
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **ctx.features)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, *_ = torch.ops.flash_attn_3.bwd(dout, *ctx.saved_tensors, **ctx.features)
+        return dq, dk, dv, None
+
+
+class SdpaKernel(Provider):
+    """One CUDA backend of PyTorch's scaled_dot_product_attention, by its own operator: ``fa2`` or ``cudnn``."""
+
+    heads_first = True
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-    def runs(self, direction: Direction) -> str:
-        kernel = "flash" if self.name == "fa2" else "cudnn"
-        return f"aten._scaled_dot_product_{kernel}_attention" + ("_backward" if direction == "backward" else "")
+        self.code = f"aten._scaled_dot_product_{'flash' if name == 'fa2' else 'cudnn'}_attention"
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -192,106 +187,118 @@ class Sdpa:
             return "causal is aligned top left"
         return None if case.dtype in ("float16", "bfloat16") else f"no {case.dtype}"
 
-    def prepare(self, case: Case, inputs: Inputs) -> Call:
+    def attend(self, case: Case, inputs: Inputs) -> Attend:
+        aten, causal = torch.ops.aten, case.causal
         if inputs.cu_seqlens is not None:
-            return self._packed(case, inputs, inputs.cu_seqlens)
-        q, k, v, dout = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-        aten = torch.ops.aten
-        backward = case.direction == "backward"
-        forward: Callable[[], Any]
+            # The flash kernel under the operator below, which takes packed sequences in our layout.
+            bounds = (inputs.cu_seqlens, inputs.cu_seqlens, case.seqlen_q, case.seqlen_k)
+            return lambda q, k, v: aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False)[0]
         if self.name == "fa2":
-            forward = functools.partial(aten._scaled_dot_product_flash_attention, q, k, v, 0.0, case.causal)
-        else:
-            forward = functools.partial(
-                aten._scaled_dot_product_cudnn_attention, q, k, v, None, backward, 0.0, case.causal
-            )
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _first_call(forward)
-        if not backward:
-            return lambda: to_bshd(forward()[:1])
-        saved = (dout, q, k, v, out, lse)
-        if self.name == "fa2":
-            plain = (cum_q, cum_k, max_q, max_k, 0.0, case.causal, seed, offset)
-            grad = functools.partial(aten._scaled_dot_product_flash_attention_backward, *saved, *plain)
-        else:
-            biased = (seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, case.causal)
-            grad = functools.partial(aten._scaled_dot_product_cudnn_attention_backward, *saved, *biased)
-        _first_call(grad)
-        return lambda: to_bshd(grad()[:3])
-
-    def _packed(self, case: Case, inputs: Inputs, cu_seqlens: Tensor) -> Call:
-        """The flash kernel under the operator above, which takes packed sequences in the layout of q, k and v."""
-        aten = torch.ops.aten
-        q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
-        plain = (cu_seqlens, cu_seqlens, case.seqlen_q, case.seqlen_k, 0.0, case.causal)
-        forward = functools.partial(aten._flash_attention_forward, q, k, v, *plain, False)
-        out, lse, seed, offset = _first_call(forward)[:4]
-        if case.direction == "forward":
-            return lambda: (forward()[0],)
-        saved = (dout, q, k, v, out, lse)
-        grad = functools.partial(aten._flash_attention_backward, *saved, *plain, seed, offset)
-        _first_call(grad)
-        return lambda: grad()[:3]
+            return lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        return lambda q, k, v: cudnn(q, k, v, None, q.requires_grad, 0.0, causal)[0]
 
 
-PROVIDERS: dict[str, Provider] = {
-    p.name: p
-    for p in (
-        Flashtile("portable"),
-        Flashtile("hopper"),
-        FlashAttention3(),
-        Sdpa("cudnn"),
-        Sdpa("fa2"),
-        Flashtile("cpu"),
-        SdpaCpu(),
-        Eager(),
-    )
-}
+class Sdpa(Provider):
+    """PyTorch's function as its users call it: with a boolean mask for a window, packed sequences one by one."""
 
-OURS = "flashtile"
+    name, code = "sdpa", "torch.nn.functional.scaled_dot_product_attention"
+    heads_first = True
 
+    def attend(self, case: Case, inputs: Inputs) -> Attend:
+        sdpa: Attend = functools.partial(
+            F.scaled_dot_product_attention, enable_gqa=case.num_heads_q != case.num_heads_kv
+        )
+        if case.lengths is not None:
+            lengths = list(case.lengths)
 
-def _values(record: Any) -> list[Any]:
-    """The fields of a record in order, tensors as they are."""
-    return [getattr(record, f.name) for f in fields(record)]
+            def one_by_one(*packed: Tensor) -> Tensor:
+                sequences = zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in packed), strict=True)
+                return torch.cat([sdpa(*each, is_causal=case.causal)[0].transpose(0, 1) for each in sequences])
 
-
-def _only(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    assert isinstance(result, Tensor)
-    return result
+            return one_by_one
+        if case.window is None and (not case.causal or case.seqlen_q == case.seqlen_k):
+            return functools.partial(sdpa, is_causal=case.causal)
+        return functools.partial(sdpa, attn_mask=case.band.dense(case.seqlen_q, case.seqlen_k, device=inputs.q.device))
 
 
-def _first_call(call: Callable[[], Any]) -> Any:
-    """Calls an operator and, if that fails, says what its schema is: the peers' signatures move between versions."""
-    try:
-        return call()
-    except (RuntimeError, TypeError) as error:
-        packet = getattr(call, "func", None)
-        schema = getattr(getattr(packet, "default", None), "_schema", "unknown")
-        raise RuntimeError(f"{error}\nschema: {schema}") from error
+class Eager(Provider):
+    """Standard attention: the whole score matrix in memory, in the input dtype."""
+
+    name, code = "eager", "products, softmax and mask of PyTorch"
+    heads_first = True
+
+    def refusal(self, case: Case, inputs: Inputs) -> str | None:
+        if case.lengths is not None:
+            return "no packed sequences"
+        scores = case.batch * case.num_heads_q * case.seqlen_q * case.seqlen_k * case.torch_dtype.itemsize
+        need = scores * (4 if case.direction == "forward" else 8)
+        free = _free_bytes(inputs.q.device)
+        return f"does not fit: {need / 2**30:.0f} GiB of scores, {free / 2**30:.0f} GiB free" if need > free else None
+
+    def attend(self, case: Case, inputs: Inputs) -> Attend:
+        group, drop = case.num_heads_q // case.num_heads_kv, None
+        if not case.band.unbounded:
+            drop = ~case.band.dense(case.seqlen_q, case.seqlen_k, device=inputs.q.device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if group > 1:
+                k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            scores = (q * case.head_dim**-0.5) @ k.transpose(-1, -2)
+            if drop is not None:
+                scores = scores.masked_fill_(drop, -torch.inf)
+            return torch.softmax(scores, dim=-1) @ v
+
+        return attend
+
+
+_OURS: list[Provider] = [Flashtile(name) for name in (None, "portable", "hopper", "cpu")]
+_PEERS: list[Provider] = [FlashAttention3(), SdpaKernel("cudnn"), SdpaKernel("fa2"), Sdpa(), Eager()]
+PROVIDERS = {provider.name: provider for provider in _OURS + _PEERS}
+
+
+def choose_providers(names: Sequence[str], direction: Direction, device: torch.device) -> list[Provider]:
+    """The providers that can run on this machine; prints why others cannot, and raises for an unknown name."""
+    found = []
+    for name in names:
+        if name not in PROVIDERS:
+            raise ValueError(f"provider is {name!r}, must be one of {', '.join(PROVIDERS)}")
+        why = PROVIDERS[name].missing(direction, device)
+        print(f"{name}: {PROVIDERS[name].code}" if why is None else f"without {name}: {why}", flush=True)
+        found += [PROVIDERS[name]] if why is None else []
+    return found
+
+
+def prepared(provider: Provider, case: Case, inputs: Inputs, what: str | None = None) -> Call:
+    """A provider's call; ``NotTimedError`` if it refuses the case."""
+    refusal = provider.refusal(case, inputs)
+    if refusal is not None:
+        raise NotTimedError(f"refused: {refusal}")
+    return provider.prepare(case, inputs, what)
 
 
 @functools.cache
 def _load_fa3(path: str) -> None:
     library = Path(path)
+    runtime = library.with_name("libcudart.so.12")
     if library.suffix == ".xz":
-        library = _unpacked(library)
-    runtime = Path(path).parent / "libcudart.so.12"
+        # Unpacked into the temporary folder, once per machine.
+        target = Path(tempfile.gettempdir()) / f"flashtile-benchmarks-{os.getuid()}" / library.stem
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            partial = target.with_suffix(f".partial-{os.getpid()}")
+            with lzma.open(library) as packed, partial.open("wb") as plain:
+                shutil.copyfileobj(packed, plain, 1 << 24)
+            partial.rename(target)
+        library = target
     if runtime.exists():
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(library))
 
 
-def _unpacked(archive: Path) -> Path:
-    """The library beside other temporary files, unpacked once a machine."""
-    import lzma
-    import shutil
-    import tempfile
-
-    target = Path(tempfile.gettempdir()) / f"flashtile-benchmarks-{os.getuid()}" / archive.stem
-    if not target.exists():
-        target.parent.mkdir(exist_ok=True)
-        partial = target.with_suffix(f".partial-{os.getpid()}")
-        with lzma.open(archive) as packed, partial.open("wb") as plain:
-            shutil.copyfileobj(packed, plain, 1 << 24)
-        partial.rename(target)
-    return target
+def _free_bytes(device: torch.device) -> int:
+    """Memory that an allocation could still get."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,12 +1,14 @@
-"""Rows of results: one JSON object a line, appended as each cell ends and never rewritten."""
+"""Rows of results: one JSON object per line, appended as each cell ends and never rewritten."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import uuid
 from collections.abc import Iterable
@@ -25,20 +27,16 @@ class Row:
     """One provider on one cell.
 
     Attributes:
-        suite: ``forward``, ``backward``, ``cpu``, ``host``, ``memory``, ``accuracy``, ``varlen`` or ``train``.
-        run: The process that measured it; only rows of one run may be divided by one another.
-        device: Name of the GPU, or of the CPU with its threads.
-        versions: Of Python, torch, triton, CUDA and cuDNN.
-        commit: Of this repository, with ``-dirty`` when the sources differed from it.
-        case: What defines the cell.
-        provider: Who was measured.
-        median_ms: Median time of a call, None if it was not timed.
-        spread: Distance of the quartiles over the median.
-        tflops: The case's operations over the median, None without either.
-        error: Relative error against float64 of a right result, None if not checked; text, and no time, if the provider
-            refused the case, failed or was wrong.
-        extra_bytes: Peak memory of a call beyond inputs and outputs; in rows of suite ``memory`` alone.
-        values: What else was measured, by name; in rows of suites ``accuracy`` and ``train`` alone.
+        suite: The name of the benchmark, such as ``forward`` or ``host``.
+        run: The process that measured it; ratios are valid only between rows of one run.
+        commit: The repository's commit, with ``-dirty`` when the sources differed from it.
+        case: The cell's definition.
+        spread: Interquartile range over the median.
+        tflops: The case's operations over the median.
+        error: Relative error against float64 of a correct result, None if not checked; text, without a time, if the
+            provider refused the case, failed or was wrong.
+        extra_bytes: Peak memory of a call beyond inputs and outputs; only in rows of suite ``memory``.
+        values: Other measured values by name; only in rows of suites ``accuracy``, ``host`` and ``train``.
     """
 
     suite: str
@@ -64,12 +62,12 @@ class Row:
         return json.dumps(fields, allow_nan=False)
 
 
-_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": ("accuracy", "train")}
+_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": ("accuracy", "host", "train")}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all rows of one process share."""
+    """The fields that all rows of one process share."""
 
     suite: str
     run: str
@@ -78,19 +76,13 @@ class Run:
     commit: str
 
     def row(self, case: dict[str, Any], provider: str, **measured: Any) -> Row:
-        """A row of this run; what was not measured is None."""
+        """A row of this run; fields not given are None."""
         values: dict[str, Any] = dict.fromkeys(("median_ms", "spread", "tflops", "error"))
         return Row(**vars(self), case=case, provider=provider, **{**values, **measured})
 
 
 def new_run(suite: str, device: torch.device, commit: str | None = None) -> Run:
-    """Records this process, machine and checkout.
-
-    Args:
-        suite: What will be measured.
-        device: Where.
-        commit: For a copy of the sources without its repository; None asks git.
-    """
+    """Records this process, machine and checkout; its commit comes from git if not given."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
     return Run(suite, f"{now}-{uuid.uuid4().hex[:8]}", device_name(device), versions(), commit or git_commit())
 
@@ -99,25 +91,18 @@ def device_name(device: torch.device) -> str:
     """The GPU's name, or the CPU's with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = re.findall(r"^model name\s*: (.*?)\s*$", about, re.MULTILINE)
+    name = names[0] if names else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides speed."""
+    """Versions of the software that affects speed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError:
-        pass
+    if importlib.util.find_spec("triton"):
+        found["triton"] = importlib.import_module("triton").__version__
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     if torch.cuda.is_available() and torch.backends.cudnn.is_available():
@@ -125,68 +110,49 @@ def versions() -> dict[str, str]:
     return found
 
 
-def git_commit() -> str:
-    """The commit of the sources, ``-dirty`` if they differ from it, ``unknown`` outside a repository."""
-    try:
-        commit = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + ("-dirty" if changed else "")
+def git_commit(root: Path = ROOT) -> str:
+    """The commit of a checkout, with a hash of ``src`` if its sources differ; without a repository only the hash."""
 
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-def fingerprint(folder: Path = ROOT / "src") -> str:
-    """A hash of all Python sources, which names them where there is no repository to ask."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-def sources_name(sources: str) -> str:
-    """The commit, made to tell apart what it does not: changed files and copies without a repository."""
-    commit = git_commit()
-    if commit == "unknown":
-        return f"sources-{sources}"
-    return f"{commit}+{sources}" if commit.endswith("-dirty") else commit
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    for path in sorted((root / "src").rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "-uno", "--", "src", "benchmarks/*.py")
+        return f"{commit}-dirty+{digest.hexdigest()[:12]}" if changed else commit
+    except (OSError, subprocess.CalledProcessError):
+        return f"sources-{digest.hexdigest()[:12]}"
 
 
 def default_file(suite: str, device: str) -> Path:
-    """Where a suite's rows go when nothing else is said: a file a suite and device, memory in a folder of its own."""
+    """The default file of a suite's rows: one per suite and device, some in their own folders."""
     slug = "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
-    folder = RESULTS / "memory" if suite == "memory" else RESULTS
+    folder = {"memory": RESULTS / "memory", "tune": RESULTS.parent / "tuning"}.get(suite, RESULTS)
     return folder / f"{suite}-{slug}.jsonl"
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Adds rows to a file and leaves them on the disk even if the process dies next.
+    """Adds rows to a file and syncs it, so that they survive if the process dies next.
 
-    A last line that a killed process left unfinished is cut off first: it holds no row and would spoil the next one.
+    An unfinished last line of a killed process is cut off first, since the next row would be appended to it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _cut_unfinished(path)
+    data = path.read_bytes() if path.exists() else b""
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(row.to_json() + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _cut_unfinished(path: Path) -> None:
-    data = path.read_bytes() if path.exists() else b""
-    if data and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
 def read(paths: Iterable[Path]) -> list[Row]:
-    """The rows of all files, in the order of their runs. A last line without an end is no line yet.
+    """The rows of all files, in the order of their runs; an invalid line is a ``ValueError`` with file and number.
 
-    Raises:
-        ValueError: If a line is no row, with its file and number.
+    A last line without a newline is ignored.
     """
     rows = []
     for path in paths:

@@ -1,145 +1,96 @@
-"""What compute-sanitizer printed, and what of it says nothing about the kernels."""
+"""Parses compute-sanitizer's output and discounts two kinds of reports that are not faults of the kernels."""
 
 from __future__ import annotations
 
-import ast
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.results import ROOT
 
-BACKENDS = ROOT / "src" / "flashtile" / "backends"
+_BACKENDS = ROOT / "src" / "flashtile" / "backends"
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _RACE, _READ = "Race reported between", "Uninitialized __global__ memory read"
-# A kernel of C++ comes with its arguments, and so with blanks; an offset follows every name, a line what was compiled
-# with lines.
-_PLACE = re.compile(
-    r"\b(?:access )?at (?P<kernel>.+?)\+0x[0-9a-f]+(?: in (?P<file>\S+?):(?P<line>\d+))?(?: \[|$| and\b)"
-)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an access stands: a kernel, and a line of a file if they are known."""
-
-    kernel: str
-    file: str = ""
-    line: int = 0
-
-
-@dataclass(frozen=True)
-class Report:
-    """One error: its first line, and the accesses that it names."""
-
-    text: str
-    places: tuple[Place, ...]
+# A C++ kernel's name includes its arguments, and so spaces; an offset follows every name, and a line number follows
+# code compiled with line information.
+_PLACE = re.compile(r"\b(?:access )?at (.+?)\+0x[0-9a-f]+(?: in (?:\S*/)?(\S+?):(\d+))?(?: \[|$| and\b)")
+Place = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a log comes to.
+    """The result of a log.
 
     Attributes:
         summed: Whether the tool printed its summary.
-        errors: Errors and hazards by the tool's own count, but for what is left out; unprinted ones are among them.
-        first: The first of them that was printed.
-        left_out: What was left out, and how often; empty if nothing was.
+        errors: Errors and hazards by the tool's own count, without the discounted ones; unprinted ones are included.
+        text: The first of them that was printed, or the number discounted.
     """
 
     summed: bool
     errors: int
-    first: str
-    left_out: str
+    text: str
 
 
-def verdict(log: str, backend: str) -> Verdict:
-    """Reads a log of calls of one backend."""
+def verdict(log: str) -> Verdict:
+    """Reads a log."""
     counts = [int(a or b) for a, b in _SUMMARY.findall(log)]
     found = list(reports(log))
-    starts = [r for r in found if is_of_the_compiler(r, backend)]
-    others = [r for r in found if is_read_by_others(r)]
-    counted = [r for r in found if r not in starts and r not in others]
-    left_out = []
-    if starts:
-        left_out.append(f"hazards of the words by which the compiler starts and ends warps: {len(starts)}")
-    if others:
-        left_out.append(f"reads by others' kernels, such as {others[0].places[0].kernel[:60]}: {len(others)}")
-    return Verdict(
-        bool(counts),
-        sum(counts) - len(starts) - len(others),
-        counted[0].text if counted else "",
-        "; ".join(left_out),
-    )
+    counted = [
+        text for text, places in found if not is_start_word(text, places) and not is_read_by_others(text, places)
+    ]
+    left_out = len(found) - len(counted)
+    return Verdict(bool(counts), sum(counts) - left_out, counted[0][:300] if counted else f"{left_out} left out")
 
 
-def reports(log: str) -> Iterator[Report]:
-    """The errors of a log: races with all their accesses, of anything else the first place named."""
+def reports(log: str) -> Iterator[tuple[str, list[Place | None]]]:
+    """Each error with the kernel, file and line of its accesses: all accesses of a race, else the first."""
     lines = [line.removeprefix("=========").strip() for line in log.splitlines() if line.startswith("=========")]
     for number, line in enumerate(lines):
         if _RACE in line:
-            rest = lines[number + 1 :]
-            more = next((n for n, each in enumerate(rest) if not each.startswith("and ")), len(rest))
-            accesses = [line, *rest[:more]]
-            places = [_place(each) for each in accesses]
-            yield Report(" ".join(accesses), tuple(p for p in places if p) if all(places) else ())
+            more = itertools.takewhile(lambda each: each.startswith("and "), lines[number + 1 :])
+            accesses = [line, *more]
+            yield " ".join(accesses), [_place(each) for each in accesses]
         elif _READ in line or line.startswith("Invalid "):
             place = _place(lines[number + 1]) if number + 1 < len(lines) else None
-            yield Report(f"{line} at {place.kernel}" if place else line, (place,) if place else ())
+            yield f"{line} at {place[0]}" if place else line, [place]
 
 
 def _place(line: str) -> Place | None:
     match = _PLACE.search(line)
-    return Place(match["kernel"], match["file"] or "", int(match["line"] or 0)) if match else None
+    return (match[1], match[2] or "", match[3] or "") if match else None
 
 
-def is_of_the_compiler(report: Report, backend: str) -> bool:
-    """Whether a race is of the words in shared memory by which Triton tells warps what to run.
+def is_start_word(text: str, places: list[Place | None]) -> bool:
+    """Whether a race is on the words in shared memory by which Triton tells a kernel's warps what to run.
 
-    The first warps write there what the others shall do, and at the kernel's end that they shall stop. A barrier of all
-    threads, ``barrier.sync 1``, stands between the write and the reads, but at different places of the program, which
-    the tool takes for no barrier. The compiler gives these accesses the line of the kernel's ``def`` and that of its
-    last statement; no statement of a role's own has either, and an access without a line is none of these.
+    The first warps write there which role the others run, and at the end that they stop. ``barrier.sync 1`` orders the
+    accesses, but from different places of the program, which racecheck does not recognise as a barrier. The compiler
+    gives the reads the line of the kernel's ``def``, which has no statement of the source. So a race is taken to be on
+    these words if all its accesses are in one kernel and one of them is on that line.
     """
-    own = lines_of_starts(backend)
-    return (
-        _RACE in report.text
-        and bool(report.places)
-        and all(p.line in own.get((p.kernel, p.file.rpartition("/")[2]), ()) for p in report.places)
-    )
+    kernels = {place[0] if place else None for place in places}
+    return _RACE in text and len(kernels) == 1 and any(place in _definitions() for place in places)
 
 
-def is_read_by_others(report: Report) -> bool:
-    """Whether a kernel that is not ours read what the tool saw nobody write.
+def is_read_by_others(text: str, places: list[Place | None]) -> bool:
+    """Whether a kernel that is not ours read memory that initcheck saw no write to.
 
-    The tool does not see what TMA stores (its release notes, "Known Limitations"), which is how products of vendors'
-    libraries leave, too. Whatever our kernels leave unwritten is wrong by its numbers.
+    The tool does not see what TMA stores (its release notes, "Known Limitations"), which vendors' matrix products use
+    too. Elements that our kernels leave unwritten are found by checks of the results.
     """
-    return _READ in report.text and bool(report.places) and report.places[0].kernel not in _kernels()
+    ours = {name for name, _, _ in _definitions()}
+    return _READ in text and places[0] is not None and places[0][0] not in ours
 
 
 @functools.cache
-def lines_of_starts(backend: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """For each kernel of a backend that starts warps, by name and file: the lines of its ``def`` and last statement."""
-    return {
-        (node.name, path.name): (node.lineno, node.body[-1].lineno)
-        for path in sorted((BACKENDS / backend).glob("*.py"))
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef) and _starts_warps(node)
-    }
-
-
-def _starts_warps(node: ast.FunctionDef) -> bool:
-    return any(isinstance(each, ast.Attribute) and each.attr == "warp_specialize" for each in ast.walk(node))
-
-
-@functools.cache
-def _kernels() -> frozenset[str]:
-    """Names of everything that Triton compiles for the backends."""
+def _definitions() -> frozenset[Place]:
+    """Name, file and line of every function of the backends."""
     return frozenset(
-        node.name
-        for path in sorted(BACKENDS.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+        (match[1], path.name, str(number))
+        for path in _BACKENDS.rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if (match := re.match(r"def (\w+)\(", line))
     )

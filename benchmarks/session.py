@@ -1,64 +1,188 @@
-"""What the smaller benchmarks have in common: options, the record of a process, where its rows go."""
+"""Shared by all benchmarks: options, the record of a process, the loop over cells, and the time budget."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks import results
+from benchmarks.timing import Deadline, OutOfTimeError, wait
 
-Convert = Callable[[str], object]
+Cell = TypeVar("Cell")
+Result = TypeVar("Result")
+
+# Exit code of a process that was stopped within a cell.
+OUT_OF_TIME = 75
+_ERROR_CHARACTERS = 600
+# Cells and rounds end this long before the budget, so that the process need not be stopped.
+_RESERVE_S = 3.0
+
+
+class DeviceLostError(RuntimeError):
+    """The device no longer responds: every later result of this process would be meaningless."""
+
+
+def synchronize(device: torch.device, culprit: str) -> None:
+    """Waits for the device; ``DeviceLostError``, with the name of the last provider, if it no longer responds."""
+    try:
+        wait(device)
+    except RuntimeError as error:
+        raise DeviceLostError(f"{culprit} broke the device: {error}") from error
+
+
+class NotTimedError(Exception):
+    """Why a row has no time, as the row's text: ``refused: ...`` or ``wrong: ...``."""
+
+
+def attempt(device: torch.device, name: str, action: Callable[[], Result]) -> Result | str:
+    """An action's result, or the row's text if it raised, so that one failure does not lose the other rows."""
+    try:
+        return action()
+    except DeviceLostError:
+        raise
+    except Exception as error:
+        synchronize(device, name)
+        if isinstance(error, NotTimedError):
+            return str(error)
+        text = "".join(traceback.format_exception_only(error)).strip()
+        return f"failed: {text}"[:_ERROR_CHARACTERS]
 
 
 @dataclass(frozen=True)
 class Session:
-    """One process that measures.
-
-    Attributes:
-        run: What its rows share.
-        device: Where it measures.
-        out: File that its rows are appended to.
-    """
+    """One process that measures: its rows' shared fields, device, output file and deadline."""
 
     run: results.Run
     device: torch.device
     out: Path
+    deadline: Deadline = field(default_factory=Deadline)
 
-    def save(self, rows: Sequence[results.Row]) -> None:
-        """Appends rows; they stay if the process dies next."""
-        results.append(self.out, rows)
+    def saved(self) -> list[results.Row]:
+        """The rows of this process that are on the disk."""
+        return [row for row in results.read([self.out] if self.out.exists() else []) if row.run == self.run.run]
+
+    def each(
+        self, cells: Sequence[Cell], name_of: Callable[[Cell], str], measure: Callable[[Cell], list[results.Row]]
+    ) -> tuple[list[results.Row], int]:
+        """Measures the cells in order, saves and prints each one's rows; returns all rows and the exit code.
+
+        No cell is started that might end after the deadline, judged by the longest so far; a cell that raises
+        ``OutOfTimeError`` gives no rows, and a lost device ends the process's work.
+        """
+        rows: list[results.Row] = []
+        begun_s, longest_s = self.deadline.clock(), 0.0
+        for done, cell in enumerate(cells):
+            start_s = self.deadline.clock()
+            if not self.deadline.allows(longest_s):
+                print(f"out of time: stopped after {done} of {len(cells)} cells", flush=True)
+                return rows, OUT_OF_TIME
+            try:
+                found = measure(cell)
+            except (DeviceLostError, OutOfTimeError) as error:
+                print(f"{name_of(cell)}: {error}: stopped after {done} of {len(cells)} cells", flush=True)
+                return rows, OUT_OF_TIME if isinstance(error, OutOfTimeError) else 1
+            results.append(self.out, found)
+            rows += found
+            now_s = self.deadline.clock()
+            longest_s = max(longest_s, now_s - start_s)
+            print(f"[{done + 1:2}/{len(cells)}] {now_s - begun_s:5.1f} s ", name_of(cell), end="  ")
+            print(*map(shown, found), sep=" | ", flush=True)
+        return rows, 0 if rows else 1
+
+
+def shown(row: results.Row) -> str:
+    """A row in a few words: its measurement, or the reason why there is none."""
+    if row.median_ms is not None:
+        text = f"{row.median_ms:.3f} ms ±{100 * (row.spread or 0):.1f}%"
+    elif row.extra_bytes is not None:
+        text = f"{row.extra_bytes / 2**20:.1f} MiB"
+    elif row.values and "losses" in row.values:
+        text = f"{row.values['losses'][-1]:.4f}"
+    else:
+        text = f"{row.error:.2e}" if isinstance(row.error, float) else str(row.error).splitlines()[0]
+    return f"{row.case.get('config') or row.provider.removeprefix('flashtile-')} {text}"
 
 
 def words(text: str) -> list[str]:
-    """The words of a list with commas."""
+    """The words of a comma-separated list."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def numbers(text: str) -> list[int]:
-    """The integers of a list with commas."""
+    """The integers of a comma-separated list."""
     return [int(word) for word in words(text)]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every smaller benchmark takes."""
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+def new_parser(
+    name: str, doc: str | None, defaults: Mapping[str, Any], devices: Sequence[str] = ("cuda", "cpu")
+) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark, and an option for each default, of its type."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
+    parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--providers", type=words, metavar="A,B", help="names separated by commas")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows are appended here")
     parser.add_argument("--budget-s", type=float, metavar="S", help="end within so many seconds, by force if need be")
     parser.add_argument("--commit", help="of a copy of the sources that has no repository")
+    for option, default in defaults.items():
+        kind: Callable[[str], Any] = type(default)
+        if isinstance(default, list):
+            kind = numbers if default and isinstance(default[0], int) else words
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        parser.add_argument(f"--{option.replace('_', '-')}", type=kind, default=default, help=f"by default {shown}")
+    return parser
 
 
-def open_session(args: argparse.Namespace, suite: str) -> Session | None:
-    """Records the process and says so; None, with the reason printed, where there is no such device."""
+Body = Callable[[argparse.Namespace, Session], tuple[list[results.Row], int, str]]
+
+
+def run_command(
+    args: argparse.Namespace, suite: str, body: Body, last_words: Callable[[Session], None] = lambda session: None
+) -> int:
+    """Opens a session, runs a benchmark in it and prints its report; returns the process's exit code.
+
+    When the budget is spent, the process is killed, since no exception reaches a thread that waits for a device;
+    ``last_words`` is called first, in a thread of its own. A ``ValueError`` from the body is reported as an invalid
+    option.
+    """
+    start_s = time.monotonic()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("needs a CUDA device, or --device cpu", file=sys.stderr)
-        return None
+        return 2
     device = torch.device(args.device)
     run = results.new_run(suite, device, args.commit)
     print(f"{suite} on {run.device}, {run.versions}, commit {run.commit}, run {run.run}", flush=True)
-    return Session(run, device, args.out or results.default_file(suite, run.device))
+    left_s = math.inf if args.budget_s is None else args.budget_s - (time.monotonic() - start_s)
+    deadline = Deadline(left_s - min(_RESERVE_S, 0.1 * left_s))
+    session = Session(run, device, args.out or results.default_file(suite, run.device), deadline)
+
+    def stop() -> None:
+        try:
+            last_words(session)
+            sys.stdout.flush()
+        finally:
+            os._exit(OUT_OF_TIME)
+
+    timer = threading.Timer(max(0.0, left_s), stop)
+    timer.daemon = True
+    if left_s < math.inf:
+        timer.start()
+    try:
+        rows, code, report = body(args, session)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        timer.cancel()
+    print(f"\n{report}\n\n{len(rows)} rows appended to {session.out}")
+    return code

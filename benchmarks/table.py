@@ -1,13 +1,13 @@
-"""From rows to tables: which rows count, ratios to peers, geometric means, Markdown and plain text.
+"""Makes tables from rows: which rows count, ratios to peers, geometric means, Markdown and plain text.
 
-Clocks move between processes, so a ratio is taken within one run only. A cell shows the last run that timed one of our
-providers beside a peer.
+Clocks move between processes, so a ratio is taken within one run only. A cell shows the last run that timed both one of
+our providers and a peer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.cases import Case
@@ -20,12 +20,7 @@ _UNITS = {"TFLOPS": lambda r: r.tflops, "ms": lambda r: r.median_ms}
 
 @dataclass(frozen=True)
 class Cell:
-    """One case as one run saw it.
-
-    Attributes:
-        case: The case.
-        rows: By provider.
-    """
+    """One case in one run: its rows by provider."""
 
     case: Case
     rows: dict[str, Row]
@@ -45,7 +40,7 @@ class Cell:
 
 
 def cells(rows: Iterable[Row]) -> list[Cell]:
-    """One cell a case, from the last run that compares; cases in the order in which they first appear."""
+    """One cell per case, from the last run that timed ours and a peer; cases in the order of first appearance."""
     runs: dict[Case, dict[str, dict[str, Row]]] = {}
     for row in rows:
         runs.setdefault(Case.from_dict(row.case), {}).setdefault(row.run, {})[row.provider] = row
@@ -58,50 +53,34 @@ def cells(rows: Iterable[Row]) -> list[Cell]:
 
 
 def ours(names: Iterable[str]) -> list[str]:
-    """The names of this library's providers among others."""
+    """The names that are this library's providers."""
     return [name for name in in_order(names) if name.startswith(OURS)]
 
 
-def peers(names: Iterable[str]) -> list[str]:
-    """The names of everyone else."""
-    return [name for name in in_order(names) if not name.startswith(OURS)]
-
-
 def geomean(values: Sequence[float]) -> float:
-    """Geometric mean of positive numbers.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """Geometric mean of positive numbers, at least one."""
     if not values:
         raise ValueError("geomean of nothing")
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of providers in the order of tables and legends."""
+    """Names of providers in the order of tables and legends, ours first."""
     known = list(PROVIDERS)
-    return sorted(set(names), key=lambda name: (known.index(name) if name in known else len(known), name))
+    place = {name: known.index(name) if name in known else len(known) for name in names}
+    return sorted(place, key=lambda name: (not name.startswith(OURS), place[name], name))
 
 
 def providers(grid: Sequence[Cell]) -> list[str]:
-    """Every provider that was timed or asked for in some cell, ours first."""
-    names = {name for cell in grid for name in cell.rows}
-    return ours(names) + peers(names)
+    """Every provider with a row in some cell."""
+    return in_order(name for cell in grid for name in cell.rows)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Speed of one of our providers over another, across cells.
+    """Speed of one of our providers over a peer or each cell's best peer, in all cells or those of one mask.
 
-    Attributes:
-        provider: Ours.
-        against: A peer, or the best peer of each cell.
-        group: ``all`` or a mask.
-        cells: How many cells timed both.
-        geomean: Geometric mean of the ratios; over 1 is faster.
-        worst: Smallest ratio.
-        worst_cell: The name of its cell.
+    ``geomean`` is over the ratios, ``worst`` the smallest of them; over 1 is faster.
     """
 
     provider: str
@@ -120,7 +99,7 @@ def summaries(grid: Sequence[Cell]) -> list[Summary]:
     groups: list[str] = ["all", *(masks if len(masks) > 1 else [])]
     found = []
     for provider in ours(names):
-        for against in (*(p for p in peers(names)), BEST_PEER):
+        for against in (*names[len(ours(names)) :], BEST_PEER):
             for group in groups:
                 chosen = [c for c in grid if group in ("all", c.case.mask)]
                 ratios = [(r, c.case.name) for c in chosen if (r := c.ratio(provider, against)) is not None]
@@ -135,36 +114,33 @@ Table = list[list[str]]
 
 
 def speed_table(grid: Sequence[Cell], unit: str = "TFLOPS") -> Table:
-    """A row a cell: the speed of every provider and the ratios of ours to fa2, fa3 and the best peer.
-
-    Args:
-        grid: The cells.
-        unit: ``TFLOPS``, or ``ms`` for the median time.
-    """
+    """A row per cell: the speed of every provider in TFLOPS or ms, and ours over fa2, fa3 and the best peer."""
     names = providers(grid)
     against = [p for p in ("fa2", "fa3") if p in names] + [BEST_PEER]
     columns = [(name, p) for name in ours(names) for p in against]
-    head = [f"cell ({unit})", *map(_short, names)]
-    head += [f"{_short(name)} / {p}" for name, p in columns]
-    table = [head]
+    table = [
+        [
+            f"cell ({unit})",
+            *(name.removeprefix("flashtile-") for name in names),
+            *(f"{name.removeprefix('flashtile-')} / {p}" for name, p in columns),
+        ]
+    ]
     for cell in grid:
-        speeds = [_speed(cell.rows.get(name), unit) for name in names]
-        table.append([cell.case.name, *speeds, *(_number(cell.ratio(*pair)) for pair in columns)])
+        ratios = ["" if (ratio := cell.ratio(*pair)) is None else f"{ratio:.2f}" for pair in columns]
+        table.append([cell.case.name, *(_speed(cell.rows.get(name), unit) for name in names), *ratios])
     return table
 
 
 def summary_table(grid: Sequence[Cell]) -> Table:
     """The summaries as a table."""
-    head = ["provider", "against", "cells of", "number", "geomean", "worst", "worst cell"]
-    lines = [
-        [s.provider, s.against, s.group, str(s.cells), f"{s.geomean:.3f}", f"{s.worst:.3f}", s.worst_cell]
-        for s in summaries(grid)
-    ]
-    return [head, *lines]
+    lines = [["provider", "against", "cells of", "number", "geomean", "worst", "worst cell"]]
+    for s in summaries(grid):
+        lines.append([s.provider, s.against, s.group, str(s.cells), f"{s.geomean:.3f}", f"{s.worst:.3f}", s.worst_cell])
+    return lines
 
 
 def losses_table(grid: Sequence[Cell]) -> Table:
-    """Every cell in which our fastest provider is behind the best peer, worst first."""
+    """Every cell in which our fastest provider is slower than the best peer, worst first."""
     lost = []
     for cell in grid:
         timed = [(t, name) for name in ours(cell.rows) if (t := cell.time(name)) is not None]
@@ -173,23 +149,15 @@ def losses_table(grid: Sequence[Cell]) -> Table:
         time_ms, name = min(timed)
         best = cell.time(BEST_PEER)
         if best is not None and best < time_ms:
-            winner = min(peers(cell.rows), key=lambda p: cell.time(p) or math.inf)
+            winner = next(peer for peer in in_order(cell.rows) if cell.time(peer) == best)
             lost.append((best / time_ms, [cell.case.name, name, winner, f"{best / time_ms:.3f}"]))
     return [["cell", "ours", "faster peer", "ratio"], *(line for _, line in sorted(lost))]
 
 
 def problems(grid: Sequence[Cell]) -> list[str]:
-    """What went wrong or was refused, a line each."""
+    """Failures and refusals, one line each."""
     failed = [(c.case.name, name, r.error) for c in grid for name, r in c.rows.items() if isinstance(r.error, str)]
-    return [f"{case}: {name}: {_first_line(str(error))}" for case, name, error in failed]
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "failed"
-
-
-def _short(name: str) -> str:
-    return name.removeprefix(f"{OURS}-")
+    return [f"{case}: {name}: {error.strip().splitlines()[0]}" for case, name, error in failed]
 
 
 def _speed(row: Row | None, unit: str) -> str:
@@ -200,10 +168,6 @@ def _speed(row: Row | None, unit: str) -> str:
         kind = str(row.error).split(":")[0]
         return kind if kind in ("wrong", "failed") else "-"
     return f"{value:.0f}" if unit == "TFLOPS" and value >= 10 else f"{value:.3g}"
-
-
-def _number(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def to_text(table: Table) -> str:
@@ -217,15 +181,14 @@ def to_text(table: Table) -> str:
     return "\n".join([line(table[0]), "  ".join("-" * w for w in widths), *map(line, table[1:])])
 
 
-def to_markdown(table: Table, bold: Callable[[str], bool] = lambda _: False) -> str:
-    """A Markdown table; cells for which ``bold`` holds stand out."""
-    rows = [[f"**{x}**" if i and bold(x) else x for i, x in enumerate(row)] for row in table[1:]]
+def to_markdown(table: Table) -> str:
+    """A Markdown table."""
     rule = ["---", *("---:" for _ in table[0][1:])]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (table[0], rule, *rows))
+    return "\n".join("| " + " | ".join(row) + " |" for row in (table[0], rule, *table[1:]))
 
 
 def report(rows: Iterable[Row], unit: str = "TFLOPS") -> str:
-    """What a run prints last: speeds, ratios and what went wrong."""
+    """The text that a run prints at the end: speeds, ratios and failures."""
     grid = cells(rows)
     if not grid:
         return "no cells"

@@ -6,7 +6,7 @@ import torch
 from benchmarks import accuracy, results
 from benchmarks.cases import Case, make_inputs
 from benchmarks.checks import Reference
-from benchmarks.plain import Eager
+from benchmarks.providers import Eager
 from benchmarks.session import Session
 from tests.benchmarks.test_run import Fake
 
@@ -53,9 +53,9 @@ def test_a_row_says_how_far_each_provider_is(session):
     assert off.error == off.values["out"]["relative"] == pytest.approx(0.5, rel=0.01)
     assert refused.error == "refused: no" and refused.values is None
     # The error of the whole is that of the probes where the probes are all heads.
-    assert eager.error == pytest.approx(Reference(CASE, make_inputs(CASE, CPU, outliers=0.001)).error(
-        Eager().prepare(CASE, make_inputs(CASE, CPU, outliers=0.001))()
-    ), rel=0.5)  # fmt: skip
+    inputs = make_inputs(CASE, CPU, outliers=0.001)
+    outputs = Eager().native(Eager().prepare(CASE, inputs)(), CASE)
+    assert eager.error == pytest.approx(Reference(CASE, inputs).error(outputs), rel=0.5)
     assert eager.case["inputs"] == "outliers"
 
 

@@ -33,7 +33,7 @@ def oracle(case: Case, inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_the_reference_agrees_with_the_oracle(case, monkeypatch):
-    monkeypatch.setattr("benchmarks.checks._ROWS_A_CHUNK", 8)
+    monkeypatch.setattr("benchmarks.checks._ROWS_PER_CHUNK", 8)
     inputs = make_inputs(case, CPU)
     assert Reference(case, inputs).error(oracle(case, inputs)) < 1e-12
 

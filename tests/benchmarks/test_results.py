@@ -64,3 +64,11 @@ def test_a_line_that_a_killed_process_left_unfinished_is_no_row_and_is_cut_off(r
     assert results.read([path]) == [first]
     results.append(path, [second])
     assert results.read([path]) == [first, second]
+
+
+def test_sources_without_a_repository_are_named_by_their_text(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("a = 1\n")
+    first = results.git_commit(tmp_path)
+    (tmp_path / "src" / "a.py").write_text("a = 2\n")
+    assert first.startswith("sources-") and results.git_commit(tmp_path) not in (first, results.git_commit())

@@ -54,11 +54,8 @@ def test_the_command_times_both_batches_on_the_cpu(tmp_path, capsys):
     assert varlen.main([*small, *options, "--out", str(out), "--commit", "abc"]) == 0
     rows = results.read([out])
     assert len(rows) == 2 * 2 * 2
-    forward = [r for r in rows if r.case["direction"] == "forward"]
-    assert all(0 <= r.error < 1e-5 and r.median_ms > 0 for r in forward)
-    refused = [r for r in rows if isinstance(r.error, str)]
-    assert [r.error for r in refused] == ["refused: no gradients over packed sequences"]
-    assert len(varlen.ratios(rows)) == 3
+    assert all(0 <= r.error < 2e-5 and r.median_ms > 0 for r in rows)
+    assert len(varlen.ratios(rows)) == 4
     assert "packed / dense" in capsys.readouterr().out
 
 

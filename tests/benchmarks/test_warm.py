@@ -1,3 +1,4 @@
+import threading
 from dataclasses import replace
 
 import torch
@@ -18,13 +19,6 @@ def test_every_cell_of_the_suites_is_called_and_none_twice():
     }
 
 
-def test_cells_of_other_kernels_come_first():
-    other = replace(SMALL, head_dim=32)
-    cases = [replace(SMALL, seqlen_k=n) for n in (16, 32, 64)] + [replace(other, seqlen_k=n) for n in (16, 32)]
-    assert [(c.head_dim, c.seqlen_k) for c in warm.spread(cases)] == [(16, 16), (32, 16), (16, 32), (32, 32), (16, 64)]
-    assert warm.spread([]) == []
-
-
 def test_a_call_says_what_went_wrong_and_takes_a_refusal_for_an_answer(monkeypatch):
     assert warm.call_once(SMALL, "flashtile-cpu", "cpu") is None
     assert warm.call_once(SMALL, "flashtile-hopper", "cpu") is None, "it refuses the device"
@@ -38,3 +32,12 @@ def test_processes_run_the_calls(capsys, monkeypatch):
     assert "2 of 4 calls went well" in printed and printed.count("fa3: failed: ") == 2
     if not torch.cuda.is_available():
         assert warm.main([]) == 2
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def test_a_process_that_does_not_answer_is_ended():
+    said = dict(warm.side_by_side(wait_for_ever, [()], 1, 0.5))
+    assert said == {(): "no answer within 0 s"}

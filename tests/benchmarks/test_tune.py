@@ -1,0 +1,65 @@
+import contextlib
+
+import pytest
+import torch
+
+from benchmarks import results, tune
+from flashtile.backends.portable.config import Config
+
+DIMS = [(64, 64), (128, 128), (256, 256)]
+
+
+@pytest.mark.parametrize("backend", tune.KERNELS)
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_kernel_has_candidates_that_are_legal(backend, dims):
+    for kernel in tune.KERNELS[backend]:
+        found = tune.candidates(backend, kernel, dims)
+        assert found[0].name == tune.TABLE and len(found) == len(set(found))
+        configs = (
+            [tune.parse(c.name) for c in found[1:]] if backend == "portable" else tune.hopper_configs(kernel, dims)
+        )
+        assert configs or (kernel in ("dk", "dv") and dims == (64, 64))
+    assert len(tune.candidates("portable", "forward", (64, 64), ["64x32x4x2 T"])) == 1 + 1 + 7
+
+
+def test_a_name_says_everything_about_portable_tiles():
+    assert tune.parse("64x128x8x3 TA 168") == Config(64, 128, 8, 3, tma=True, one_loop=True, mask_all=True, maxnreg=168)
+    assert tune.parse("16x32x4x1") == Config(16, 32, 4, 1)
+
+
+def test_tiles_are_injected_where_the_backend_looks_for_them():
+    from flashtile.backends.portable import config
+
+    with tune.Candidate("portable", "dk", (256, 256), "64x64x8x2 T").injected():
+        held = dict(config.overridden())
+    assert held == {"dk": Config(64, 64, 8, 2, tma=True), "dv": Config(64, 128, 8, 2, tma=True, one_loop=True)}
+    assert not config.overridden()
+
+
+def test_a_wrong_candidate_is_not_timed_and_the_others_are_compared(tmp_path, capsys, monkeypatch):
+    """The whole command with the CPU backend in place of a GPU's: what it makes of tiles is made up."""
+    monkeypatch.setitem(tune.KERNELS, "cpu", ("forward",))
+    named = lambda *_: [tune.Candidate("cpu", "forward", (16, 16), name) for name in (tune.TABLE, "a", "bad")]  # noqa: E731
+    monkeypatch.setattr(tune, "candidates", named)
+    monkeypatch.setattr(tune.Candidate, "injected", lambda self: contextlib.nullcontext())
+    honest = tune.wrong
+    monkeypatch.setattr(tune, "wrong", lambda c, *rest: "by 1" if c.name == "bad" else honest(c, *rest))
+    here = lambda function, work, *_, **__: ((item, function(*item)) for item in work)  # noqa: E731
+    monkeypatch.setattr(tune, "side_by_side", here)
+    monkeypatch.setattr(tune, "HIDDEN_SIZE", 32)
+    out = tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--head-dims", "16", "--seqlens", "64,32", "--masks", "causal", "--rounds", "2"]
+    monkeypatch.setattr(tune, "TOTAL_TOKENS", 64)
+    monkeypatch.setattr(tune, "choose_providers", lambda *_: [])
+    assert tune.main(["cpu", "forward", *options, "--out", str(out), "--commit", "abc"]) == 1
+    rows = results.read([out])
+    assert {(r.case["config"], r.case["seqlen_k"]) for r in rows} == {(n, s) for n in ("table", "a") for s in (32, 64)}
+    assert all(r.suite == "tune" and r.median_ms > 0 and r.case["kernel"] == "forward" for r in rows)
+    printed = capsys.readouterr().out
+    assert "bad: by 1" in printed and "a: right" in printed
+    by_name = {line[1]: line[2:] for line in tune.summary(rows)[1:]}
+    assert by_name["table"] == ["1.000", "1.000"] and float(by_name["a"][0]) > 0
+    with pytest.raises(SystemExit):
+        tune.main(["portable", "backward"])
+    if not torch.cuda.is_available():
+        assert tune.main(["hopper", "forward"]) == 2
