@@ -1,0 +1,45 @@
+"""The counter by which an integration says what ran."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import torch
+
+
+class Calls:
+    """How many attention calls of another library flashtile ran, and which it left to that library, with the reasons.
+
+    A call inside a function that ``torch.compile`` traces is not counted: a counter there would be a value to guard on.
+
+    Attributes:
+        served: Calls that flashtile ran.
+        left: Reason to number of calls that the other library ran.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts counting again."""
+        with self._lock:
+            self.served = 0
+            self.left: Counter[str] = Counter()
+
+    def serve(self) -> None:
+        """Counts a call that flashtile runs."""
+        if not torch.compiler.is_compiling():
+            with self._lock:
+                self.served += 1
+
+    def leave(self, reason: str) -> None:
+        """Counts a call that the other library runs."""
+        if not torch.compiler.is_compiling():
+            with self._lock:
+                self.left[reason] += 1
+
+    def __str__(self) -> str:
+        lines = [f"{self.served} calls ran with flashtile, {self.left.total()} were left"]
+        return "\n".join(lines + [f"  {count} left: {reason}" for reason, count in self.left.most_common()])
