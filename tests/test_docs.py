@@ -34,7 +34,7 @@ def unchanged_modules() -> Iterator[None]:
 
 
 def test_pages_with_code_are_found() -> None:
-    use = {f"docs/{name}.md" for name in ("from-flash-attn", "from-flexattention", "from-sdpa")}
+    use = {f"docs/{name}.md" for name in ("from-flash-attn", "from-flexattention", "from-sdpa", "training")}
     learn = {"README.md", "docs/algorithm.md", "docs/index.md", "docs/quickstart.md", "docs/semantics.md"}
     assert use | learn <= set(map(_name, _CODE_PAGES))
 
@@ -123,6 +123,20 @@ def test_design_names_what_exists() -> None:
     ):
         if name != "py":
             assert hasattr(importlib.import_module(f"flashtile.{places.get(module, module)}"), name), f"{module}.{name}"
+
+
+def test_formulas_become_mathml() -> None:
+    from docs import mathml
+
+    made = mathml.on_page_content(
+        r'<p>If <span class="arithmatex">\(m = -\infty\)</span>, code: <code>\(x\)</code></p>'
+    )
+    assert made.startswith('<p>If <span class="arithmatex"><math') and made.endswith("<code>\\(x\\)</code></p>")
+    assert '<mi>m</mi><mo>&#x0003D;</mo><mo form="prefix">&#x02212;</mo><mi>&#x0221E;</mi>' in made
+    block = mathml.on_page_content('<div class="arithmatex">\\[\na &lt; \\max(b, c) .\n\\]</div>')
+    assert 'display="block"' in block and "&#x0003C;" in block and ">max</mo>" in block
+    with pytest.raises(ValueError, match="no MathML"):
+        mathml.to_mathml(r"\nonsense x", "inline")
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
