@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
 INTERPRETED := tests/backends/portable tests/backends/vocab
 
-.PHONY: demo test test-all check docs kernels interpreter gpu clean
+.PHONY: demo test test-all check docs wheel kernels gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile demo
@@ -45,6 +45,16 @@ check: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict --quiet
+
+# The sdist, the wheel that is built from it, and the first pages run by the wheel in an environment of PyTorch and nothing else.
+wheel: $(VENV)/.dev
+	rm -rf dist $(VENV)/wheel
+	$(BIN)/python -m build --outdir dist >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+	$(BIN)/python tools/wheel.py dist
+	$(PYTHON) -m venv $(VENV)/wheel
+	$(VENV)/wheel/bin/python -m pip install --quiet '$(TORCH)' dist/*.whl
+	$(VENV)/wheel/bin/python -I docs/blocks.py README.md docs/quickstart.md
+	rm -rf $(VENV)/wheel
 
 # Builds every GPU kernel for every target with no GPU, on the oldest, the pinned and the newest Triton, and runs on the CPU
 # what the oldest and the newest make of the Hopper kernels.

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, written from saved rows.
+"""The tables of docs/performance.md and docs/performance-tables.md, written from saved rows.
 
 A generated table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; text outside is unchanged.
 """
@@ -14,7 +14,7 @@ from benchmarks.table import Cell
 
 Block = Callable[[list[Row]], str]
 
-DOCS_PAGE = ROOT / "docs" / "performance.md"
+DOCS_PAGES = tuple(ROOT / "docs" / name for name in ("performance.md", "performance-tables.md"))
 
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -79,11 +79,6 @@ def _memory_lines(grid: list[Cell]) -> table.Table:
     return lines
 
 
-def _image(suite: str, what: str) -> tuple[str, Block]:
-    """A block that shows a plot, so that a page links only plots that exist."""
-    return suite, lambda _: f"![{what}](plots/{suite}.svg)"
-
-
 def _of(made: Callable[[list[Row]], table.Table]) -> Block:
     """A block of a table of the latest rows."""
     return lambda rows: _with_source(_latest(rows), made(rows))
@@ -117,13 +112,29 @@ def _summary_block(rows: Sequence[Row]) -> str:
     return table.to_markdown(table.summary_table(table.cells(rows)))
 
 
+# What the first page shows of all rows: a name, the suite, our provider, and the peer that it is for.
+_HEADLINE = (
+    ("Hopper, forward", "forward", "flashtile-hopper", table.BEST_PEER),
+    ("Hopper, backward", "backward", "flashtile-hopper", table.BEST_PEER),
+    ("Hopper, packed sequences, both", "varlen", "flashtile-hopper", table.BEST_PEER),
+    ("portable, forward", "forward", "flashtile-portable", "fa2"),
+    ("portable, backward", "backward", "flashtile-portable", "fa2"),
+)
+
+
+def _headline_block(rows: list[Row]) -> str:
+    lines = [["kernels, bf16", *table.SUMMARY_HEAD[:-1]]]
+    for name, suite, *pair in _HEADLINE:
+        grid = [c for c in table.cells(of_suite(rows, suite)) if c.case.dtype == "bfloat16"]
+        found = table.summaries([c for c in grid if suite != "varlen" or c.case.lengths is not None])
+        lines += [[name, s.against, *s.line()[:-1]] for s in found if [s.provider, s.against] == pair]
+    return table.to_markdown(lines)
+
+
 _NOTHING = "Not measured yet."
-# Block name -> the suite it needs and the function that writes it.
+# Block name -> the suite it needs, empty for all, and the function that writes it.
 _BLOCKS: dict[str, tuple[str, Block]] = {
-    "forward-plot": _image("forward", "Forward speed against sequence length"),
-    "backward-plot": _image("backward", "Backward speed against sequence length"),
-    "memory-plot": _image("memory", "Extra memory of a call against sequence length"),
-    "train-plot": _image("train", "Loss against step, tokens a second against context"),
+    "headline": ("", _headline_block),
     "forward": ("forward", _in("bfloat16", _of_cells(table.speed_table))),
     "forward-summary": ("forward", _in("bfloat16", _summary_block)),
     "forward-losses": ("forward", _in("bfloat16", _losses_block)),
@@ -154,7 +165,7 @@ def fill_tables(page: str, rows: Sequence[Row]) -> str:
         if name not in _BLOCKS:
             raise ValueError(f"table is {name!r}, must be one of {', '.join(_BLOCKS)}")
         suite, write = _BLOCKS[name]
-        chosen = of_suite(rows, suite)
+        chosen = of_suite(rows, suite) if suite else list(rows)
         body = write(chosen) if chosen else _NOTHING
         return f"{match[1]}\n{body}\n\n{match[3]}"
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.plot``: draws plots and rewrites the tables of docs/performance.md, from saved rows alone."""
+"""``python -m benchmarks.plot``: draws plots and rewrites the tables of the docs, from saved rows alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results, table
-from benchmarks.page import DOCS_PAGE, fill_tables, of_suite
+from benchmarks.page import DOCS_PAGES, fill_tables, of_suite
 from benchmarks.results import ROOT, Row
 from benchmarks.table import Cell
 from benchmarks.train import smooth, training_of
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of saved rows")
     parser.add_argument("--plots", type=Path, default=PLOTS, help="folder to draw into")
     parser.add_argument("--format", default="svg", choices=("svg", "png"))
-    parser.add_argument("--page", type=Path, default=DOCS_PAGE, help="Markdown page whose tables are rewritten")
+    parser.add_argument("--pages", type=Path, nargs="+", default=DOCS_PAGES, help="pages whose tables are rewritten")
     parser.add_argument("--no-plots", action="store_true", help="only rewrite the tables")
     args = parser.parse_args(argv)
     rows = results.saved(args.results)
@@ -175,9 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ImportError as error:
             print(f"{error}: plots need matplotlib; --no-plots writes the tables alone", file=sys.stderr)
             return 2
-    page = args.page.read_text(encoding="utf-8")
-    args.page.write_text(fill_tables(page, rows), encoding="utf-8")
-    print(args.page)
+    for page in args.pages:
+        page.write_text(fill_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        print(page)
     return 0
 
 

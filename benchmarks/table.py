@@ -78,35 +78,29 @@ def providers(grid: Sequence[Cell]) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Speed of one of our providers over a peer or each cell's best peer, in all cells or those of one mask.
-
-    ``geomean`` is over the ratios, ``worst`` the smallest of them; over 1 is faster.
-    """
+    """Speed of one of our providers over a peer, or over each cell's best peer, in all cells; over 1 is faster."""
 
     provider: str
     against: str
-    group: str
-    cells: int
-    geomean: float
-    worst: float
-    worst_cell: str
+    ratios: dict[str, float]  # by cell
+
+    def line(self) -> list[str]:
+        """Number of cells, how many were lost, geometric mean, best and worst ratio, worst cell."""
+        values = list(self.ratios.values())
+        lost = sum(r < 1 for r in values)
+        numbers = [f"{x:.3f}" for x in (geomean(values), max(values), min(values))]
+        return [str(len(values)), str(lost), *numbers, min(self.ratios, key=self.ratios.__getitem__)]
 
 
 def summaries(grid: Sequence[Cell]) -> list[Summary]:
-    """A line for each of our providers against each peer and the best, over all cells and by mask."""
+    """One for each of our providers against each peer and the best."""
     names = providers(grid)
-    masks = list(dict.fromkeys(cell.case.mask for cell in grid))
-    groups: list[str] = ["all", *(masks if len(masks) > 1 else [])]
     found = []
     for provider in ours(names):
         for against in (*names[len(ours(names)) :], BEST_PEER):
-            for group in groups:
-                chosen = [c for c in grid if group in ("all", c.case.mask)]
-                ratios = [(r, c.case.name) for c in chosen if (r := c.ratio(provider, against)) is not None]
-                if ratios:
-                    worst, worst_cell = min(ratios)
-                    mean = geomean([r for r, _ in ratios])
-                    found.append(Summary(provider, against, group, len(ratios), mean, worst, worst_cell))
+            ratios = {c.case.name: r for c in grid if (r := c.ratio(provider, against)) is not None}
+            if ratios:
+                found.append(Summary(provider, against, ratios))
     return found
 
 
@@ -114,29 +108,23 @@ Table = list[list[str]]
 
 
 def speed_table(grid: Sequence[Cell], unit: str = "TFLOPS") -> Table:
-    """A row per cell: the speed of every provider in TFLOPS or ms, and ours over fa2, fa3 and the best peer."""
+    """A row per cell: the speed of every provider in TFLOPS or ms, and ours over the best peer."""
     names = providers(grid)
-    against = [p for p in ("fa2", "fa3") if p in names] + [BEST_PEER]
-    columns = [(name, p) for name in ours(names) for p in against]
-    table = [
-        [
-            f"cell ({unit})",
-            *(name.removeprefix("flashtile-") for name in names),
-            *(f"{name.removeprefix('flashtile-')} / {p}" for name, p in columns),
-        ]
-    ]
+    columns = [(name, BEST_PEER) for name in ours(names)]
+    short = {name: name.removeprefix("flashtile-") for name in names}
+    table = [[f"cell ({unit})", *short.values(), *(f"{short[name]} / {p}" for name, p in columns)]]
     for cell in grid:
         ratios = ["" if (ratio := cell.ratio(*pair)) is None else f"{ratio:.2f}" for pair in columns]
         table.append([cell.case.name, *(_speed(cell.rows.get(name), unit) for name in names), *ratios])
     return table
 
 
+SUMMARY_HEAD = ["against", "cells", "lost", "geomean", "best", "worst", "worst cell"]
+
+
 def summary_table(grid: Sequence[Cell]) -> Table:
     """The summaries as a table."""
-    lines = [["provider", "against", "cells of", "number", "geomean", "worst", "worst cell"]]
-    for s in summaries(grid):
-        lines.append([s.provider, s.against, s.group, str(s.cells), f"{s.geomean:.3f}", f"{s.worst:.3f}", s.worst_cell])
-    return lines
+    return [["provider", *SUMMARY_HEAD], *([s.provider, s.against, *s.line()] for s in summaries(grid))]
 
 
 def losses_table(grid: Sequence[Cell]) -> Table:

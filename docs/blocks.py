@@ -1,12 +1,19 @@
-"""What the pages take from the code: tables between markers. ``python docs/blocks.py`` writes them anew.
+"""What the pages take from the code, and the code that they hold.
 
-A block stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. A test compares what stands there with what
-the code prints, so that no page promises what a backend no longer does.
+``python docs/blocks.py`` writes the tables between markers anew. A table stands between ``<!-- begin NAME -->`` and
+``<!-- end NAME -->``. A test compares what stands there with what the code prints, so that no page promises what a
+backend no longer does.
+
+``python docs/blocks.py PAGE...`` runs the Python blocks of pages, with the flashtile that Python finds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import doctest
+import io
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,8 +44,35 @@ def refresh(text: str) -> str:
     return _BLOCK.sub(lambda m: f"<!-- begin {m[1]} -->\n{BLOCKS[m[1]]()}\n<!-- end {m[1]} -->", text)
 
 
-def main() -> None:
-    """Rewrites the pages whose blocks are out of date, and names them."""
+CODE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text title=\"output\"\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+
+
+def run_code(page: Path) -> None:
+    """Runs a page's Python blocks, in order and in one namespace, and compares what they print with what is shown.
+
+    Raises:
+        AssertionError: A block prints something else.
+    """
+    text = page.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {}
+    for block in CODE.finditer(text):
+        code, shown = block.groups()
+        # Empty lines in front, so that a traceback shows the page's own line numbers.
+        first_line = text[: block.start(1)].count("\n")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * first_line + code, str(page), "exec"), namespace)
+        if shown is not None and not doctest.OutputChecker().check_output(shown, printed.getvalue(), doctest.ELLIPSIS):
+            raise AssertionError(f"{page.name}:{first_line} prints\n{printed.getvalue()}")
+
+
+def main(pages: list[str]) -> None:
+    """Runs the code of pages; without any, rewrites the pages whose tables are out of date, and names them."""
+    for name in pages:
+        run_code(ROOT / name)
+        print(f"{name} runs with {Path(flashtile.__file__).parent}")
+    if pages:
+        return
     for page in PAGES:
         old = page.read_text(encoding="utf-8")
         new = refresh(old)
@@ -48,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

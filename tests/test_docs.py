@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import doctest
 import importlib
 import inspect
-import io
 import re
 import sys
 import tomllib
@@ -16,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import flashtile
-from docs.blocks import BLOCKS, PAGES, ROOT, refresh
+from docs.blocks import BLOCKS, CODE, PAGES, ROOT, refresh, run_code
 
 SOURCE = ROOT / "src" / "flashtile"
-_CODE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text title=\"output\"\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
-_CODE_PAGES = [page for page in PAGES if _CODE.search(page.read_text(encoding="utf-8"))]
+_CODE_PAGES = [page for page in PAGES if CODE.search(page.read_text(encoding="utf-8"))]
 
 
 def _name(page: Path) -> str:
@@ -38,25 +34,24 @@ def unchanged_modules() -> Iterator[None]:
 
 
 def test_pages_with_code_are_found() -> None:
-    expected = {"README.md", "docs/algorithm.md", "docs/index.md", "docs/quickstart.md", "docs/semantics.md"}
-    assert expected <= set(map(_name, _CODE_PAGES))
+    use = {f"docs/{name}.md" for name in ("from-flash-attn", "from-flexattention", "from-sdpa", "training")}
+    learn = {"README.md", "docs/algorithm.md", "docs/index.md", "docs/quickstart.md", "docs/semantics.md"}
+    assert use | learn <= set(map(_name, _CODE_PAGES))
+
+
+def test_output_that_differs_is_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('```python\nprint(1 + 1)\n```\n\n```text title="output"\n2\n```\n')
+    run_code(page)
+    page.write_text(page.read_text().replace("\n2\n", "\n3\n"))
+    with pytest.raises(AssertionError, match="prints\n2"):
+        run_code(page)
 
 
 @pytest.mark.parametrize("page", _CODE_PAGES, ids=_name)
 @pytest.mark.usefixtures("unchanged_modules")
 def test_code_runs_and_prints_what_is_shown(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    namespace: dict[str, object] = {}
-    for block in _CODE.finditer(text):
-        code, shown = block.groups()
-        # Empty lines in front, so that a traceback shows the page's own line numbers.
-        first_line = text[: block.start(1)].count("\n")
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile("\n" * first_line + code, str(page), "exec"), namespace)
-        if shown is not None:
-            same = doctest.OutputChecker().check_output(shown, printed.getvalue(), doctest.ELLIPSIS)
-            assert same, f"{_name(page)}:{first_line} prints\n{printed.getvalue()}"
+    run_code(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -128,6 +123,20 @@ def test_design_names_what_exists() -> None:
     ):
         if name != "py":
             assert hasattr(importlib.import_module(f"flashtile.{places.get(module, module)}"), name), f"{module}.{name}"
+
+
+def test_formulas_become_mathml() -> None:
+    from docs import mathml
+
+    made = mathml.on_page_content(
+        r'<p>If <span class="arithmatex">\(m = -\infty\)</span>, code: <code>\(x\)</code></p>'
+    )
+    assert made.startswith('<p>If <span class="arithmatex"><math') and made.endswith("<code>\\(x\\)</code></p>")
+    assert '<mi>m</mi><mo>&#x0003D;</mo><mo form="prefix">&#x02212;</mo><mi>&#x0221E;</mi>' in made
+    block = mathml.on_page_content('<div class="arithmatex">\\[\na &lt; \\max(b, c) .\n\\]</div>')
+    assert 'display="block"' in block and "&#x0003C;" in block and ">max</mo>" in block
+    with pytest.raises(ValueError, match="no MathML"):
+        mathml.to_mathml(r"\nonsense x", "inline")
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

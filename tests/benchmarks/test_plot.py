@@ -12,7 +12,7 @@ PAGE = "before\n<!-- table: forward-summary -->\nold\n<!-- end -->\nbetween\n<!-
 def test_a_block_is_rewritten_and_the_rest_stays():
     page = pages.fill_tables(PAGE, suite_rows("forward"))
     assert page.startswith("before\n") and page.endswith("after\n") and "\nbetween\n" in page
-    assert "old" not in page and "| flashtile-portable | fa2 | all | 36 | 1.400 |" in page
+    assert "old" not in page and "| flashtile-portable | fa2 | 36 | 0 | 1.400 |" in page
     assert "Not measured yet." in page
     assert pages.fill_tables(page, suite_rows("forward")) == page
 
@@ -23,16 +23,29 @@ def test_an_unknown_block_is_refused():
 
 
 def test_losses_and_memory_are_shown():
-    blocks = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("forward-losses", "memory", "memory-plot"))
+    blocks = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("forward-losses", "memory"))
     page = pages.fill_tables(blocks, suite_rows("forward") + memory_rows())
     assert "No cell was lost." in page
     assert re.search(r"\| forward-d128-causal-s1024 \| 0\.1 \| 0\.1 \| 32\.0 \|", page)
-    assert "](plots/memory.svg)" in page
 
 
-def test_the_page_shows_what_the_saved_rows_say():
-    page = pages.DOCS_PAGE.read_text(encoding="utf-8")
+def test_the_first_table_has_a_line_for_each_suite_against_its_peer():
+    page = pages.fill_tables("<!-- table: headline -->\n<!-- end -->", suite_rows("forward") + suite_rows("backward"))
+    assert "| Hopper, forward | best peer | 36 | 0 | 1.048 | 1.048 | 1.048 |" in page
+    assert "| portable, backward | fa2 | 24 | 0 | 1.400 | 1.400 | 1.400 |" in page
+    assert page.count("\n|") == 6
+
+
+@pytest.mark.parametrize("path", pages.DOCS_PAGES, ids=lambda path: path.name)
+def test_the_pages_show_what_the_saved_rows_say(path):
+    page = path.read_text(encoding="utf-8")
     assert page == pages.fill_tables(page, results.saved()), "run python -m benchmarks.plot"
+
+
+def test_every_saved_file_is_named():
+    section = pages.DOCS_PAGES[1].read_text(encoding="utf-8").partition("### What is saved")[2]
+    named = set(re.findall(r"^\| `([\w/-]+\.jsonl)`", section, re.MULTILINE))
+    assert named == {path.relative_to(results.RESULTS).as_posix() for path in results.RESULTS.rglob("*.jsonl")}
 
 
 def test_every_curve_is_drawn(tmp_path):
@@ -54,15 +67,15 @@ def test_training_is_drawn_and_told(tmp_path):
     assert path.name == "train.svg"
     drawn = path.read_text()
     assert all(f"<!-- {word} -->" in drawn for word in ("flashtile-hopper", "eager", "nats a character", "2k", "step"))
-    page = pages.fill_tables("<!-- table: train -->\n<!-- end -->\n<!-- table: train-plot -->\n<!-- end -->\n", rows)
+    page = pages.fill_tables("<!-- table: train -->\n<!-- end -->\n", rows)
     assert "| flashtile-hopper | 200 | 4.0000 | 2.2550 | 0.0500 | 0.0500 |" in page
-    assert "| context 2048 | 500,000 | 100,000 |" in page and "](plots/train.svg)" in page
+    assert "| context 2048 | 500,000 | 100,000 |" in page
 
 
 def test_dtypes_have_tables_of_their_own():
     blocks = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("forward-summary", "forward-fp16-summary"))
     page = pages.fill_tables(blocks, suite_rows("forward") + suite_rows("forward", "float16"))
-    assert page.count("| flashtile-portable | fa2 | all | 36 | 1.400 |") == 2
+    assert page.count("| flashtile-portable | fa2 | 36 | 0 | 1.400 |") == 2
     assert "Not measured yet." in pages.fill_tables(blocks, suite_rows("forward"))
 
 
@@ -84,7 +97,7 @@ def test_the_command_reads_rows_and_writes_the_page(tmp_path):
     results.append(tmp_path / "rows" / "a.jsonl", suite_rows("backward"))
     page = tmp_path / "page.md"
     page.write_text("<!-- table: backward -->\n<!-- end -->\n")
-    folders = ["--results", str(tmp_path / "rows"), "--plots", str(tmp_path / "plots"), "--page", str(page)]
+    folders = ["--results", str(tmp_path / "rows"), "--plots", str(tmp_path / "plots"), "--pages", str(page)]
     assert plot.main([*folders, "--format", "png"]) == 0
     assert (tmp_path / "plots" / "backward.png").read_bytes().startswith(b"\x89PNG")
     assert page.read_text().count("| backward-d") == 24
