@@ -11,11 +11,15 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from flashtile import dispatch, ops, states
+from flashtile import autocast, dispatch, flops, ops, sharding, states, transforms
 from flashtile.arguments import Grads, Options, Tensors, differentiable, read, tensor_values
 from flashtile.backends.base import Build, directions_of
 from flashtile.errors import InvalidInputError
 from flashtile.problem import Problem, check_values, compute_capability
+
+transforms.register()
+sharding.register()
+flops.register()
 
 
 def attention(
@@ -126,7 +130,10 @@ def attention_varlen(
 
 
 def _run(tensors: Tensors, options: Options, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    if autocast.is_on():
+        tensors = autocast.cast(tensors, tensors.q.device.type)
     if options.dropout_p > 0:
+        sharding.refuse_dropout(tensors.q)
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensors.q.device)
         tensors = dataclasses.replace(tensors, rng_state=state)
     out, lse = ops.attention(tensors, options, return_lse)
@@ -208,7 +215,7 @@ def explain(
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
     options = read(tensors, causal, window_size, return_lse, plain, (max_seqlen_q, max_seqlen_k))
-    problem = Problem.of(tensors, options)
+    problem = Problem.of(autocast.cast(tensors, q.device.type), options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
     return dispatch.explain(problem, backend)
@@ -267,7 +274,7 @@ def warm_up(
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
-    shapes = _without_data(tensors, options.dropout_p > 0)
+    shapes = autocast.cast(_without_data(tensors, options.dropout_p > 0), place.type)
     problem = Problem.of(shapes, options).but(device_type=place.type, compute_capability=compute_capability(place))
     wanted: list[tuple[str, str, Build]] = []
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():

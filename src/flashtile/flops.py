@@ -1,24 +1,19 @@
 """FLOP formulas of the operators, for ``torch.utils.flop_counter.FlopCounterMode``.
 
 That module imports Triton and takes as long to import as all of flashtile, so the formulas are registered when the
-program itself imports it: at once if it already has, else by an import hook for that module.
+program itself imports it.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from flashtile.arguments import Options, unflatten
+from flashtile.late import when_imported
 from flashtile.masks import Band
-
-_COUNTER = "torch.utils.flop_counter"
 
 
 def _by_name(args: tuple[Any, ...]) -> tuple[Any, Options, int]:
@@ -53,36 +48,19 @@ def backward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * pairs * ((1 + grads.q + grads.k) * shapes.q[-1] + over_v * shapes.v[-1])
 
 
+def jvp_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Up to five products: the scores, and their tangents from q and k, over head_dim; two over head_dim_v."""
+    shapes, _, pairs = _by_name(args[7:])
+    dq, dk, dv, dbias = (x is not None for x in args[:4])
+    return 2 * pairs * ((1 + dq + dk) * shapes.q[-1] + ((dq or dk or dbias) + dv) * shapes.v[-1])
+
+
 def _register(counter: ModuleType) -> None:
     counter.register_flop_formula(torch.ops.flashtile.attention_forward)(forward_flops)
     counter.register_flop_formula(torch.ops.flashtile.attention_backward)(backward_flops)
+    counter.register_flop_formula(torch.ops.flashtile.attention_jvp)(jvp_flops)
 
 
-class _Finder(MetaPathFinder):
-    """Finds the counter as usual, once, and registers the formulas after it has been executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                _register(module)
-
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
-def install() -> None:
-    """Registers the formulas now, or as soon as the counter is imported."""
-    counter = sys.modules.get(_COUNTER)
-    if counter is not None:
-        _register(counter)
-    else:
-        sys.meta_path.insert(0, _Finder())
+def register() -> None:
+    """Registers the formulas, as soon as the counter is imported."""
+    when_imported("torch.utils.flop_counter", _register)

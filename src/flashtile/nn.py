@@ -24,6 +24,9 @@ class MultiheadAttention(nn.Module):
     Parameters are named ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, each with ``weight`` and optionally
     ``bias``. Memory is linear in the sequence lengths.
 
+    For tensor parallelism shard the first three by ``ColwiseParallel`` and ``out_proj`` by ``RowwiseParallel``: a shard
+    computes its own heads, and an attn_mask or attn_bias with a dimension of heads must hold those alone.
+
     Args:
         embed_dim: Features of x and of the result.
         num_heads: Query heads.
@@ -152,9 +155,10 @@ class MultiheadAttention(nn.Module):
         _check_rows("context", source, self.context_dim, "cu_seqlens_context", cu_seqlens_context)
         if source.dim() != x.dim():
             raise InvalidInputError("context", f"has {source.dim()} dimensions, but x has {x.dim()}")
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(source).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(source).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q = _split("q_proj", self.q_proj(x), self.head_dim)
+        k = _split("k_proj", self.k_proj(source), self.head_dim)
+        v = _split("v_proj", self.v_proj(source), self.head_dim)
+        self._check_heads(q.shape[-2], k.shape[-2], v.shape[-2])
         if self.rotary is not None:
             q = self.rotary(q, positions, cu_seqlens)
             k = self.rotary(k, 0 if context_positions is None else context_positions, cu_seqlens_context)
@@ -164,6 +168,15 @@ class MultiheadAttention(nn.Module):
             lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
             out = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
         return self.out_proj(cast(Tensor, out).flatten(-2))
+
+    def _check_heads(self, q: int, k: int, v: int) -> None:
+        """Refuses a shard whose query heads would meet other key heads than without sharding."""
+        whole = self.num_heads, self.num_kv_heads
+        for name, kv in (("k_proj", k), ("v_proj", v)):
+            if self.num_kv_heads > 1 and q * self.num_kv_heads != kv * self.num_heads:
+                raise InvalidInputError(
+                    name, f"gives {kv} heads where q_proj gives {q}, must be {whole[1]} to {whole[0]}"
+                )
 
     def _options(self) -> dict:
         plain = {name: getattr(self, name) for name in _DEFAULTS if name != "dropout"}
@@ -251,6 +264,14 @@ def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int |
     if embed_dim % num_heads:
         raise InvalidInputError("num_heads", f"is {num_heads}, must divide embed_dim {embed_dim}, or give head_dim")
     return embed_dim // num_heads
+
+
+def _split(name: str, rows: Tensor, head_dim: int) -> Tensor:
+    """The heads of a projection: all of them, or those of this shard where the projection is sharded."""
+    width = rows.shape[-1]
+    if width % head_dim:
+        raise InvalidInputError(name, f"gives {width} features, must be whole heads of {head_dim}: use fewer shards")
+    return rows.unflatten(-1, (width // head_dim, head_dim))
 
 
 def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The torch.library operators: schemas, fakes, autograd and FLOP formulas, and the cache of plans.
+"""The torch.library operators: schemas and fakes, the autograd of eager calls, and the cache of plans.
 
 One pair of operators serves every call, dense or packed. ``torch.compile``, ``FakeTensor``, ``torch.export`` and CUDA
 graphs see opaque operators whose shapes they can infer; neither operator synchronises with a device.
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashtile import dispatch, flops, settings
+from flashtile import dispatch, settings
 from flashtile.arguments import (
     GRADIENTS,
     SCHEMA,
-    TENSORS,
     differentiable,
     fields_of,
     flatten,
@@ -29,18 +29,32 @@ from flashtile.arguments import (
     tensor_values,
     unflatten,
 )
-from flashtile.arguments import Grads as Grads
 from flashtile.arguments import Options as Options
 from flashtile.backends.base import Backward, Forward
-from flashtile.errors import UnsupportedError
 from flashtile.problem import Problem, Tensors, check_values
 
-_FORWARD, _BACKWARD = "flashtile::attention_forward", "flashtile::attention_backward"
-torch.library.define(_FORWARD, f"({SCHEMA}) -> (Tensor, Tensor)")
+FORWARD, BACKWARD, JVP = (f"flashtile::attention_{name}" for name in ("forward", "backward", "jvp"))
+torch.library.define(FORWARD, f"({SCHEMA}) -> (Tensor, Tensor)")
 torch.library.define(
-    _BACKWARD,
+    BACKWARD,
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {SCHEMA}) -> ({', '.join(['Tensor'] * len(GRADIENTS))})",
 )
+torch.library.define(
+    JVP,
+    f"({', '.join(f'Tensor? {name}' for name in GRADIENTS.values())}, Tensor out, Tensor lse, {SCHEMA})"
+    " -> (Tensor, Tensor)",
+)
+# The tensors before those of ``Tensors`` in each operator's schema.
+LEADING = {
+    FORWARD: (),
+    BACKWARD: ("dout", "dlse", "out", "lse"),
+    JVP: (*GRADIENTS.values(), "out", "lse"),
+}
+
+
+def overload(name: str) -> Any:
+    """The operator of that name, as PyTorch's registrations take it."""
+    return getattr(torch.ops.flashtile, name.removeprefix("flashtile::")).default
 
 
 def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
@@ -67,8 +81,8 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
 def _is_watched(t: Tensors) -> bool:
     """Whether the dispatcher is needed. Bypassing it where possible saves as much time as a kernel launch takes.
 
-    It is needed during tracing, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform or the
-    profiler, and for tensors of a subclass or without data.
+    It is needed during tracing, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform, forward-mode
+    differentiation or the profiler, and for tensors of a subclass or without data.
     """
     return not (
         type(t.q) is type(t.k) is type(t.v) is Tensor
@@ -76,8 +90,14 @@ def _is_watched(t: Tensors) -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and not torch.autograd.profiler._is_profiler_enabled
     )
+
+
+def _is_special(dout: Tensor | None) -> bool:
+    """Whether a gradient that arrives is of a subclass, or a batch of gradients (``is_grads_batched``)."""
+    return dout is not None and (type(dout) is not Tensor or torch._C._functorch.is_legacy_batchedtensor(dout))
 
 
 def _readable(t: Tensors) -> Tensors:
@@ -201,7 +221,7 @@ def _gradients(
 _gradient_values = fields_of(GRADIENTS.values())
 
 
-def _watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+def watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients in the order of Grads, through the operator."""
     out, lse, dout, dlse = others
     found = torch.ops.flashtile.attention_backward(dout, dlse, out, lse, *flatten(t, options))
@@ -236,10 +256,21 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     return tuple(x.new_empty(x.shape) if wanted and x is not None else out.new_empty(0) for x, wanted in inputs)
 
 
-class _Attention(torch.autograd.Function):
-    """Equivalent to ``register_autograd`` of the operators, but without its schema lookup per argument.
+def _jvp(*args: Any) -> tuple[Tensor, Tensor]:
+    from flashtile import forward_mode  # what few programs need is not loaded by all
 
-    The lookup takes 0.1 ms per call, more than all host work of this library.
+    return forward_mode.jvp(*args)
+
+
+def _jvp_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    out, lse = args[5:7]
+    return out.new_empty(out.shape), lse.new_empty(lse.shape)
+
+
+class _Attention(torch.autograd.Function):
+    """Equivalent to the operators under autograd (``transforms``), but without the dispatcher.
+
+    Its lookup of each argument takes 0.1 ms per call, more than all host work of this library.
     """
 
     @staticmethod
@@ -256,10 +287,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors  # once: under torch.utils.checkpoint a second access is an error
         tensors, kind = Tensors(*inputs), ctx.kind
-        watched = torch.is_grad_enabled() or _is_watched(tensors) or not (dout is None or type(dout) is Tensor)
+        watched = torch.is_grad_enabled() or _is_watched(tensors) or _is_special(dout) or _is_special(dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         if watched:
-            grads = _watched_gradients(kind.options, tensors, out, lse, dout, dlse)
+            grads = watched_gradients(kind.options, tensors, out, lse, dout, dlse)
         else:
             grads = _gradients(kind, tensors, out, lse, dout, dlse)
         return None, None, None, *(grads if len(inputs) > 3 else grads[:3])
@@ -269,34 +300,9 @@ class _Attention(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[: len(TENSORS)], *output)
-    ctx.options = inputs[len(TENSORS) :]
-    ctx.set_materialize_grads(False)
-
-
-def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors
-    tensors, options = unflatten((*inputs, *ctx.options))
-    needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))
-    options = dataclasses.replace(options, grads=Grads(*(needed[name] for name in GRADIENTS)))
-    dout = torch.zeros_like(out) if dout is None else dout
-    grads = dict(zip(GRADIENTS, _watched_gradients(options, tensors, out, lse, dout, dlse), strict=True))
-    return *(grads.get(name) for name in TENSORS), *((None,) * len(ctx.options))
-
-
-def _setup_no_second_derivative(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Saves nothing."""
-
-
-def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
-    raise UnsupportedError("attention has no second derivative: its backward cannot be differentiated")
-
-
-torch.library.impl(_FORWARD, ("cpu", "cuda"))(_forward)
-torch.library.impl(_BACKWARD, ("cpu", "cuda"))(_backward)
-torch.library.register_fake(_FORWARD)(_forward_fake)
-torch.library.register_fake(_BACKWARD)(_backward_fake)
-torch.library.register_autograd(_FORWARD, _autograd, setup_context=_setup_context)
-torch.library.register_autograd(_BACKWARD, _no_second_derivative, setup_context=_setup_no_second_derivative)
-flops.install()
+torch.library.impl(FORWARD, ("cpu", "cuda"))(_forward)
+torch.library.impl(BACKWARD, ("cpu", "cuda"))(_backward)
+torch.library.register_fake(FORWARD)(_forward_fake)
+torch.library.register_fake(BACKWARD)(_backward_fake)
+torch.library.impl(JVP, ("cpu", "cuda"))(_jvp)
+torch.library.register_fake(JVP)(_jvp_fake)

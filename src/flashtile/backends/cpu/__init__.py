@@ -7,7 +7,10 @@ log-sum-exp (``flash`` or ``tiles``), which are merged. Memory stays linear in t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward
@@ -35,6 +38,14 @@ _CAPABILITIES = Capabilities(
 )
 
 
+def _uncast(run: Callable[..., Any], *args: Any) -> Any:
+    """Runs with autocast off, under which matrix products of float32 would take its dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return run(*args)
+    with torch._C._DisableAutocast():
+        return run(*args)
+
+
 class CpuBackend:
     """Attention on the CPU, with every feature in every dtype."""
 
@@ -55,11 +66,11 @@ class CpuBackend:
 
     def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
         """See ``Backend.plan_forward``."""
-        return functools.partial(forward.forward, problem)
+        return functools.partial(_uncast, forward.forward, problem)
 
     def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
         """See ``Backend.plan_backward``."""
-        return functools.partial(backward.backward, problem)
+        return functools.partial(_uncast, backward.backward, problem)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """None: PyTorch comes built."""

@@ -231,7 +231,7 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
         return None if rectangle.kind is Kind.FULL else _band_bias(problem.band, *_place(seq, rectangle), dtype)
     total: Tensor | None = None
     if seq.bias is not None:
-        total = _part(seq.bias, rectangle).to(dtype)
+        total = part(seq.bias, rectangle).to(dtype)
     if seq.slopes is not None:
         i = torch.arange(row, row_stop) + (seq.seqlen_k - seq.seqlen_q)
         distance = (i[:, None] - torch.arange(key, key_stop)).abs()
@@ -241,8 +241,8 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     if rectangle.kind is not Kind.FULL:
         keep = _band_tile(problem.band, *_place(seq, rectangle))
     if seq.mask is not None:
-        part = _part(seq.mask, rectangle)
-        keep = part if keep is None else keep & part
+        kept = part(seq.mask, rectangle)
+        keep = kept if keep is None else keep & kept
     if keep is not None:
         total = torch.where(keep, torch.zeros((), dtype=dtype) if total is None else total, -torch.inf)
     assert total is not None
@@ -285,7 +285,8 @@ def _band_tile(band: Band, diagonal: int, rows: int, keys: int) -> Tensor:
     return keep[None, None]
 
 
-def _part(x: Tensor, rectangle: Rectangle) -> Tensor:
+def part(x: Tensor, rectangle: Rectangle) -> Tensor:
+    """A rectangle of a four-dimensional tensor; broadcast dimensions stay 1."""
     rows = slice(None) if x.shape[2] == 1 else slice(*rectangle.rows)
     keys = slice(None) if x.shape[3] == 1 else slice(*rectangle.keys)
     return x[:, :, rows, keys]

@@ -1,0 +1,43 @@
+"""Registers with modules that take long to import, when the program itself imports them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as usual, and calls a function when the module has been executed for the first time."""
+
+    def __init__(self, name: str, register: Callable[[ModuleType], None]) -> None:
+        self.name, self.register = name, register
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.register(module)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def when_imported(name: str, register: Callable[[ModuleType], None]) -> None:
+    """Calls ``register`` with a module now, or as soon as it is imported."""
+    module = sys.modules.get(name)
+    if module is not None:
+        register(module)
+    else:
+        sys.meta_path.insert(0, _Finder(name, register))

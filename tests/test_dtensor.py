@@ -1,0 +1,198 @@
+"""DTensor and tensor parallelism: two processes over gloo, and the choice of shardings on larger meshes."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import flashtile
+from flashtile import InvalidInputError, UnsupportedError, nn
+
+BOUNDS = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def equal(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def tensors(batch: int = 2, kv_heads: int = 2, packed: bool = False, features: bool = False) -> dict[str, Tensor]:
+    rows = (6,) if packed else (batch, 6)
+    found = {"q": normal(*rows, 4, 8), "k": normal(*rows, kv_heads, 8, seed=1), "v": normal(*rows, kv_heads, 8, seed=2)}
+    if packed:
+        found |= {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS}
+    if features:
+        found |= {"attn_bias": normal(4, 6, 6, seed=3), "sinks": normal(4, seed=4)}
+        found |= {
+            "attn_mask": normal(batch, 1, 6, 6, seed=5) > -1,
+            "alibi_slopes": normal(batch, 4, seed=8).abs().float(),
+        }
+    return found
+
+
+def run(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    function = flashtile.attention_varlen if "cu_seqlens_q" in given else flashtile.attention
+    return function(**given, causal=True, return_lse=True)
+
+
+def check(mesh: DeviceMesh, placed: dict[str, Any], free: bool, **kind: Any) -> None:
+    """Sharded results and gradients are those of the whole tensors; ``free``: without communication."""
+    whole = {name: x.requires_grad_(x.dtype == torch.float64) for name, x in tensors(**kind).items()}
+    leaves = {name: x for name, x in whole.items() if x.requires_grad}
+    want = run(whole)
+    seeds = normal(*want[0].shape, seed=6), normal(*want[1].shape, seed=7)
+    want_grads = torch.autograd.grad(want, list(leaves.values()), seeds)
+    place = {name: distribute_tensor(x.detach(), mesh, [placed.get(name, Replicate())]) for name, x in whole.items()}
+    place = {name: x.requires_grad_(name in leaves) for name, x in place.items()}
+    with CommDebugMode() as communication:
+        got = run(place)
+    assert (communication.get_total_counts() == 0) == free, communication.get_comm_counts()
+    seeds = tuple(distribute_tensor(s, mesh, o.placements) for s, o in zip(seeds, got, strict=True))
+    with CommDebugMode() as communication:
+        grads = torch.autograd.grad(got, [place[name] for name in leaves], seeds)
+    assert communication.get_total_counts() == 0 or not free, communication.get_comm_counts()
+    equal([x.full_tensor() for x in got], list(want))
+    equal([x.full_tensor() for x in grads], list(want_grads))
+
+
+def qkv(placement: Any, **others: Any) -> dict[str, Any]:
+    return {"q": placement, "k": placement, "v": placement, **others}
+
+
+def attention_is_sharded(mesh: DeviceMesh) -> None:
+    check(mesh, qkv(Replicate()), True)
+    check(mesh, qkv(Shard(0)), True)
+    check(mesh, qkv(Shard(2)), True)
+    check(mesh, qkv(Shard(0)), True, batch=3)  # one process has two sequences
+    check(mesh, {"q": Shard(2)}, True, kv_heads=1)
+    check(mesh, qkv(Shard(0), attn_mask=Shard(0), alibi_slopes=Shard(0)), True, features=True)
+    check(mesh, qkv(Shard(2), attn_bias=Shard(0), sinks=Shard(0), alibi_slopes=Shard(1)), True, features=True)
+    check(mesh, qkv(Shard(1)), True, packed=True)
+    # What is sharded in another way is communicated first: rows, keys, packed rows, key heads apart from their queries.
+    check(mesh, qkv(Shard(1)), False)
+    check(mesh, {"q": Shard(2), "k": Shard(1), "v": Replicate()}, False)
+    check(mesh, qkv(Shard(0)), False, packed=True)
+    check(mesh, {"q": Shard(2), "k": Shard(0), "v": Shard(0)}, False)
+
+
+def refusals_are_clear(mesh: DeviceMesh) -> None:
+    q = distribute_tensor(normal(2, 6, 4, 8), mesh, [Shard(2)])
+    with pytest.raises(UnsupportedError, match="dropout of DTensors"):
+        flashtile.attention(q, q, q, dropout_p=0.1)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        flashtile.attention(q, q, q, sinks=normal(4))
+
+
+def attention_compiles(mesh: DeviceMesh) -> None:
+    q = distribute_tensor(normal(2, 6, 4, 8), mesh, [Shard(2)])
+    compiled = torch.compile(flashtile.attention, fullgraph=True, backend="aot_eager")
+    equal(compiled(q, q, q).full_tensor(), flashtile.attention(*[q.full_tensor()] * 3))
+
+
+def plan(module: nn.MultiheadAttention, mesh: DeviceMesh, local: bool, *names: str) -> None:
+    columns = {name: ColwiseParallel(use_local_output=local) for name in names}
+    parallelize_module(module, mesh, {**columns, "out_proj": RowwiseParallel()})
+
+
+def the_module_is_sharded(mesh: DeviceMesh) -> None:
+    x = normal(2, 6, 32)
+    for local, rotary, kv_heads in ((True, True, 4), (True, False, 2), (False, False, 2)):
+        torch.manual_seed(1)
+        module = nn.MultiheadAttention(
+            32, 4, num_kv_heads=kv_heads, causal=True, rotary=rotary, dtype=torch.float64, softcap=4.0
+        )
+        want = module(x)
+        want_grads = torch.autograd.grad(want.square().sum(), list(module.parameters()))
+        plan(module, mesh, local, "q_proj", "k_proj", "v_proj")
+        out = module(x)
+        equal(out, want.detach())
+        out.square().sum().backward()
+        equal([p.grad.full_tensor() for p in module.parameters()], list(want_grads))
+
+
+def a_module_cut_within_a_head_is_refused(mesh: DeviceMesh) -> None:
+    x = normal(2, 6, 32)
+    for kv_heads, names, message in (
+        (1, ("q_proj", "k_proj", "v_proj"), "k_proj: gives 4 features, must be whole heads of 8"),
+        (2, ("q_proj",), "k_proj: gives 2 heads where q_proj gives 2, must be 2 to 4"),
+        (2, ("q_proj", "k_proj"), "v_proj: gives 2 heads where q_proj gives 2, must be 2 to 4"),
+    ):
+        module = nn.MultiheadAttention(32, 4, num_kv_heads=kv_heads, dtype=torch.float64)
+        plan(module, mesh, True, *names)
+        with pytest.raises(InvalidInputError, match=message):
+            module(x)
+
+
+def work(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    wait = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=wait)
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (
+        attention_is_sharded,
+        refusals_are_clear,
+        attention_compiles,
+        the_module_is_sharded,
+        a_module_cut_within_a_head_is_refused,
+    ):
+        part(mesh)
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    mp.spawn(work, (str(tmp_path / "meeting"),), nprocs=2)
+
+
+@pytest.fixture
+def eight() -> Iterator[None]:
+    """A group of eight processes of which only this one exists; what it communicates is made up."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "heads", "kv_heads", "placements", "kept"),
+    [
+        ((8,), 8, 8, (Shard(2),), True),
+        ((8,), 16, 8, (Shard(2),), True),
+        ((8,), 8, 1, (Shard(2),), True),
+        ((8,), 8, 4, (Shard(2),), False),  # a key head would be on two processes
+        ((8,), 12, 12, (Shard(2),), False),  # processes would have unequal numbers of heads
+        ((2, 4), 8, 4, (Shard(0), Shard(2)), True),
+        ((2, 4), 8, 8, (Shard(2), Shard(2)), True),
+        ((2, 4), 4, 4, (Replicate(), Shard(2)), True),
+        ((2, 4), 6, 6, (Replicate(), Shard(2)), False),
+        ((4, 2), 6, 2, (Shard(0), Shard(2)), False),  # 6 heads would also be allowed on the four
+    ],
+    ids=str,
+)
+def test_heads_are_sharded_where_they_divide(
+    eight: None, mesh_shape: tuple[int, ...], heads: int, kv_heads: int, placements: tuple[Any, ...], kept: bool
+) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    q, k = normal(4, 5, heads, 8), normal(4, 5, kv_heads, 8, seed=1)
+    few = tuple(Replicate() if x == Shard(2) and kv_heads == 1 else x for x in placements)
+    placed = [distribute_tensor(x, mesh, p, src_data_rank=None) for x, p in ((q, placements), (k, few))]
+    with CommDebugMode() as communication:
+        out = flashtile.attention(placed[0], placed[1], placed[1])
+    assert (out.placements == placements) == kept == (communication.get_total_counts() == 0)
+    if kept:  # this process's part of the whole
+        whole = distribute_tensor(flashtile.attention(q, k, k), mesh, placements, src_data_rank=None)
+        equal(out.to_local(), whole.to_local())
