@@ -5,6 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
+def shown(value: object) -> str:
+    """A value as an error message shows it: the start of its repr if that is one line, else the type and any shape."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of too many digits, or an object that cannot be shown
+        text = ""
+    if text and "\n" not in text:
+        return text if len(text) <= 100 else f"{text[:60]}..."
+    shape = getattr(value, "shape", None)
+    return f"of type {type(value).__name__}" + (f" and shape {tuple(shape)}" if isinstance(shape, tuple) else "")
+
+
 class InvalidInputError(ValueError):
     """An argument that no backend could accept: invalid by itself or together with the other arguments.
 

@@ -1,6 +1,6 @@
 """Modules for building models: multi-head attention, rotary embedding, a transformer block.
 
-It imports only PyTorch and the public functions; ``import flashtile.nn`` loads it.
+It imports only PyTorch, the public functions and the checks of arguments; ``import flashtile.nn`` loads it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flashtile.api import attention, attention_varlen
-from flashtile.errors import InvalidInputError
+from flashtile.arguments import band_of, check_layout, checked, integer, probability
+from flashtile.errors import InvalidInputError, shown
 from flashtile.rotary import RotaryEmbedding, apply_rotary
 
 __all__ = ["MultiheadAttention", "RotaryEmbedding", "TransformerBlock", "apply_rotary"]
@@ -40,7 +41,8 @@ class MultiheadAttention(nn.Module):
         dropout: Probability with which attention probabilities are dropped, in training mode only.
         softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
         softcap: c > 0 caps the scores as ``c * tanh(scores / c)``.
-        rotary: True for ``RotaryEmbedding(head_dim)``, or your own module; it may be shared between layers.
+        rotary: True for ``RotaryEmbedding(head_dim)``, or your own module, called as that one is; it may be shared
+            between layers.
         deterministic: Whether the backward must be bitwise repeatable.
         backend: As in ``flashtile.attention``.
         device: Device of the parameters.
@@ -67,7 +69,7 @@ class MultiheadAttention(nn.Module):
         dropout: float = 0.0,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
-        rotary: bool | RotaryEmbedding = False,
+        rotary: bool | nn.Module = False,
         deterministic: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -76,23 +78,22 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = _head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
-        if not 0 <= dropout < 1:
-            raise InvalidInputError("dropout", f"is {dropout!r}, must be at least 0 and less than 1")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.context_dim = embed_dim if context_dim is None else context_dim
+        self.context_dim = embed_dim if context_dim is None else integer("context_dim", context_dim)
+        band_of(causal, window_size)
+        plain = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, "backend": backend}
+        checked(**plain)
         self.causal = causal
         self.window_size = window_size
-        self.dropout = dropout
+        self.dropout = probability("dropout", dropout)
         self.softmax_scale = softmax_scale
         self.softcap = softcap
         self.deterministic = deterministic
         self.backend = backend
-        self.rotary = RotaryEmbedding(head_dim) if rotary is True else (rotary or None)
-        if self.rotary is not None and self.rotary.dim > head_dim:
-            raise InvalidInputError("rotary", f"turns {self.rotary.dim} features, but head_dim is {head_dim}")
+        self.rotary = _rotary(rotary, head_dim)
         place = {"device": device, "dtype": dtype}
         out_bias = bias if out_bias is None else out_bias
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, **place)
@@ -215,8 +216,10 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, attention: MultiheadAttention, *, mlp_dim: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
+        if not isinstance(attention, MultiheadAttention):
+            raise InvalidInputError("attention", f"is of type {type(attention).__name__}, must be a MultiheadAttention")
         width, like = attention.embed_dim, attention.q_proj.weight
-        hidden = 4 * width if mlp_dim is None else mlp_dim
+        hidden = 4 * width if mlp_dim is None else integer("mlp_dim", mlp_dim)
         self.attn_norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
         self.attn = attention
         self.mlp_norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
@@ -225,7 +228,7 @@ class TransformerBlock(nn.Module):
             nn.GELU(),
             nn.Linear(hidden, width, device=like.device, dtype=like.dtype),
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(probability("dropout", dropout))
 
     def forward(
         self,
@@ -250,17 +253,27 @@ class TransformerBlock(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+def _rotary(rotary: bool | nn.Module, head_dim: int) -> nn.Module | None:
+    """The module of the argument ``rotary``."""
+    if not isinstance(rotary, (bool, nn.Module)):
+        raise InvalidInputError("rotary", f"is {shown(rotary)}, must be True, False or a module")
+    if rotary is True and head_dim % 2:
+        raise InvalidInputError("rotary", f"turns pairs of features, but head_dim is {head_dim}")
+    if isinstance(rotary, RotaryEmbedding) and rotary.dim > head_dim:
+        raise InvalidInputError("rotary", f"turns {rotary.dim} features, but head_dim is {head_dim}")
+    if isinstance(rotary, nn.Module):
+        return rotary
+    return RotaryEmbedding(head_dim) if rotary else None
+
+
 def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
     """Checks the sizes and fills in head_dim."""
     for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if size < 1:
-            raise InvalidInputError(name, f"is {size}, must be at least 1")
+        integer(name, size)
     if num_heads % num_kv_heads:
         raise InvalidInputError("num_kv_heads", f"is {num_kv_heads}, must divide num_heads {num_heads}")
     if head_dim is not None:
-        if head_dim < 1:
-            raise InvalidInputError("head_dim", f"is {head_dim}, must be at least 1")
-        return head_dim
+        return integer("head_dim", head_dim)
     if embed_dim % num_heads:
         raise InvalidInputError("num_heads", f"is {num_heads}, must divide embed_dim {embed_dim}, or give head_dim")
     return embed_dim // num_heads
@@ -276,6 +289,9 @@ def _split(name: str, rows: Tensor, head_dim: int) -> Tensor:
 
 def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:
     """Checks the rank, 3 or, with cu_seqlens, 2, and the last dimension."""
+    if not isinstance(rows, Tensor):
+        raise InvalidInputError(name, f"is of type {type(rows).__name__}, must be a torch.Tensor")
+    check_layout(name, rows)
     if rows.dim() not in (2, 3):
         raise InvalidInputError(name, f"has {rows.dim()} dimensions, must have 3, or 2 for packed sequences")
     if rows.shape[-1] != width:

@@ -154,7 +154,11 @@ def own_plans(plans: OrderedDict[tuple[Any, ...], Any]) -> Iterator[None]:
 
 def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
     """The tensors with readable strides, and the cached ``_Kind`` of the call."""
-    key = _key(t, options)
+    try:
+        key = _key(t, options)
+    except RuntimeError:
+        Problem.of(t, options)  # names the nested or sparse tensor, which has no strides or no address
+        raise
     kind = _KNOWN.get(key)
     if kind is None:
         readable = _readable(t)

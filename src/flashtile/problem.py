@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import DTYPES as DTYPES
-from flashtile.arguments import TENSORS, Argument, Grads, Options, differentiable
+from flashtile.arguments import TENSORS, Argument, Grads, Options, check_layout, differentiable
 from flashtile.arguments import Tensors as Tensors
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
@@ -231,23 +231,29 @@ class _Axes:
             self._broadcasts(argument, tensor, row.axes.split())
             return
         axes = (row.axes.replace("batch seqlen", "total") if self.packed else row.axes).split()
-        if axes[0].startswith("["):
-            axes = [axes[0].strip("[]"), *axes[1:]] if tensor.dim() == len(axes) else axes[1:]
-        if tensor.dim() != len(axes):
-            shape = ", ".join(axes)
-            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {len(axes)}: ({shape})")
-        for axis, size in zip(axes, tensor.shape, strict=True):
+        shapes = [axes[1:], [axes[0].strip("[]"), *axes[1:]]] if axes[0].startswith("[") else [axes]
+        named = next((shape for shape in shapes if len(shape) == tensor.dim()), None)
+        if named is None:
+            ranks, texts = " or ".join(str(len(shape)) for shape in shapes), " or ".join(map(_shape_text, shapes))
+            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {ranks}: {texts}")
+        for axis, size in zip(named, tensor.shape, strict=True):
             self.fix(argument, axis, size)
 
     def _broadcasts(self, argument: str, tensor: Tensor, axes: list[str]) -> None:
         if tensor.dim() > len(axes):
-            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have at most {len(axes)}")
+            most = f"at most {len(axes)}: {_shape_text(axes)}"
+            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {most}")
         for axis, size in zip(axes[len(axes) - tensor.dim() :], tensor.shape, strict=True):
             if size != 1 and size != self.sizes[axis]:
                 shape = ", ".join(f"{name} {self.sizes[name]}" for name in axes)
-                raise InvalidInputError(
-                    argument, f"{axis} is {size}, must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
-                )
+                must = f"must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
+                if tuple(tensor.shape) == (self.sizes["batch"], self.sizes["seqlen_k"]):
+                    must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
+                raise InvalidInputError(argument, f"{axis} is {size}, {must}")
+
+
+def _shape_text(axes: list[str]) -> str:
+    return f"({axes[0]},)" if len(axes) == 1 else f"({', '.join(axes)})"
 
 
 def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
@@ -255,10 +261,12 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     axes = _Axes(t.cu_seqlens_q is not None or t.cu_seqlens_k is not None)
     rows = [(name, row, getattr(t, name)) for name, row in TENSORS.items() if getattr(t, name) is not None]
     for name, row, x in rows:
+        check_layout(name, x)
         if row.dtypes is None and x.dtype != t.q.dtype:
             raise InvalidInputError(name, f"dtype is {x.dtype}, but q has {t.q.dtype}")
-        if row.dtypes is not None and x.dtype not in row.dtypes[0]:
-            raise InvalidInputError(name, f"dtype is {x.dtype}, must be {row.dtypes[1]}")
+        wide = row.wide and t.q.dtype == torch.float64
+        if row.dtypes is not None and x.dtype not in row.dtypes[0] and not (wide and x.dtype == torch.float64):
+            raise InvalidInputError(name, f"dtype is {x.dtype}, must be {row.dtypes[1]}{' or float64' * wide}")
         if x.device != t.q.device:
             raise InvalidInputError(name, f"is on {x.device}, but q is on {t.q.device}")
     for name, row, x in rows[:3]:

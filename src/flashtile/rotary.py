@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flashtile.arguments import finite, integer
 from flashtile.errors import InvalidInputError
 
 __all__ = ["RotaryEmbedding", "apply_rotary", "row_positions"]
@@ -85,12 +86,12 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, dim: int, *, base: float = 10000.0, interleaved: bool = False) -> None:
         super().__init__()
-        if dim < 2 or dim % 2:
-            raise InvalidInputError("dim", f"is {dim}, must be even and at least 2")
-        if not base > 0:
-            raise InvalidInputError("base", f"is {base}, must be positive")
+        if integer("dim", dim, 2) % 2:
+            raise InvalidInputError("dim", f"is {dim}, must be even")
         self.dim = dim
-        self.base = float(base)
+        self.base = finite("base", base)
+        if not self.base > 0:
+            raise InvalidInputError("base", f"is {base}, must be positive")
         self.interleaved = interleaved
 
     def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
