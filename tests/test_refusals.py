@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -117,6 +118,14 @@ BAD = {
     "max_seqlen a tensor": ("max_seqlen_q", packed(max_seqlen_q=torch.tensor(5))),
     "max_seqlen a float": ("max_seqlen_k", packed(max_seqlen_k=3.0)),
     "dense q with cu_seqlens": ("q", packed(q=Q)),
+    "mask smaller than a sequence": ("attn_mask", packed(attn_mask=torch.ones(2, 3, dtype=torch.bool))),
+    "bias smaller than a sequence": ("attn_bias", packed(attn_bias=torch.ones(4, 1, 2))),
+    "max_seqlen without cu_seqlens": ("max_seqlen_q", lambda: flashtile.explain(Q, K, K, max_seqlen_q=5)),
+    "device unknown": ("device", lambda: flashtile.warm_up(Q, K, K, device="gpu")),
+    "device None": ("device", lambda: flashtile.warm_up(Q, K, K, device=None)),
+    "backward a text": ("backward", lambda: flashtile.warm_up(Q, K, K, device="cpu", backward="no")),
+    "state a list": ("out_a", lambda: flashtile.merge_states([1.0], K, K, K)),
+    "state sparse": ("out_b", lambda: flashtile.merge_states(Q, Q[..., 0].mT, Q.to_sparse(), Q[..., 0].mT)),
 }
 
 
@@ -176,7 +185,9 @@ WITHOUT_STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*prototype:UserWarning", "ignore:.*beta state:UserWarning")
-@pytest.mark.parametrize("run", [flashtile.attention, flashtile.explain], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [flashtile.attention, flashtile.explain, functools.partial(flashtile.warm_up, device="cpu")]
+)
 @pytest.mark.parametrize("kind", WITHOUT_STRIDES)
 def test_tensors_without_strides_are_named(kind: str, run: Callable[..., object]) -> None:
     odd = WITHOUT_STRIDES[kind]

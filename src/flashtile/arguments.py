@@ -75,7 +75,9 @@ def _scale(name: str, value: object) -> float | None:
 def _softcap(name: str, value: object) -> float:
     cap = 0.0 if value is None else finite(name, value)
     if cap != 0 and cap < _SMALLEST:
-        raise InvalidInputError(name, f"is {shown(value)}, must be 0 or None (none), or at least {_SMALLEST:.2g}")
+        raise InvalidInputError(
+            name, f"is {shown(value)}, must be 0 or None (none) or positive, and not below {_SMALLEST:.1g}"
+        )
     return cap
 
 
@@ -87,7 +89,8 @@ def probability(name: str, value: object) -> float:
     return share
 
 
-def _flag(name: str, value: object) -> bool:
+def flag(name: str, value: object) -> bool:
+    """Checks a bool and returns it; raises InvalidInputError."""
     if not isinstance(value, bool):
         raise InvalidInputError(name, f"is {shown(value)}, must be a Python bool, True or False")
     return value
@@ -168,7 +171,7 @@ class Options:
     softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", "float?", check=_scale)] = None
     softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", "float", check=_softcap)] = 0.0
     dropout_p: Annotated[float, Argument("Probability of dropping.", "float", check=probability)] = 0.0
-    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", "bool", check=_flag)] = False
+    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", "bool", check=flag)] = False
     backend: Annotated[str, Argument("Explicit choice, empty for none.", "str", check=_backend)] = ""
 
     @functools.cached_property
@@ -253,7 +256,7 @@ def read(
 
 
 def _make(causal: object, return_lse: object, *plain: object) -> Options:
-    causal, _ = _flag("causal", causal), _flag("return_lse", return_lse)
+    causal, _ = flag("causal", causal), flag("return_lse", return_lse)
     left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
     return Options(left, 0 if causal else right, *others)
 
@@ -278,23 +281,22 @@ def _grads(t: Tensors) -> tuple[bool, ...]:
 def _check_types(t: Tensors) -> None:
     for name, row in TENSORS.items():
         value = getattr(t, name)
-        if not isinstance(value, Tensor) and (value is not None or row.schema == "Tensor"):
-            must = "a torch.Tensor" if row.schema == "Tensor" else "a torch.Tensor or None"
-            raise InvalidInputError(name, f"is a {type(value).__name__}, must be {must}")
-        if value is None:
+        if value is None and row.schema == "Tensor?":
             continue
         if type(value) is not Tensor:
-            check_layout(name, value)
+            check_tensor(name, value, "a torch.Tensor" if row.schema == "Tensor" else "a torch.Tensor or None")
         if value.requires_grad and row.gradient is None:
             raise InvalidInputError(name, "requires grad, but has no gradient: detach it, or use attn_bias")
 
 
-def check_layout(name: str, tensor: Tensor) -> None:
-    """Refuses tensors without strides: nested and sparse ones, and those of other libraries' layouts.
+def check_tensor(name: str, tensor: object, must: str = "a torch.Tensor") -> None:
+    """Refuses what is no tensor or has no strides: nested and sparse tensors, and those of other libraries' layouts.
 
     Raises:
         InvalidInputError: Naming the argument.
     """
+    if not isinstance(tensor, Tensor):
+        raise InvalidInputError(name, f"is of type {type(tensor).__name__}, must be {must}")
     if tensor.is_nested:
         raise InvalidInputError(
             name, "is a nested tensor, must be a dense one; attention_varlen takes packed sequences"
@@ -310,7 +312,7 @@ def band_of(causal: bool, window_size: Sequence[int | None] | None) -> Band:
         InvalidInputError: If either is invalid.
     """
     left, right = window_bounds(window_size)
-    return Band(left, 0 if _flag("causal", causal) else right)
+    return Band(left, 0 if flag("causal", causal) else right)
 
 
 def window_bounds(window_size: Sequence[int | None] | None) -> tuple[int | None, int | None]:

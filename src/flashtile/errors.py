@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 
@@ -32,6 +33,12 @@ class InvalidInputError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.argument}: {self.message}"
+
+    def renamed(self, names: Mapping[str, str]) -> InvalidInputError:
+        """The same error for a caller whose parameters have other names: old name -> new name."""
+        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+        message = words.sub(lambda found: names[found[0]], self.message)
+        return InvalidInputError(names.get(self.argument, self.argument), message)
 
 
 class UnsupportedError(NotImplementedError):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import DTYPES as DTYPES
-from flashtile.arguments import TENSORS, Argument, Grads, Options, check_layout, differentiable
+from flashtile.arguments import TENSORS, Argument, Grads, Options, check_tensor, differentiable
 from flashtile.arguments import Tensors as Tensors
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
@@ -261,7 +261,7 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     axes = _Axes(t.cu_seqlens_q is not None or t.cu_seqlens_k is not None)
     rows = [(name, row, getattr(t, name)) for name, row in TENSORS.items() if getattr(t, name) is not None]
     for name, row, x in rows:
-        check_layout(name, x)
+        check_tensor(name, x)
         if row.dtypes is None and x.dtype != t.q.dtype:
             raise InvalidInputError(name, f"dtype is {x.dtype}, but q has {t.q.dtype}")
         wide = row.wide and t.q.dtype == torch.float64
@@ -274,6 +274,9 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     sizes = axes.sizes
     if axes.packed:
         _bind_packed(axes, t, options)
+    for name in () if axes.packed else ("max_seqlen_q", "max_seqlen_k"):
+        if getattr(options, name) is not None:
+            raise InvalidInputError(name, "is given, but goes with cu_seqlens alone")
     for axis, owner in (("num_heads_q", "q"), ("num_heads_kv", "k"), ("head_dim", "q"), ("head_dim_v", "v")):
         if sizes[axis] == 0:
             raise InvalidInputError(owner, f"{axis} is 0, must be at least 1")
@@ -312,9 +315,9 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
     Raises:
         InvalidInputError: Naming the tensor or the length that is wrong.
     """
-    for side, cu_seqlens, rows, longest in (
-        ("q", tensors.cu_seqlens_q, tensors.q.shape[0], problem.seqlen_q),
-        ("k", tensors.cu_seqlens_k, tensors.k.shape[0], problem.seqlen_k),
+    for side, cu_seqlens, rows, longest, from_end in (
+        ("q", tensors.cu_seqlens_q, tensors.q.shape[0], problem.seqlen_q, 2),
+        ("k", tensors.cu_seqlens_k, tensors.k.shape[0], problem.seqlen_k, 1),
     ):
         if cu_seqlens is None:
             continue
@@ -328,8 +331,12 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
         if bounds[-1] > rows:
             raise InvalidInputError(name, f"ends with {bounds[-1]}, but {side} has {rows} rows")
         if lengths and max(lengths) > longest:
-            message = f"is {longest}, but {name} holds a sequence of {max(lengths)}"
-            raise InvalidInputError(f"max_seqlen_{side}", message)
+            shown = {"attn_mask": tensors.attn_mask, "attn_bias": tensors.attn_bias}
+            sizes = {name: m.shape[-from_end] for name, m in shown.items() if m is not None and m.dim() >= from_end}
+            who = next((name for name, size in sizes.items() if size == longest), None)
+            what = f"seqlen_{side} is {longest}" if who else f"is {longest}"
+            holds = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
+            raise InvalidInputError(who or f"max_seqlen_{side}", f"{what}, {holds}")
 
 
 @functools.lru_cache(maxsize=64)
