@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -279,3 +280,22 @@ def test_flops_are_counted_whichever_is_imported_first(first: bool) -> None:
     script = COUNTED.format(first=first)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == 2 * 16 * 4 * 8
+
+
+@pytest.mark.parametrize("backend", ["hopper", "cpu"])
+def test_slopes_sinks_and_bounds_of_any_strides(backend: str) -> None:
+    """Kernels read these as contiguous; expanded sinks and a column of slopes gave wrong results without a word."""
+    from tests.backends.hopper.emulated import on_cpu
+
+    dtype = torch.bfloat16 if backend == "hopper" else torch.float32
+    x = torch.randn(5, 4, 16).to(dtype)
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
+    slopes, sinks = torch.rand(4), torch.rand(1).expand(4)
+
+    def column(y: torch.Tensor) -> torch.Tensor:
+        return torch.stack([y, y + 7], dim=-1)[..., 0]
+
+    with on_cpu():
+        call = functools.partial(flashtile.attention_varlen, x, x, x, backend=backend)
+        want = call(bounds, bounds, alibi_slopes=slopes, sinks=sinks.contiguous())
+        assert torch.equal(call(column(bounds), column(bounds), alibi_slopes=column(slopes), sinks=sinks), want)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError, dispatch
+from flashtile import InvalidInputError, UnsupportedError, dispatch, ops, settings
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 
@@ -56,17 +58,35 @@ BAD = {
     "softcap infinite": ("softcap", call(softcap=float("inf"))),
     "scale nan": ("softmax_scale", call(softmax_scale=float("nan"))),
     "scale tensor": ("softmax_scale", call(softmax_scale=torch.tensor(1.0))),
+    "scale of 401 digits": ("softmax_scale", call(softmax_scale=10**400)),
+    "scale of 5001 digits": ("softmax_scale", call(softmax_scale=-(10**5000))),
+    "scale past float32": ("softmax_scale", call(softmax_scale=1e39)),
+    "scale complex": ("softmax_scale", call(softmax_scale=1j)),
+    "softcap of 401 digits": ("softcap", call(softcap=10**400)),
+    "softcap below float32": ("softcap", call(softcap=1e-320)),
+    "dropout of 401 digits": ("dropout_p", call(dropout_p=10**400)),
     "causal a number": ("causal", call(causal=1)),
     "window an int": ("window_size", call(window_size=4)),
     "window of three": ("window_size", call(window_size=(1, 2, 3))),
     "window below -1": ("window_size", call(window_size=(-2, 0))),
     "window of floats": ("window_size", call(window_size=(1.0, 0))),
     "float mask": ("attn_mask", call(attn_mask=torch.zeros(5, 7))),
+    "window a set": ("window_size", call(window_size={1, 2})),
+    "window a tensor": ("window_size", call(window_size=torch.tensor([1, 2]))),
+    "window of tensors": ("window_size", call(window_size=(torch.tensor(1), 2))),
+    "mask that requires grad": ("attn_mask", call(attn_mask=torch.zeros(5, 7, requires_grad=True))),
+    "mask by batch and key": ("attn_mask", call(attn_mask=torch.ones(2, 7, dtype=torch.bool))),
     "mask shape": ("attn_mask", call(attn_mask=torch.ones(5, 6, dtype=torch.bool))),
     "mask rank": ("attn_mask", call(attn_mask=torch.ones(1, 1, 1, 5, 7, dtype=torch.bool))),
     "integer bias": ("attn_bias", call(attn_bias=torch.zeros(5, 7, dtype=torch.int32))),
     "bias heads": ("attn_bias", call(attn_bias=torch.zeros(3, 5, 7))),
     "slopes shape": ("alibi_slopes", call(alibi_slopes=torch.zeros(3))),
+    "slopes of rank 4": ("alibi_slopes", call(alibi_slopes=torch.zeros(1, 1, 1, 4))),
+    "slopes of rank 0": ("alibi_slopes", call(alibi_slopes=torch.tensor(1.0))),
+    "slopes fp64": ("alibi_slopes", call(alibi_slopes=torch.zeros(4, dtype=torch.float64))),
+    "fp8 bias": ("attn_bias", call(attn_bias=torch.zeros(5, 7).to(torch.float8_e4m3fn))),
+    "quantised q": ("q", lambda: call(q=torch.quantize_per_tensor(Q, 0.1, 0, torch.qint8))()),
+    "boolean q": ("q", call(q=Q > 0, k=K > 0, v=K > 0)),
     "slopes dtype": ("alibi_slopes", call(alibi_slopes=torch.zeros(4, dtype=torch.int32))),
     "slopes grad": ("alibi_slopes", call(alibi_slopes=torch.zeros(4, requires_grad=True))),
     "sinks shape": ("sinks", call(sinks=torch.zeros(2))),
@@ -74,6 +94,9 @@ BAD = {
     "deterministic a number": ("deterministic", call(deterministic=1)),
     "return_lse None": ("return_lse", call(return_lse=None)),
     "causal a list": ("causal", call(causal=[True])),
+    "causal a tensor": ("causal", call(causal=torch.tensor(True))),
+    "return_lse a list": ("return_lse", call(return_lse=[True])),
+    "backend a tensor": ("backend", call(backend=torch.tensor(1))),
     "scale a list": ("softmax_scale", call(softmax_scale=[0.5])),
     "softcap a list": ("softcap", call(softcap=[1.0])),
     "dropout a list": ("dropout_p", call(dropout_p=[0.1])),
@@ -91,11 +114,22 @@ BAD = {
     "cu_seqlens past the rows": ("cu_seqlens_q", packed(cu_seqlens_q=torch.tensor([0, 3, 9], dtype=torch.int32))),
     "max_seqlen too small": ("max_seqlen_q", packed(max_seqlen_q=2)),
     "max_seqlen negative": ("max_seqlen_k", packed(max_seqlen_k=-1)),
+    "max_seqlen past int32": ("max_seqlen_q", packed(max_seqlen_q=2**31)),
+    "max_seqlen a tensor": ("max_seqlen_q", packed(max_seqlen_q=torch.tensor(5))),
     "max_seqlen a float": ("max_seqlen_k", packed(max_seqlen_k=3.0)),
     "dense q with cu_seqlens": ("q", packed(q=Q)),
+    "mask smaller than a sequence": ("attn_mask", packed(attn_mask=torch.ones(2, 3, dtype=torch.bool))),
+    "bias smaller than a sequence": ("attn_bias", packed(attn_bias=torch.ones(4, 1, 2))),
+    "max_seqlen without cu_seqlens": ("max_seqlen_q", lambda: flashtile.explain(Q, K, K, max_seqlen_q=5)),
+    "device unknown": ("device", lambda: flashtile.warm_up(Q, K, K, device="gpu")),
+    "device None": ("device", lambda: flashtile.warm_up(Q, K, K, device=None)),
+    "backward a text": ("backward", lambda: flashtile.warm_up(Q, K, K, device="cpu", backward="no")),
+    "state a list": ("out_a", lambda: flashtile.merge_states([1.0], K, K, K)),
+    "state sparse": ("out_b", lambda: flashtile.merge_states(Q, Q[..., 0].mT, Q.to_sparse(), Q[..., 0].mT)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
 @pytest.mark.parametrize("name", BAD)
 def test_names_the_argument(name: str) -> None:
     argument, run = BAD[name]
@@ -110,6 +144,90 @@ def test_says_what_it_is_and_what_it_must_be() -> None:
         call(k=K[..., :6])()
     with pytest.raises(InvalidInputError, match=r"multiple of k's num_heads_kv 2"):
         call(q=Q[:, :, :3])()
+
+
+def test_says_which_ranks_and_which_view() -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"^alibi_slopes: has 4 .* 1 or 2: \(num_heads_q,\) or \(batch, num_heads_q"
+    ):
+        BAD["slopes of rank 4"][1]()
+    with pytest.raises(InvalidInputError, match=r"give attn_mask\[:, None, None, :\]$"):
+        BAD["mask by batch and key"][1]()
+    with pytest.raises(InvalidInputError, match=r"^softmax_scale: is 10{59}\.\.\., must be"):
+        BAD["scale of 401 digits"][1]()
+    many = torch.zeros(30, 40)
+    with pytest.raises(InvalidInputError, match=r"^causal: is of type Tensor and shape \(30, 40\), must be"):
+        call(causal=many)()
+
+
+def test_slopes_may_be_float64_where_q_is() -> None:
+    slopes = torch.rand(4)
+    want = flashtile.attention(Q.double(), K.double(), K.double(), alibi_slopes=slopes)
+    got = flashtile.attention(Q.double(), K.double(), K.double(), alibi_slopes=slopes.double())
+    assert torch.equal(got, want)
+    with pytest.raises(InvalidInputError, match="must be float32 or float64$"):
+        flashtile.attention(Q.double(), K.double(), K.double(), alibi_slopes=slopes.half())
+
+
+def test_a_window_wider_than_any_sequence_is_unbounded() -> None:
+    want = flashtile.attention(Q, K, K, window_size=(None, 0))
+    for wide in (2**31, 2**63 - 1, 2**70):
+        assert torch.equal(flashtile.attention(Q, K, K, window_size=(wide, 0)), want)
+
+
+WITHOUT_STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "jagged": lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+    "sparse": lambda x: x.to_sparse(),
+    "compressed": lambda x: x.flatten(1).to_sparse_csr(),
+    "mkldnn": lambda x: x.to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype:UserWarning", "ignore:.*beta state:UserWarning")
+@pytest.mark.parametrize(
+    "run", [flashtile.attention, flashtile.explain, functools.partial(flashtile.warm_up, device="cpu")]
+)
+@pytest.mark.parametrize("kind", WITHOUT_STRIDES)
+def test_tensors_without_strides_are_named(kind: str, run: Callable[..., object]) -> None:
+    odd = WITHOUT_STRIDES[kind]
+    features = {"attn_bias": torch.zeros(2, 4, 5, 7), "sinks": torch.zeros(4, 1)}
+    for name, value in {"q": Q, "k": K, "v": K, **features}.items():
+        with pytest.raises(InvalidInputError, match=f"^{name}: (is a nested|has the layout)"):
+            run(**{"q": Q, "k": K, "v": K, name: odd(value)})
+
+
+class Odd(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.nn.Buffer, lambda x: x.as_subclass(Odd)])
+def test_tensors_that_are_subclasses_are_tensors(kind: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    bias = torch.randn(4, 5, 7)
+    got = flashtile.attention(kind(Q.clone()), K, K, attn_bias=kind(bias))
+    torch.testing.assert_close(torch.Tensor(got.detach()), flashtile.attention(Q, K, K, attn_bias=bias))
+
+
+WRONG_SETTINGS = [("FLASHTILE_BACKEND", "trition"), ("FLASHTILE_CHECK", "ture"), ("FLASHTILE_LAUNCHER", "driver")]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_SETTINGS)
+def test_a_misspelt_environment_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    values = {setting.name: setting.values for setting in settings.SETTINGS}[name]
+    message = rf"^{name}: is '{value}', must be {' or '.join(values)}, or unset$"
+    dense = torch.randn(1, 3, 2, 8)
+    for run in (flashtile.attention, flashtile.explain):
+        with ops.own_plans(OrderedDict()), pytest.raises(InvalidInputError, match=message):
+            run(dense, dense, dense)
+
+
+@pytest.mark.parametrize(
+    ("value", "enabled"), [("", False), ("0", False), ("OFF", False), (" 1 ", True), ("True", True)]
+)
+def test_what_switches_a_setting_on(value: str, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_CHECK", value)
+    assert settings.CHECK.enabled() == enabled
 
 
 def test_an_explicit_backend_never_falls_back() -> None:

@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 from flashtile import autocast, dispatch, flops, ops, sharding, states, transforms
-from flashtile.arguments import Grads, Options, Tensors, differentiable, read, tensor_values
+from flashtile.arguments import (
+    TENSORS,
+    Grads,
+    Options,
+    Tensors,
+    check_tensor,
+    differentiable,
+    flag,
+    read,
+    tensor_values,
+)
 from flashtile.backends.base import Build, directions_of
-from flashtile.errors import InvalidInputError
+from flashtile.errors import InvalidInputError, shown
 from flashtile.problem import Problem, check_values, compute_capability
 
 transforms.register()
@@ -54,7 +64,7 @@ def attention(
         alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds
             ``-slope * |i + seqlen_k - seqlen_q - j|``. Has no gradient.
         attn_mask: bool, broadcastable to ``(batch, num_heads_q, seqlen_q, seqlen_k)``; True keeps.
-        attn_bias: Any float dtype, broadcastable to the same shape; added to the scores; has a gradient.
+        attn_bias: float16 to float64, broadcastable to the same shape; added to the scores; has a gradient.
         sinks: ``(num_heads_q,)``: a logit per head that joins each row's denominator, without a value; has a gradient.
         dropout_p: Probability with which each attention probability is dropped; the rest is scaled by ``1/(1-p)``.
             Drawn from PyTorch's generator, so ``torch.manual_seed`` repeats it.
@@ -167,8 +177,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidInputError(name, f"is a {type(tensor).__name__}, must be a torch.Tensor")
+        check_tensor(name, tensor)
         if not tensor.dtype.is_floating_point:
             raise InvalidInputError(name, f"dtype is {tensor.dtype}, must be a float dtype")
         if tensor.device != out_a.device:
@@ -271,7 +280,7 @@ def warm_up(
     options = read(tensors, causal, window_size, return_lse, plain, (max_seqlen_q, max_seqlen_k))
     grads = options.grads if any(options.grads) else Grads(*(x is not None for x in differentiable(tensors)))
     options = dataclasses.replace(options, grads=grads if backward else Grads())
-    place = torch.device(device)
+    place, backward = _device(device), flag("backward", backward)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
     shapes = autocast.cast(_without_data(tensors, options.dropout_p > 0), place.type)
@@ -286,6 +295,13 @@ def warm_up(
         return list(pool.map(_make, wanted))
 
 
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError("device", f"is {shown(device)}, must be a torch.device or its name") from error
+
+
 def _make(wanted: tuple[str, str, Build]) -> BuildTime:
     backend, direction, build = wanted
     start_s = time.perf_counter()
@@ -296,6 +312,9 @@ def _make(wanted: tuple[str, str, Build]) -> BuildTime:
 def _without_data(tensors: Tensors, dropout: bool) -> Tensors:
     """The same layouts on the meta device; a tensor that is given twice stays one."""
     given = [x for x in tensor_values(tensors) if x is not None]
+    for name, x in zip(TENSORS, tensor_values(tensors), strict=True):
+        if x is not None:
+            check_tensor(name, x)
     copies = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given}
     state = torch.empty(2, dtype=torch.int64, device="meta") if dropout else None
     return dataclasses.replace(Tensors(*(copies.get(id(x)) for x in tensor_values(tensors))), rng_state=state)  # type: ignore[arg-type]

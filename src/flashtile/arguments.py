@@ -8,7 +8,6 @@ public signatures.
 from __future__ import annotations
 
 import functools
-import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,17 +16,14 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from flashtile.errors import InvalidInputError
+from flashtile.errors import InvalidInputError, shown
 from flashtile.masks import Band
-
-# Fastest first: a call that names no backend takes the first that can run it.
-BACKENDS: tuple[str, ...] = ("hopper", "portable", "cpu")
+from flashtile.settings import BACKENDS as BACKENDS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Dtypes that a tensor may have, and their names in error messages.
-_INPUT = (DTYPES, "float16, bfloat16, float32 or float64")
-_FLOAT = (tuple(x for x in vars(torch).values() if isinstance(x, torch.dtype) and x.is_floating_point), "a float dtype")
-_SLOPE = ((torch.float32, torch.float64), "float32")
+_FLOAT = (DTYPES, "float16, bfloat16, float32 or float64")
+_SLOPE = ((torch.float32,), "float32")
 _BOOL = ((torch.bool,), "bool; attn_bias takes floats")
 _INT32, _INT64 = ((torch.int32,), "int32"), ((torch.int64,), "int64")
 
@@ -41,9 +37,10 @@ class Argument:
         schema: Its type in the operators' schema.
         axes: Names of a tensor's dimensions; one in brackets may be left out. A packed call has ``total_q`` in place
             of ``batch seqlen_q``.
-        dtypes: Those that a tensor may have; None for q's.
+        dtypes: Those that a tensor may have; None for q's. float64 also goes with a float64 q if ``wide``.
         gradient: The field of ``Gradients`` with the tensor's gradient, None if it has none.
         broadcasts: Whether dimensions may be 1, and leading ones left out.
+        wide: See dtypes.
         check: For non-tensor arguments: returns the value as stored in ``Options``, or raises.
     """
 
@@ -53,52 +50,74 @@ class Argument:
     dtypes: tuple[tuple[torch.dtype, ...], str] | None = None
     gradient: str | None = None
     broadcasts: bool = False
+    wide: bool = False
     check: Callable[[str, Any], Any] = lambda name, value: value
 
 
-def _finite(name: str, value: object, must: str = "a finite number") -> float:
-    # Comparisons instead of math.isfinite, which torch.compile cannot trace on a symbolic number.
+# Kernels get numbers as float32, here without those of fewer digits, and lengths as int32.
+_SMALLEST, _GREATEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_LONGEST = torch.iinfo(torch.int32).max
+
+
+def finite(name: str, value: Any) -> float:
+    """Checks a number and returns it as a float; raises InvalidInputError."""
+    # Comparisons instead of math.isfinite, which torch.compile cannot trace on a symbolic number. NaN fails them.
     is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
-    if not is_number or value != value or value in (math.inf, -math.inf):
-        raise InvalidInputError(name, f"is {value!r}, must be {must}")
-    return float(value)  # type: ignore[arg-type]
+    if not is_number or not -_GREATEST <= value <= _GREATEST:
+        raise InvalidInputError(name, f"is {shown(value)}, must be a finite number in float32's range")
+    return float(value)
 
 
 def _scale(name: str, value: object) -> float | None:
-    return None if value is None else _finite(name, value)
+    return None if value is None else finite(name, value)
 
 
 def _softcap(name: str, value: object) -> float:
-    cap = 0.0 if value is None else _finite(name, value)
-    if cap < 0:
-        raise InvalidInputError(name, f"is {value!r}, must be 0 or None (none) or positive")
+    cap = 0.0 if value is None else finite(name, value)
+    if cap != 0 and cap < _SMALLEST:
+        raise InvalidInputError(
+            name, f"is {shown(value)}, must be 0 or None (none) or positive, and not below {_SMALLEST:.1g}"
+        )
     return cap
 
 
-def _probability(name: str, value: object) -> float:
-    share = _finite(name, value)
+def probability(name: str, value: object) -> float:
+    """Checks the probability of dropping and returns it as a float; raises InvalidInputError."""
+    share = finite(name, value)
     if not 0 <= share < 1:
-        raise InvalidInputError(name, f"is {value!r}, must be at least 0 and less than 1")
+        raise InvalidInputError(name, f"is {shown(value)}, must be at least 0 and less than 1")
     return share
 
 
-def _flag(name: str, value: object) -> bool:
+def flag(name: str, value: object) -> bool:
+    """Checks a bool and returns it; raises InvalidInputError."""
     if not isinstance(value, bool):
-        raise InvalidInputError(name, f"is {value!r}, must be True or False")
+        raise InvalidInputError(name, f"is {shown(value)}, must be a Python bool, True or False")
     return value
 
 
 def _length(name: str, value: Any) -> Any:
     if value is None or isinstance(value, torch.SymInt):
         return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise InvalidInputError(name, f"is {value!r}, must be an integer >= 0 or None")
-    return int(value)
+    return integer(name, value, 0, " or None")
+
+
+def integer(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
+    """Checks a number of things and returns it as an int.
+
+    Raises:
+        InvalidInputError: If it is no integer, less than ``least``, or more than an int32 holds.
+    """
+    found = int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else -1
+    if not least <= found <= _LONGEST:
+        most = ", at most 2**31 - 1" if found > _LONGEST else ""
+        raise InvalidInputError(name, f"is {shown(value)}, must be an integer >= {least}{otherwise}{most}")
+    return found
 
 
 def _backend(name: str, value: object) -> str:
     if value is not None and not (isinstance(value, str) and value in BACKENDS):
-        raise InvalidInputError(name, f"is {value!r}, must be one of {', '.join(BACKENDS)}, or None to choose")
+        raise InvalidInputError(name, f"is {shown(value)}, must be one of {', '.join(BACKENDS)}, or None to choose")
     return value or ""
 
 
@@ -106,10 +125,12 @@ def _backend(name: str, value: object) -> str:
 class Tensors:
     """The tensors of one call; absent ones are None. Treat it as immutable; frozen=True would cost 2.5 us."""
 
-    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _INPUT, "dq")]
+    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT, "dq")]
     k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", None, "dk")]
     v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", None, "dv")]
-    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", _SLOPE)] = None
+    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", _SLOPE, wide=True)] = (
+        None
+    )
     attn_mask: Annotated[
         Tensor | None,
         Argument("True keeps a pair.", "Tensor?", "batch num_heads_q seqlen_q seqlen_k", _BOOL, broadcasts=True),
@@ -149,8 +170,8 @@ class Options:
     grads: Annotated[Grads, Argument("Which inputs need gradients.", "bool[5]", check=_five)] = Grads()  # noqa: RUF009
     softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", "float?", check=_scale)] = None
     softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", "float", check=_softcap)] = 0.0
-    dropout_p: Annotated[float, Argument("Probability of dropping.", "float", check=_probability)] = 0.0
-    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", "bool", check=_flag)] = False
+    dropout_p: Annotated[float, Argument("Probability of dropping.", "float", check=probability)] = 0.0
+    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", "bool", check=flag)] = False
     backend: Annotated[str, Argument("Explicit choice, empty for none.", "str", check=_backend)] = ""
 
     @functools.cached_property
@@ -235,7 +256,7 @@ def read(
 
 
 def _make(causal: object, return_lse: object, *plain: object) -> Options:
-    causal, _ = _flag("causal", causal), _flag("return_lse", return_lse)
+    causal, _ = flag("causal", causal), flag("return_lse", return_lse)
     left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
     return Options(left, 0 if causal else right, *others)
 
@@ -248,7 +269,7 @@ def _grads(t: Tensors) -> tuple[bool, ...]:
     """Which tensors need gradients; raises for values that are not tensors and for gradients that do not exist."""
     q, k, v = t.q, t.k, t.v
     plain = is_plain(t)
-    if not (plain and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+    if not (plain and type(q) is type(k) is type(v) is Tensor):
         _check_types(t)
     if not torch.is_grad_enabled():
         return _NO_GRADS
@@ -260,11 +281,28 @@ def _grads(t: Tensors) -> tuple[bool, ...]:
 def _check_types(t: Tensors) -> None:
     for name, row in TENSORS.items():
         value = getattr(t, name)
-        if not isinstance(value, Tensor) and (value is not None or row.schema == "Tensor"):
-            must = "a torch.Tensor" if row.schema == "Tensor" else "a torch.Tensor or None"
-            raise InvalidInputError(name, f"is a {type(value).__name__}, must be {must}")
-        if value is not None and value.requires_grad and row.gradient is None:
-            raise InvalidInputError(name, "requires grad, but slopes have no gradient; detach them or use attn_bias")
+        if value is None and row.schema == "Tensor?":
+            continue
+        if type(value) is not Tensor:
+            check_tensor(name, value, "a torch.Tensor" if row.schema == "Tensor" else "a torch.Tensor or None")
+        if value.requires_grad and row.gradient is None:
+            raise InvalidInputError(name, "requires grad, but has no gradient: detach it, or use attn_bias")
+
+
+def check_tensor(name: str, tensor: object, must: str = "a torch.Tensor") -> None:
+    """Refuses what is no tensor or has no strides: nested and sparse tensors, and those of other libraries' layouts.
+
+    Raises:
+        InvalidInputError: Naming the argument.
+    """
+    if not isinstance(tensor, Tensor):
+        raise InvalidInputError(name, f"is of type {type(tensor).__name__}, must be {must}")
+    if tensor.is_nested:
+        raise InvalidInputError(
+            name, "is a nested tensor, must be a dense one; attention_varlen takes packed sequences"
+        )
+    if tensor.layout is not torch.strided:
+        raise InvalidInputError(name, f"has the layout {tensor.layout}, must be dense (torch.strided)")
 
 
 def band_of(causal: bool, window_size: Sequence[int | None] | None) -> Band:
@@ -274,7 +312,7 @@ def band_of(causal: bool, window_size: Sequence[int | None] | None) -> Band:
         InvalidInputError: If either is invalid.
     """
     left, right = window_bounds(window_size)
-    return Band(left, 0 if _flag("causal", causal) else right)
+    return Band(left, 0 if flag("causal", causal) else right)
 
 
 def window_bounds(window_size: Sequence[int | None] | None) -> tuple[int | None, int | None]:
@@ -287,9 +325,10 @@ def window_bounds(window_size: Sequence[int | None] | None) -> tuple[int | None,
         return None, None
     must = "must be a pair (left, right) of integers >= 0, with -1 or None for unbounded"
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise InvalidInputError("window_size", f"is {window_size!r}, {must}")
+        raise InvalidInputError("window_size", f"is {shown(window_size)}, {must}")
     for bound in window_size:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, numbers.Integral) or bound < -1):
-            raise InvalidInputError("window_size", f"has {bound!r}, {must}")
-    left, right = (None if bound is None or bound == -1 else int(bound) for bound in window_size)
+            raise InvalidInputError("window_size", f"has {shown(bound)}, {must}")
+    # No sequence is longer than an int32 counts.
+    left, right = (None if bound is None or not 0 <= bound <= _LONGEST else int(bound) for bound in window_size)
     return left, right

@@ -59,9 +59,11 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
         The backend.
 
     Raises:
-        InvalidInputError: If no backend has that name, or it has no backward and the call needs one.
+        InvalidInputError: If no backend has that name, or it has no backward and the call needs one, or a setting of
+            ``flashtile.settings`` has a wrong value.
         UnsupportedError: With the reasons of the named backend, or of all.
     """
+    settings.validate()
     name = name or settings.BACKEND.get() or None
     if name is None:
         name = _first(problem, direction)

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: the start of its repr if that is one line, else the type and any shape."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of too many digits, or an object that cannot be shown
+        text = ""
+    if text and "\n" not in text:
+        return text if len(text) <= 100 else f"{text[:60]}..."
+    shape = getattr(value, "shape", None)
+    return f"of type {type(value).__name__}" + (f" and shape {tuple(shape)}" if isinstance(shape, tuple) else "")
 
 
 class InvalidInputError(ValueError):
@@ -20,6 +33,12 @@ class InvalidInputError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.argument}: {self.message}"
+
+    def renamed(self, names: Mapping[str, str]) -> InvalidInputError:
+        """The same error for a caller whose parameters have other names: old name -> new name."""
+        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+        message = words.sub(lambda found: names[found[0]], self.message)
+        return InvalidInputError(names.get(self.argument, self.argument), message)
 
 
 class UnsupportedError(NotImplementedError):

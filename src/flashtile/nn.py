@@ -1,6 +1,6 @@
 """Modules for building models: multi-head attention, rotary embedding, a transformer block.
 
-It imports only PyTorch and the public functions; ``import flashtile.nn`` loads it.
+It imports only PyTorch, the public functions and the checks of arguments; ``import flashtile.nn`` loads it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flashtile.api import attention, attention_varlen
-from flashtile.errors import InvalidInputError
+from flashtile.arguments import band_of, check_tensor, checked, flag, integer, probability
+from flashtile.errors import InvalidInputError, shown
 from flashtile.rotary import RotaryEmbedding, apply_rotary
 
 __all__ = ["MultiheadAttention", "RotaryEmbedding", "TransformerBlock", "apply_rotary"]
@@ -40,7 +41,8 @@ class MultiheadAttention(nn.Module):
         dropout: Probability with which attention probabilities are dropped, in training mode only.
         softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
         softcap: c > 0 caps the scores as ``c * tanh(scores / c)``.
-        rotary: True for ``RotaryEmbedding(head_dim)``, or your own module; it may be shared between layers.
+        rotary: True for ``RotaryEmbedding(head_dim)``, or your own module, called as that one is; it may be shared
+            between layers.
         deterministic: Whether the backward must be bitwise repeatable.
         backend: As in ``flashtile.attention``.
         device: Device of the parameters.
@@ -67,7 +69,7 @@ class MultiheadAttention(nn.Module):
         dropout: float = 0.0,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
-        rotary: bool | RotaryEmbedding = False,
+        rotary: bool | nn.Module = False,
         deterministic: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -76,25 +78,25 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = _head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
-        if not 0 <= dropout < 1:
-            raise InvalidInputError("dropout", f"is {dropout!r}, must be at least 0 and less than 1")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.context_dim = embed_dim if context_dim is None else context_dim
+        self.context_dim = embed_dim if context_dim is None else integer("context_dim", context_dim)
+        band_of(causal, window_size)
+        plain = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, "backend": backend}
+        checked(**plain)
         self.causal = causal
         self.window_size = window_size
-        self.dropout = dropout
+        self.dropout = probability("dropout", dropout)
         self.softmax_scale = softmax_scale
         self.softcap = softcap
         self.deterministic = deterministic
         self.backend = backend
-        self.rotary = RotaryEmbedding(head_dim) if rotary is True else (rotary or None)
-        if self.rotary is not None and self.rotary.dim > head_dim:
-            raise InvalidInputError("rotary", f"turns {self.rotary.dim} features, but head_dim is {head_dim}")
+        self.rotary = _rotary(rotary, head_dim)
         place = {"device": device, "dtype": dtype}
         out_bias = bias if out_bias is None else out_bias
+        flag("bias", bias), flag("out_bias", out_bias)
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, **place)
         self.k_proj = nn.Linear(self.context_dim, num_kv_heads * head_dim, bias=bias, **place)
         self.v_proj = nn.Linear(self.context_dim, num_kv_heads * head_dim, bias=bias, **place)
@@ -130,7 +132,7 @@ class MultiheadAttention(nn.Module):
             context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``; x by default.
             attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**. Pass a
                 mask of valid keys ``(batch, seqlen_context)`` as ``valid[:, None, None, :]``.
-            attn_bias: Any float dtype, broadcastable to the same shape; added to the scores; has a gradient.
+            attn_bias: float16 to float64, broadcastable to the same shape; added to the scores; has a gradient.
             positions: For rotary: the position of every sequence's first row, or those of all rows, ``(seqlen,)``,
                 ``(batch, seqlen)`` or packed ``(total,)``.
             context_positions: Like positions, for the context; those of x if x attends to itself, else counted from 0.
@@ -150,9 +152,15 @@ class MultiheadAttention(nn.Module):
         source = x if context is None else context
         if itself:
             _refuse_without_context(context_positions, cu_seqlens_context, max_seqlen_context)
+            if self.context_dim != self.embed_dim:
+                wanted = f"context_dim {self.context_dim}, embed_dim is {self.embed_dim}"
+                raise InvalidInputError("context", f"is None, must have {wanted}")
             context_positions, cu_seqlens_context, max_seqlen_context = positions, cu_seqlens, max_seqlen
         _check_rows("x", x, self.embed_dim, "cu_seqlens", cu_seqlens)
         _check_rows("context", source, self.context_dim, "cu_seqlens_context", cu_seqlens_context)
+        for name, length in (("max_seqlen", max_seqlen), ("max_seqlen_context", max_seqlen_context)):
+            if length is not None and cu_seqlens is None:
+                raise InvalidInputError(name, "is given, but goes with packed sequences alone")
         if source.dim() != x.dim():
             raise InvalidInputError("context", f"has {source.dim()} dimensions, but x has {x.dim()}")
         q = _split("q_proj", self.q_proj(x), self.head_dim)
@@ -162,11 +170,14 @@ class MultiheadAttention(nn.Module):
         if self.rotary is not None:
             q = self.rotary(q, positions, cu_seqlens)
             k = self.rotary(k, 0 if context_positions is None else context_positions, cu_seqlens_context)
-        if cu_seqlens is None or cu_seqlens_context is None:
-            out = attention(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
-        else:
-            lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
-            out = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+        try:
+            if cu_seqlens is None or cu_seqlens_context is None:
+                out = attention(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+            else:
+                lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
+                out = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+        except InvalidInputError as error:
+            raise error.renamed(_OWN_NAMES if itself else {**_OWN_NAMES, **_CONTEXT_NAMES}) from None
         return self.out_proj(cast(Tensor, out).flatten(-2))
 
     def _check_heads(self, q: int, k: int, v: int) -> None:
@@ -190,6 +201,18 @@ class MultiheadAttention(nn.Module):
         return ", ".join([f"{self.embed_dim}, {self.num_heads}", *shown])
 
 
+# What the arguments of ``attention`` are called here.
+_OWN_NAMES = {
+    **dict.fromkeys(("q", "k", "v"), "x"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens"),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen"),
+    "dropout_p": "dropout",
+}
+_CONTEXT_NAMES = {
+    **dict.fromkeys(("k", "v"), "context"),
+    "cu_seqlens_k": "cu_seqlens_context",
+    "max_seqlen_k": "max_seqlen_context",
+}
 # Settings that ``attention`` takes, with their default values.
 _DEFAULTS = {
     "causal": False,
@@ -215,8 +238,12 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, attention: MultiheadAttention, *, mlp_dim: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
+        if not isinstance(attention, MultiheadAttention):
+            raise InvalidInputError("attention", f"is of type {type(attention).__name__}, must be a MultiheadAttention")
+        if attention.context_dim != attention.embed_dim:
+            raise InvalidInputError("attention", "has a context_dim other than embed_dim, must attend to its input")
         width, like = attention.embed_dim, attention.q_proj.weight
-        hidden = 4 * width if mlp_dim is None else mlp_dim
+        hidden = 4 * width if mlp_dim is None else integer("mlp_dim", mlp_dim)
         self.attn_norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
         self.attn = attention
         self.mlp_norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
@@ -225,7 +252,7 @@ class TransformerBlock(nn.Module):
             nn.GELU(),
             nn.Linear(hidden, width, device=like.device, dtype=like.dtype),
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(probability("dropout", dropout))
 
     def forward(
         self,
@@ -238,6 +265,7 @@ class TransformerBlock(nn.Module):
         max_seqlen: int | None = None,
     ) -> Tensor:
         """Runs the block; arguments and shapes as in ``MultiheadAttention.forward``."""
+        check_tensor("x", x)
         attended = self.attn(
             self.attn_norm(x),
             attn_mask=attn_mask,
@@ -250,17 +278,27 @@ class TransformerBlock(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+def _rotary(rotary: bool | nn.Module, head_dim: int) -> nn.Module | None:
+    """The module of the argument ``rotary``."""
+    if not isinstance(rotary, (bool, nn.Module)):
+        raise InvalidInputError("rotary", f"is {shown(rotary)}, must be True, False or a module")
+    if rotary is True and head_dim % 2:
+        raise InvalidInputError("rotary", f"turns pairs of features, but head_dim is {head_dim}")
+    if isinstance(rotary, RotaryEmbedding) and rotary.dim > head_dim:
+        raise InvalidInputError("rotary", f"turns {rotary.dim} features, but head_dim is {head_dim}")
+    if isinstance(rotary, nn.Module):
+        return rotary
+    return RotaryEmbedding(head_dim) if rotary else None
+
+
 def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
     """Checks the sizes and fills in head_dim."""
     for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if size < 1:
-            raise InvalidInputError(name, f"is {size}, must be at least 1")
+        integer(name, size)
     if num_heads % num_kv_heads:
         raise InvalidInputError("num_kv_heads", f"is {num_kv_heads}, must divide num_heads {num_heads}")
     if head_dim is not None:
-        if head_dim < 1:
-            raise InvalidInputError("head_dim", f"is {head_dim}, must be at least 1")
-        return head_dim
+        return integer("head_dim", head_dim)
     if embed_dim % num_heads:
         raise InvalidInputError("num_heads", f"is {num_heads}, must divide embed_dim {embed_dim}, or give head_dim")
     return embed_dim // num_heads
@@ -276,6 +314,9 @@ def _split(name: str, rows: Tensor, head_dim: int) -> Tensor:
 
 def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:
     """Checks the rank, 3 or, with cu_seqlens, 2, and the last dimension."""
+    check_tensor(name, rows)
+    if not rows.dtype.is_floating_point:
+        raise InvalidInputError(name, f"dtype is {rows.dtype}, must be a float dtype")
     if rows.dim() not in (2, 3):
         raise InvalidInputError(name, f"has {rows.dim()} dimensions, must have 3, or 2 for packed sequences")
     if rows.shape[-1] != width:

@@ -101,12 +101,20 @@ def _is_special(dout: Tensor | None) -> bool:
 
 
 def _readable(t: Tensors) -> Tensors:
-    """The tensors, copied where kernels need other strides: q, k and v contiguous in their last dimension.
+    """The tensors, copied where kernels need other strides.
 
+    q, k and v must be contiguous in their last dimension, slopes, sinks and cu_seqlens in all.
     Called before autograd saves the tensors, so that a training step copies once.
     """
     qkv = {"q": t.q, "k": t.k, "v": t.v}
     copies = {name: x.contiguous() for name, x in qkv.items() if x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1}
+    rows = {
+        "alibi_slopes": t.alibi_slopes,
+        "sinks": t.sinks,
+        "cu_seqlens_q": t.cu_seqlens_q,
+        "cu_seqlens_k": t.cu_seqlens_k,
+    }
+    copies |= {name: x.contiguous() for name, x in rows.items() if x is not None and not x.is_contiguous()}
     return dataclasses.replace(t, **copies) if copies else t
 
 
@@ -154,7 +162,11 @@ def own_plans(plans: OrderedDict[tuple[Any, ...], Any]) -> Iterator[None]:
 
 def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
     """The tensors with readable strides, and the cached ``_Kind`` of the call."""
-    key = _key(t, options)
+    try:
+        key = _key(t, options)
+    except RuntimeError:
+        Problem.of(t, options)  # names the nested or sparse tensor, which has no strides or no address
+        raise
     kind = _KNOWN.get(key)
     if kind is None:
         readable = _readable(t)

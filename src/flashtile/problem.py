@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import DTYPES as DTYPES
-from flashtile.arguments import TENSORS, Argument, Grads, Options, differentiable
+from flashtile.arguments import TENSORS, Argument, Grads, Options, check_tensor, differentiable
 from flashtile.arguments import Tensors as Tensors
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
@@ -231,23 +231,29 @@ class _Axes:
             self._broadcasts(argument, tensor, row.axes.split())
             return
         axes = (row.axes.replace("batch seqlen", "total") if self.packed else row.axes).split()
-        if axes[0].startswith("["):
-            axes = [axes[0].strip("[]"), *axes[1:]] if tensor.dim() == len(axes) else axes[1:]
-        if tensor.dim() != len(axes):
-            shape = ", ".join(axes)
-            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {len(axes)}: ({shape})")
-        for axis, size in zip(axes, tensor.shape, strict=True):
+        shapes = [axes[1:], [axes[0].strip("[]"), *axes[1:]]] if axes[0].startswith("[") else [axes]
+        named = next((shape for shape in shapes if len(shape) == tensor.dim()), None)
+        if named is None:
+            ranks, texts = " or ".join(str(len(shape)) for shape in shapes), " or ".join(map(_shape_text, shapes))
+            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {ranks}: {texts}")
+        for axis, size in zip(named, tensor.shape, strict=True):
             self.fix(argument, axis, size)
 
     def _broadcasts(self, argument: str, tensor: Tensor, axes: list[str]) -> None:
         if tensor.dim() > len(axes):
-            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have at most {len(axes)}")
+            most = f"at most {len(axes)}: {_shape_text(axes)}"
+            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {most}")
         for axis, size in zip(axes[len(axes) - tensor.dim() :], tensor.shape, strict=True):
             if size != 1 and size != self.sizes[axis]:
                 shape = ", ".join(f"{name} {self.sizes[name]}" for name in axes)
-                raise InvalidInputError(
-                    argument, f"{axis} is {size}, must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
-                )
+                must = f"must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
+                if tuple(tensor.shape) == (self.sizes["batch"], self.sizes["seqlen_k"]):
+                    must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
+                raise InvalidInputError(argument, f"{axis} is {size}, {must}")
+
+
+def _shape_text(axes: list[str]) -> str:
+    return f"({axes[0]},)" if len(axes) == 1 else f"({', '.join(axes)})"
 
 
 def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
@@ -255,10 +261,12 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     axes = _Axes(t.cu_seqlens_q is not None or t.cu_seqlens_k is not None)
     rows = [(name, row, getattr(t, name)) for name, row in TENSORS.items() if getattr(t, name) is not None]
     for name, row, x in rows:
+        check_tensor(name, x)
         if row.dtypes is None and x.dtype != t.q.dtype:
             raise InvalidInputError(name, f"dtype is {x.dtype}, but q has {t.q.dtype}")
-        if row.dtypes is not None and x.dtype not in row.dtypes[0]:
-            raise InvalidInputError(name, f"dtype is {x.dtype}, must be {row.dtypes[1]}")
+        wide = row.wide and t.q.dtype == torch.float64
+        if row.dtypes is not None and x.dtype not in row.dtypes[0] and not (wide and x.dtype == torch.float64):
+            raise InvalidInputError(name, f"dtype is {x.dtype}, must be {row.dtypes[1]}{' or float64' * wide}")
         if x.device != t.q.device:
             raise InvalidInputError(name, f"is on {x.device}, but q is on {t.q.device}")
     for name, row, x in rows[:3]:
@@ -266,6 +274,9 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     sizes = axes.sizes
     if axes.packed:
         _bind_packed(axes, t, options)
+    for name in () if axes.packed else ("max_seqlen_q", "max_seqlen_k"):
+        if getattr(options, name) is not None:
+            raise InvalidInputError(name, "is given, but goes with cu_seqlens alone")
     for axis, owner in (("num_heads_q", "q"), ("num_heads_kv", "k"), ("head_dim", "q"), ("head_dim_v", "v")):
         if sizes[axis] == 0:
             raise InvalidInputError(owner, f"{axis} is 0, must be at least 1")
@@ -304,9 +315,9 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
     Raises:
         InvalidInputError: Naming the tensor or the length that is wrong.
     """
-    for side, cu_seqlens, rows, longest in (
-        ("q", tensors.cu_seqlens_q, tensors.q.shape[0], problem.seqlen_q),
-        ("k", tensors.cu_seqlens_k, tensors.k.shape[0], problem.seqlen_k),
+    for side, cu_seqlens, rows, longest, from_end in (
+        ("q", tensors.cu_seqlens_q, tensors.q.shape[0], problem.seqlen_q, 2),
+        ("k", tensors.cu_seqlens_k, tensors.k.shape[0], problem.seqlen_k, 1),
     ):
         if cu_seqlens is None:
             continue
@@ -320,8 +331,12 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
         if bounds[-1] > rows:
             raise InvalidInputError(name, f"ends with {bounds[-1]}, but {side} has {rows} rows")
         if lengths and max(lengths) > longest:
-            message = f"is {longest}, but {name} holds a sequence of {max(lengths)}"
-            raise InvalidInputError(f"max_seqlen_{side}", message)
+            shown = {"attn_mask": tensors.attn_mask, "attn_bias": tensors.attn_bias}
+            sizes = {name: m.shape[-from_end] for name, m in shown.items() if m is not None and m.dim() >= from_end}
+            who = next((name for name, size in sizes.items() if size == longest), None)
+            what = f"seqlen_{side} is {longest}" if who else f"is {longest}"
+            holds = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
+            raise InvalidInputError(who or f"max_seqlen_{side}", f"{what}, {holds}")
 
 
 @functools.lru_cache(maxsize=64)

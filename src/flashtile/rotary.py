@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor, nn
 
-from flashtile.errors import InvalidInputError
+from flashtile.arguments import check_tensor, finite, integer
+from flashtile.errors import InvalidInputError, shown
 
 __all__ = ["RotaryEmbedding", "apply_rotary", "row_positions"]
 
@@ -50,15 +53,21 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
         Like x, computed in float32 or better.
 
     Raises:
-        InvalidInputError: If cos is wider than half of head_dim, or sin differs from cos.
+        InvalidInputError: If x is not of a float dtype, or shapes do not fit.
 
     Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2.
     """
+    _check_rows(x)
+    check_tensor("cos", cos)
+    check_tensor("sin", sin)
     if sin.shape != cos.shape:
         raise InvalidInputError("sin", f"has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}")
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
         raise InvalidInputError("cos", f"turns {rotary_dim} features, but x has head_dim {x.shape[-1]}")
+    rows, given = x.shape[:-2], cos.shape[:-1]
+    if len(given) > len(rows) or any(b not in (1, a) for a, b in zip(rows[::-1], given[::-1], strict=False)):
+        raise InvalidInputError("cos", f"has shape {tuple(cos.shape)}, must broadcast to x's rows {tuple(rows)}")
     dtype = torch.promote_types(x.dtype, torch.float32)
     turning = x[..., :rotary_dim].to(dtype)
     cos, sin = cos.to(dtype)[..., None, :], sin.to(dtype)[..., None, :]
@@ -67,6 +76,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
     turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     turned = turned.to(x.dtype)
     return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+
+
+def _check_rows(x: Tensor) -> None:
+    check_tensor("x", x)
+    if x.dim() < 3:
+        raise InvalidInputError("x", f"has {x.dim()} dimensions, must have at least 3: (seqlen, num_heads, head_dim)")
+    if not x.dtype.is_floating_point:
+        raise InvalidInputError("x", f"dtype is {x.dtype}, must be a float dtype")
 
 
 class RotaryEmbedding(nn.Module):
@@ -85,12 +102,12 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, dim: int, *, base: float = 10000.0, interleaved: bool = False) -> None:
         super().__init__()
-        if dim < 2 or dim % 2:
-            raise InvalidInputError("dim", f"is {dim}, must be even and at least 2")
-        if not base > 0:
-            raise InvalidInputError("base", f"is {base}, must be positive")
+        if integer("dim", dim, 2) % 2:
+            raise InvalidInputError("dim", f"is {dim}, must be even")
         self.dim = dim
-        self.base = float(base)
+        self.base = finite("base", base)
+        if not self.base > 0:
+            raise InvalidInputError("base", f"is {base}, must be positive")
         self.interleaved = interleaved
 
     def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -120,10 +137,23 @@ class RotaryEmbedding(nn.Module):
             Like x.
 
         Raises:
-            InvalidInputError: If positions do not fit the rows of x.
+            InvalidInputError: Naming the argument that does not fit.
         """
+        _check_rows(x)
+        if self.dim > x.shape[-1]:
+            raise InvalidInputError(
+                "x", f"has head_dim {x.shape[-1]}, must have at least the {self.dim} features to turn"
+            )
+        if cu_seqlens is not None:
+            check_tensor("cu_seqlens", cu_seqlens)
+            if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+                raise InvalidInputError("cu_seqlens", f"has shape {tuple(cu_seqlens.shape)}, must be (batch + 1,)")
         rows = x.shape[:-2]
         if not isinstance(positions, Tensor):
+            if isinstance(positions, bool) or not isinstance(positions, (numbers.Real, torch.SymInt)):
+                raise InvalidInputError(
+                    "positions", f"is {shown(positions)}, must be a number, or a tensor of one a row"
+                )
             positions = row_positions(rows[-1], positions, cu_seqlens, x.device)
         elif positions.shape not in (rows, rows[-1:]):
             raise InvalidInputError(

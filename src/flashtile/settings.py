@@ -9,6 +9,12 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 
+from flashtile.errors import InvalidInputError
+
+# Fastest first: a call that names no backend takes the first that can run it.
+BACKENDS: tuple[str, ...] = ("hopper", "portable", "cpu")
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -18,15 +24,24 @@ class Setting:
         name: The variable.
         default: Its value when unset.
         meaning: One sentence for the docs.
+        values: What it may be, in any case, besides unset or empty; none for another program's variable.
     """
 
     name: str
     default: str
     meaning: str
+    values: tuple[str, ...] = ()
 
     def get(self) -> str:
-        """The variable's value now, or its default."""
-        return os.environ.get(self.name, self.default)
+        """The variable's value now in lower case, or its default.
+
+        Raises:
+            InvalidInputError: Naming the variable, if it has none of its values.
+        """
+        value = os.environ.get(self.name, "").strip().lower() or self.default
+        if self.values and value not in (*self.values, self.default):
+            raise InvalidInputError(self.name, f"is {value!r}, must be {' or '.join(self.values)}, or unset")
+        return value
 
     @cached_property
     def _key(self) -> object:
@@ -42,17 +57,30 @@ class Setting:
 
     def enabled(self) -> bool:
         """Whether the value is one of 1, true, yes, on (in any case)."""
-        return self.get().strip().lower() in {"1", "true", "yes", "on"}
+        return self.get() in _ON
 
 
-CHECK = Setting("FLASHTILE_CHECK", "0", "1 also checks what costs a device synchronisation (cu_seqlens monotonic).")
-BACKEND = Setting("FLASHTILE_BACKEND", "", "Forces a backend for calls that name none; it is refused, never replaced.")
+CHECK = Setting(
+    "FLASHTILE_CHECK", "0", "1 also checks what costs a device synchronisation (cu_seqlens monotonic).", (*_ON, *_OFF)
+)
+BACKEND = Setting(
+    "FLASHTILE_BACKEND", "", "Forces a backend for calls that name none; it is refused, never replaced.", BACKENDS
+)
 TRITON_INTERPRET = Setting(
     "TRITON_INTERPRET", "0", "Triton's own: 1, before Triton is imported, runs portable kernels on CPU tensors, slowly."
 )
 
 LAUNCHER = Setting(
-    "FLASHTILE_LAUNCHER", "", "triton: NVIDIA kernels are launched by Triton itself, for comparison; read once."
+    "FLASHTILE_LAUNCHER",
+    "",
+    "triton: NVIDIA kernels are launched by Triton itself, for comparison; read once.",
+    ("triton",),
 )
 
 SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER)
+
+
+def validate() -> None:
+    """Raises InvalidInputError if a variable has none of its values, also one that this machine would never read."""
+    for setting in SETTINGS:
+        setting.get()

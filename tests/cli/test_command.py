@@ -115,7 +115,7 @@ BAD = [
     (["explain", "--seqlen", "1e3"], "integer"),
     (["explain", "--seqlen-k", "0"], "--seqlen-k"),
     (["explain", "--window", "5"], "--window"),
-    (["explain", "--window", "-2", "0"], "window_size"),
+    (["explain", "--window", "-2", "0"], "--window"),
     (["explain", "--heads", "4", "--kv-heads", "3"], "--kv-heads"),
     (["explain", "--dropout", "1"], "dropout"),
     (["explain", "--softcap", "nan"], "softcap"),

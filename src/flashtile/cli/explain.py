@@ -16,6 +16,8 @@ from flashtile.errors import InvalidInputError, UnsupportedError
 from flashtile.problem import Problem, described
 
 _MAX = 2**40
+# Flags of other names than the arguments of ``attention``.
+_FLAGS = {"window_size": "--window", "softcap": "--softcap", "dropout_p": "--dropout", "backend": "--backend"}
 
 Length = Annotated[int, typer.Option(min=1, max=_MAX, help="Length of queries and keys, unless given apart.")]
 OtherLength = Annotated[int | None, typer.Option(min=1, max=_MAX, help="As --seqlen if left out.", show_default=False)]
@@ -66,7 +68,10 @@ def explain(
     """
     device_type, capability = _device(device, arch)
     default_dtype = DtypeName.float32 if device_type == "cpu" else DtypeName.bfloat16
-    plain = checked(softcap=softcap, dropout_p=dropout, backend=backend)
+    try:
+        plain, band = checked(softcap=softcap, dropout_p=dropout, backend=backend), band_of(causal, window)
+    except InvalidInputError as error:
+        raise error.renamed(_FLAGS) from None
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise InvalidInputError("--heads", f"is {heads}, must be a multiple of --kv-heads {kv_heads}")
@@ -81,7 +86,7 @@ def explain(
         num_heads_kv=kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v or head_dim,
-        band=band_of(causal, window),
+        band=band,
         softmax_scale=head_dim**-0.5,
         softcap=plain["softcap"],
         alibi=alibi,

@@ -136,8 +136,8 @@ def shakespeare() -> Text:
 
 def batch_of(tokens: Tensor, seqlen: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random excerpts and the characters that follow each of theirs: two tensors ``(batch, seqlen)`` int64."""
-    starts = torch.randint(len(tokens) - seqlen, (batch, 1), generator=generator)
-    excerpts = tokens[starts + torch.arange(seqlen + 1)]
+    starts = torch.randint(len(tokens) - seqlen, (batch, 1), generator=generator, device=generator.device)
+    excerpts = tokens[starts + torch.arange(seqlen + 1, device=starts.device)]
     return excerpts[:, :-1], excerpts[:, 1:]
 
 

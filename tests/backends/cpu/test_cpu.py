@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cases import CASES, Case, build, judge
+from flashtile import reference
+from tests.cases import CASES, Case, build, judge, results
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -14,3 +15,30 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case, dtype: torch.dtype) -> None:
     judge(build(case, dtype), "cpu")
+
+
+# Sums over so many rows, keys or heads that rounding them to 16 bits after each block would show.
+LONG_SUMS = (
+    Case("dv of one key", batch=1, seqlen_q=339, seqlen_k=1),
+    Case("few keys", batch=1, seqlen_q=700, seqlen_k=3, head_dim=64),
+    Case("one key head", batch=1, seqlen_q=300, seqlen_k=300, heads=8, kv_heads=1, causal=True),
+    Case("many keys", batch=1, seqlen_q=3, seqlen_k=9000, head_dim=64),
+    Case("bias and sinks", batch=1, seqlen_q=700, seqlen_k=3, bias="k", sinks=True),
+    Case("window", batch=1, seqlen_q=700, seqlen_k=700, heads=4, kv_heads=1, window=(300, 0)),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", LONG_SUMS, ids=str)
+def test_gradients_are_summed_in_float32(case: Case, dtype: torch.dtype) -> None:
+    """The error is at most twice that of the exact gradients, rounded once."""
+    call = build(case, dtype)
+    exact_call = call.upcast()
+    dout = torch.randn(*call.tensors.q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = results(call, *call.run("cpu"), dout, None).values
+    exact = results(exact_call, *reference.attention(call.problem, exact_call.tensors), dout, None).values
+    for name in got.keys() - {"out", "lse"}:
+        error = (got[name] - exact[name]).abs().max().item()
+        rounding = (exact[name].to(dtype) - exact[name]).abs().max().item()
+        floor = 32 * torch.finfo(torch.float32).eps * max(1.0, exact[name].abs().max().item())
+        assert error <= 2 * rounding + floor, f"{name}: error {error:.2e}, rounding alone {rounding:.2e}"

@@ -11,14 +11,9 @@ from torch import Tensor
 from flashtile.backends.base import Gradients
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
-from flashtile.backends.cpu.paths import Path, adds_tiles, kernel_fits, paths
+from flashtile.backends.cpu.paths import Path, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
-
-# PyTorch's kernel sums dk and dv in the inputs' dtype. So that 16-bit floats are summed in float32, it gets few rows at
-# a time and one query head per key head, and the results are summed here.
-SHORT_FLOATS = (torch.bfloat16, torch.float16)
-SHORT_FLOAT_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +61,10 @@ def backward(
     """See ``backends.base.Backward``."""
     t, grads = tensors, problem.grads
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
-    dsinks = torch.zeros(t.sinks.shape, dtype=problem.lse_dtype) if t.sinks is not None and grads.sinks else None
+    dsinks = _zeros_like(problem, t.sinks) if grads.sinks else None
     sums: _Sums | None = None
     kernel = kernel_fits(problem) and dlse is None and not grads.bias
-    most_rows = SHORT_FLOAT_ROWS if problem.dtype in SHORT_FLOATS else None
-    for path in paths(problem, t, kernel, most_rows=most_rows):
+    for path in paths(problem, t, kernel):
         seq = path.seq
         rows = _Rows(seq.view(out), seq.view(dout), None if dlse is None else seq.lse_view(dlse), seq.lse_view(lse))
         if dsinks is not None and t.sinks is not None:
@@ -78,8 +72,9 @@ def backward(
         if not any(grads[:4]):
             continue
         whole = path.whole()
-        if whole is not None and not _copies_key_heads(problem):
-            found = (x.transpose(1, 2).contiguous() for x in _kernel_shares(problem, seq, rows, whole))
+        if whole is not None:
+            shares = _kernel_shares(problem, seq, rows, whole)
+            found = (x.transpose(1, 2).to(problem.dtype).contiguous() for x in shares)
             dq, dk, dv = (x if wanted else None for x, wanted in zip(found, grads, strict=False))
             return Gradients(dq, dk, dv, None, _stored(dsinks, t.sinks))
         sums = sums or _zeros(problem, t)
@@ -96,9 +91,12 @@ def _zeros(problem: Problem, t: Tensors) -> _Sums:
     """Zeros for the gradients that are needed, None for the rest."""
     bias = None if t.attn_bias is None else plan.four_dimensional(t.attn_bias)
     inputs = zip((t.q, t.k, t.v, bias), problem.grads, strict=False)
-    return _Sums(
-        *(torch.zeros(x.shape, dtype=problem.lse_dtype) if wanted and x is not None else None for x, wanted in inputs)
-    )
+    return _Sums(*(_zeros_like(problem, x) if wanted else None for x, wanted in inputs))
+
+
+def _zeros_like(problem: Problem, x: Tensor | None) -> Tensor | None:
+    """Zeros of a tensor's shape in the dtype of the arithmetic, contiguous whatever the tensor's strides are."""
+    return None if x is None else x.new_zeros(x.shape, dtype=problem.lse_dtype)
 
 
 def _rounded(t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
@@ -112,35 +110,18 @@ def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
     return None if total is None or like is None else total.view(like.shape).to(like.dtype)
 
 
-def _copies_key_heads(problem: Problem) -> bool:
-    """Whether each query head gets its own copy of its key head."""
-    return problem.group_size > 1 and problem.dtype in SHORT_FLOATS
-
-
 def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
-    """A rectangle's contribution to dq, dk and dv, heads first, from PyTorch's kernel."""
-    span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
+    """A rectangle's contribution to dq, dk and dv, heads first, from PyTorch's kernel.
+
+    The kernel sums over blocks of rows, blocks of keys and the heads of a group in the inputs' dtype, so 16-bit floats
+    are converted first. On a processor without matrix instructions for bfloat16 that is also faster.
+    """
+    span = slice(*rectangle.rows)
     triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
-    bias = None if triangle else plan.tile_bias(problem, seq, rectangle, flash.bias_dtype(problem.dtype))
-    k, v = seq.k[:, :, keys], seq.v[:, :, keys]
-    apart = _copies_key_heads(problem)
-    if apart:
-        k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))
-    dq, dk, dv = flash.backward(
-        rows.dout[:, :, span],
-        seq.q[:, :, span],
-        k,
-        v,
-        rows.out[:, :, span],
-        rows.lse[:, :, span],
-        bias,
-        triangle,
-        problem.softmax_scale,
-    )
-    if apart:
-        groups = problem.num_heads_kv, problem.group_size
-        dk, dv = (x.unflatten(1, groups).sum(dim=2, dtype=problem.lse_dtype) for x in (dk, dv))
-    return dq, dk, dv
+    bias = None if triangle else plan.tile_bias(problem, seq, rectangle, problem.lse_dtype)
+    q, k, v = tiles.operands(problem, seq, rectangle)
+    out, dout = (x[:, :, span].to(q.dtype) for x in (rows.out, rows.dout))
+    return flash.backward(dout, q, k, v, out, rows.lse[:, :, span], bias, triangle, problem.softmax_scale)
 
 
 def _add_kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
@@ -219,7 +200,5 @@ def describe(problem: Problem) -> str:
     if problem.bias_grad or not kernel_fits(problem):
         rows = plan.tile_rows(problem.num_heads_q)
         return f"tiles of {rows} x {plan.TILE_KEYS} scores recomputed from lse through matrix products"
-    cut = adds_tiles(problem) or problem.band.left is not None
-    if not cut and problem.dtype in SHORT_FLOATS and problem.seqlen_q > SHORT_FLOAT_ROWS:
-        return f"PyTorch's CPU flash kernel on blocks of {SHORT_FLOAT_ROWS} rows, sums in float32"
-    return cpu_forward.describe(problem)
+    widened = "" if problem.dtype == problem.lse_dtype else ", in float32"
+    return cpu_forward.describe(problem) + widened

@@ -35,8 +35,8 @@ def forward(problem: Problem, tensors: Tensors) -> State:
 
 def _empty_state(problem: Problem, q: Tensor) -> State:
     """The state of rows without keys: 0 and -inf."""
-    out = torch.zeros(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
-    return out, torch.full(problem.lse_shape(q), -torch.inf, dtype=problem.lse_dtype)
+    out = q.new_zeros(*q.shape[:-1], problem.head_dim_v)
+    return out, q.new_full(problem.lse_shape(q), -torch.inf, dtype=problem.lse_dtype)
 
 
 def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Rectangle]) -> State:

@@ -59,9 +59,7 @@ def one_by_one(problem: Problem, kernel: bool) -> bool:
     return problem.batch > 1 and (not kernel or adds_tiles(problem) or problem.seqlen_q < FEW_ROWS)
 
 
-def paths(
-    problem: Problem, tensors: Tensors, kernel: bool, *, keep_local: bool = False, most_rows: int | None = None
-) -> Iterator[Path]:
+def paths(problem: Problem, tensors: Tensors, kernel: bool, *, keep_local: bool = False) -> Iterator[Path]:
     """The path of every sequence of a call.
 
     Args:
@@ -69,25 +67,24 @@ def paths(
         tensors: Its tensors.
         kernel: Whether PyTorch's kernel can compute the call.
         keep_local: Whether a NaN of k must reach the rows that keep its key, and no other, as in the forward.
-        most_rows: Most rows per call of PyTorch's kernel, None for any number.
 
     Yields:
         Paths; together they hold every row that keeps a key.
     """
     for seq in plan.sequences(problem, tensors, one_by_one=one_by_one(problem, kernel)):
-        path = _path(problem, seq, kernel, keep_local, most_rows)
+        path = _path(problem, seq, kernel, keep_local)
         if path.kernel or not kernel or len(seq.batch) <= 1:
             yield path
             continue
         for single in plan.sequences(problem, tensors, one_by_one=True):
-            yield _path(problem, single, kernel, keep_local, most_rows)
+            yield _path(problem, single, kernel, keep_local)
 
 
-def _path(problem: Problem, seq: Sequence, kernel: bool, keep_local: bool, most_rows: int | None) -> Path:
+def _path(problem: Problem, seq: Sequence, kernel: bool, keep_local: bool) -> Path:
     lengths = seq.seqlen_q, seq.seqlen_k
     rows = plan.tile_rows(problem.num_heads_q)
     tile_rows = rows if seq.has_tile_bias or not kernel else None
-    blocks = list(plan.row_blocks(problem.band, *lengths, tile_rows=tile_rows, most_rows=most_rows))
+    blocks = list(plan.row_blocks(problem.band, *lengths, tile_rows=tile_rows))
     if not (kernel and keep_local):
         return Path(seq, blocks, kernel)
     rectangles = [rectangle for block in blocks for rectangle in block]

@@ -15,6 +15,8 @@ from torch import Tensor
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 
+# Named wherever a tensor is made: torch.set_default_device may say something else.
+_CPU = torch.device("cpu")
 # Rows per block under a narrow and a wide window: few rows waste less of a narrow band, many need fewer calls.
 NARROW_ROWS, WIDE_ROWS = 128, 256
 NARROW_WINDOW = 512
@@ -156,9 +158,7 @@ def four_dimensional(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-def row_blocks(
-    band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | None, most_rows: int | None = None
-) -> Iterator[list[Rectangle]]:
+def row_blocks(band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
     """Blocks of rows, each as its rectangles from left to right; rows that keep no key are in none.
 
     Args:
@@ -167,13 +167,12 @@ def row_blocks(
         seqlen_k: Keys.
         tile_rows: Split into tiles of this many rows and ``TILE_KEYS`` keys; None splits only where the band requires
             it.
-        most_rows: Without tiles, also split blocks of more rows than about this many.
     """
     start, stop = band.any_rows(seqlen_q, seqlen_k)
     if stop <= start:
         return
     open_left = tile_rows is None and band.left is None
-    rows = (most_rows or stop - start) if open_left else tile_rows or _window_rows(band, seqlen_k)
+    rows = stop - start if open_left else tile_rows or _window_rows(band, seqlen_k)
     first = start
     while first < stop:
         # A short remainder joins the block before it.
@@ -233,8 +232,8 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     if seq.bias is not None:
         total = part(seq.bias, rectangle).to(dtype)
     if seq.slopes is not None:
-        i = torch.arange(row, row_stop) + (seq.seqlen_k - seq.seqlen_q)
-        distance = (i[:, None] - torch.arange(key, key_stop)).abs()
+        i = torch.arange(row, row_stop, device=_CPU) + (seq.seqlen_k - seq.seqlen_q)
+        distance = (i[:, None] - torch.arange(key, key_stop, device=_CPU)).abs()
         alibi = -seq.slopes.to(dtype) * distance
         total = alibi if total is None else total + alibi
     keep: Tensor | None = None
@@ -244,7 +243,7 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
         kept = part(seq.mask, rectangle)
         keep = kept if keep is None else keep & kept
     if keep is not None:
-        total = torch.where(keep, torch.zeros((), dtype=dtype) if total is None else total, -torch.inf)
+        total = torch.where(keep, torch.zeros((), dtype=dtype, device=_CPU) if total is None else total, -torch.inf)
     assert total is not None
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
 
@@ -262,10 +261,13 @@ def _place(seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int]:
     return row + seq.seqlen_k - seq.seqlen_q - key, row_stop - row, key_stop - key
 
 
+# Tensors that later calls share are made outside inference mode, whose tensors a training step could not save.
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _band_bias(band: Band, diagonal: int, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
     """0 where the band keeps a pair, -inf where it drops one; ``(1, 1, rows, keys)``."""
-    return torch.zeros(1, 1, rows, keys, dtype=dtype).masked_fill_(~_band_tile(band, diagonal, rows, keys), -torch.inf)
+    zeros = torch.zeros(1, 1, rows, keys, dtype=dtype, device=_CPU)
+    return zeros.masked_fill_(~_band_tile(band, diagonal, rows, keys), -torch.inf)
 
 
 @functools.lru_cache(maxsize=64)
@@ -274,10 +276,11 @@ def _band_has_empty_rows(band: Band, diagonal: int, rows: int, keys: int) -> boo
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _band_tile(band: Band, diagonal: int, rows: int, keys: int) -> Tensor:
     """Which pairs the band keeps where row m's diagonal is at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
-    offset = torch.arange(keys) - torch.arange(rows)[:, None] - diagonal
-    keep = torch.ones(rows, keys, dtype=torch.bool)
+    offset = torch.arange(keys, device=_CPU) - torch.arange(rows, device=_CPU)[:, None] - diagonal
+    keep = torch.ones(rows, keys, dtype=torch.bool, device=_CPU)
     if band.left is not None:
         keep &= offset >= -band.left
     if band.right is not None:
