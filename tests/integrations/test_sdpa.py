@@ -149,6 +149,14 @@ def test_served_calls_have_pytorchs_numbers(sample: Sample, dtype: torch.dtype) 
     judge(leaves, got, sample.keywords)
 
 
+def test_parameters_are_served() -> None:
+    leaves = {name: nn.Parameter(x.detach()) for name, x in Sample("").leaves(torch.float32).items()}
+    with sdpa.use():
+        got = results(leaves, F.scaled_dot_product_attention, {})
+    assert sdpa.calls.served == 1
+    judge(leaves, got, {})
+
+
 @pytest.mark.parametrize("rows", [5, 9])
 @pytest.mark.parametrize("corner", ["causal_upper_left", "causal_lower_right"])
 @pytest.mark.parametrize("switch", ["use", "enable"])
@@ -213,6 +221,11 @@ def with_tangents() -> Tensor:
         return fwAD.unpack_dual(attend(fwAD.make_dual(Q, KEY), KEY, KEY)).tangent
 
 
+def jagged() -> Tensor:
+    rows = [torch.ones(n, 4, 8) for n in (3, 5)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+
+
 class Mine(Tensor):
     """A subclass without behaviour of its own."""
 
@@ -224,6 +237,7 @@ LEFT: tuple[tuple[str, str, Callable[[], Tensor]], ...] = (
     ("mask_of_a_subclass", "a Mine", lambda: attend(Q, KEY, KEY, SQUARE.as_subclass(Mine))),
     ("no_tensor", "a NoneType", lambda: attend(None, KEY, KEY)),
     ("nested", "nested", lambda: attend(*[torch.nested.nested_tensor([*Q])] * 3)),
+    ("jagged", "a NestedTensor", lambda: attend(*[jagged()] * 3)),
     ("meta", "tensors on meta", lambda: attend(*[Q.to("meta")] * 3)),
     ("two_devices", "several devices", lambda: attend(Q, KEY.to("meta"), KEY)),
     ("vmap", "torch.func", lambda: torch.func.vmap(lambda q: attend(q, q, q))(Q)),
@@ -262,7 +276,7 @@ def outcome(call: Callable[[], Tensor]) -> Any:
         out = call()
     except Exception as error:
         return type(error), str(error)
-    return out if out.is_meta or not out.is_nested else out.to_padded_tensor(0.0)
+    return torch.nested.to_padded_tensor(out, 0.0) if out.is_nested else out
 
 
 @pytest.mark.parametrize(("reason", "call"), [x[1:] for x in LEFT], ids=[x[0] for x in LEFT])
@@ -285,6 +299,13 @@ def test_an_explicit_backend_that_cannot_is_a_reason(monkeypatch: pytest.MonkeyP
     assert torch.equal(out, attend(Q, KEY, KEY))
     assert sdpa.calls.served == 0 and "hopper: needs" in next(iter(sdpa.calls.left))
     assert str(sdpa.calls).startswith("0 calls ran with flashtile, 1 were left\n  1 left: ")
+
+
+def test_compiled_code_that_no_backend_runs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
+    with sdpa.use(), pytest.raises(UnsupportedError, match="hopper: needs"):
+        torch.compile(attend, backend="eager", fullgraph=True)(Q, KEY, KEY)
 
 
 def test_cudnn_turned_off_is_no_choice_of_a_kernel() -> None:

@@ -111,7 +111,8 @@ class Handle:
     def __init__(self, calls: Calls, key: str = "CUDA") -> None:
         self._library = torch.library.Library("aten", "IMPL", key)
         for name, function in FUNCTIONS.items():
-            self._library.impl(name, functools.partial(function, calls))
+            if hasattr(torch.ops.aten, name):  # not every release has all of them
+                self._library.impl(name, functools.partial(function, calls))
 
     def remove(self) -> None:
         self._library._destroy()

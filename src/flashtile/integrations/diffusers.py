@@ -31,9 +31,11 @@ NAME = "flashtile"
 TESTED = ("0.37.0", "0.37.1", "0.38.0", "0.39.0", "0.40.0", "0.41.0", "0.42.0", "0.42.1")
 """Releases of diffusers in which the private registry has the form that this module knows."""
 
-# What ``register`` touches: the class methods and tables of the registry.
-_PARTS = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "_active_backend")
-_METHODS = ("register", "get_active_backend", "set_active_backend")
+# The parts of the registry that ``register``, and diffusers with what it leaves there, rely on.
+_PARTS = (
+    "register", "get_active_backend", "set_active_backend", "_active_backend", "_backends", "_constraints",
+    "_supported_arg_names", "_supports_context_parallel",
+)  # fmt: skip
 
 
 def register() -> None:
@@ -43,7 +45,7 @@ def register() -> None:
         UnsupportedError: A release of diffusers whose private registry was not tested.
     """
     registry: Any = getattr(attention_dispatch, "_AttentionBackendRegistry", None)
-    missing = [name for name in (*_PARTS, *_METHODS) if not hasattr(registry, name)]
+    missing = [name for name in _PARTS if not hasattr(registry, name)]
     if diffusers.__version__ not in TESTED or missing:
         lacks = f" (its registry lacks {', '.join(missing)})" if missing else ""
         raise UnsupportedError(

@@ -71,7 +71,8 @@ def scaled_dot_product_attention(
         return found
     calls.leave(found)
     # A CausalBias knows the function by its public name, which now stands for ours.
-    function: Any = type(attn_mask)._dispatch if is_causal_bias(attn_mask) else _PYTORCH
+    bias: Any = attn_mask
+    function = type(bias)._dispatch if is_causal_bias(bias) else _PYTORCH
     return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
