@@ -156,10 +156,10 @@ def _served_if_held(*tensors: Any, **keywords: Any) -> Tensor:
     return (scaled_dot_product_attention if _serving else _PYTORCH)(*tensors, **keywords)
 
 
-# For torch.compile F.multi_head_attention_forward is one operation, whatever it calls. A copy is code like any other,
-# if its globals, which are found by __name__, have none.
+# For torch.compile F.multi_head_attention_forward is one operation, whatever it calls. This copy is code like other code:
+# torch.compile tells it from the original by its code object, and finds globals without a __name__ in the function.
 _multi_head = types.FunctionType(
-    _MULTI_HEAD.__code__,
+    _MULTI_HEAD.__code__.replace(),
     {name: value for name, value in vars(F).items() if name != "__name__"}
     | {"scaled_dot_product_attention": _served_if_held},
     argdefs=_MULTI_HEAD.__defaults__,
