@@ -71,9 +71,12 @@ def is_causal_bias(mask: Any) -> bool:
 
 
 def _foreign(given: tuple[Tensor, ...]) -> str:
-    """Whether these are other tensors than flashtile's, or what happens to them is."""
+    """Why the call is not one of tensors that flashtile knows; empty if it is."""
+    shared = [type(x).__module__.startswith("torch.distributed.tensor") for x in given]
+    if any(shared) and not all(shared):
+        return "DTensors together with others"
     for x in given:
-        if type(x) not in _PLAIN:
+        if type(x) not in _PLAIN and not any(shared):
             return f"a {type(x).__name__}, which is not a plain tensor"
         if x.is_nested or x.layout is not torch.strided:
             return "a nested or sparse tensor"
@@ -81,11 +84,6 @@ def _foreign(given: tuple[Tensor, ...]) -> str:
             return "tensors on several devices"
     if given[0].device.type not in ("cpu", "cuda"):
         return f"tensors on {given[0].device.type}"
-    # While a function is compiled the stack of transforms cannot be read.
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        return "inside a transform of torch.func"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
     return "traced by torch.jit" if torch.jit.is_tracing() else ""  # type: ignore[attr-defined]
 
 
@@ -138,5 +136,7 @@ def _unfit_mask(mask: Tensor, lead: tuple[int, ...], query: Tensor, key: Tensor)
 
 
 def _merged(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """``(*lead, heads, rows, columns)`` as ``(batch, heads, rows, columns)``; lead may be shorter or 1 where x is."""
+    """``(..., heads, rows, columns)``, broadcast to lead, as ``(batch, heads, rows, columns)``."""
+    if len(lead) == 1 and x.shape[:-3] == lead:
+        return x
     return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])

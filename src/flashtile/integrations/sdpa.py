@@ -156,8 +156,8 @@ def _served_if_held(*tensors: Any, **keywords: Any) -> Tensor:
     return (scaled_dot_product_attention if _serving else _PYTORCH)(*tensors, **keywords)
 
 
-# For torch.compile F.multi_head_attention_forward is one operation, whatever it calls. This copy is code like other code:
-# torch.compile tells it from the original by its code object, and finds globals without a __name__ in the function.
+# For torch.compile F.multi_head_attention_forward is one operation, whatever it calls; this copy is code to be traced.
+# It is told from the original by its code object, and without a __name__ its globals are found in the function.
 _multi_head = types.FunctionType(
     _MULTI_HEAD.__code__.replace(),
     {name: value for name, value in vars(F).items() if name != "__name__"}
