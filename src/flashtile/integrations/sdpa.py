@@ -1,0 +1,176 @@
+"""PyTorch's ``scaled_dot_product_attention``, run by flashtile where it can; what is left to PyTorch is counted.
+
+``with use():`` and ``enable()`` replace the function's name in ``torch.nn.functional`` and in the modules that imported
+it from there. Like PyTorch's ``sdpa_kernel`` they hold for all threads, so also for the one in which a backward runs
+a checkpointed forward again. They cost nothing outside of attention, and ``torch.compile`` sees them: code that was
+compiled before is compiled anew. A reference to the function that an object or a closure keeps is not reached. (A
+``TorchFunctionMode`` would reach it, at two microseconds for every operation and every ``x.shape``, and not in a
+backward, which PyTorch runs with the mode set aside.)
+
+Meanwhile the fused inference path of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``, which does not call
+the function, is off.
+
+``torch.nn.attention.activate_flash_attention_impl("flashtile")`` is another way, for CUDA tensors: importing this
+module registers the name. PyTorch then chooses its kernels as always, and where that is flash attention, flashtile
+runs, in C++ code too. What flashtile refuses is an error there.
+
+``calls`` counts what ran, and with reasons what was left to PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import register_flash_attention_impl
+
+from flashtile.errors import UnsupportedError
+from flashtile.integrations._attend import attend, is_causal_bias
+from flashtile.integrations._calls import Calls
+from flashtile.integrations._flash_impl import Handle
+
+__all__ = ["calls", "disable", "enable", "is_enabled", "scaled_dot_product_attention", "use"]
+
+calls = Calls()
+"""What was served and left, in all threads, since the program's start or ``calls.clear()``."""
+
+register_flash_attention_impl("flashtile", register_fn=lambda: Handle(calls))
+
+_PYTORCH = torch._C._nn.scaled_dot_product_attention
+_MULTI_HEAD = F.multi_head_attention_forward
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's function of this name, run by flashtile where it can; the arguments, results and errors are PyTorch's.
+
+    Three results differ in what PyTorch leaves open: a row whose keys are all masked is 0 with gradients 0, dropout
+    draws other numbers, and there is no second derivative.
+    """
+    found: Tensor | str = "sdpa_kernel or torch.backends.cuda turned some of PyTorch's kernels off"
+    if _all_kernels_allowed():
+        found = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(found, Tensor):
+        calls.serve()
+        return found
+    calls.leave(found)
+    # A CausalBias knows the function by its public name, which now stands for ours.
+    bias: Any = attn_mask
+    function = type(bias)._dispatch if is_causal_bias(bias) else _PYTORCH
+    return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+@torch.compiler.assume_constant_result
+def _all_kernels_allowed() -> bool:
+    # cuDNN's kernels are often turned off for good, which says nothing about flash attention.
+    return (
+        torch._C._get_flash_sdp_enabled()
+        and torch._C._get_mem_efficient_sdp_enabled()
+        and torch._C._get_math_sdp_enabled()
+    )
+
+
+_lock = threading.Lock()
+_holders, _serving, _enabled, _fast_path = 0, False, False, True
+
+
+@contextmanager
+def use() -> Iterator[None]:
+    """Serves the calls of all threads inside the context, which may be nested.
+
+    A backward that recomputes the forward, as with ``torch.utils.checkpoint``, belongs inside too.
+
+    Raises:
+        UnsupportedError: Another package has replaced ``torch.nn.functional.scaled_dot_product_attention``.
+    """
+    with _lock:
+        _hold(1)
+    try:
+        yield
+    finally:
+        with _lock:
+            _hold(-1)
+
+
+def enable() -> None:
+    """Serves the calls of all threads from now on; a second time it does nothing.
+
+    Raises:
+        UnsupportedError: Another package has replaced ``torch.nn.functional.scaled_dot_product_attention``.
+    """
+    global _enabled
+    with _lock:
+        _hold(0 if _enabled else 1)
+        _enabled = True
+
+
+def disable() -> None:
+    """Undoes ``enable``."""
+    global _enabled
+    with _lock:
+        _hold(-1 if _enabled else 0)
+        _enabled = False
+
+
+def is_enabled() -> bool:
+    """Whether ``enable`` is in force."""
+    return _enabled
+
+
+def _hold(change: int) -> None:
+    """Counts those who want calls to be served, and starts and stops with the first and the last."""
+    global _holders, _serving, _fast_path
+    present = F.scaled_dot_product_attention
+    if change > 0 and present is not _PYTORCH and present is not _served_if_held:
+        name = f"{getattr(present, '__module__', '')}.{getattr(present, '__qualname__', present)}"
+        raise UnsupportedError(f"torch.nn.functional.scaled_dot_product_attention is already replaced by {name}")
+    before, _holders = _holders, _holders + change
+    _serving = _holders > 0
+    if _serving and not before:
+        _fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        _rebind({_PYTORCH: _served_if_held, _MULTI_HEAD: _multi_head})
+    elif before and not _serving:
+        torch.backends.mha.set_fastpath_enabled(_fast_path)
+        _rebind({_served_if_held: _PYTORCH, _multi_head: _MULTI_HEAD})
+
+
+def _served_if_held(*tensors: Any, **keywords: Any) -> Tensor:
+    """What the name stands for meanwhile; who copies it keeps it afterwards."""
+    return (scaled_dot_product_attention if _serving else _PYTORCH)(*tensors, **keywords)
+
+
+# For torch.compile F.multi_head_attention_forward is one operation, whatever it calls; this copy is code to be traced.
+# It is told from the original by its code object, and without a __name__ its globals are found in the function.
+_multi_head = types.FunctionType(
+    _MULTI_HEAD.__code__.replace(),
+    {name: value for name, value in vars(F).items() if name != "__name__"}
+    | {"scaled_dot_product_attention": _served_if_held},
+    argdefs=_MULTI_HEAD.__defaults__,
+)
+
+
+def _rebind(changes: dict[Any, Any]) -> None:
+    """Changes what names in loaded modules stand for; in PyTorch itself only the public ones."""
+    for name, module in list(sys.modules.items()):
+        if (name.partition(".")[0] == "torch" and module is not F) or name == __name__:
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and value in changes:
+                setattr(module, key, changes[value])
