@@ -1,0 +1,175 @@
+"""The mask function that flashtile registers with transformers, and masks that are not written out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+
+class LazyMask:
+    """A mask that is described and not written out. Whatever else a model does with it, it does with the tensor.
+
+    Attributes:
+        shape: ``(batch, 1, seqlen_q, number of keys)``, that of the tensor.
+        causal: Whether a query sees no later key; the last query stands at key ``seqlen_k - 1``.
+        window: ``(left, right)`` as in ``flashtile.attention``, or None.
+        seqlen_k: How many keys count; the rest of a static cache is not filled yet.
+        keys: ``(batch, seqlen_k)`` bool, False where a key is padding; None if none is.
+        packed: Whether a row holds several sequences, each of which attends to itself.
+        ids: Which sequence a token belongs to, ``(batch, seqlen)``; None while tracing, which cannot count them.
+    """
+
+    def __init__(self, write: Callable[[], Tensor], shape: tuple[int, ...], causal: bool, seqlen_k: int) -> None:
+        self._write = write
+        self._written: Tensor | None = None
+        self.shape, self.ndim = shape, len(shape)
+        self.causal, self.seqlen_k = causal, seqlen_k
+        self.window: tuple[int, int] | None = None
+        self.keys: Tensor | None = None
+        self.packed = False
+        self.ids: Tensor | None = None
+        self._bounds: tuple[Any, ...] | None = None
+
+    def dense(self) -> Tensor:
+        """The mask as a bool tensor, ``(batch, 1, seqlen_q, number of keys)``, True where a key is seen."""
+        if self._written is None:
+            self._written = self._write()
+        return self._written
+
+    def bounds(self) -> tuple[Any, ...] | None:
+        """The last four arguments of ``flashtile.attention_varlen``: all rows' sequences one after another."""
+        if self._bounds is None and self.ids is not None:
+            starts = torch.ones_like(self.ids, dtype=torch.bool)
+            starts[:, 1:] = self.ids[:, 1:] != self.ids[:, :-1]
+            cu_seqlens = nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel())
+            longest = int(cu_seqlens.diff().max())
+            self._bounds = (cu_seqlens.to(torch.int32),) * 2 + (longest,) * 2
+        return self._bounds
+
+    def contiguous(self) -> LazyMask:
+        """The mask itself: ``generate`` asks for it."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> LazyMask | Tensor:
+        """The mask on another device, where a model's layers are on several; the tensor for another dtype."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or dtype is not None:
+            return self.dense().to(*args, **kwargs)
+        moved = copy.copy(self)
+        moved._write, moved._written, moved._bounds = lambda: self.dense().to(device), None, None
+        moved.keys, moved.ids = (x if x is None else x.to(device) for x in (self.keys, self.ids))
+        return moved
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, cls) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | LazyMask | None:
+    """The mask function of transformers; its arguments are those of ``masking_utils.sdpa_mask``.
+
+    Returns:
+        A ``LazyMask`` for full and causal attention, padding, windows, packed sequences and caches; where nothing but
+        padding is masked, a bool tensor ``(batch, 1, q_length, kv_length)`` whose rows are one in memory; None for a
+        query that sees all keys; for any other mask the bool tensor, written out.
+    """
+    if isinstance(attention_mask, LazyMask):  # made by the model around this one
+        return attention_mask
+    tracing = is_tracing(attention_mask)
+
+    def write() -> Tensor:
+        given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+        return sdpa_mask(*given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs)
+
+    if isinstance(q_offset, Tensor):  # a static cache
+        if tracing or not allow_is_causal_skip:
+            return write()
+        q_offset = int(q_offset)
+    ids, causal = None, allow_is_causal_skip
+    packed = attention_mask is None and not (causal or allow_is_bidirectional_skip or kwargs.get("use_vmap"))
+    if packed:
+        packed, ids = _packing(mask_function, local_size, tracing)
+        causal = packed
+    longest = max(q_offset + q_length, kv_offset + kv_length)
+    inside = causal_mask_function if packed else mask_function
+    is_band, window = _band(inside, causal, allow_is_bidirectional_skip, local_size, longest, config)
+    seqlen_k = q_offset + q_length - kv_offset if causal else kv_length
+    aligned = causal or window is None or q_offset - kv_offset == kv_length - q_length
+    if not is_band or not aligned or not 0 < seqlen_k <= kv_length:
+        return write()
+
+    found = LazyMask(write, (batch_size, 1, q_length, kv_length), causal, seqlen_k)
+    found.window, found.packed, found.ids = window, packed, ids
+    if attention_mask is not None:
+        keys = attention_mask[:, kv_offset : kv_offset + seqlen_k]
+        keys = nn.functional.pad(keys, (0, seqlen_k - keys.shape[1]))
+        found.keys = keys if tracing or not keys.all() else None
+    if window is not None or packed or seqlen_k < kv_length or (causal and q_length > 1):
+        return found
+    if found.keys is not None:
+        return found.keys[:, None, None, :].expand(found.shape)
+    # None would leave it to the layer whether it is causal, which not every layer knows.
+    return None if q_length == 1 else found
+
+
+def _band(
+    function: Callable, causal: bool, bidirectional: bool, local_size: int | None, longest: int, config: Any
+) -> tuple[bool, tuple[int, int] | None]:
+    """Whether a mask is causal or full attention but for a window, and the window.
+
+    transformers calls a mask causal or bidirectional, by a flag, if it is that but for the window or chunk of
+    local_size.
+    """
+    if not (causal or bidirectional):
+        return False, None
+    if local_size is None:
+        return function is (causal_mask_function if causal else bidirectional_mask_function), None
+    if longest <= local_size:
+        return True, None
+    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if local_size != window or local_size == chunk:
+        return False, None
+    return True, (local_size - 1, 0) if causal else (local_size, local_size)
+
+
+def _packing(function: Callable, local_size: int | None, tracing: bool) -> tuple[bool, Tensor | None]:
+    """Whether a mask is that of packed sequences, and which one each token belongs to, ``(batch, seqlen)``."""
+    if function.__qualname__ != "and_masks.<locals>.and_mask":
+        return False, None
+    if tracing:  # the function cannot be looked into; nothing but packing joins masks without a size
+        return local_size is None, None
+    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+    made_by = [part.__qualname__.partition(".")[0] for part in parts]
+    if made_by != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+        return False, None
+    return True, inspect.getclosurevars(parts[0]).nonlocals["packed_sequence_mask"]

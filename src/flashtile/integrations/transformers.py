@@ -1,0 +1,244 @@
+"""flashtile as the attention of Hugging Face transformers.
+
+``enable(model)`` switches a model; docs/transformers.md says what is translated and what is refused. Two functions are
+registered with transformers: ``mask``, which a model calls once per forward, and ``attention``, which each layer calls.
+What a layer attends to is taken from the mask, as in transformers' own eager attention, so that a layer that does not
+pass on its window is served right; the layer's own ``is_causal`` and ``sliding_window`` count where there is no mask.
+
+Source: transformers 5.23, ``masking_utils`` and ``integrations/sdpa_attention``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.utils.import_utils import is_tracing
+
+import flashtile
+from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.integrations._calls import Calls
+from flashtile.integrations._transformers_mask import LazyMask, mask
+
+NAME = "tile_attention"  # transformers takes every name with "flash" in it for one of its own kernels
+calls = Calls()
+
+# Keywords that models hand down to every layer and that change nothing there: what token types mean is in the mask.
+HARMLESS = {
+    "cache_position", "layer_idx", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "return_dict", "seq_idx", "token_type_ids", "use_cache",
+}  # fmt: skip
+_UNDERSTOOD = {
+    "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "dropout", "is_causal", "max_length_k", "max_length_q",
+    "position_bias", "position_ids", "s_aux", "scaling", "sliding_window", "softcap",
+}  # fmt: skip
+_REFUSED = {
+    "block_table": "paged caches, as in continuous batching, are not read",
+    "cache": "paged caches, as in continuous batching, are not read",
+    "head_mask": "whole heads cannot be masked",
+    "output_attentions": "attention weights are never formed; switch to attn_implementation='eager' for them",
+}
+
+_looked_at: weakref.ref[Tensor] | None = None  # the last position_ids that held no packed sequences
+_explained: contextvars.ContextVar[Counter[str] | None] = contextvars.ContextVar("_explained", default=None)
+
+
+def enable(model: PreTrainedModel | None = None) -> str:
+    """Registers flashtile with transformers and, if a model is given, switches the model to it.
+
+    Args:
+        model: The model to switch, with all its parts. ``model.set_attn_implementation("sdpa")`` switches it back.
+
+    Returns:
+        The name for ``from_pretrained(..., attn_implementation=name)``.
+
+    Raises:
+        UnsupportedError: A part of the model does not let its attention be replaced. Nothing was switched then.
+    """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    if model is not None:
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        fixed = sorted({type(part).__name__ for part in parts if not _is_replaceable(part)})
+        if not parts or fixed:
+            what = ", ".join(fixed) or f"a {type(model).__name__}, which holds no PreTrainedModel,"
+            raise UnsupportedError(f"transformers cannot replace the attention of {what}")
+        for part in parts:
+            part.set_attn_implementation(NAME)
+    return NAME
+
+
+def _is_replaceable(part: PreTrainedModel) -> bool:
+    """Whether a part's attention goes through the interface, and its masks are made for more than eager attention."""
+    declared = (part._supports_sdpa, part._supports_flash_attn, part._supports_flex_attn)
+    has_attention = any("Attention" in type(module).__name__ for module in part.modules())
+    return part._can_set_attn_implementation() and (any(declared) or not has_attention)
+
+
+def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
+    """Runs ``model(*args, **kwargs)`` without gradients and says what its attention calls ran with.
+
+    Returns:
+        For each kind of call the number of calls and what ``flashtile.explain`` says of it.
+    """
+    found: Counter[str] = Counter()
+    token = _explained.set(found)
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        _explained.reset(token)
+    return "\n".join(f"{count} x {text}" for text, count in found.items()) or "no attention call reached flashtile"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | LazyMask | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers.
+
+    Args:
+        module: The layer; ``is_causal`` and ``training`` are read.
+        query: ``(batch, num_heads_q, seqlen_q, head_dim)``.
+        key: ``(batch, num_heads_kv, seqlen_k, head_dim)``.
+        value: ``(batch, num_heads_kv, seqlen_k, head_dim_v)``.
+        attention_mask: What ``mask`` made, or a tensor of four dimensions, bool, or float and added to the scores.
+        **kwargs: See docs/transformers.md.
+
+    Returns:
+        ``(batch, seqlen_q, num_heads_q, head_dim_v)``, and None for the attention weights.
+
+    Raises:
+        InvalidInputError: A keyword or mask without the form that transformers gives it.
+        UnsupportedError: A keyword that means something else than flashtile does, or is unknown.
+    """
+    _refuse_unknown(kwargs)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    bias, bounds = kwargs.get("position_bias"), _bounds_given(kwargs)
+    options: dict[str, Any] = {
+        "softmax_scale": kwargs.get("scaling"),
+        "softcap": kwargs.get("softcap") or 0.0,
+        "sinks": kwargs.get("s_aux"),
+        "dropout_p": (kwargs.get("dropout") or 0.0) if module.training else 0.0,
+        "deterministic": bool(kwargs.get("deterministic")),
+    }
+    written: Tensor | None = None
+    if bounds is None and q.shape[1] == k.shape[1]:
+        _refuse_packed_positions(kwargs.get("position_ids"), attention_mask)
+    if attention_mask is None:
+        options |= _without_mask(module, q, k, bounds, kwargs)
+    elif isinstance(attention_mask, LazyMask):
+        lazy = attention_mask
+        if tuple(lazy.shape[2:]) != (q.shape[1], k.shape[1]):
+            shape = f"{q.shape[1]} queries and {k.shape[1]} keys"
+            raise InvalidInputError("attention_mask", f"has shape {tuple(lazy.shape)}, but the layer has {shape}")
+        bounds = bounds or lazy.bounds()
+        fits = bias is None and lazy.keys is None and lazy.seqlen_k == k.shape[1]
+        if bounds is None and not lazy.packed:
+            k, v = k[:, : lazy.seqlen_k], v[:, : lazy.seqlen_k]
+            bias = None if bias is None else bias[..., : lazy.seqlen_k]
+            options["attn_mask"] = None if lazy.keys is None else lazy.keys[:, None, None, :]
+        elif bounds is None or not fits:
+            written = lazy.dense()
+        if written is None:
+            options |= {"causal": lazy.causal, "window_size": lazy.window}
+    elif attention_mask.dim() != 4:
+        raise InvalidInputError("attention_mask", f"has {attention_mask.dim()} dimensions at the layer, must have 4")
+    else:
+        written = attention_mask
+    if written is not None and written.dtype.is_floating_point:
+        bias = written if bias is None else bias + written
+    elif written is not None:
+        options["attn_mask"] = written
+    if written is not None and bounds is not None:
+        same = _same_sequence(q, k, bounds)
+        options["attn_mask"] = options["attn_mask"] & same if "attn_mask" in options else same
+        bounds = None
+    return _run(q, k, v, bounds, options | {"attn_bias": bias}), None
+
+
+def _without_mask(module: nn.Module, q: Tensor, k: Tensor, bounds: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords causal and window_size where only the layer says what it attends to."""
+    is_causal, window = kwargs.get("is_causal"), kwargs.get("sliding_window")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if bounds is not None and kwargs.get("position_bias") is not None:
+        raise UnsupportedError("position_bias: with cu_seq_lens_q and no mask it is not known where it belongs")
+    if causal and bounds is None and 1 < q.shape[1] != k.shape[1]:
+        raise UnsupportedError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys without a mask")
+    return {"causal": causal, "window_size": (window - 1, window - 1) if window else None}
+
+
+def _refuse_packed_positions(position_ids: Tensor | None, mask: Tensor | LazyMask | None) -> None:
+    """Refuses positions of packed sequences beside a mask that does not tell them apart.
+
+    transformers looks for packed sequences only without an attention mask and a cache, and some models never do. Its
+    own implementations disagree on such a call.
+    """
+    global _looked_at
+    tells_apart = isinstance(mask, Tensor) or (isinstance(mask, LazyMask) and (mask.packed or mask.keys is not None))
+    if position_ids is None or position_ids.dim() != 2 or tells_apart or is_tracing(position_ids):
+        return
+    if _looked_at is None or _looked_at() is not position_ids:  # looked at once for all layers: it waits for the device
+        if find_packed_sequence_indices(position_ids) is not None:
+            raise UnsupportedError(
+                "position_ids: are those of packed sequences, which the model's mask does not separate; pass "
+                "cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, or neither attention_mask nor a cache"
+            )
+        _looked_at = weakref.ref(position_ids)
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in _UNDERSTOOD and name not in HARMLESS:
+            unknown = "not known to flashtile.integrations.transformers; add it to HARMLESS there if it changes nothing"
+            raise UnsupportedError(f"{name}: {_REFUSED.get(name, unknown)}")
+
+
+def _bounds_given(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The last four arguments of ``attention_varlen`` from the keywords that transformers has for them."""
+    bounds: list[Any] = [kwargs.get(f"cu_seq_lens_{side}") for side in "qk"]
+    for side, given in zip("qk", bounds, strict=True):
+        if given is None and bounds != [None, None]:
+            raise InvalidInputError(f"cu_seq_lens_{side}", "is None, but the other one is given")
+    if bounds[0] is None:
+        return None
+    longest = [kwargs.get(f"max_length_{side}") for side in "qk"]
+    # A tensor would have to be waited for, and flashtile needs no longest length.
+    return *(x.to(torch.int32) for x in bounds), *(x if isinstance(x, int) else None for x in longest)
+
+
+def _same_sequence(q: Tensor, k: Tensor, bounds: tuple[Any, ...]) -> Tensor:
+    """True where a query and a key are in the same packed sequence, ``(batch, 1, seqlen_q, seqlen_k)``."""
+    found = []
+    for x, cu_seqlens in zip((q, k), bounds, strict=False):
+        rows = torch.arange(x.shape[0] * x.shape[1], device=x.device, dtype=torch.int32)
+        found.append(torch.bucketize(rows, cu_seqlens[1:], right=True).view(x.shape[:2]))
+    ids_q, ids_k = found[0][:, None, :, None], found[1][:, None, None, :]
+    return (ids_q == ids_k) & (ids_q < bounds[0].numel() - 1)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Any, ...] | None, options: dict[str, Any]) -> Tensor:
+    """One call of flashtile, counted. With bounds all rows are one after another."""
+    calls.serve()
+    batch, packing = q.shape[0], {}
+    if bounds is not None:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), bounds, strict=True))
+    if not torch.compiler.is_compiling() and (found := _explained.get()) is not None:
+        found[flashtile.explain(q, k, v, **packing, **options)] += 1
+    if bounds is None:
+        out = flashtile.attention(q, k, v, **options)
+    else:
+        out = flashtile.attention_varlen(q, k, v, **packing, **options)
+    assert isinstance(out, Tensor)  # lse was not asked for
+    return out if bounds is None else out.unflatten(0, (batch, -1))
