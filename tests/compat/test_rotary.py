@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -146,6 +148,29 @@ def test_packed_k_v(interleaved: bool, offsets: int | Tensor) -> None:
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(torch.autograd.grad(out, kv, dout)[0], truth)
     torch.testing.assert_close(kv, expected)
+
+
+class Unpadded(torch.autograd.Function):
+    """How models call the kernel from autograd functions of their own: on a view, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        rotary.apply_rotary(qkv[:, :, :4], COS, SIN, 2, inplace=True)
+        ctx.mark_dirty(qkv)
+        return qkv
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.cat([rotary.apply_rotary(grad[:, :, :4], COS, SIN, 2, conjugate=True), grad[:, :, 4:]], dim=2)
+
+
+def test_inplace_within_an_autograd_function() -> None:
+    x = torch.randn(2, 7, 6, 9, dtype=torch.float64, requires_grad=True)
+    expected = torch.cat([turned(x[:, :, :4], torch.arange(2, 9), False), x[:, :, 4:]], dim=2)
+    out = Unpadded.apply(x * 1)
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad(out, x, dout), torch.autograd.grad(expected, x, dout))
 
 
 def module_turned(x: Tensor, positions: Tensor, base: float, interleaved: bool, scale: Tensor | float = 1.0) -> Tensor:

@@ -167,7 +167,7 @@ def apply_rotary_emb_kv_(
 
 def _put(x: Tensor, result: Tensor) -> Tensor:
     """Writes the result into x and returns it, with its gradient."""
-    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():  # autograd lets nobody write into such a tensor
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:  # autograd lets nobody write into such a tensor
         x.detach().copy_(result.detach())
         return result
     return x.copy_(result)
