@@ -259,6 +259,8 @@ BAD_CALLS = {
     "used, list": ("seqused_k", lambda: varlen(seqused_k=[1])),
     "used, far": ("cu_seqlens_k", lambda: varlen(seqused_k=torch.tensor([2]), cu_seqlens_k=CU + CU)),
     "used, late": ("cu_seqlens_q", lambda: varlen(seqused_q=torch.tensor([2]), cu_seqlens_q=CU.flip(0) + 1)),
+    "used, int64 bounds": ("cu_seqlens_q", lambda: varlen(seqused_q=torch.tensor([2]), cu_seqlens_q=CU.long())),
+    "used, elsewhere": ("seqused_q", lambda: varlen(seqused_q=torch.tensor([2], device="meta"))),
     "used, rank": ("cu_seqlens_q", lambda: varlen(seqused_q=torch.tensor([2]), cu_seqlens_q=CU[None])),
     "used, no bounds": ("cu_seqlens_k", lambda: varlen(seqused_k=torch.tensor([2]), cu_seqlens_k=None)),
     "used, v": ("v", lambda: varlen(seqused_k=torch.tensor([2]), v=ROWS[:3])),

@@ -320,23 +320,29 @@ def _used_first(side: str, x: Tensor, cu_seqlens: Tensor, seqused: Tensor) -> tu
     The others follow and belong to no sequence. Nothing is read from the device, so shapes do not depend on the data.
     """
     rows = torch.arange(tensor(side, x).shape[0], device=x.device)
-    name, bounds = f"seqused_{side}", tensor(f"cu_seqlens_{side}", cu_seqlens)
-    if bounds.dim() != 1 or not bounds.shape[0]:
-        raise InvalidInputError(f"cu_seqlens_{side}", f"has shape {tuple(bounds.shape)}, must be (batch + 1,)")
+    outer, name = f"cu_seqlens_{side}", f"seqused_{side}"
+    bounds = tensor(outer, cu_seqlens)
+    if bounds.dim() != 1 or not bounds.shape[0] or bounds.dtype != torch.int32 or bounds.device != x.device:
+        raise InvalidInputError(outer, f"{_described(bounds)}, must be int32 (batch + 1,) on {x.device}")
     must = (bounds.shape[0] - 1,)
-    if tensor(name, seqused).shape != must or seqused.dtype not in (torch.int32, torch.int64):
-        found = f"is {seqused.dtype} of shape {tuple(seqused.shape)}"
-        raise InvalidInputError(name, f"{found}, must be int32 of shape {must} to match cu_seqlens_{side}")
+    ok = tensor(name, seqused).shape == must and seqused.dtype in (torch.int32, torch.int64)
+    if not ok or seqused.device != x.device:
+        raise InvalidInputError(name, f"{_described(seqused)}, must be int32 {must} on {x.device} as {outer} has it")
     if (x.device.type == "cpu" or settings.CHECK.enabled()) and not torch.compiler.is_compiling():
         starts, total = bounds.tolist(), rows.shape[0]
         if starts[0] != 0 or starts[-1] > total:
             found = f"starts with {starts[0]} and ends with {starts[-1]}"
-            raise InvalidInputError(f"cu_seqlens_{side}", f"{found}, must start with 0 and end with at most {total}")
+            raise InvalidInputError(outer, f"{found}, must start with 0 and end with at most {total}")
         for b, (used, held) in enumerate(zip(seqused.tolist(), bounds.diff().tolist(), strict=True)):
             if not 0 <= used <= held:
                 raise InvalidInputError(name, f"is {used} for sequence {b}, which has {held} rows")
-    sequence = torch.searchsorted(bounds[1:].contiguous(), rows, right=True)
+    bounds = bounds.to(torch.int64)
+    sequence = torch.searchsorted(bounds[1:], rows, right=True)
     limit = torch.nn.functional.pad(seqused, (0, 1))  # 0 for the rows of no sequence
     unused = rows - bounds[sequence] >= limit[sequence]
     packed = torch.nn.functional.pad(seqused.cumsum(0), (1, 0)).to(torch.int32)
     return torch.argsort(unused, stable=True), packed
+
+
+def _described(x: Tensor) -> str:
+    return f"is {x.dtype} {tuple(x.shape)} on {x.device}"
