@@ -277,6 +277,18 @@ def test_s_dmask_of_packed_sequences_is_in_their_corners() -> None:
         torch.testing.assert_close(out[mine].double(), from_probs, rtol=2**-6, atol=2**-6)
 
 
+def test_s_dmask_under_autocast_is_that_of_cast_tensors() -> None:
+    leaves = inputs(dtype=torch.float32)
+    low = tuple(x.bfloat16() for x in leaves)
+    torch.manual_seed(8)
+    expected = fa2.flash_attn_func(*low, 0.2, return_attn_probs=True)
+    torch.manual_seed(8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fa2.flash_attn_func(*leaves, 0.2, return_attn_probs=True)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
 def test_s_dmask_without_keys_or_queries() -> None:
     q, k = torch.zeros(2, 3, 2, 8), torch.zeros(2, 0, 2, 8)
     out, lse, s_dmask = fa2.flash_attn_func(q, k, k, 0.5, return_attn_probs=True)

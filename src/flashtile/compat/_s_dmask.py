@@ -52,7 +52,8 @@ def s_dmask(tensors: Tensors, options: Options) -> Tensor:
     keys = slice(None) if t.cu_seqlens_k is None else row_positions(t.k.shape[0], 0, t.cu_seqlens_k, t.k.device)
     v = eye[keys][:, None].expand(*t.k.shape[:-1], seqlen_k)
     plain = dataclasses.replace(t, v=v, rng_state=None)
-    probs, _ = reference.attention(problem.but(head_dim_v=seqlen_k), plain, problem.lse_dtype)
+    with torch.autocast(t.q.device.type, enabled=False):  # or float32 products would take its dtype
+        probs, _ = reference.attention(problem.but(head_dim_v=seqlen_k), plain, problem.lse_dtype)
     if t.cu_seqlens_q is not None:
         bounds = itertools.pairwise(t.cu_seqlens_q.tolist())
         probs = torch.stack(

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flashtile import autocast, sharding
 from flashtile.api import attention, attention_varlen
 from flashtile.arguments import Tensors, read
 from flashtile.compat import _s_dmask
@@ -227,7 +228,9 @@ def _attend(inputs: tuple[Any, ...], tail: tuple[Any, ...]) -> Result:
         q, k, v, *packed = inputs
         tensors = Tensors(q, k, v, alibi_slopes, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)))
         numbers, lengths = (softmax_scale, softcap, dropout_p, deterministic, None), packed[2:] or (None, None)
-        return _s_dmask.attention(tensors, read(tensors, causal, bounds, True, numbers, tuple(lengths)))[:3]
+        options = read(tensors, causal, bounds, True, numbers, tuple(lengths))
+        sharding.refuse_dropout(q)
+        return _s_dmask.attention(autocast.cast(tensors, q.device.type), options)[:3]
     found = (attention if len(inputs) == 3 else attention_varlen)(
         *inputs,
         causal=causal,
