@@ -106,3 +106,16 @@ def test_gradients_of_empty_states_are_zero_and_never_nan(lse_a: float, lse_b: f
     for part, own in ((0, lse_a), (1, lse_b)):
         if own == -torch.inf:
             assert not grads[part].any() and not grads[2 + part].any()
+
+
+def test_what_an_empty_state_holds_reaches_no_gradient() -> None:
+    out, lse = torch.randn(1, 3, 2, 4, requires_grad=True), torch.randn(1, 2, 3, requires_grad=True)
+    garbage = torch.full_like(out, torch.nan, requires_grad=True)
+    empty = torch.full_like(lse, -torch.inf, requires_grad=True)
+    merged = flashtile.merge_states(out, lse, garbage, empty)
+    assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
+    weights = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad(merged, (out, lse, garbage, empty), weights)
+    expected = (*weights, torch.zeros_like(out), torch.zeros_like(lse))
+    for grad, truth in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, truth)

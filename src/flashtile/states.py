@@ -43,6 +43,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def _share(part: Tensor, part_lse: Tensor, lse: Tensor, empty: Tensor) -> Tensor:
-    """One state's term of the merged output; a select makes it 0 for an empty state, whatever out contains."""
+    """One state's term of the merged output; an empty state's is 0 whatever out contains, and so is its gradient."""
     weight = torch.where(empty, 0.0, torch.exp(part_lse - lse))[..., None]
-    return torch.where(weight == 0, 0.0, part * weight)
+    return torch.where(weight == 0, 0.0, part) * weight

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 
 import pytest
 import torch
 
 from flashtile import InvalidInputError
-from flashtile.compat.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
+from flashtile.compat import bert_padding
+from flashtile.compat.bert_padding import (
+    index_first_axis,
+    index_first_axis_residual,
+    index_put_first_axis,
+    pad_input,
+    unpad_input,
+    unpad_input_for_concatenated_sequences,
+)
 from flashtile.compat.flash_attn_2 import flash_attn_func, flash_attn_varlen_func
+from tests.compat.by_hand import shown
 
 # Left and right padding, holes, a full sequence and an empty one.
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [1, 0, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
 LENGTHS = [3, 3, 3, 5, 0]
 
 
+SIGNATURES = {
+    "index_first_axis": "(input, indices)",
+    "index_first_axis_residual": "(input, indices)",
+    "index_put_first_axis": "(values, indices, first_axis_dim)",
+    "pad_input": "(hidden_states, indices, batch, seqlen)",
+    "unpad_input": "(hidden_states, attention_mask, unused_mask=None)",
+    "unpad_input_for_concatenated_sequences": "(hidden_states, attention_mask_in_length)",
+}
+
+
 def test_signatures() -> None:
-    assert list(inspect.signature(unpad_input).parameters) == ["hidden_states", "attention_mask", "unused_mask"]
-    assert list(inspect.signature(pad_input).parameters) == ["hidden_states", "indices", "batch", "seqlen"]
-    assert inspect.signature(unpad_input).parameters["unused_mask"].default is None
+    assert {name: shown(getattr(bert_padding, name)) for name in bert_padding.__all__} == SIGNATURES
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
@@ -73,8 +90,37 @@ def test_attention_over_unpadded_rows_equals_each_sequence_alone() -> None:
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-11)
 
 
+def test_residual_has_both_gradients() -> None:
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    indices = torch.tensor([6, 0, 3])
+    rows, residual = index_first_axis_residual(x, indices)
+    assert torch.equal(rows, x[indices]) and torch.equal(residual, x)
+    torch.autograd.gradcheck(lambda t: index_first_axis_residual(t, indices), (x,))
+
+
+def test_several_sequences_in_a_row_of_the_batch() -> None:
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 3, 0, 2, 0, 1], [6, 0, 0, 0, 0, 0]])
+    x = torch.randn(4, 6, 2, 8, dtype=torch.float64)
+    rows, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 11, 17] and cu_seqlens.dtype == torch.int32
+    assert (longest, type(longest)) == (6, int)
+    assert indices.tolist() == [*range(5), *range(12, 18), *range(18, 24)]
+    assert torch.equal(rows, torch.cat([x[0, :5], x[2], x[3]]))
+    # Each sequence attends to itself alone: what a block-diagonal mask over the padded batch says.
+    packed = flash_attn_varlen_func(rows, rows, rows, cu_seqlens, cu_seqlens, longest, longest)
+    out = pad_input(packed, indices, 4, 6)
+    for b, starts in enumerate(([0, 2, 5], [], [0, 3, 5, 6], [0, 6])):
+        for start, stop in itertools.pairwise(starts):
+            alone = x[b : b + 1, start:stop]
+            torch.testing.assert_close(out[b, start:stop], flash_attn_func(alone, alone, alone)[0])
+    nothing = unpad_input_for_concatenated_sequences(x, torch.zeros_like(lengths))
+    assert (nothing[0].shape, nothing[2].tolist(), nothing[3]) == ((0, 2, 8), [0], 0)
+
+
 def test_masks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="^attention_mask: "):
         unpad_input(torch.zeros(2, 3, 4), torch.ones(2, 4))
     with pytest.raises(InvalidInputError, match="^unused_mask: "):
         unpad_input(torch.zeros(2, 3, 4), torch.ones(2, 3), torch.ones(3))
+    with pytest.raises(InvalidInputError, match="^attention_mask_in_length: "):
+        unpad_input_for_concatenated_sequences(torch.zeros(2, 3, 4), torch.ones(2, 4))

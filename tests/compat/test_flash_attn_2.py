@@ -2,108 +2,38 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.compat import flash_attn_2 as fa2
+from flashtile.compat._private import _get_block_size_n
+from tests.compat.by_hand import assert_same, by_hand, cumulated, inputs, shown
 
-REQUIRED = inspect.Parameter.empty
-TAIL = {
-    "dropout_p": 0.0,
-    "softmax_scale": None,
-    "causal": False,
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "deterministic": False,
-    "return_attn_probs": False,
-}
+TAIL = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {
-    "flash_attn_func": ("q", "k", "v"),
-    "flash_attn_kvpacked_func": ("q", "kv"),
-    "flash_attn_qkvpacked_func": ("qkv",),
-    "flash_attn_varlen_func": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-    "flash_attn_varlen_kvpacked_func": ("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-    "flash_attn_varlen_qkvpacked_func": ("qkv", "cu_seqlens", "max_seqlen"),
+    "flash_attn_func": f"(q, k, v, {TAIL})",
+    "flash_attn_kvpacked_func": f"(q, kv, {TAIL})",
+    "flash_attn_qkvpacked_func": f"(qkv, {TAIL})",
+    "flash_attn_varlen_func": f"(q, k, v, {LENGTHS}, {TAIL}, block_table=None)",
+    "flash_attn_varlen_kvpacked_func": f"(q, kv, {LENGTHS}, {TAIL})",
+    "flash_attn_varlen_qkvpacked_func": f"(qkv, cu_seqlens, max_seqlen, {TAIL})",
+    "flash_attn_with_kvcache": (
+        "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False)"
+    ),
 }
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name: str) -> None:
-    parameters = inspect.signature(getattr(fa2, name)).parameters
-    expected = {**dict.fromkeys(SIGNATURES[name], REQUIRED), **TAIL}
-    if name == "flash_attn_varlen_func":
-        expected["block_table"] = None
-    assert [(p.name, p.default) for p in parameters.values()] == list(expected.items())
-    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-
-
-def test_every_function_is_listed() -> None:
-    assert sorted(SIGNATURES) == fa2.__all__
-
-
-def by_hand(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One batch of equal lengths, every score in memory."""
-    seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(seqlen_k) - (torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q)
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(q.dtype).expand(q.shape[0], q.shape[2])
-        scores = scores - slopes[:, :, None, None] * distance.abs()
-    left, right = window_size
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if causal:
-        right = 0
-    if left >= 0:
-        hidden |= distance < -left
-    if right >= 0:
-        hidden |= distance > right
-    scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    empty = hidden.all(dim=-1)[:, None]
-    probs = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
-    return torch.einsum("bhij,bjhd->bihd", probs, v), lse
-
-
-def inputs(
-    seqlen_q: int = 37,
-    seqlen_k: int = 37,
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 16,
-    batch: int = 2,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seqlen_q * 1000 + seqlen_k + head_dim)
-
-    def draw(seqlen: int, num_heads: int) -> Tensor:
-        x = torch.randn(batch, seqlen, num_heads, head_dim, generator=generator, dtype=torch.float64)
-        return x.to(dtype).requires_grad_()
-
-    return draw(seqlen_q, heads[0]), draw(seqlen_k, heads[1]), draw(seqlen_k, heads[1])
-
-
-def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """Equal up to float64 rounding over sums of some hundred terms."""
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+def test_signatures() -> None:
+    assert {name: shown(getattr(fa2, name)) for name in fa2.__all__} == SIGNATURES
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -183,10 +113,6 @@ def test_packed_tensors_equal_separate_ones(causal: bool) -> None:
 
 
 LENGTHS_Q, LENGTHS_K = (7, 0, 1, 19), (11, 4, 0, 19)
-
-
-def cumulated(lengths: tuple[int, ...]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 VARLEN_CASES: list[dict] = [
@@ -281,6 +207,95 @@ def test_dropout_has_the_gradient_of_its_own_mask() -> None:
     assert_same(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout))
 
 
+def decoded(s_dmask: Tensor, lse: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Kept or dropped, and the probabilities, from S_dmask by blocks of keys as flash-attn's tests do it."""
+    size = _get_block_size_n(s_dmask.device, 64, True, False)
+    blocks, places = s_dmask.abs().split(size, dim=-1), scores.split(size, dim=-1)
+    largest = torch.stack([place.amax(dim=-1) for place in places], dim=-1)
+    later = largest.flip(-1).cummax(dim=-1).values.flip(-1).unbind(-1)
+    steps = zip(blocks, later, strict=True)
+    probs = [torch.where(top == -torch.inf, 0.0, torch.exp(top - lse))[..., None] * block for block, top in steps]
+    return s_dmask >= 0, torch.cat(probs, dim=-1)
+
+
+DROPOUT_CASES: list[dict] = [
+    {},
+    {"causal": True, "seqlen_q": 50, "seqlen_k": 20},  # the first rows keep no key
+    {"window_size": (5, 3), "heads": (4, 1), "softmax_scale": 0.7},
+    {"softcap": 1.5, "alibi_slopes": SLOPES},
+]
+
+
+@pytest.mark.parametrize("case", DROPOUT_CASES, ids=lambda case: "-".join(case) or "plain")
+def test_s_dmask_holds_the_probabilities_and_the_dropout_of_the_call(case: dict) -> None:
+    shape = {name: case[name] for name in ("seqlen_q", "seqlen_k", "heads") if name in case}
+    meaning = {name: value for name, value in case.items() if name not in shape}
+    q, k, v = inputs(**shape)
+    torch.manual_seed(4)
+    out, lse, s_dmask = fa2.flash_attn_func(q, k, v, 0.3, **meaning, return_attn_probs=True)
+    torch.manual_seed(4)
+    assert torch.equal(out, fa2.flash_attn_func(q, k, v, 0.3, **meaning))
+    assert s_dmask.shape == (2, 4, q.shape[1], k.shape[1]) and s_dmask.dtype == q.dtype and not s_dmask.requires_grad
+
+    eye = torch.eye(k.shape[1], dtype=q.dtype)[None, :, None].expand(2, -1, k.shape[2], -1)
+    expected_probs, expected_lse = by_hand(q, k, eye, **meaning)
+    expected_probs = expected_probs.transpose(1, 2)
+    kept, probs = decoded(s_dmask, lse, torch.log(expected_probs) + expected_lse[..., None])
+    assert_same((lse, probs), (expected_lse, expected_probs))
+    share = (~kept & (expected_probs > 0)).sum() / (expected_probs > 0).sum()
+    assert abs(share - 0.3) < 5 * (0.3 * 0.7 / (expected_probs > 0).sum()) ** 0.5
+    wide = v.repeat_interleave(4 // v.shape[2], dim=2)
+    expected = torch.einsum("bhij,bjhd->bihd", expected_probs * kept / 0.7, wide)
+    dout = torch.randn_like(out)
+    assert_same((out,), (expected,))
+    assert_same(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout))
+
+
+def test_s_dmask_of_packed_sequences_is_in_their_corners() -> None:
+    q = torch.randn(sum(LENGTHS_Q) + 3, 2, 8, dtype=torch.bfloat16)  # three rows belong to no sequence
+    k, v = (torch.randn(sum(LENGTHS_K), 1, 8, dtype=torch.bfloat16) for _ in range(2))
+    cu_q, cu_k = cumulated(LENGTHS_Q), cumulated(LENGTHS_K)
+    out, _, s_dmask = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 19, 19, 0.2, causal=True, return_attn_probs=True)
+    assert s_dmask.shape == (4, 2, 19, 19) and s_dmask.dtype == torch.bfloat16
+    assert torch.equal(out[-3:], torch.zeros(3, 2, 8, dtype=q.dtype))
+    for b, (rows, keys) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
+        corner = s_dmask[b, :, :rows, :keys].double()
+        assert s_dmask[b].count_nonzero() == corner.count_nonzero()
+        if not rows * keys:
+            continue
+        mine = slice(cu_q[b], cu_q[b + 1])
+        part_q, part_k = q[None, mine].double(), k[None, cu_k[b] : cu_k[b + 1]].double()
+        eye = torch.eye(keys, dtype=torch.float64)[None, :, None]
+        expected = by_hand(part_q, part_k, eye, causal=True)[0][0].transpose(0, 1)
+        top = expected.amax(dim=-1, keepdim=True)
+        expected = torch.where(top > 0, expected / top, 0.0)
+        # One rounding to 8 bits.
+        torch.testing.assert_close(corner.abs(), expected, rtol=2**-8, atol=1e-6)
+        assert (corner < 0).any() and (corner > 0).any()
+        undone = corner.clamp(min=0) * torch.where(top > 0, top, 0.0) / 0.8
+        from_probs = torch.einsum("hij,jd->ihd", undone, v[cu_k[b] : cu_k[b + 1], 0].double())
+        torch.testing.assert_close(out[mine].double(), from_probs, rtol=2**-6, atol=2**-6)
+
+
+def test_s_dmask_under_autocast_is_that_of_cast_tensors() -> None:
+    leaves = inputs(dtype=torch.float32)
+    low = tuple(x.bfloat16() for x in leaves)
+    torch.manual_seed(8)
+    expected = fa2.flash_attn_func(*low, 0.2, return_attn_probs=True)
+    torch.manual_seed(8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fa2.flash_attn_func(*leaves, 0.2, return_attn_probs=True)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_s_dmask_without_keys_or_queries() -> None:
+    q, k = torch.zeros(2, 3, 2, 8), torch.zeros(2, 0, 2, 8)
+    out, lse, s_dmask = fa2.flash_attn_func(q, k, k, 0.5, return_attn_probs=True)
+    assert s_dmask.shape == (2, 2, 3, 0)
+    assert torch.equal(out, q) and (lse == -torch.inf).all()
+
+
 Q, KV = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 2, 8)
 PACKED, CU = torch.zeros(4, 3, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
 ROWS = torch.zeros(4, 2, 8)
@@ -322,11 +337,11 @@ def test_bad_calls_name_their_argument(case: str) -> None:
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="^return_attn_probs: "):
-        fa2.flash_attn_func(Q, Q, Q, 0.1, return_attn_probs=True)
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="^block_table: "):
         fa2.flash_attn_varlen_func(ROWS, ROWS, ROWS, CU, CU, 4, 4, block_table=table)
+    with pytest.raises(UnsupportedError, match="^flash_attn_with_kvcache: "):
+        fa2.flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=4)
 
 
 def test_compiles_to_one_graph() -> None:

@@ -27,9 +27,12 @@ import importlib.util
 import flash_attn
 import flash_attn.flash_attn_interface as interface
 from flash_attn import flash_attn_func, flash_attn_varlen_qkvpacked_func
-from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn import flash_attn_with_kvcache
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input, rearrange  # the last one of einops
 from flash_attn.flash_attn_interface import USE_TRITON_ROCM, _flash_attn_forward, _get_block_size_n
-from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward, _wrapped_flash_attn_forward
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_func
+from flash_attn.ops.triton.rotary import apply_rotary
 import flashtile.compat.flash_attn_2 as own
 assert flash_attn is package and install('flash_attn') is package
 assert flash_attn_func is own.flash_attn_func is interface.flash_attn_func
@@ -37,7 +40,7 @@ assert importlib.util.find_spec('flash_attn') is not None
 assert importlib.util.find_spec('flash_attn.bert_padding') is not None
 assert flash_attn.bert_padding.unpad_input is unpad_input
 assert USE_TRITON_ROCM is False
-for missing in ('flash_attn.ops', 'flash_attn.bert_padding.deeper'):
+for missing in ('flash_attn.ops.rms_norm', 'flash_attn.bert_padding.deeper', 'flash_attn_interface'):
     try:
         __import__(missing)
     except ModuleNotFoundError:
@@ -57,6 +60,31 @@ print(flash_attn.__version__)
     assert fresh(PRELUDE + code) == "2.8.4+flashtile"
 
 
+def test_flash_attention_3_is_a_package_of_its_own() -> None:
+    code = """
+from flashtile.compat import install
+package = install('flash_attn_interface')
+import importlib.util, sys, torch
+import flash_attn_interface
+from flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_combine
+from flash_attn_interface import flash_attn_with_kvcache, get_scheduler_metadata
+from flash_attn_3.flash_attn_interface import flash_attn_func as same
+import flashtile.compat.flash_attn_3 as own
+assert flash_attn_interface is package is install('flash_attn_interface')
+assert flash_attn_func is own.flash_attn_func is same
+assert importlib.util.find_spec('flash_attn_interface') is not None
+assert 'flash_attn' not in sys.modules
+q = torch.randn(1, 5, 2, 8)
+expected = torch.nn.functional.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(1, 2)
+torch.testing.assert_close(flash_attn_func(q, q, q), expected)
+install('flash_attn')
+import flash_attn
+assert flash_attn.flash_attn_func is not flash_attn_func
+print('done')
+"""
+    assert fresh(code) == "done"
+
+
 def test_without_install_nothing_appears() -> None:
     code = "import flashtile.compat, sys; print([name for name in sys.modules if name.startswith('flash_attn')])"
     assert fresh(code) == "[]"
@@ -69,6 +97,11 @@ def test_the_real_package_is_not_replaced_once_imported(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="already imported from /site-packages/flash_attn/__init__.py"):
         install("flash_attn")
     assert sys.modules["flash_attn"] is real
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn_3", real)
+    with pytest.raises(RuntimeError, match="^flash_attn_3 is already imported"):
+        install("flash_attn_interface")
+    assert "flash_attn_interface" not in sys.modules
 
 
 def test_unknown_packages_are_refused() -> None:

@@ -10,13 +10,36 @@ from torch import Tensor
 
 from flashtile.errors import InvalidInputError, UnsupportedError
 
+Window = Sequence[int | None] | Tensor
+
+
+def tensor(name: str, value: Any) -> Tensor:
+    """The value, which must be a tensor."""
+    if not isinstance(value, Tensor):
+        raise InvalidInputError(name, f"is a {type(value).__name__}, must be a torch.Tensor")
+    return value
+
+
+def integer(name: str, value: Any) -> int:
+    """The value, which must be an integer."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInputError(name, f"is {value!r}, must be an integer")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value, which must be a bool."""
+    if not isinstance(value, bool):
+        raise InvalidInputError(name, f"is {value!r}, must be True or False")
+    return value
+
 
 def bound(size: int | None) -> int | None:
     """One side of a window: any negative number means unbounded."""
     return None if isinstance(size, int) and size < 0 else size
 
 
-def window(window_size: Sequence[int | None] | Tensor) -> Sequence[int | None]:
+def window(window_size: Window) -> Sequence[int | None]:
     """A pair of sides, which may be a tensor; a tensor on a GPU costs a synchronisation."""
     pair = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     return tuple(bound(size) for size in pair) if isinstance(pair, (tuple, list)) else pair
@@ -34,13 +57,27 @@ def length(name: str, max_seqlen: Any) -> Any:
 
 def unstack(name: str, stacked: Tensor, parts: int, *, dim: int) -> tuple[Tensor, ...]:
     """Views of the tensors stacked in one, each without the stacking dimension."""
-    if not isinstance(stacked, Tensor):
-        raise InvalidInputError(name, f"is a {type(stacked).__name__}, must be a torch.Tensor")
-    if stacked.dim() != dim + 3 or stacked.shape[dim] != parts:
+    if tensor(name, stacked).dim() != dim + 3 or stacked.shape[dim] != parts:
         lead = "batch, seqlen" if dim == 2 else "total"
         must = f"({lead}, {parts}, num_heads, head_dim)"
         raise InvalidInputError(name, f"has shape {tuple(stacked.shape)}, must be {must}")
     return stacked.unbind(dim)
+
+
+def split_qkv(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """Views of q, k and v: stacked in dimension 2, or in a tensor of 4 dimensions with their heads side by side."""
+    if tensor("qkv", qkv).dim() != 4:
+        q, k, v = unstack("qkv", qkv, 3, dim=2)
+        if num_heads_q is not None and num_heads_q != q.shape[2]:
+            raise InvalidInputError("num_heads_q", f"is {num_heads_q!r}, but qkv has {q.shape[2]}")
+        return q, k, v
+    heads = qkv.shape[2]
+    if num_heads_q is None:
+        raise InvalidInputError("num_heads_q", "is None, must be given for a qkv of 4 dimensions")
+    if not 0 < integer("num_heads_q", num_heads_q) < heads or (heads - num_heads_q) % 2:
+        raise InvalidInputError("num_heads_q", f"is {num_heads_q}, must leave as many heads for k as for v of {heads}")
+    num_heads_kv = (heads - num_heads_q) // 2
+    return qkv.split([num_heads_q, num_heads_kv, num_heads_kv], dim=2)
 
 
 def refuse(name: str, value: object, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Lets ``import flash_attn`` find flashtile in this process."""
+"""Lets ``import flash_attn`` and ``import flash_attn_interface`` find flashtile in this process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ def install(package: str = "flash_attn") -> ModuleType:
     """Puts modules under another package's name into ``sys.modules``, so that its users get flashtile's functions.
 
     After ``install("flash_attn")`` these work in this process: ``import flash_attn``, ``from flash_attn import
-    flash_attn_func``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``.
-    Any other submodule is missing (ModuleNotFoundError), and so do names that flashtile does not have (ImportError).
+    flash_attn_func``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``,
+    ``flash_attn.ops.triton.rotary``. After ``install("flash_attn_interface")``, which is FlashAttention-3:
+    ``import flash_attn_interface``, and ``flash_attn_3.flash_attn_interface`` with the same functions. Any other
+    submodule is missing (ModuleNotFoundError), and so are names that flashtile does not have (ImportError).
 
     Call it before anything imports the package. A copy on disk that is not yet imported is shadowed. Only imports
     change: code that asks ``importlib.metadata`` whether a distribution of that name is installed gets the same answer
     as before.
 
     Args:
-        package: ``"flash_attn"``.
+        package: ``"flash_attn"`` or ``"flash_attn_interface"``.
 
     Returns:
         The package's module.
@@ -40,15 +42,16 @@ def install(package: str = "flash_attn") -> ModuleType:
     if package not in _PACKAGES:
         known = ", ".join(map(repr, _PACKAGES))
         raise InvalidInputError("package", f"is {package!r}, must be one of {known}")
-    present = sys.modules.get(package)
-    if present is not None:
-        if getattr(present, "__flashtile__", False):
-            return present
-        where = getattr(present, "__file__", None) or "an unknown place"
-        raise RuntimeError(
-            f"{package} is already imported from {where}; call flashtile.compat.install before it is imported"
-        )
     contents = _PACKAGES[package]()
+    for name in contents:
+        present = sys.modules.get(name)
+        if present is not None and not getattr(present, "__flashtile__", False):
+            where = getattr(present, "__file__", None) or "an unknown place"
+            raise RuntimeError(
+                f"{name} is already imported from {where}; call flashtile.compat.install before it is imported"
+            )
+    if package in sys.modules:
+        return sys.modules[package]
     modules = {name: _module(name, values, is_package=_is_package(name, contents)) for name, values in contents.items()}
     for name, module in modules.items():
         parent, _, child = name.rpartition(".")
@@ -79,14 +82,35 @@ def _public(module: str) -> dict[str, object]:
 
 
 def _flash_attn() -> _Contents:
-    functions = _public("flash_attn_2")
+    functions, rotary = _public("flash_attn_2"), _public("rotary")
     return {
         "flash_attn": {**functions, "__version__": FLASH_ATTN_VERSION},
         "flash_attn.flash_attn_interface": {**functions, **_public("_private")},
-        "flash_attn.bert_padding": _public("bert_padding"),
+        "flash_attn.bert_padding": {**_einops(), **_public("bert_padding")},
         "flash_attn.layers": {},
-        "flash_attn.layers.rotary": _public("rotary"),
+        "flash_attn.layers.rotary": rotary,
+        "flash_attn.ops": {},
+        "flash_attn.ops.triton": {},
+        "flash_attn.ops.triton.rotary": {"apply_rotary": rotary["apply_rotary"]},
     }
 
 
-_PACKAGES: dict[str, Callable[[], _Contents]] = {"flash_attn": _flash_attn}
+def _einops() -> dict[str, object]:
+    """What flash-attn's modules import from einops, which it depends on, and verl imports from them."""
+    try:
+        from einops import rearrange, repeat
+    except ImportError:
+        return {}
+    return {"rearrange": rearrange, "repeat": repeat}
+
+
+def _flash_attn_interface() -> _Contents:
+    functions = _public("flash_attn_3")
+    places = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+    return {"flash_attn_3": {}, **dict.fromkeys(places, functions)}
+
+
+_PACKAGES: dict[str, Callable[[], _Contents]] = {
+    "flash_attn": _flash_attn,
+    "flash_attn_interface": _flash_attn_interface,
+}

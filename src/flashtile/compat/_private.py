@@ -1,7 +1,7 @@
 """flash-attn's private functions that other libraries call: forward and backward without autograd.
 
 Context-parallel libraries call these with their own communication in between. They map onto flashtile's operators; only
-this module of the package uses more than the public functions.
+this module and ``_s_dmask`` use more than the public functions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashtile import ops
 from flashtile.arguments import Grads, Options, Tensors, flatten, read
+from flashtile.compat import _s_dmask
 from flashtile.compat._arguments import bound, length, refuse
 from flashtile.errors import InvalidInputError, UnsupportedError
 
@@ -23,21 +24,19 @@ __all__ = [
     "_flash_attn_varlen_backward",
     "_flash_attn_varlen_forward",
     "_get_block_size_n",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
 ]
 
 # flash-attn's switch for its own Triton kernels on AMD devices, which are not used here.
 USE_TRITON_ROCM = False
 
-_NO_PROBS = "with dropout it asks for the dense (seqlen_q, seqlen_k) matrix, which is never made"
-
 
 def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """The key block by which S_dmask is scaled; flashtile returns no S_dmask, so there is none.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-    raise UnsupportedError("_get_block_size_n: it serves to decode S_dmask, which is never made")
+    """Keys in a block by whose largest score S_dmask is scaled; here a block holds any row, whatever the arguments."""
+    return _s_dmask.BLOCK_SIZE_N
 
 
 def _flash_attn_forward(
@@ -56,11 +55,12 @@ def _flash_attn_forward(
     """The forward alone.
 
     q is ``(batch, seqlen_q, num_heads_q, head_dim)``, k and v ``(batch, seqlen_k, num_heads_kv, head_dim)``; a negative
-    side of the window is unbounded, and return_softmax must be False with dropout.
+    side of the window is unbounded.
 
     Returns:
-        out, lse ``(batch, num_heads_q, seqlen_q)`` float32, an empty tensor, and the ``(2,)`` int64 state of dropout
-        for the backward (zeros without dropout).
+        out; lse ``(batch, num_heads_q, seqlen_q)`` float32; S_dmask as in ``flash_attn_2``, empty unless return_softmax
+        is True and dropout_p is not 0; and the ``(2,)`` int64 state of dropout for the backward, zeros without
+        dropout.
     """
     plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     tensors = Tensors(q, k, v, alibi_slopes)
@@ -177,6 +177,13 @@ def _flash_attn_varlen_backward(
     return _backward(dout, out, softmax_lse, (dq, dk, dv), tensors, options, rng_state)
 
 
+# Where flash-attn wraps its functions as operators of torch.library; diffusers calls them by these names.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
 @torch.no_grad()
 def _options(
     tensors: Tensors,
@@ -194,7 +201,7 @@ def _options(
 @torch.no_grad()
 def _forward(tensors: Tensors, options: Options, return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if return_softmax and options.dropout_p > 0:
-        raise UnsupportedError(f"return_softmax: {_NO_PROBS}")
+        return _s_dmask.attention(tensors, options)
     q = tensors.q
     if options.dropout_p > 0:
         rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)

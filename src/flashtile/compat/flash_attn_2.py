@@ -4,22 +4,25 @@ Differences, all of them:
 
 - Any head dim, float32 everywhere and float64 on the CPU also run; softcap and dropout also run together.
 - lse of a row without keys is -inf (flash-attn: +inf), and gradients flow through lse (flash-attn: none).
-- With ``return_attn_probs`` the third value is an empty tensor, as in flash-attn without dropout. With dropout it would
-  be a dense ``(seqlen_q, seqlen_k)`` matrix, which flashtile never computes: UnsupportedError.
-- ``block_table`` (paged keys) is refused. ``flash_attn_with_kvcache`` is missing.
+- With ``return_attn_probs`` the third value, S_dmask, is an empty tensor without dropout. With dropout it is
+  ``exp(score - largest score of the row)``, negative where dropped: ``(batch, num_heads_q, seqlen_q, seqlen_k)`` in q's
+  dtype, not padded, without a gradient. It costs O(N^2) time and memory and does not compile: for tests alone.
+- ``block_table`` (paged keys) is refused, and ``flash_attn_with_kvcache`` refuses every call.
 - Errors are InvalidInputError (a ValueError) and UnsupportedError (a NotImplementedError, so a RuntimeError).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from flashtile import autocast, sharding
 from flashtile.api import attention, attention_varlen
-from flashtile.compat._arguments import length, names, refuse, unstack, window
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.arguments import Tensors, read
+from flashtile.compat import _s_dmask
+from flashtile.compat._arguments import Window, flag, length, names, refuse, unstack, window
+from flashtile.errors import UnsupportedError
 
 __all__ = [
     "flash_attn_func",
@@ -28,9 +31,9 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
-Window = Sequence[int | None] | Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -55,14 +58,14 @@ def flash_attn_func(
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim)``; with return_attn_probs also lse
-        ``(batch, num_heads_q, seqlen_q)`` float32, natural log, and an empty tensor.
+        ``(batch, num_heads_q, seqlen_q)`` float32, natural log, and S_dmask.
 
     Raises:
         InvalidInputError: Naming the argument.
-        UnsupportedError: No backend can run the call, or return_attn_probs with dropout.
+        UnsupportedError: No backend can run the call.
     """
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _result(attention(q, k, v, **_keywords(*tail)))
+    return _attend((q, k, v), tail)
 
 
 def flash_attn_kvpacked_func(
@@ -129,16 +132,16 @@ def flash_attn_varlen_func(
 
     Returns:
         out ``(total_q, num_heads_q, head_dim)``; with return_attn_probs also lse ``(num_heads_q, total_q)`` float32
-        and an empty tensor.
+        and S_dmask ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``, each sequence in the top left corner.
 
     Raises:
         InvalidInputError: Naming the argument.
-        UnsupportedError: No backend can run the call, or block_table, or return_attn_probs with dropout.
+        UnsupportedError: No backend can run the call, or block_table.
     """
     refuse("block_table", block_table, "paged keys and values are not supported here")
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     longest = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
-    return _result(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **_keywords(*tail)))
+    return _attend((q, k, v, cu_seqlens_q, cu_seqlens_k, *longest), tail)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -188,30 +191,55 @@ def flash_attn_varlen_qkvpacked_func(
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
-# The arguments that all functions end with; flashtile uses the same names, except for the last.
-_TAIL = (
-    *("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"),
-    "return_attn_probs",
-)
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """Exists for code that imports it.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError("flash_attn_with_kvcache: attention over a cache of keys and values is not supported")
 
 
-def _keywords(*tail: Any) -> dict[str, Any]:
-    """The keywords of flashtile's own functions."""
-    keywords = dict(zip(_TAIL, tail, strict=True))
-    probs, dropout_p = keywords.pop("return_attn_probs"), keywords["dropout_p"]
-    if not isinstance(probs, bool):
-        raise InvalidInputError("return_attn_probs", f"is {probs!r}, must be True or False")
-    if probs and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
-        raise UnsupportedError(
-            "return_attn_probs: with dropout it asks for the dense (seqlen_q, seqlen_k) matrix, which is never made; "
-            "flashtile.attention(..., return_lse=True) returns lse with dropout"
-        )
-    return {**keywords, "window_size": window(keywords["window_size"]), "return_lse": probs}
-
-
-def _result(returned: Tensor | tuple[Tensor, Tensor]) -> Result:
-    """The output alone, or out, lse and an empty S_dmask."""
-    if isinstance(returned, Tensor):
-        return returned
-    out, lse = returned
-    return out, lse, out.new_empty(0)
+def _attend(inputs: tuple[Any, ...], tail: tuple[Any, ...]) -> Result:
+    """Calls flashtile, from the positional arguments of one of its functions and what all of flash-attn's end with."""
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, probs = tail
+    bounds = window(window_size)
+    if flag("return_attn_probs", probs) and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
+        q, k, v, *packed = inputs
+        tensors = Tensors(q, k, v, alibi_slopes, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)))
+        numbers, lengths = (softmax_scale, softcap, dropout_p, deterministic, None), packed[2:] or (None, None)
+        options = read(tensors, causal, bounds, True, numbers, tuple(lengths))
+        sharding.refuse_dropout(q)
+        return _s_dmask.attention(autocast.cast(tensors, q.device.type), options)[:3]
+    found = (attention if len(inputs) == 3 else attention_varlen)(
+        *inputs,
+        causal=causal,
+        window_size=bounds,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=probs,
+    )
+    return (*found, found[0].new_empty(0)) if probs else found
