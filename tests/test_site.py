@@ -34,6 +34,8 @@ _FAULTS = r"""
   if (document.documentElement.scrollWidth > innerWidth) found.push(`is ${document.documentElement.scrollWidth} wide`);
   for (const formula of document.querySelectorAll('.arithmatex'))
     if (!formula.querySelector('math')) found.push(`no MathML: ${name(formula)}`);
+    else if (formula.scrollHeight > formula.clientHeight && getComputedStyle(formula).overflowY === 'auto')
+      found.push(`scrolls down: ${name(formula)}`);
   for (const math of document.querySelectorAll('math')) {
     const drawn = [...math.querySelectorAll('mi, mn, mo, mtext')].filter(each => size(each).width && size(each).height);
     if (!size(math).width || !size(math).height || !drawn.length) found.push(`not drawn: ${name(math)}`);
