@@ -10,20 +10,28 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtile.arguments import DTYPES as DTYPES
-from flashtile.arguments import TENSORS, Argument, Grads, Options, check_tensor, differentiable
+from flashtile.arguments import (
+    TENSORS,
+    Argument,
+    Grads,
+    Options,
+    check_tensor,
+    differentiable,
+    is_plain,
+    option_values,
+)
 from flashtile.arguments import Tensors as Tensors
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
 
 
-@dataclass(frozen=True)
-class SequenceLayout:
+class SequenceLayout(NamedTuple):
     """The memory layout of the rows of one side, queries or keys.
 
     Attributes:
@@ -81,13 +89,20 @@ T = TypeVar("T")
 
 
 class _Short(Generic[T]):
-    """A read-only attribute of Problem that is shorthand for a field of one of its records, or of several."""
+    """A read-only attribute of Problem that is shorthand for a field of one of its records, or of several.
+
+    Once read, it is in the instance's ``__dict__``, where Python finds it faster.
+    """
 
     def __init__(self, read: Callable[[Problem], T], *places: str) -> None:
         self._read, self.places = read, places
 
+    def __set_name__(self, owner: object, name: str) -> None:
+        self._name = name
+
     def __get__(self, problem: Problem, owner: object = None) -> T:
-        return self._read(problem)
+        value = vars(problem)[self._name] = self._read(problem)
+        return value
 
 
 @dataclass(frozen=True)
@@ -157,7 +172,7 @@ class Problem:
             for place in short.places if isinstance(short, _Short) else (name,):
                 field, _, inner = place.partition(".")
                 old = fields.get(field, getattr(self, field))
-                change = old._replace if isinstance(old, Grads) else functools.partial(replace, old)
+                change = old._replace if isinstance(old, (Grads, SequenceLayout)) else functools.partial(replace, old)
                 fields[field] = change(**{inner: value}) if inner else value
         return replace(self, **fields)
 
@@ -190,6 +205,20 @@ class Problem:
             grads=o.grads,
             aligned=q.device.type == "cpu" or all(_aligned(x) for x in (q, t.k, t.v)),
         )
+
+    def resized(self, tensors: Tensors, options: Options) -> Problem:
+        """The problem of another call of the same kind, see ``kind_of``, which needs no checks."""
+        batch, seqlen_q, seqlen_k = tensors.q.shape[0], tensors.q.shape[-3], tensors.k.shape[-3]
+        bounds = tensors.cu_seqlens_q
+        if bounds is not None:
+            batch, longest_q, longest_k = bounds.shape[0] - 1, options.max_seqlen_q, options.max_seqlen_k
+            seqlen_q = seqlen_q if longest_q is None else longest_q
+            seqlen_k = seqlen_k if longest_k is None else longest_k
+        queries, keys = self.queries._replace(length=seqlen_q), self.keys._replace(length=seqlen_k)
+        # Past __init__, which takes longer than all else here. Shorthand of lengths must not be that of self.
+        made = object.__new__(Problem)
+        vars(made).update(vars(self), batch=batch, queries=queries, keys=keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        return made
 
     @classmethod
     def build(
@@ -307,6 +336,44 @@ def _bind_packed(axes: _Axes, t: Tensors, options: Options) -> None:
         axes.fix(f"max_{axis}", axis, longest)
 
 
+def kind_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
+    """What a call is, but for its lengths, its batch and its strides; None if sizes do not fit one another.
+
+    Of two calls of equal kind both are valid or none, and their problems differ in lengths and batch alone. Calls with
+    a mask or a bias have no kind: lengths are in these tensors' shapes too.
+    """
+    q, k, v, slopes, bounds_q, bounds_k = t.q, t.k, t.v, t.alibi_slopes, t.cu_seqlens_q, t.cu_seqlens_k
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    rank = 4 if bounds_q is None else 3
+    if not (len(of_q) == len(of_k) == len(of_v) == rank and of_k[0] == of_v[0] and of_k[-3:-1] == of_v[-3:-1]):
+        return None
+    others: tuple[Any, ...] = ()
+    batch_q, batch_k = of_q[0], of_k[0]
+    if not is_plain(t):
+        if t.attn_mask is not None or t.attn_bias is not None or (bounds_q is None) != (bounds_k is None):
+            return None
+        if bounds_q is not None and bounds_k is not None:
+            if not (bounds_q.dim() == bounds_k.dim() == 1 and len(bounds_q)):
+                return None
+            batch_q, batch_k = len(bounds_q) - 1, len(bounds_k) - 1
+        if slopes is not None and slopes.dim() == 2 and len(slopes) != batch_q:
+            return None
+        shapes = [None if x is None else (x.shape, x.stride()) for x in (slopes, t.sinks, t.rng_state)]
+        others = *shapes, *(
+            None if x is None else (x.dtype, x.device, x.data_ptr() % 16)
+            for x in (slopes, t.sinks, t.rng_state, bounds_q, bounds_k)
+        )  # fmt: skip
+    if batch_q != batch_k:
+        return None
+    # The hash of options is cached.
+    without_lengths = o if o.max_seqlen_q is o.max_seqlen_k is None else option_values(o)[:2] + option_values(o)[4:]
+    on_16_bytes = _aligned(q) and _aligned(k) and _aligned(v)
+    return (
+        without_lengths, others, of_q[-2], of_q[-1], of_k[-2], of_k[-1], of_v[-1], q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, on_16_bytes or (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
+    )  # fmt: skip
+
+
 def check_values(problem: Problem, tensors: Tensors) -> None:
     """Checks cu_seqlens: they start at 0, never decrease, stay within the rows and respect max_seqlen.
 
@@ -350,5 +417,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 def _aligned(tensor: Tensor) -> bool:
     if not hasattr(tensor, "fake_mode") and tensor.data_ptr() % 16:
         return False
-    size = tensor.element_size()
-    return all(s * size % 16 == 0 for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1)
+    unit = 16 // tensor.element_size()
+    if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:
+        return True  # The strides are multiples of that size.
+    return not any(s % unit and n > 1 for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True))
