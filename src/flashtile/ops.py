@@ -31,7 +31,8 @@ from flashtile.arguments import (
 )
 from flashtile.arguments import Options as Options
 from flashtile.backends.base import Backend, Backward, Forward, directions_of
-from flashtile.problem import Problem, Tensors, check_values, kind_of
+from flashtile.backends.base import Backend, Backward, Forward, directions_of
+from flashtile.problem import Problem, Tensors, check_values, family_of
 
 FORWARD, BACKWARD, JVP = (f"flashtile::attention_{name}" for name in ("forward", "backward", "jvp"))
 torch.library.define(FORWARD, f"({SCHEMA}) -> (Tensor, Tensor)")
@@ -221,10 +222,10 @@ def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
 
 
 def _family(t: Tensors, options: Options) -> _Family:
-    kind = kind_of(t, options)
-    if kind is None:
+    common = family_of(t, options)
+    if common is None:
         return _Family()
-    key = (*kind, settings.BACKEND.raw(), t.q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision)
+    key = (*common, settings.BACKEND.raw(), t.q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision)
     family = _FAMILIES.get(key)
     if family is None:
         family = _FAMILIES[key] = _Family()

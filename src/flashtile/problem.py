@@ -207,7 +207,7 @@ class Problem:
         )
 
     def resized(self, tensors: Tensors, options: Options) -> Problem:
-        """The problem of another call of the same kind, see ``kind_of``, which needs no checks."""
+        """The problem of another call of its family, see ``family_of``, which needs no checks."""
         batch, seqlen_q, seqlen_k = tensors.q.shape[0], tensors.q.shape[-3], tensors.k.shape[-3]
         bounds = tensors.cu_seqlens_q
         if bounds is not None:
@@ -336,11 +336,11 @@ def _bind_packed(axes: _Axes, t: Tensors, options: Options) -> None:
         axes.fix(f"max_{axis}", axis, longest)
 
 
-def kind_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
+def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
     """What a call is, but for its lengths, its batch and its strides; None if sizes do not fit one another.
 
-    Of two calls of equal kind both are valid or none, and their problems differ in lengths and batch alone. Calls with
-    a mask or a bias have no kind: lengths are in these tensors' shapes too.
+    Of two calls of a family both are valid or none, and their problems differ in lengths and batch alone. Calls with a
+    mask or a bias are of none: lengths are in these tensors' shapes too.
     """
     q, k, v, slopes, bounds_q, bounds_k = t.q, t.k, t.v, t.alibi_slopes, t.cu_seqlens_q, t.cu_seqlens_k
     of_q, of_k, of_v = q.shape, k.shape, v.shape

@@ -144,7 +144,7 @@ Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
 # results, from any backend, and their gradients. dlse is None for zero.
 Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None], Gradients]
 
-# What the plans of a direction of one kind of call share.
+# What the plans of a direction of one family of calls share.
 Known = dict[Any, Any]
 
 
@@ -168,9 +168,9 @@ class Backend(Protocol):
     layouts: shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of
     the same layouts, so it must not keep those. It may be called from several threads at once.
 
-    ``known`` is one dictionary for all plans of a direction of one kind, as ``problem.kind_of`` has it, or None. There
-    a backend keeps what it need not make again for other lengths, under keys that say what it depends on besides the
-    kind. So whether a backend can run a call must not depend on lengths, batch or strides.
+    ``known`` is one dictionary for all plans of a direction of a family, see ``problem.family_of``, or None. There a
+    backend keeps what it need not make again for other lengths, under keys that say what it depends on besides the
+    family. So whether a backend can run a call must not depend on lengths, batch or strides.
     """
 
     name: str

@@ -176,7 +176,7 @@ class Step:
     )  # fmt: skip
     _places: dict[str, int]
     _build: Build
-    # Of the first step of its kind: the block's values, and the word, operand and offset of each address.
+    # Of the first step of a family: the block's values, and the word, operand and offset of each address.
     _values: list[Any]
     _slots: dict[str, tuple[int, int, int]]
     _arguments: dict[str, Any]
@@ -190,7 +190,7 @@ class Step:
             launch: Its tensors give only the layouts and are not kept.
             operands: In the order of the tensors given to ``run``: "q" stands for the arguments q_ptr and q_desc.
             device: The device it runs on.
-            known: Steps of calls of the same kind with the same operands, to which this one is added. Where one has the
+            known: Steps of calls of its family with the same operands, to which this one is added. Where one has the
                 kernel and the key, and sizes that the compiler does not tell apart, only the sizes are laid out anew.
         """
         self.kernel, self.options, self.programs = launch.kernel, launch.options, launch.programs

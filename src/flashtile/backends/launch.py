@@ -77,8 +77,8 @@ class TensorMap(NamedTuple):
 class Launch(NamedTuple):
     """A kernel with its grid, arguments and options.
 
-    Calls of one kind, as ``problem.kind_of`` has it, differ in lengths, batch and strides alone. Such values, and
-    whatever follows from them, are in ``sizes``. All others follow from the kind and ``key``, and are computed by
+    Calls of a family, as ``problem.family_of`` has it, differ in lengths, batch and strides alone. Such values, and
+    whatever follows from them, are in ``sizes``. All others follow from the family and ``key``, and are computed by
     ``others`` only if no launch with that key has been laid out.
 
     Attributes:
@@ -88,7 +88,7 @@ class Launch(NamedTuple):
             absent one.
         options: The compiler's: warps, stages, registers.
         others: Makes the other arguments by name, compile-time ones included.
-        key: What options and the other arguments depend on, besides the kind: the tiles, above all.
+        key: What options and the other arguments depend on, besides the family: the tiles, above all.
     """
 
     kernel: Any

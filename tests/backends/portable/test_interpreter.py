@@ -69,8 +69,8 @@ MANY_LENGTHS = (
 
 @pytest.mark.parametrize("case", MANY_LENGTHS, ids=str)
 @pytest.mark.parametrize("kind", TILES)
-def test_many_lengths_of_one_kind(kind: str, case: Case) -> None:
-    """All but lengths is laid out once for a kind."""
+def test_many_lengths_of_one_family(kind: str, case: Case) -> None:
+    """All but lengths is laid out once for a family."""
     ops._KNOWN.clear()
     ops._FAMILIES.clear()
     with tiles.override(**TILES[kind]):

@@ -17,13 +17,13 @@ pytest.importorskip("triton.experimental.gluon")
 import flashtile
 from flashtile import InvalidInputError, dispatch, ops
 from flashtile.api import _without_data
-from flashtile.arguments import OPTIONS, Grads, Options, Tensors, read, tensor_values
+from flashtile.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values
 from flashtile.backends.base import FEATURES
 from flashtile.backends.hopper import builds as hopper_builds
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.portable import builds as portable_builds
-from flashtile.problem import Problem, _Short, kind_of
+from flashtile.problem import Problem, _Short, family_of
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 
@@ -55,10 +55,10 @@ def _is_short(name: str) -> bool:
 @pytest.mark.parametrize("case", WITHOUT_PAIRS, ids=str)
 def test_a_resized_problem_is_the_one_that_would_be_made(case: Case) -> None:
     first, second = _call(case), _call(_longer(case))
-    assert kind_of(*first) is not None
+    assert family_of(*first) is not None
     if case.head_dim % 8 == 0 and case.layout != "sliced":
-        # Slopes with a batch are part of the kind, and whether addresses and strides are on 16 bytes.
-        assert (kind_of(*first) == kind_of(*second)) == (case.alibi != "bh")
+        # Slopes with a batch are part of the family, and whether addresses and strides are on 16 bytes.
+        assert (family_of(*first) == family_of(*second)) == (case.alibi != "bh")
     like = Problem.of(*first)
     names = [name for name in vars(Problem) if _is_short(name)]
     before = [getattr(like, name) for name in names]
@@ -69,16 +69,29 @@ def test_a_resized_problem_is_the_one_that_would_be_made(case: Case) -> None:
     assert made.but(seqlen_q=3, softcap=2.0) == want.but(seqlen_q=3, softcap=2.0)
 
 
-def test_every_option_but_the_longest_lengths_is_of_the_kind() -> None:
+def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
     tensors, _ = _call(next(case for case in CASES if case.name == "varlen"))
     like = Options(max_seqlen_q=30, max_seqlen_k=30)
-    others = dict(window_left=3, window_right=0, max_seqlen_q=31, max_seqlen_k=None, grads=Grads(True), softmax_scale=2.0,
-                  softcap=1.0, dropout_p=0.5, deterministic=True, backend="portable")  # fmt: skip
-    assert set(others) == set(OPTIONS), "a new option: is it part of the kind?"
+    others = dict(window_left=3, window_right=0, max_seqlen_q=31, max_seqlen_k=None, grads=Grads(True),
+                  softmax_scale=2.0, softcap=1.0, dropout_p=0.5, deterministic=True, backend="portable")  # fmt: skip
+    assert set(others) == set(OPTIONS), "a new option: is it part of the family?"
     for name, value in others.items():
         other = dataclasses.replace(like, **{name: value})
-        assert (kind_of(tensors, other) == kind_of(tensors, like)) == name.startswith("max_seqlen"), name
-    assert kind_of(tensors, Options()) is not None
+        assert (family_of(tensors, other) == family_of(tensors, like)) == name.startswith("max_seqlen"), name
+    assert family_of(tensors, Options()) is not None
+    seen = {
+        "q",
+        "k",
+        "v",
+        "alibi_slopes",
+        "attn_mask",
+        "attn_bias",
+        "sinks",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "rng_state",
+    }
+    assert set(TENSORS) == seen, "a new tensor: what of it is part of the family?"
 
 
 def _changed(t: Tensors) -> list[Tensors]:
@@ -99,13 +112,13 @@ def _changed(t: Tensors) -> list[Tensors]:
 
 
 @pytest.mark.parametrize("name", ["causal", "group_causal", "varlen_spare", "varlen", "sinks", "dropout", "alibi_bh"])
-def test_what_would_be_refused_is_of_no_valid_kind(name: str) -> None:
+def test_what_would_be_refused_is_of_no_valid_family(name: str) -> None:
     (case,) = [each for each in CASES if each.name == name] or [Case(name, alibi="bh")]
     tensors, options = _call(case)
     seen = Counter[bool]()
     for changed in _changed(tensors):
-        kind = kind_of(changed, options)
-        is_same = kind is not None and kind == kind_of(tensors, options)
+        family = family_of(changed, options)
+        is_same = family is not None and family == family_of(tensors, options)
         try:
             want = Problem.of(changed, options)
         except InvalidInputError:
@@ -116,10 +129,10 @@ def test_what_would_be_refused_is_of_no_valid_kind(name: str) -> None:
     assert seen[False] > seen[True]
 
 
-def test_masks_and_biases_have_no_kind() -> None:
+def test_masks_and_biases_have_no_family() -> None:
     for case in CASES:
         if case.mask is not None or case.bias is not None:
-            assert kind_of(*_call(case)) is None
+            assert family_of(*_call(case)) is None
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -130,7 +143,7 @@ def _same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
-def test_only_sizes_differ_between_launches_of_one_kind(backend: str, direction: Any) -> None:
+def test_only_sizes_differ_between_launches_of_a_family(backend: str, direction: Any) -> None:
     shared = 0
     for case in WITHOUT_PAIRS:
         if case.head_dim % 8 or (case.head_dim_v or 0) % 8 or case.layout == "sliced" or 0 in (case.batch,):
@@ -196,7 +209,7 @@ LENGTHS = ((9, 33), (64, 64), (1, 70), (130, 40), (65, 0))
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_many_lengths_of_one_kind(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_lengths_of_one_family(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_cpu():
         counts = _counted(
             monkeypatch, (dispatch, "select"), (forward_launch, "constants"), (backward_launch, "constants"),
@@ -213,8 +226,8 @@ def test_many_lengths_of_one_kind(case: Case, monkeypatch: pytest.MonkeyPatch) -
     assert counts["constants"] <= 3
 
 
-def test_a_kind_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other settings, options, layouts and gradients, and what is refused, between calls of one kind."""
+def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other settings, options, layouts and gradients, and what is refused, between calls of one family."""
     monkeypatch.setattr(ops, "_KNOWN", type(ops._KNOWN)())
     monkeypatch.setattr(ops, "_FAMILIES", type(ops._FAMILIES)())
 
