@@ -214,7 +214,8 @@ class Problem:
             batch, longest_q, longest_k = bounds.shape[0] - 1, options.max_seqlen_q, options.max_seqlen_k
             seqlen_q = seqlen_q if longest_q is None else longest_q
             seqlen_k = seqlen_k if longest_k is None else longest_k
-        queries, keys = self.queries._replace(length=seqlen_q), self.keys._replace(length=seqlen_k)
+        packed = bounds is not None
+        queries, keys = SequenceLayout(seqlen_q, packed), SequenceLayout(seqlen_k, packed)
         # Past __init__, which takes longer than all else here. Shorthand of lengths must not be that of self.
         made = object.__new__(Problem)
         vars(made).update(vars(self), batch=batch, queries=queries, keys=keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
