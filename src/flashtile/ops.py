@@ -30,9 +30,9 @@ from flashtile.arguments import (
     unflatten,
 )
 from flashtile.arguments import Options as Options
-from flashtile.backends.base import Backend, Backward, Forward, directions_of
-from flashtile.backends.base import Backend, Backward, Forward, directions_of
-from flashtile.problem import Problem, Tensors, check_values, family_of
+from flashtile.backends.base import Backward, Forward
+from flashtile.families import Family, family_of
+from flashtile.problem import Problem, Tensors, check_values
 
 FORWARD, BACKWARD, JVP = (f"flashtile::attention_{name}" for name in ("forward", "backward", "jvp"))
 torch.library.define(FORWARD, f"({SCHEMA}) -> (Tensor, Tensor)")
@@ -121,34 +121,6 @@ def _readable(t: Tensors) -> Tensors:
     return dataclasses.replace(t, **copies) if copies else t
 
 
-class _Family:
-    """What calls that differ in lengths, batch and strides alone have in common.
-
-    Attributes:
-        problem: Of one of them; None until one has been planned.
-        backends: Of the forward, and of the backward if a gradient is needed.
-        known: By direction, what the plans of a backend share.
-    """
-
-    __slots__ = ("backends", "known", "problem")
-
-    def __init__(self) -> None:
-        self.problem: Problem | None = None
-        self.backends: dict[str, Backend] = {}
-        self.known: dict[str, dict[Any, Any]] = {"forward": {}, "backward": {}}
-
-    def problem_of(self, t: Tensors, options: Options) -> Problem:
-        """The problem of a call, whose backends are then in ``backends``."""
-        if self.problem is not None:
-            return self.problem.resized(t, options)
-        problem = Problem.of(t, options)
-        # First the backward, so that a call whose backward cannot run is refused now.
-        for direction in reversed(directions_of(problem)):
-            self.backends[direction] = dispatch.select(problem, direction, options.backend)
-        self.problem = problem
-        return problem
-
-
 class _Kind:
     """The cached plans of calls with the same layouts and options.
 
@@ -163,7 +135,7 @@ class _Kind:
 
     __slots__ = ("backwards", "family", "key", "options", "problem", "run")
 
-    def __init__(self, key: tuple[Any, ...], options: Options, family: _Family) -> None:
+    def __init__(self, key: tuple[Any, ...], options: Options, family: Family) -> None:
         self.key, self.options, self.family = key, options, family
         self.problem: Problem | None = None
         self.run: Forward = self._plan
@@ -188,7 +160,7 @@ class _Kind:
 # Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call. Only single
 # operations on the dictionary, so that threads need no lock.
 _KNOWN: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
-_FAMILIES: OrderedDict[tuple[Any, ...], _Family] = OrderedDict()
+_FAMILIES: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
 _MOST_KNOWN = 4096
 
 
@@ -221,14 +193,14 @@ def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
     return t, kind
 
 
-def _family(t: Tensors, options: Options) -> _Family:
+def _family(t: Tensors, options: Options) -> Family:
     common = family_of(t, options)
     if common is None:
-        return _Family()
+        return Family()
     key = (*common, settings.BACKEND.raw(), t.q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision)
     family = _FAMILIES.get(key)
     if family is None:
-        family = _FAMILIES[key] = _Family()
+        family = _FAMILIES[key] = Family()
         if len(_FAMILIES) > _MOST_KNOWN:
             _FAMILIES.popitem(last=False)
     return family

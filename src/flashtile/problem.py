@@ -16,16 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import DTYPES as DTYPES
-from flashtile.arguments import (
-    TENSORS,
-    Argument,
-    Grads,
-    Options,
-    check_tensor,
-    differentiable,
-    is_plain,
-    option_values,
-)
+from flashtile.arguments import TENSORS, Argument, Grads, Options, check_tensor, differentiable
 from flashtile.arguments import Tensors as Tensors
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
@@ -203,11 +194,11 @@ class Problem:
             dropout_p=o.dropout_p,
             deterministic=o.deterministic,
             grads=o.grads,
-            aligned=q.device.type == "cpu" or all(_aligned(x) for x in (q, t.k, t.v)),
+            aligned=q.device.type == "cpu" or all(is_aligned(x) for x in (q, t.k, t.v)),
         )
 
     def resized(self, tensors: Tensors, options: Options) -> Problem:
-        """The problem of another call of its family, see ``family_of``, which needs no checks."""
+        """The problem of another call of its family, see ``families.family_of``, which needs no checks."""
         batch, seqlen_q, seqlen_k = tensors.q.shape[0], tensors.q.shape[-3], tensors.k.shape[-3]
         bounds = tensors.cu_seqlens_q
         if bounds is not None:
@@ -337,44 +328,6 @@ def _bind_packed(axes: _Axes, t: Tensors, options: Options) -> None:
         axes.fix(f"max_{axis}", axis, longest)
 
 
-def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
-    """What a call is, but for its lengths, its batch and its strides; None if sizes do not fit one another.
-
-    Of two calls of a family both are valid or none, and their problems differ in lengths and batch alone. Calls with a
-    mask or a bias are of none: lengths are in these tensors' shapes too.
-    """
-    q, k, v, slopes, bounds_q, bounds_k = t.q, t.k, t.v, t.alibi_slopes, t.cu_seqlens_q, t.cu_seqlens_k
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
-    rank = 4 if bounds_q is None else 3
-    if not (len(of_q) == len(of_k) == len(of_v) == rank and of_k[0] == of_v[0] and of_k[-3:-1] == of_v[-3:-1]):
-        return None
-    others: tuple[Any, ...] = ()
-    batch_q, batch_k = of_q[0], of_k[0]
-    if not is_plain(t):
-        if t.attn_mask is not None or t.attn_bias is not None or (bounds_q is None) != (bounds_k is None):
-            return None
-        if bounds_q is not None and bounds_k is not None:
-            if not (bounds_q.dim() == bounds_k.dim() == 1 and len(bounds_q)):
-                return None
-            batch_q, batch_k = len(bounds_q) - 1, len(bounds_k) - 1
-        if slopes is not None and slopes.dim() == 2 and len(slopes) != batch_q:
-            return None
-        shapes = [None if x is None else (x.shape, x.stride()) for x in (slopes, t.sinks, t.rng_state)]
-        others = *shapes, *(
-            None if x is None else (x.dtype, x.device, x.data_ptr() % 16)
-            for x in (slopes, t.sinks, t.rng_state, bounds_q, bounds_k)
-        )  # fmt: skip
-    if batch_q != batch_k:
-        return None
-    # The hash of options is cached.
-    without_lengths = o if o.max_seqlen_q is o.max_seqlen_k is None else option_values(o)[:2] + option_values(o)[4:]
-    on_16_bytes = _aligned(q) and _aligned(k) and _aligned(v)
-    return (
-        without_lengths, others, of_q[-2], of_q[-1], of_k[-2], of_k[-1], of_v[-1], q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, on_16_bytes or (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
-    )  # fmt: skip
-
-
 def check_values(problem: Problem, tensors: Tensors) -> None:
     """Checks cu_seqlens: they start at 0, never decrease, stay within the rows and respect max_seqlen.
 
@@ -415,7 +368,8 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def _aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether address and strides are multiples of 16 bytes."""
     if not hasattr(tensor, "fake_mode") and tensor.data_ptr() % 16:
         return False
     unit = 16 // tensor.element_size()

@@ -23,7 +23,8 @@ from flashtile.backends.hopper import builds as hopper_builds
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.portable import builds as portable_builds
-from flashtile.problem import Problem, _Short, family_of
+from flashtile.families import family_of
+from flashtile.problem import Problem, _Short
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 

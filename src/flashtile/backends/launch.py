@@ -77,7 +77,7 @@ class TensorMap(NamedTuple):
 class Launch(NamedTuple):
     """A kernel with its grid, arguments and options.
 
-    Calls of a family, as ``problem.family_of`` has it, differ in lengths, batch and strides alone. Such values, and
+    Calls of a family, as ``families.family_of`` has it, differ in lengths, batch and strides alone. Such values, and
     whatever follows from them, are in ``sizes``. All others follow from the family and ``key``, and are computed by
     ``others`` only if no launch with that key has been laid out.
 
