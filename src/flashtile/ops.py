@@ -31,6 +31,7 @@ from flashtile.arguments import (
 )
 from flashtile.arguments import Options as Options
 from flashtile.backends.base import Backward, Forward
+from flashtile.families import Family, family_of
 from flashtile.problem import Problem, Tensors, check_values
 
 FORWARD, BACKWARD, JVP = (f"flashtile::attention_{name}" for name in ("forward", "backward", "jvp"))
@@ -106,6 +107,8 @@ def _readable(t: Tensors) -> Tensors:
     q, k and v must be contiguous in their last dimension, slopes, sinks and cu_seqlens in all.
     Called before autograd saves the tensors, so that a training step copies once.
     """
+    if is_plain(t) and all(x.dim() and x.stride(-1) == 1 for x in (t.q, t.k, t.v)):
+        return t
     qkv = {"q": t.q, "k": t.k, "v": t.v}
     copies = {name: x.contiguous() for name, x in qkv.items() if x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1}
     rows = {
@@ -122,42 +125,54 @@ class _Kind:
     """The cached plans of calls with the same layouts and options.
 
     Attributes:
+        key: What ``_key`` says of them.
         options: The calls' options.
-        run: The forward's plan, made by the first call.
+        family: What they share with calls of other lengths.
+        problem: Their problem, made by the first forward.
+        run: The forward's plan, made by the first forward.
         backwards: The backward's plans, by the layouts that ``_gradients`` gets.
     """
 
-    __slots__ = ("backwards", "options", "run")
+    __slots__ = ("backwards", "family", "key", "options", "problem", "run")
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, key: tuple[Any, ...], options: Options, family: Family) -> None:
+        self.key, self.options, self.family = key, options, family
+        self.problem: Problem | None = None
         self.run: Forward = self._plan
         self.backwards: dict[tuple[Any, ...], Backward] = {}
 
     def _plan(self, t: Tensors) -> tuple[Tensor, Tensor]:
-        problem = Problem.of(t, self.options)
-        if problem.needs_grad:
-            dispatch.select(problem, "backward", self.options.backend)
-        run = dispatch.select(problem, "forward", self.options.backend).plan_forward(problem, t)
+        family = self.family
+        problem = self.problem = family.problem_of(t, self.options)
+        run = family.backends["forward"].plan_forward(problem, t, family.known["forward"])
         self.run = functools.partial(_checked_forward, problem, run) if problem.varlen else run
         return self.run(t)
+
+    def plan_backward(self, t: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+        """A plan of the backward for tensors that saved-tensor hooks may have laid out anew."""
+        family, problem = self.family, self.problem
+        if problem is None or "backward" not in family.backends or _key(t, self.options) != self.key:
+            problem = Problem.of(t, self.options)
+            return dispatch.select(problem, "backward", self.options.backend).plan_backward(problem, t, dout, dlse)
+        return family.backends["backward"].plan_backward(problem, t, dout, dlse, family.known["backward"])
 
 
 # Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call. Only single
 # operations on the dictionary, so that threads need no lock.
 _KNOWN: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
+_FAMILIES: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
 _MOST_KNOWN = 4096
 
 
 @contextlib.contextmanager
 def own_plans(plans: OrderedDict[tuple[Any, ...], Any]) -> Iterator[None]:
     """Keeps the plans of calls inside in ``plans``: for tuning, since the keys do not include overridden tiles."""
-    global _KNOWN
-    before, _KNOWN = _KNOWN, plans
+    global _KNOWN, _FAMILIES
+    before, _KNOWN, _FAMILIES = (_KNOWN, _FAMILIES), plans, OrderedDict()
     try:
         yield
     finally:
-        _KNOWN = before
+        _KNOWN, _FAMILIES = before
 
 
 def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
@@ -172,20 +187,33 @@ def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
         readable = _readable(t)
         if readable is not t:
             return _kind(readable, options)
-        kind = _KNOWN[key] = _Kind(options)
+        kind = _KNOWN[key] = _Kind(key, options, _family(t, options))
         if len(_KNOWN) > _MOST_KNOWN:
             _KNOWN.popitem(last=False)
     return t, kind
 
 
+def _family(t: Tensors, options: Options) -> Family:
+    common = family_of(t, options)
+    if common is None:
+        return Family()
+    key = (*common, settings.BACKEND.raw(), t.q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision)
+    family = _FAMILIES.get(key)
+    if family is None:
+        family = _FAMILIES[key] = Family()
+        if len(_FAMILIES) > _MOST_KNOWN:
+            _FAMILIES.popitem(last=False)
+    return family
+
+
 def _key(t: Tensors, options: Options) -> tuple[Any, ...]:
     q, k, v = t.q, t.k, t.v
-    # Written out for speed: every call runs this.
+    # Written out for speed: every call runs this. Most addresses are on 16 bytes.
     key = (
         options, settings.BACKEND.raw(), q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
-        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
-        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
-        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 and tuple(x.data_ptr() % 16 for x in (q, k, v)),
     )  # fmt: skip
     return key if is_plain(t) else (*key, *_other_layouts(t))
 
@@ -215,18 +243,16 @@ def _gradients(
     Saved-tensor hooks may return tensors with other strides; shapes and dtypes are unchanged.
     """
     q, k, v = t.q, t.k, t.v
+    results, given = out.data_ptr() | lse.data_ptr(), q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()
     key: tuple[Any, ...] = (
-        q.stride(), k.stride(), v.stride(), dout.stride(), None if dlse is None else _layout(dlse),
-        q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, dout.data_ptr() % 16, dout.dtype,
-        (out.data_ptr() | lse.data_ptr()) % 16,
+        q.stride(), k.stride(), v.stride(), dout.stride(), None if dlse is None else _layout(dlse), dout.dtype,
+        (results | given) % 16 and (results % 16, *(x.data_ptr() % 16 for x in (q, k, v, dout))),
     )  # fmt: skip
     if not is_plain(t):
         key += _other_layouts(t)
     run = kind.backwards.get(key)
     if run is None:
-        problem = Problem.of(t, kind.options)
-        run = dispatch.select(problem, "backward", kind.options.backend).plan_backward(problem, t, dout, dlse)
-        kind.backwards[key] = run
+        run = kind.backwards[key] = kind.plan_backward(t, dout, dlse)
     return _gradient_values(run(t, out, lse, dout, dlse))
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
 
 
-@dataclass(frozen=True)
-class SequenceLayout:
+class SequenceLayout(NamedTuple):
     """The memory layout of the rows of one side, queries or keys.
 
     Attributes:
@@ -81,13 +80,20 @@ T = TypeVar("T")
 
 
 class _Short(Generic[T]):
-    """A read-only attribute of Problem that is shorthand for a field of one of its records, or of several."""
+    """A read-only attribute of Problem that is shorthand for a field of one of its records, or of several.
+
+    Once read, it is in the instance's ``__dict__``, where Python finds it faster.
+    """
 
     def __init__(self, read: Callable[[Problem], T], *places: str) -> None:
         self._read, self.places = read, places
 
+    def __set_name__(self, owner: object, name: str) -> None:
+        self._name = name
+
     def __get__(self, problem: Problem, owner: object = None) -> T:
-        return self._read(problem)
+        value = vars(problem)[self._name] = self._read(problem)
+        return value
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ class Problem:
             for place in short.places if isinstance(short, _Short) else (name,):
                 field, _, inner = place.partition(".")
                 old = fields.get(field, getattr(self, field))
-                change = old._replace if isinstance(old, Grads) else functools.partial(replace, old)
+                change = old._replace if isinstance(old, (Grads, SequenceLayout)) else functools.partial(replace, old)
                 fields[field] = change(**{inner: value}) if inner else value
         return replace(self, **fields)
 
@@ -188,8 +194,23 @@ class Problem:
             dropout_p=o.dropout_p,
             deterministic=o.deterministic,
             grads=o.grads,
-            aligned=q.device.type == "cpu" or all(_aligned(x) for x in (q, t.k, t.v)),
+            aligned=q.device.type == "cpu" or all(is_aligned(x) for x in (q, t.k, t.v)),
         )
+
+    def resized(self, tensors: Tensors, options: Options) -> Problem:
+        """The problem of another call of its family, see ``families.family_of``, which needs no checks."""
+        batch, seqlen_q, seqlen_k = tensors.q.shape[0], tensors.q.shape[-3], tensors.k.shape[-3]
+        bounds = tensors.cu_seqlens_q
+        if bounds is not None:
+            batch, longest_q, longest_k = bounds.shape[0] - 1, options.max_seqlen_q, options.max_seqlen_k
+            seqlen_q = seqlen_q if longest_q is None else longest_q
+            seqlen_k = seqlen_k if longest_k is None else longest_k
+        packed = bounds is not None
+        queries, keys = SequenceLayout(seqlen_q, packed), SequenceLayout(seqlen_k, packed)
+        # Past __init__, which takes longer than all else here. Shorthand of lengths must not be that of self.
+        made = object.__new__(Problem)
+        vars(made).update(vars(self), batch=batch, queries=queries, keys=keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        return made
 
     @classmethod
     def build(
@@ -347,8 +368,11 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def _aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether address and strides are multiples of 16 bytes."""
     if not hasattr(tensor, "fake_mode") and tensor.data_ptr() % 16:
         return False
-    size = tensor.element_size()
-    return all(s * size % 16 == 0 for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1)
+    unit = 16 // tensor.element_size()
+    if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:
+        return True  # The strides are multiples of that size.
+    return not any(s % unit and n > 1 for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,9 @@ class Driver:
         self.status = 0
 
     def cuTensorMapEncodeTiled(self, at: int, dtype: int, rank: int, address: int, *rest: Any) -> int:
-        text = struct.pack("<QII", address, dtype, rank) + bytes(x for part in rest[:4] for x in part)
+        lengths = (8 * rank, 8 * rank - 8, 4 * rank, 4 * rank)
+        given = b"".join(ctypes.string_at(place, size) for place, size in zip(rest[:4], lengths, strict=True))
+        text = struct.pack("<QII", address, dtype, rank) + given
         ctypes.memmove(at, text.ljust(driver.TENSOR_MAP_BYTES, b"\xee"), driver.TENSOR_MAP_BYTES)
         return 0
 
@@ -93,9 +96,9 @@ def _launch(x: torch.Tensor, rows: int = 17) -> Launch:
 def test_the_driver_finds_every_parameter_where_the_kernel_wants_it(fake: Driver) -> None:
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
     step = Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0))
-    assert step._start == step._start_directly
+    assert step._spare is step._build.layout.spare
     out = torch.zeros(64)
-    step.run((out, x, None))
+    host.run([step], (out, x, None))
     (seen,) = fake.launched
     assert seen["sizes"][:3] == [5, 1, 1] and seen["sizes"][3] == 256 and seen["sizes"][4:6] == [1, 1]
     assert (seen["stream"], seen["attributes"], seen["function"]) == (0x1234_5678_9ABC, (0, 0), 77)
@@ -111,10 +114,10 @@ def test_other_memory_and_other_threads_blocks(fake: Driver) -> None:
     x, y = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
     out = torch.zeros(64)
     step = Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0))
-    spare = step._spare.pop()
-    step.run((out, y, None))
+    spare = step._spare.pop() if step._spare else step._build.layout.block()
+    host.run([step], (out, y, None))
     step._spare.append(spare)
-    step.run((out, x, None))
+    host.run([step], (out, x, None))
     addresses = [struct.unpack("<Q", seen["values"][0][:8])[0] for seen in fake.launched]
     assert addresses == [y.data_ptr(), x.data_ptr()]
     assert fake.launched[0]["values"][5:] != fake.launched[1]["values"][5:]
@@ -129,12 +132,56 @@ def test_lengths_need_no_build_and_dtypes_do(fake: Driver) -> None:
     assert len(host._builds) == 2
 
 
+def _sized(rows: int, stride: int = 64, offset: int = 0) -> Launch:
+    """A launch whose sizes are those that ``_launch`` has no fixed value for."""
+    x = torch.zeros(1, stride, dtype=torch.bfloat16)
+    whole = _launch(x, rows).arguments
+    out = Pointer(torch.float32, "out", offset)
+    source = TensorMap(x.dtype, (min(rows, 2**20), 64), (stride, 1), (64, 64))
+    sizes = {"x_source": source, "rows": rows, "stride": stride, "flag_ptr": None, "out_ptr": out}
+    others = {name: value for name, value in whole.items() if name not in sizes}
+    return Launch(scaled_copy, 5 + rows % 7, sizes, {"num_warps": 8}, lambda: others, 64)
+
+
+def test_a_step_like_another_lays_out_what_a_new_one_would(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, operands, known = torch.device("cuda", 0), ("out", "x", "flag"), {}
+    made: list[Launch] = []
+    find_build = host.find_build
+    monkeypatch.setattr(host, "find_build", lambda launch, device: (made.append(launch), find_build(launch, device))[1])
+    sizes = [(n, 64, 16 * (n % 3)) for n in (17, 18, 1, 16, 4096, 2**31, 2**32)] + [(9, 72, 0), (10, 2**32, 0)]
+    for rows, stride, offset in sizes * 2:
+        launch_ = _sized(rows, stride, offset)
+        step = Step(launch_, operands, device, known)
+        fresh = Step(launch_, operands, device)
+        assert (step._content, sorted(step._addresses)) == (fresh._content, sorted(fresh._addresses))
+        assert step._build is fresh._build and made.pop() is launch_
+    # Each of: lengths of 32 bits; of 64 bits; a stride that is no multiple of 16, and one of 64 bits.
+    assert len(known) == len(made) == 4 and len(host._builds) == 4
+
+
+def test_steps_of_other_lengths_in_other_threads(fake: Driver) -> None:
+    """They share blocks: what the driver reads is of one step, whole."""
+    device, operands, known, at_once = torch.device("cuda", 0), ("out", "x", "flag"), {}, 4
+    steps = [Step(_sized(rows), operands, device, known) for rows in range(100, 100 + at_once)]
+    tensors = [(torch.zeros(64), torch.zeros(64, 64, dtype=torch.bfloat16), None) for _ in steps]
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(lambda n: host.run([steps[n % at_once]], tensors[n % at_once]), range(400)))
+    assert len(known) == 1 and len(fake.launched) == 400 and len(steps[0]._build.layout.spare) <= at_once
+    for n, (step, (out, x, _)) in enumerate(zip(steps, tensors, strict=True)):
+        mine = [seen for seen in fake.launched if seen["values"][7] == struct.pack("<i", 100 + n)]
+        assert len(mine) == 100
+        for seen in mine:
+            addresses = seen["values"][0][:8] + seen["values"][5] + seen["values"][6]
+            assert addresses == struct.pack("<QQQ", x.data_ptr(), x.data_ptr(), out.data_ptr())
+            assert seen["sizes"][0] == step.programs and seen["values"][1] == struct.pack("<i", 100 + n)
+
+
 def test_a_refusal_of_the_driver_has_its_name(fake: Driver) -> None:
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
     step = Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0))
     fake.status = 700
     with pytest.raises(driver.DriverError, match=r"launch of scaled_copy: CUDA_ERROR_OF_THE_TEST \(700\)"):
-        step.run((torch.zeros(64), x, None))
+        host.run([step], (torch.zeros(64), x, None))
 
 
 def test_an_unknown_kernel_interface_is_left_to_triton(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +189,7 @@ def test_an_unknown_kernel_interface_is_left_to_triton(fake: Driver, monkeypatch
     seen: list[Any] = []
     monkeypatch.setattr(host, "launch_by_triton", lambda *arguments: seen.append(arguments))
     x, out = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64)
-    Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0)).run((out, x, None))
+    host.run([Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0))], (out, x, None))
     ((kernel, programs, arguments, options),) = seen
     assert (kernel, programs, options) == (scaled_copy, 5, {"num_warps": 8})
     assert arguments["x_ptr"] is x and arguments["out_ptr"] is out and arguments["rows"] == 17

@@ -34,10 +34,12 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
         (host, "launch_by_triton", run),
     ]  # fmt: skip
     ops._KNOWN.clear()
+    ops._FAMILIES.clear()
     dispatch._first.cache_clear()
     with ExitStack() as entered:
         for place, name, value in patches:
             entered.enter_context(mock.patch.object(place, name, value))
         yield
     ops._KNOWN.clear()
+    ops._FAMILIES.clear()
     dispatch._first.cache_clear()

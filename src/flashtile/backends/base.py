@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -120,9 +120,9 @@ class Capabilities:
         return why
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Gradients:
-    """The result of a backward: gradients in the shapes and dtypes of their inputs.
+    """The result of a backward: gradients in the shapes and dtypes of their inputs. frozen=True would cost 2 us.
 
     Each is None where ``problem.grads`` does not request it; a backend may compute more than was requested.
     """
@@ -144,6 +144,9 @@ Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
 # results, from any backend, and their gradients. dlse is None for zero.
 Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None], Gradients]
 
+# What the plans of a direction of one family of calls share.
+Known = dict[Any, Any]
+
 
 @dataclass(frozen=True, eq=False)
 class Build:
@@ -164,6 +167,10 @@ class Backend(Protocol):
     Importing that module must not import Triton: only planning a call may. The tensors given to a planning method show
     layouts: shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of
     the same layouts, so it must not keep those. It may be called from several threads at once.
+
+    ``known`` is one dictionary for all plans of a direction of a family, see ``families.family_of``, or None. There a
+    backend keeps what it need not make again for other lengths, under keys that say what it depends on besides the
+    family. So whether a backend can run a call must not depend on lengths, batch or strides.
     """
 
     name: str
@@ -178,10 +185,12 @@ class Backend(Protocol):
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles and the algorithm a problem would run with, in one line."""
 
-    def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
+    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
         """A function that computes this problem's output for tensors of these layouts."""
 
-    def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+    def plan_backward(
+        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
+    ) -> Backward:
         """A function that computes this problem's gradients; dout and dlse have the given strides, which may be any."""
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:

@@ -13,7 +13,7 @@ import functools
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 TENSOR_MAP_BYTES = 128
 _PTX_SIZES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "b8": 1, "b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8}
@@ -26,7 +26,8 @@ _L2_PROMOTION_128 = 2
 # CUlaunchConfig: grid, block and shared memory, the stream, attributes (none).
 _CONFIG = struct.Struct("<7I4xQQI4x")
 STREAM_WORD = 4
-_MapBuffer = ctypes.c_char * (TENSOR_MAP_BYTES + 64)
+_MOST_DIMENSIONS = 5
+_ONES = (1,) * _MOST_DIMENSIONS
 
 
 class DriverError(RuntimeError):
@@ -37,10 +38,9 @@ class DriverError(RuntimeError):
 def library() -> Any:
     """The driver library with the two functions in use, each taking 64-bit values as they are."""
     cuda = ctypes.CDLL("libcuda.so.1")
+    # Where CUDA runs an int is passed as 64 bits too, and c_int takes ctypes five times as long.
     cuda.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
-    cuda.cuTensorMapEncodeTiled.argtypes = (
-        ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *(ctypes.c_void_p,) * 4, *(ctypes.c_int,) * 4
-    )  # fmt: skip
+    cuda.cuTensorMapEncodeTiled.argtypes = (ctypes.c_void_p,) * 12
     if status := cuda.cuInit(0):
         raise DriverError(f"cuInit: error {status}")
     return cuda
@@ -112,17 +112,42 @@ def tensor_map(
     Raises:
         DriverError: If the driver refuses the shape or the strides.
     """
-    rank = len(shape)
-    buffer = _MapBuffer()
-    start = -ctypes.addressof(buffer) % 64
-    # Bytes are passed as pointers to them, which takes less time than arrays of ctypes do to make.
-    status = library().cuTensorMapEncodeTiled(
-        ctypes.addressof(buffer) + start, _DATA_TYPES[dtype], rank, address, struct.pack(f"<{rank}Q", *shape[::-1]),
-        struct.pack(f"<{rank - 1}Q", *[stride * size for stride in strides[-2::-1]]),
-        struct.pack(f"<{rank}I", *box[::-1]), struct.pack(f"<{rank}I", *[1] * rank), 0, swizzle, _L2_PROMOTION_128, 0,
+    # The map, then what it is made of, in memory that one call uses at a time and whose address is known: to make
+    # an array of ctypes for each argument takes longer than the rest.
+    try:
+        memory, at = _spare_maps.pop()
+    except IndexError:
+        memory, at = _aligned_memory(TENSOR_MAP_BYTES + 24 * _MOST_DIMENSIONS)
+    rank, given = len(shape), at + TENSOR_MAP_BYTES
+    _map_format(rank).pack_into(
+        memory, TENSOR_MAP_BYTES, *shape[::-1], *[stride * size for stride in strides[-2::-1]], 0, *box[::-1],
+        *_ONES[:rank],
     )  # fmt: skip
-    check(status, f"cuTensorMapEncodeTiled of shape {shape}, strides {strides}")
-    return buffer.raw[start : start + TENSOR_MAP_BYTES]
+    status = library().cuTensorMapEncodeTiled(
+        at, _DATA_TYPES[dtype], rank, address, given, given + 8 * rank, given + 16 * rank, given + 20 * rank, 0,
+        swizzle, _L2_PROMOTION_128, 0,
+    )  # fmt: skip
+    found = bytes(memory[:TENSOR_MAP_BYTES])
+    _spare_maps.append((memory, at))
+    if status:
+        check(status, f"cuTensorMapEncodeTiled of shape {shape}, strides {strides}")
+    return found
+
+
+_spare_maps: list[tuple[memoryview, int]] = []
+
+
+@functools.cache
+def _map_format(rank: int) -> struct.Struct:
+    """Sizes and strides of each dimension in 64 bits, sides of the box and of its steps in 32."""
+    return struct.Struct(f"<{2 * rank}Q{2 * rank}I")
+
+
+def _aligned_memory(size: int) -> tuple[memoryview, int]:
+    """New memory on 64 bytes, as tensor maps must be, and its address."""
+    memory = bytearray(size + 64)
+    base = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
+    return memoryview(memory)[-base % 64 :][:size], base + -base % 64
 
 
 def ensure_context(device: int) -> None:
@@ -150,22 +175,24 @@ def address_comes_first() -> bool:
 class BlockLayout:
     """The layout of the memory block that a launch passes to the driver.
 
-    The configuration comes first, then the pointers to the parameters, then the parameters.
+    The configuration comes first, then the parameters, then the pointers to them. The first two are a launch's content,
+    which is copied into a block; the pointers are the same for all contents.
 
     Attributes:
+        formats: As ``layout`` says.
         words: For each argument, the 64-bit word that its address is written to.
+        spare: Blocks that no launch uses now.
     """
 
     def __init__(self, signature: Mapping[str, str], threads: int, shared_bytes: int) -> None:
-        formats = layout(signature)
-        count = sum(map(len, formats.values()))
+        self.formats = layout(signature)
         self._threads, self._shared_bytes = threads, shared_bytes
-        end = _CONFIG.size + 8 * count
-        self._start = end = end + -end % 64
+        end = _CONFIG.size
         self.words: dict[str, int] = {}
+        self.spare: list[Block] = []
         self._offsets: list[int] = []
-        packing = "<"
-        for name, codes in formats.items():
+        packing = _CONFIG.format
+        for name, codes in self.formats.items():
             for code in codes:
                 padding = -end % (64 if code == "M" else 8)
                 packing += f"{padding}x{TENSOR_MAP_BYTES}s" if code == "M" else f"{padding}x{code}"
@@ -173,31 +200,33 @@ class BlockLayout:
                 self._offsets.append(end)
                 self.words.setdefault(name, end // 8)
                 end += SIZES[code]
-        self._parameters = struct.Struct(packing)
-        self._pointers = struct.Struct(f"<{count}Q")
-        self._size = end + -end % 8
+        self._content = struct.Struct(f"{packing}{-end % 8}x")
 
-    def block(self, programs: int, values: Sequence[Any]) -> Block:
-        """A block of these parameters, tensor maps as bytes; addresses are still to be written."""
-        memory = bytearray(self._size + 64)
-        base = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
-        view = memoryview(memory)[-base % 64 :][: self._size]
-        base += -base % 64
-        _CONFIG.pack_into(view, 0, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, 0, 0, 0)
-        self._pointers.pack_into(view, _CONFIG.size, *[base + offset for offset in self._offsets])
-        self._parameters.pack_into(view, self._start, *values)
-        return Block(view.cast("Q"), base, base + _CONFIG.size)
+    def content(self, programs: int, values: Sequence[Any]) -> bytes:
+        """A launch's content: these parameters, tensor maps as bytes; addresses are still to be written."""
+        return self._content.pack(programs, 1, 1, self._threads, 1, 1, self._shared_bytes, 0, 0, 0, *values)
+
+    def block(self) -> Block:
+        """A new block, without content."""
+        size, count = self._content.size, len(self._offsets)
+        view, base = _aligned_memory(size + 8 * count)
+        struct.pack_into(f"<{count}Q", view, size, *[base + offset for offset in self._offsets])
+        return Block(view[:size].cast("Q"), view[:size], base, base + size)
 
 
-class Block(NamedTuple):
+class Block:
     """The memory block that one launch passes to the driver.
 
     Attributes:
-        words: The memory as 64-bit words; addresses and the stream are written here before a launch.
+        words: The content's memory as 64-bit words; addresses and the stream are written here before a launch.
+        memory: The same memory, as bytes.
         config: Address of the CUlaunchConfig.
         pointers: Address of the array of pointers to the parameters.
+        content: What was copied into it last.
     """
 
-    words: memoryview
-    config: int
-    pointers: int
+    __slots__ = ("config", "content", "memory", "pointers", "words")
+
+    def __init__(self, words: memoryview, memory: memoryview, config: int, pointers: int) -> None:
+        self.words, self.memory, self.config, self.pointers = words, memory, config, pointers
+        self.content: bytes | None = None

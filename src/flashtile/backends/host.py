@@ -25,7 +25,6 @@ from flashtile.backends.launch import (
     Specialisation,
     TensorMap,
     compile_kernel,
-    fits_32_bits,
     is_memory,
     is_on_16_bytes,
     parameters_of,
@@ -45,8 +44,9 @@ class Build:
         unknown: Why the kernel cannot be launched without Triton, or None.
         function: The driver's handle.
         layout: Layout of its argument block; None if it cannot be launched without Triton.
-        fields: Its run-time arguments in order: name, operand that it is named after, 64-bit word of a block that its
-            address is written to, None for a number; of a tensor descriptor (box, swizzle, bytes of an element).
+        places: By name of a run-time argument, in order: where its first value is among the block's, the operand that
+            it is named after, the 64-bit word of a block that its address is written to, None for a number, and of a
+            tensor descriptor (box, swizzle, bytes of an element).
     """
 
     compiled: Any
@@ -54,7 +54,7 @@ class Build:
     unknown: str | None
     function: int
     layout: driver.BlockLayout | None
-    fields: list[tuple[str, str, int | None, tuple[Any, ...] | None]]
+    places: dict[str, tuple[int, str, int | None, tuple[Any, ...] | None]]
 
 
 # Keys keep their kernels alive; the tensor maps' makers keep Gluon's layouts alive.
@@ -62,23 +62,36 @@ _builds: dict[tuple[Any, ...], Build] = {}
 
 
 def _build_key(launch: Launch, device: int) -> tuple[Any, ...]:
-    """Equal where ``specialise`` is equal, but much faster; computed for every new length."""
-    key: list[Any] = [launch.kernel, device, *launch.options.items()]
-    arguments = launch.arguments
-    for name, is_constexpr, is_looked_at, _ in parameters_of(launch.kernel):
-        value = arguments[name]
-        kind = type(value)
-        if is_constexpr or value is None:
-            key.append(value)
+    """Equal where ``specialise`` is equal, but much faster."""
+    arguments, looked_at = launch.arguments, _looked_at(launch.kernel)
+    in_order = {name: arguments[name] for name in looked_at}
+    return launch.kernel, device, *launch.options.items(), *_traits(in_order, looked_at)
+
+
+def _traits(arguments: Mapping[str, Any], looked_at: Mapping[str, bool | None]) -> list[Any]:
+    """What a build depends on of arguments."""
+    found: list[Any] = []
+    for name, value in arguments.items():
+        kind, is_looked_at = type(value), looked_at[name]
+        if is_looked_at is None or value is None:
+            found.append(value)
         elif kind is int:
-            # An integer's type and, if the kernel specialises on it, whether it is 1 and whether it is divisible by 16.
-            traits = fits_32_bits(value)
-            key.append((traits, value == 1, value % 16 == 0) if is_looked_at else traits)
+            # Its type and, if the kernel specialises on it, whether it is 1 and whether it is divisible by 16.
+            fits = -(2**31) <= value < 2**31  # fits_32_bits, but a call takes longer
+            found.append((fits, value == 1, value % 16 == 0) if is_looked_at else fits)
         elif kind is TensorMap:
-            key.append((value.dtype, value.box, id(value.layout)))
-        elif kind is not float:
-            key.append((value.dtype, is_looked_at and is_on_16_bytes(value)))
-    return tuple(key)
+            found.append((value.dtype, value.box, id(value.layout)))
+        else:
+            found.append(kind if kind is float else (value.dtype, is_looked_at and is_on_16_bytes(value)))
+    return found
+
+
+@functools.cache
+def _looked_at(kernel: Any) -> dict[str, bool | None]:
+    """Whether a build may depend on the value of a run-time argument, by name; None for compile-time arguments."""
+    return {
+        name: None if is_constexpr else is_looked_at for name, is_constexpr, is_looked_at, _ in parameters_of(kernel)
+    }
 
 
 def find_build(launch: Launch, device: int) -> Build:
@@ -106,18 +119,19 @@ def make_build(what: Specialisation, compiled: Any) -> Build:
     about = compiled.metadata
     unknown = why_unknown(what, compiled)
     if unknown is not None:
-        return Build(compiled, what, unknown, compiled.function, None, [])
+        return Build(compiled, what, unknown, compiled.function, None, {})
     layout = driver.BlockLayout(what.signature, 32 * about.num_warps, about.shared)
     maps = iter(about.tensordesc_meta or [])
-    fields = []
+    places, count = {}, 0
     for name, kind in what.signature.items():
-        about_map = None
+        about_map, codes = None, layout.formats[name]
         if kind.startswith("tensordesc"):
             each = next(maps)
             about_map = (tuple(each["block_size"]), each["swizzle"], each["elem_size"])
         word = layout.words[name] if about_map or kind.startswith("*") else None
-        fields.append((name, name.rpartition("_")[0], word, about_map))
-    return Build(compiled, what, None, compiled.function, layout, fields)
+        places[name] = (count, name.rpartition("_")[0], word, about_map)
+        count += len(codes)
+    return Build(compiled, what, None, compiled.function, layout, places)
 
 
 def why_unknown(what: Specialisation, compiled: Any) -> str | None:
@@ -156,92 +170,120 @@ def launcher() -> str:
 class Step:
     """One launch of a plan, repeatable with other tensors of the same layouts."""
 
-    def __init__(self, launch: Launch, operands: Sequence[str], device: torch.device) -> None:
+    __slots__ = (
+        "_addresses", "_arguments", "_build", "_content", "_function", "_launch", "_memory", "_numbers", "_places",
+        "_slots", "_spare", "_values", "device", "kernel", "options", "programs",
+    )  # fmt: skip
+    _places: dict[str, int]
+    _build: Build
+    # Of the first step of a family: the block's values, and the word, operand and offset of each address.
+    _values: list[Any]
+    _slots: dict[str, tuple[int, int, int]]
+    _arguments: dict[str, Any]
+
+    def __init__(
+        self, launch: Launch, operands: Sequence[str], device: torch.device, known: dict[Any, Step] | None = None
+    ) -> None:
         """Finds the build and lays out the arguments.
 
         Args:
             launch: Its tensors give only the layouts and are not kept.
             operands: In the order of the tensors given to ``run``: "q" stands for the arguments q_ptr and q_desc.
             device: The device it runs on.
+            known: Steps of calls of its family with the same operands, to which this one is added. Where one has the
+                kernel and the key, and sizes that the compiler does not tell apart, only the sizes are laid out anew.
         """
-        self.kernel = launch.kernel
-        self.programs = launch.programs
-        self.options = launch.options
-        self._device = device.index if device.type == "cuda" else None
-        self._start = self._start_by_triton
-        places = {name: place for place, name in enumerate(operands)}
-        if self.programs and self._device is not None and torch.version.hip is None and launcher() == "driver":
-            self._lay_out(launch, places, self._device)
-        if self._start == self._start_by_triton:
-            memory = {name: value for name, value in launch.arguments.items() if is_memory(value)}
-            self._numbers = {name: value for name, value in launch.arguments.items() if name not in memory}
-            # For each memory argument: the index of its operand, and its description; no tensor is kept.
-            self._memory = [
-                (name, places[getattr(value, "operand", "") or name.rpartition("_")[0]],
-                 Pointer(value.dtype) if isinstance(value, Tensor) else value)
-                for name, value in memory.items()
-            ]  # fmt: skip
-
-    def _lay_out(self, launch: Launch, places: Mapping[str, int], device: int) -> None:
-        driver.ensure_context(device)
-        build = find_build(launch, device)
-        if build.layout is None:
-            return
-        values: list[Any] = []
-        slots = []
-        for name, operand, word, about_map in build.fields:
-            value = launch.arguments[name]
-            if word is None:
-                values.append(value)
-            elif about_map is None:
-                values.append(0)
-                if type(value) is Pointer:
-                    slots.append((word, places[value.operand or operand], value.offset))
-                else:
-                    slots.append((word, places[operand], 0))
-            else:
-                values.append(driver.tensor_map(TYPES[value.dtype], value.shape, value.strides, *about_map))
-                values += value.shape
-                values += value.strides
-                slots.append((word, places[value.operand or operand], value.offset))
-        self._values = (*values, 0, 0)
-        self._slots = slots
-        self._layout = build.layout
-        self._spare = [self._layout.block(self.programs, self._values)]
-        self._function = build.function
-        self._launch = driver.library().cuLaunchKernelEx
-        self._build = build
-        self._start = self._start_directly
-
-    def run(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launches on the current stream of the step's device.
-
-        Args:
-            tensors: One for each operand; None for absent ones.
-        """
+        self.kernel, self.options, self.programs = launch.kernel, launch.options, launch.programs
+        self.device = device.index if device.type == "cuda" else None
+        self._spare: list[driver.Block] | None = None
         if not self.programs:
             return
-        if self._device is None or torch._C._cuda_getDevice() == self._device:
-            self._start(tensors)
-        else:
-            with torch.cuda.device(self._device):
-                self._start(tensors)
+        is_direct = self.device is not None and torch.version.hip is None and launcher() == "driver"
+        key, like = None, None
+        if known is not None:
+            traits = _traits(launch.sizes, _looked_at(launch.kernel)) if is_direct else ()
+            key = (id(launch.kernel), launch.key, *traits)
+            like = known.get(key)
+        self._places = {name: place for place, name in enumerate(operands)} if like is None else like._places
+        if not (is_direct and self._lay_out(launch, like)):
+            self._keep_arguments(launch, like)
+        if known is not None and like is None:
+            known[key] = self
 
-    def _start_directly(self, tensors: Sequence[Tensor | None]) -> None:
+    def _lay_out(self, launch: Launch, like: Step | None) -> bool:
+        """Makes the content of blocks; False if only Triton can launch the build."""
+        assert self.device is not None
+        if like is None:
+            driver.ensure_context(self.device)
+        build = self._build = find_build(launch, self.device) if like is None else like._build
+        if build.layout is None:
+            return False
+        if like is None:
+            arguments: Mapping[str, Any] = launch.arguments
+            self._values, self._slots = [0] * sum(map(len, build.layout.formats.values())), {}
+            values, slots = self._values, self._slots
+        else:
+            arguments, values, slots = launch.sizes, like._values.copy(), like._slots.copy()
+        for name, value in arguments.items():
+            place = build.places.get(name)
+            if place is None:
+                continue  # The compiler knows it.
+            at, operand, word, about_map = place
+            kind = type(value)
+            if word is None:
+                values[at] = value
+                continue
+            if kind is TensorMap and about_map is not None:
+                map_bytes = driver.tensor_map(TYPES[value.dtype], value.shape, value.strides, *about_map)
+                values[at : at + 1 + 2 * len(value.shape)] = (map_bytes, *value.shape, *value.strides)
+            if kind is TensorMap or kind is Pointer:
+                slots[name] = (word, self._places[value.operand or operand], value.offset)
+            elif like is None:
+                slots[name] = (word, self._places[operand], 0)
+        self._content = build.layout.content(self.programs, values)
+        self._addresses = tuple(slots.values())
+        self._spare, self._function = build.layout.spare, build.function
+        self._launch = driver.library().cuLaunchKernelEx
+        return True
+
+    def _keep_arguments(self, launch: Launch, like: Step | None) -> None:
+        """What Triton's own launcher takes, but for the tensors."""
+        arguments = launch.arguments if like is None else {**like._arguments, **launch.sizes}
+        # No tensor is kept.
+        self._arguments = {
+            name: Pointer(value.dtype) if isinstance(value, Tensor) else value for name, value in arguments.items()
+        }
+        self._numbers = {name: value for name, value in self._arguments.items() if not is_memory(value)}
+        # For each memory argument: its name, the index of its operand, and its description.
+        self._memory = [
+            (name, self._places[value.operand or name.rpartition("_")[0]], value)
+            for name, value in self._arguments.items()
+            if is_memory(value)
+        ]
+
+    def start(self, tensors: Sequence[Tensor | None], stream: int) -> None:
+        """Launches on a stream of the step's device, which is the current one; see ``run``."""
+        spare = self._spare
+        if spare is None:
+            if self.programs:
+                self._start_by_triton(tensors)
+            return
         # A block serves one launch at a time; a thread that launches concurrently makes its own.
         try:
-            block = self._spare.pop()
+            block = spare.pop()
         except IndexError:
-            block = self._layout.block(self.programs, self._values)
+            block = self._build.layout.block()  # type: ignore[union-attr]
+        if block.content is not self._content:
+            block.memory[:] = block.content = self._content
         words = block.words
-        words[driver.STREAM_WORD] = torch._C._cuda_getCurrentRawStream(self._device)  # type: ignore[arg-type]
-        for word, place, offset in self._slots:
+        words[driver.STREAM_WORD] = stream
+        for word, place, offset in self._addresses:
             words[word] = tensors[place].data_ptr() + offset  # type: ignore[union-attr]
         status = self._launch(block.config, self._function, block.pointers, None)
         if status == _CONTEXT_MISSING:
-            driver.ensure_context(self._device)  # type: ignore[arg-type]
+            driver.ensure_context(self.device)  # type: ignore[arg-type]
             status = self._launch(block.config, self._function, block.pointers, None)
-        self._spare.append(block)
+        spare.append(block)
         if status:
             driver.check(status, f"launch of {self.kernel.__name__}")
 
@@ -256,6 +298,37 @@ class Step:
                 tensor = tensor.view(like.dtype)
             arguments[name] = like.descriptor(tensor) if isinstance(like, TensorMap) else tensor
         launch_by_triton(self.kernel, self.programs, arguments, self.options)
+
+
+def run(steps: Sequence[Step], tensors: Sequence[Tensor | None]) -> None:
+    """Launches steps in order on the current stream of their device.
+
+    Args:
+        steps: At least one, with the same operands.
+        tensors: One for each operand; None for absent ones.
+    """
+    device, stream = steps[0].device, 0
+    if device is not None:
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                run(steps, tensors)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+    for step in steps:
+        step.start(tensors, stream)
+
+
+def like_floats(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A model for ``torch.empty_like``: float32 on a tensor's device, but of a single element.
+
+    1 us a call less than giving a shape and a dtype takes.
+    """
+    return _a_float(tensor.device).expand(shape)
+
+
+@functools.cache
+def _a_float(device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=device)
 
 
 def launch_by_triton(kernel: Any, programs: int, arguments: dict[str, Any], options: Mapping[str, int]) -> None:

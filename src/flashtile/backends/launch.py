@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,22 +74,41 @@ class TensorMap(NamedTuple):
         return GluonDescriptor(base, list(self.shape), list(self.strides), list(self.box), self.layout)
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
+class Launch(NamedTuple):
     """A kernel with its grid, arguments and options.
+
+    Calls of a family, as ``families.family_of`` has it, differ in lengths, batch and strides alone. Such values, and
+    whatever follows from them, are in ``sizes``. All others follow from the family and ``key``, and are computed by
+    ``others`` only if no launch with that key has been laid out.
 
     Attributes:
         kernel: The ``@triton.jit`` or ``@gluon.jit`` function.
         programs: Size of the one-dimensional grid; nothing is launched for 0.
-        arguments: By name, compile-time ones included: a tensor that gives its layout, ``Pointer`` or ``TensorMap``;
-            numbers; None for an absent one.
+        sizes: Arguments by name: a tensor that gives its layout, ``Pointer`` or ``TensorMap``; numbers; None for an
+            absent one.
         options: The compiler's: warps, stages, registers.
+        others: Makes the other arguments by name, compile-time ones included.
+        key: What options and the other arguments depend on, besides the family: the tiles, above all.
     """
 
     kernel: Any
     programs: int
-    arguments: Mapping[str, Any]
+    sizes: Mapping[str, Any]
     options: Mapping[str, int]
+    others: Callable[[], Mapping[str, Any]] = dict
+    key: Hashable = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by name."""
+        return {**self.others(), **self.sizes}
+
+
+def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Batch, row and head strides of ``(batch, rows, heads, dim)``; the batch stride of a packed tensor is 0."""
+    strides = tensor.stride()
+    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
+    return {f"{name}_stride_b": batch, f"{name}_stride_row": row, f"{name}_stride_head": head}
 
 
 @dataclass(frozen=True)
@@ -126,8 +145,9 @@ def specialise(launch: Launch) -> Specialisation:
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}
     divisible: list[str] = []
+    arguments = launch.arguments
     for name, is_constexpr, is_looked_at, may_be_constant in parameters_of(launch.kernel):
-        value = launch.arguments[name]
+        value = arguments[name]
         if is_constexpr or value is None:
             constexprs[name] = value
         elif isinstance(value, (Tensor, Pointer)):

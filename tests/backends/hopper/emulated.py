@@ -14,6 +14,7 @@ import torch
 
 from flashtile import dispatch, ops
 from flashtile.backends import hopper, host
+from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.device import inline_ptx
 from flashtile.backends.hopper.device.gluon_compat import tma_add
@@ -40,7 +41,9 @@ Run = Callable[[Any, int, dict[str, Any], Mapping[str, int]], None]
 def forget_plans() -> None:
     """Drops what was planned for other kernels or tiles."""
     launch._counters.clear()
+    tensor_maps.num_sms.cache_clear()
     ops._KNOWN.clear()
+    ops._FAMILIES.clear()
     dispatch._first.cache_clear()
 
 

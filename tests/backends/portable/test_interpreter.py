@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from flashtile import merge_states
+from flashtile import merge_states, ops
 from flashtile.arguments import Grads
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward.launch import launches
@@ -59,6 +59,27 @@ def test_tiles_of_other_shapes_and_descriptors(name: str, kind: str) -> None:
     case = dataclasses.replace(next(c for c in CASES if c.name == name), head_dim=16, head_dim_v=24)
     with tiles.override(**configs):
         judge(build(case, torch.float32), "portable")
+
+
+MANY_LENGTHS = (
+    Case("causal", batch=1, head_dim=16, causal=True, kv_heads=1, sinks=True),
+    Case("varlen", head_dim=16, window=(6, 3), dropout=0.3, alibi="h", spare=3),
+)
+
+
+@pytest.mark.parametrize("case", MANY_LENGTHS, ids=str)
+@pytest.mark.parametrize("kind", TILES)
+def test_many_lengths_of_one_family(kind: str, case: Case) -> None:
+    """All but lengths is laid out once for a family."""
+    ops._KNOWN.clear()
+    ops._FAMILIES.clear()
+    with tiles.override(**TILES[kind]):
+        for n, (seqlen_q, seqlen_k) in enumerate(((9, 33), (40, 20), (1, 70), (33, 0))):
+            sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": n + 1}
+            if case.name == "varlen":
+                sizes = {"lengths": ((seqlen_q, seqlen_k), (7, 12), (0, n))[: n % 3 + 1], "batch": n % 3 + 1}
+            judge(build(dataclasses.replace(case, **sizes), torch.float32), "portable")
+    assert len(ops._FAMILIES) == 1 and len(ops._KNOWN) == 4
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward
+from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward, Known
 from flashtile.backends.cpu import backward, forward
 from flashtile.problem import DTYPES, Problem, Tensors
 
@@ -64,11 +64,13 @@ class CpuBackend:
         """The path and its blocks."""
         return forward.describe(problem) if direction == "forward" else backward.describe(problem)
 
-    def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
+    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
         """See ``Backend.plan_forward``."""
         return functools.partial(_uncast, forward.forward, problem)
 
-    def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+    def plan_backward(
+        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
+    ) -> Backward:
         """See ``Backend.plan_backward``."""
         return functools.partial(_uncast, backward.backward, problem)
 

@@ -9,7 +9,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward
+from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward, Known
 from flashtile.problem import Problem, Tensors
 
 _FORWARD = Capabilities(
@@ -61,15 +61,17 @@ class _Backend:
         config = tiles.choose(problem) if direction == "forward" else backward_tiles.choose(problem)
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
-    def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
+    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
         from flashtile.backends.hopper.forward.launch import ForwardPlan
 
-        return ForwardPlan(problem, tensors)
+        return ForwardPlan(problem, tensors, known=known)
 
-    def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+    def plan_backward(
+        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
+    ) -> Backward:
         from flashtile.backends.hopper.backward.launch import BackwardPlan
 
-        return BackwardPlan(problem, tensors, dout, dlse)
+        return BackwardPlan(problem, tensors, dout, dlse, known=known)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         from flashtile.backends import host

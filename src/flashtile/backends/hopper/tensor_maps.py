@@ -23,6 +23,7 @@ _WRAP = 2**34
 _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+@functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a device; 1 for tensors that only show a layout."""
     return 1 if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
@@ -37,9 +38,12 @@ def bounds(problem: Problem) -> dict[str, int]:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether TMA can read it: on 16 bytes, rows of contiguous elements, all strides multiples of 16 bytes."""
-    size = tensor.element_size()
-    strides = [stride * size for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    return tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+    if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+        return False
+    unit = 16 // tensor.element_size()
+    return all(
+        n <= 1 or (s > 0 and s % unit == 0) for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+    )
 
 
 def box(rows: int, cols: int, varlen: bool) -> tuple[int, ...]:
@@ -49,20 +53,23 @@ def box(rows: int, cols: int, varlen: bool) -> tuple[int, ...]:
 
 def rows_map(tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
     """Boxes of rows and columns of one head of a tensor (batch, rows, heads, dim), or packed (rows, heads, dim)."""
-    return contiguous_map(tensor.dtype, tuple(tensor.shape), tensor.stride(), rows, cols, varlen)
+    box_and_layout = _box_and_layout(tensor.dtype, rows, cols, varlen)
+    return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *box_and_layout)
 
 
-def contiguous_map(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, cols: int, varlen: bool
-) -> TensorMap:
-    """``rows_map`` of a tensor that need not exist yet."""
+def contiguous_map(dtype: torch.dtype, shape: tuple[int, ...], rows: int, cols: int, varlen: bool) -> TensorMap:
+    """``rows_map`` of a contiguous tensor that need not exist yet."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    box_and_layout = _box_and_layout(dtype, rows, cols, varlen)
+    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *box_and_layout)
+
+
+@functools.cache
+def _box_and_layout(dtype: torch.dtype, rows: int, cols: int, varlen: bool) -> tuple[tuple[int, ...], Any]:
     sides = box(rows, cols, varlen)
-    return TensorMap(dtype, *geometry(shape, strides, varlen), sides, _layout(sides, dtype))
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(sides: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
+    return sides, gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
 
 
 def floats_map(lines: int, width: int, rows: int) -> TensorMap:
@@ -75,11 +82,12 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> 
 
     A dimension of size 1 may come with any stride, and TMA takes multiples of 16 bytes only: head_dim is one.
     """
-    if 1 in shape:
+    if 1 in shape or strides[-1] != 1:
         head_dim = shape[-1]
         strides = tuple(head_dim if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+        strides = (*strides[:-1], 1)
     if not varlen:
-        return shape, (*strides[:-1], 1)
+        return shape, strides
     row = strides[0]
     return (_ANY, _ANY, PACKED_ROWS.value, *shape[1:]), (_WRAP - row, row, row, strides[1], 1)
 

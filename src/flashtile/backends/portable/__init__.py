@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile import settings
-from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward, Gradients
+from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward, Gradients, Known
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
 from flashtile.problem import Problem, Tensors
@@ -62,13 +62,13 @@ class PortableBackend:
         parts = [f"{'dk and dv' if name == 'dkdv' else name} {backward.choose(problem, name)}" for name in kernels]
         return f"Triton, tiles {'; '.join(parts)}; no atomics"
 
-    def plan_forward(self, problem: Problem, tensors: Tensors) -> Forward:
+    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
         """One kernel."""
         from flashtile.backends.portable.forward.launch import ForwardPlan
 
         if not _needs_widening(problem):
-            return ForwardPlan(problem, tensors)
-        plan = ForwardPlan(problem.but(dtype=torch.float32), tensors)
+            return ForwardPlan(problem, tensors, known=known)
+        plan = ForwardPlan(problem.but(dtype=torch.float32), tensors, known=known)
 
         def widened(tensors: Tensors) -> tuple[Tensor, Tensor]:
             out, lse = plan(_widened(tensors))
@@ -76,13 +76,15 @@ class PortableBackend:
 
         return widened
 
-    def plan_backward(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
+    def plan_backward(
+        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
+    ) -> Backward:
         """Row sums, then one kernel each for dq, dbias and dk with dv (or one for dk and one for dv), as needed."""
         from flashtile.backends.portable.backward.launch import BackwardPlan
 
         if not _needs_widening(problem):
-            return BackwardPlan(problem, tensors, dout, dlse)
-        plan = BackwardPlan(problem.but(dtype=torch.float32), tensors, dout, dlse)
+            return BackwardPlan(problem, tensors, dout, dlse, known)
+        plan = BackwardPlan(problem.but(dtype=torch.float32), tensors, dout, dlse, known)
 
         def widened(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
             grads = plan(_widened(tensors), out.float(), lse, dout.float(), dlse)

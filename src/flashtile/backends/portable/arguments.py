@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flashtile import philox
-from flashtile.backends.launch import TensorMap
+from flashtile.backends.launch import TensorMap, row_strides
 from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.vocab import dropout, scheduler, scores
 from flashtile.problem import Problem, Tensors
@@ -29,13 +28,7 @@ def num_programs(problem: Problem, tensors: Tensors, block: int, *, over_keys: b
         return 0
     if cu_seqlens is not None:
         return scheduler.num_packed_tiles(rows, problem.batch, block) * heads
-    return triton.cdiv(rows, block) * heads * problem.batch
-
-
-def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """Batch, row and head strides of ``(batch, rows, heads, dim)``; the batch stride of a packed tensor is 0."""
-    strides = (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]
-    return dict(zip((f"{name}_stride_b", f"{name}_stride_row", f"{name}_stride_head"), strides, strict=True))
+    return -(-rows // block) * heads * problem.batch
 
 
 def score_strides(name: str, tensor: Tensor | None) -> dict[str, int]:
@@ -63,23 +56,31 @@ def common_operands(tensors: Tensors) -> dict[str, Tensor | None]:
     }
 
 
-def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
-    """The arguments that the forward and every kernel of the backward share."""
-    p, t = problem, tensors
-    seqlen_q, seqlen_k = t.q.shape[-3], t.k.shape[-3]
+def common_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+    """The sizes, as ``Launch`` has them, that the forward and every kernel of the backward share."""
+    t, band, seqlen_q, seqlen_k = tensors, problem.band, tensors.q.shape[-3], tensors.k.shape[-3]
     span = seqlen_q + seqlen_k  # a larger bound has the same effect and could overflow
-    left, right = (0 if bound is None else max(-span, min(span, bound)) for bound in (p.band.left, p.band.right))
+    return {
+        "batch": problem.batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "left": 0 if band.left is None else max(-span, min(span, band.left)),
+        "right": 0 if band.right is None else max(-span, min(span, band.right)),
+        **row_strides("q", t.q),
+        **row_strides("k", t.k),
+        **row_strides("v", t.v),
+    }
+
+
+def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+    """The other arguments that they share."""
+    p, t = problem, tensors
     block_d, block_dv = padded_dims(p.head_dim, p.head_dim_v)
     arguments: dict[str, Any] = {
         **common_operands(t),
         "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
-        "batch": p.batch,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
         "num_heads_q": p.num_heads_q,
         "group_size": p.group_size,
-        "left": left,
-        "right": right,
         "scale": p.softmax_scale,
         "param": p.softcap,
         "dropout_threshold": dropout.threshold_bits(philox.threshold(p.dropout_p)),
@@ -96,8 +97,6 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict
         "SCALE_FIRST": p.softcap > 0 or p.alibi or p.bias_dtype is not None or p.softmax_scale <= 0,
         "INPUT_PRECISION": input_precision(p.dtype),
     }
-    for name in ("q", "k", "v"):
-        arguments |= row_strides(name, getattr(t, name))
     return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
 
 
@@ -120,9 +119,9 @@ def input_precision(dtype: torch.dtype) -> str:
 
 def describable(tensor: Tensor) -> bool:
     """Whether a tensor descriptor can read it: not empty, 16-byte aligned, and no dimension expanded."""
-    size = tensor.element_size()
-    strides = [stride * size for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+    unit = 16 // tensor.element_size()
+    strides = [stride for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in strides)
 
 
 def descriptors(sources: dict[str, tuple[Tensor, int]], rows: int, config: Config) -> dict[str, Any]:

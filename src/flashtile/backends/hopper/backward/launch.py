@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from flashtile.backends.base import Gradients
+from flashtile.backends.base import Gradients, Known
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.backward.kernel import attention_backward
 from flashtile.backends.hopper.backward.postprocess import finish_dq
 from flashtile.backends.hopper.backward.preprocess import prepare_rows
-from flashtile.backends.host import Step
-from flashtile.backends.launch import Launch, Pointer, TensorMap
+from flashtile.backends.host import Step, like_floats, run
+from flashtile.backends.launch import Launch, Pointer, TensorMap, row_strides
 from flashtile.backends.vocab import scheduler
 from flashtile.backends.vocab.softmax import LOG2_E
 from flashtile.problem import Problem, Tensors
@@ -26,13 +24,13 @@ from flashtile.problem import Problem, Tensors
 _CACHE_BYTES = 25 * 1024 * 1024
 # Rows of dq that one program of the postprocess kernel finishes.
 _ROWS = 64
-_PREPROCESS = ("out", "dout", "lse", "dlse", "cu_seqlens_q", "work")
-_MAIN = ("q", "k", "v", "dout", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi", "bias", "mask")
-_POSTPROCESS = ("work", "out", "cu_seqlens_q")
+_OPERANDS = (
+    "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
+    "bias", "mask",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Workspace:
+class Workspace(NamedTuple):
     """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
 
     First come dq's sums in float32, padded to whole row blocks, then two float32 a row, then int32: the counter of
@@ -59,7 +57,7 @@ class Workspace:
         if problem.varlen:
             blocks = scheduler.num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
         else:
-            blocks = triton.cdiv(rows, config.block_m) * problem.batch * problem.num_heads_q
+            blocks = -(-rows // config.block_m) * problem.batch * problem.num_heads_q
         rows_at = 4 * blocks * config.block_m * config.block_d
         counter_at = rows_at + 4 * blocks * 2 * config.block_m
         turns_at = counter_at + 16 if problem.deterministic else None
@@ -80,7 +78,13 @@ class BackwardPlan:
     """Gradients of calls of one kind: ``plan(tensors, out, lse, dout, dlse)``, as ``Backend.plan_backward`` says."""
 
     def __init__(
-        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config | None = None
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        dout: Tensor,
+        dlse: Tensor | None,
+        config: Config | None = None,
+        known: Known | None = None,
     ) -> None:
         """Prepares the launches.
 
@@ -90,27 +94,26 @@ class BackwardPlan:
             dout: Gradient of out, any strides.
             dlse: Gradient of lse, or None for zero.
             config: Tiles to use instead of the chosen ones, for tuning.
+            known: See ``Backend``.
         """
         band = problem.band
         # A band that keeps nothing, or no rows, or no keys: TMA has no map of an empty tensor.
         keeps_nothing = band.left is not None and band.right is not None and band.left + band.right < 0
         self._problem = problem
-        self._is_contiguous = all(x.is_contiguous() for x in (tensors.q, tensors.k, tensors.v))
-        self._is_empty = keeps_nothing or tensors.q.numel() == 0 or tensors.k.numel() == 0
+        q, k, v = tensors.q, tensors.k, tensors.v
+        self._is_contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+        self._is_empty = keeps_nothing or q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
         self._copies_dout = not tensor_maps.is_readable(dout)
         if self._copies_dout:
             dout = dout.contiguous()
         config = config or configs.choose(problem)
-        self._work = Workspace.of(problem, config, tensors.q)
-        self._like_work = dout.new_empty((), dtype=torch.float32).expand(self._work.floats)
+        self._work = Workspace.of(problem, config, q)
+        self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
-        device = tensors.q.device
-        preprocess, main, postprocess = launches(problem, tensors, dout, dlse, config)
-        self._preprocess = Step(preprocess, _PREPROCESS, device)
-        self._main = Step(main, _MAIN, device)
-        self._postprocess = Step(postprocess, _POSTPROCESS, device)
+        made = launches(problem, tensors, dout, dlse, config, self._work)
+        self._steps = [Step(each, _OPERANDS, q.device, known) for each in made]
 
     def __call__(self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
         """Every gradient, from the forward's results."""
@@ -127,11 +130,10 @@ class BackwardPlan:
         # The forward's results are on 16 bytes unless a caller has brought others.
         out = out if out.data_ptr() % 16 == 0 else out.clone()
         work = torch.empty_like(self._like_work)
-        self._preprocess.run((out, dout, lse, dlse, t.cu_seqlens_q, work))
-        self._main.run((
-            t.q, t.k, t.v, dout, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes, t.attn_bias, t.attn_mask,
+        run(self._steps, (
+            t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
+            t.attn_bias, t.attn_mask,
         ))  # fmt: skip
-        self._postprocess.run((work, dq, t.cu_seqlens_q))
         dsinks = None if t.sinks is None else self._sinks_gradient(t.sinks, work)
         return Gradients(dq, dk, dv, None, dsinks)
 
@@ -145,10 +147,15 @@ class BackwardPlan:
 
 
 def launches(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    dlse: Tensor | None,
+    config: Config,
+    work: Workspace | None = None,
 ) -> tuple[Launch, Launch, Launch]:
     """Preprocess, the main kernel, postprocess: what a plan repeats and what a build compiles."""
-    work = Workspace.of(problem, config, tensors.q)
+    work = work or Workspace.of(problem, config, tensors.q)
     return (
         _preprocess_launch(problem, tensors, dout, dlse, config, work),
         _main_launch(problem, tensors, dout, config, work),
@@ -161,58 +168,68 @@ def _preprocess_launch(
 ) -> Launch:
     p = problem
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.varlen else dlse.stride()
-    names = ("dout_stride_b", "dout_stride_row", "dout_stride_head")
-    dlse_names = ("dlse_stride_b", "dlse_stride_head", "dlse_stride_row")
-    arguments = {
-        "out_ptr": Pointer(dout.dtype),
+    sizes = {
         "dout_ptr": dout,
-        "lse_ptr": Pointer(torch.float32),
         "dlse_ptr": dlse,
         **work.pointers(),
-        **_row_arguments(p, tensors, config),
-        **dict(zip(names, _strides(dout), strict=True)),
-        **dict(zip(dlse_names, dlse_strides, strict=True)),
+        **_row_sizes(p, tensors),
+        **row_strides("dout", dout),
+        "dlse_stride_b": dlse_strides[0],
+        "dlse_stride_head": dlse_strides[1],
+        "dlse_stride_row": dlse_strides[2],
     }
-    del arguments["scale"]
-    return Launch(prepare_rows, work.blocks, arguments, {"num_warps": 8})
+
+    def others() -> dict[str, Any]:
+        return {"out_ptr": Pointer(dout.dtype), "lse_ptr": Pointer(torch.float32), **_row_arguments(p, tensors, config)}
+
+    return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype))
 
 
 def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work: Workspace) -> Launch:
-    arguments = {
-        "dq_ptr": work.pointers()["dq_ptr"],
-        "out_ptr": Pointer(tensors.q.dtype),
-        **_row_arguments(problem, tensors, config),
-    }
+    def others() -> dict[str, Any]:
+        return {
+            "dq_ptr": work.pointers()["dq_ptr"],
+            "out_ptr": Pointer(tensors.q.dtype, "dq"),
+            "scale": float(problem.softmax_scale),
+            **_row_arguments(problem, tensors, config),
+        }
+
     programs = work.blocks * (config.block_m // _ROWS)
-    return Launch(finish_dq, programs, arguments, {"num_warps": 4})
+    return Launch(finish_dq, programs, _row_sizes(problem, tensors), {"num_warps": 4}, others, config)
 
 
 def _main_launch(problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace) -> Launch:
     p, t = problem, tensors
-    rows_q, rows_k = (x.shape[0 if p.varlen else 1] for x in (t.q, t.k))
+    rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
     pointers = work.pointers()
     del pointers["rows_ptr"]
-    arguments = {
+    sizes = {
         **_tensor_maps(p, t, dout, config, work),
         **pointers,
-        "cu_seqlens_q_ptr": t.cu_seqlens_q,
-        "cu_seqlens_k_ptr": t.cu_seqlens_k,
-        **scales(p),
         "seqlen_q": rows_q,
         "seqlen_k": rows_k,
         "batch": p.batch,
-        "num_heads_kv": p.num_heads_kv,
-        "group_size": p.group_size,
-        **tensor_maps.bounds(p),
         "heads_at_once": _heads_at_once(p, config, rows_q),
-        **tensor_maps.pair_arguments(p, t),
-        **constants(p, config),
     }
-    blocks = triton.cdiv(rows_k, config.block_n) * p.batch
+
+    def others() -> dict[str, Any]:
+        return {
+            "cu_seqlens_q_ptr": t.cu_seqlens_q,
+            "cu_seqlens_k_ptr": t.cu_seqlens_k,
+            **scales(p),
+            "num_heads_kv": p.num_heads_kv,
+            "group_size": p.group_size,
+            **tensor_maps.bounds(p),
+            **tensor_maps.pair_arguments(p, t),
+            **constants(p, config),
+        }
+
+    blocks = -(-rows_k // config.block_n) * p.batch
     if p.varlen:
         blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
     programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_kv)
-    return Launch(attention_backward, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
+    options = {"num_warps": 4, "maxnreg": config.max_registers}
+    return Launch(attention_backward, programs, sizes, options, others, (config, dout.dtype))
 
 
 def _tensor_maps(
@@ -222,10 +239,7 @@ def _tensor_maps(
     p, t = problem, tensors
     adds_by_tma = config.dq_tma and not p.deterministic
     keys, block_d = configs.PART_KEYS, config.block_d
-    dk, dv = (
-        tensor_maps.contiguous_map(x.dtype, tuple(x.shape), _contiguous(x), keys, config.out_d, p.varlen)
-        for x in (t.k, t.v)
-    )
+    dk, dv = (tensor_maps.contiguous_map(x.dtype, x.shape, keys, config.out_d, p.varlen) for x in (t.k, t.v))
     rows = tensor_maps.floats_map(2 * work.blocks, config.block_m, 2)
     dq_sums = tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2)
     return {
@@ -285,18 +299,19 @@ def constants(problem: Problem, config: Config) -> dict[str, Any]:
 
 
 def _row_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
-    """What the kernels before and after the main one share."""
+    """What the kernels before and after the main one share, besides sizes."""
     return {
         "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
-        "batch": problem.batch,
-        "seqlen_q": tensors.q.shape[0 if problem.varlen else 1],
         "num_heads_q": problem.num_heads_q,
-        "scale": float(problem.softmax_scale),
         "HEAD_DIM": problem.head_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_D": config.block_d,
         "VARLEN": problem.varlen,
     }
+
+
+def _row_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+    return {"batch": problem.batch, "seqlen_q": tensors.q.shape[-3]}
 
 
 def _heads_at_once(problem: Problem, config: Config, rows: int) -> int:
@@ -305,19 +320,6 @@ def _heads_at_once(problem: Problem, config: Config, rows: int) -> int:
         return 1
     a_head = rows * problem.group_size * config.block_d * (2 * 2 + 4)
     return max(1, _CACHE_BYTES // a_head)
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Of a batch, a row and a head; packed sequences are one batch."""
-    return x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
-
-
-def _contiguous(x: Tensor) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of x's shape."""
-    strides = [1]
-    for size in reversed(x.shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
 
 
 def _sinks_gradient_without_keys(sinks: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.base import Known
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.kernel import attention_forward
-from flashtile.backends.host import Step
+from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer
 from flashtile.backends.vocab.softmax import LOG2_E
 from flashtile.problem import Problem, Tensors
@@ -25,20 +26,22 @@ _OPERANDS = (
 class ForwardPlan:
     """The forward of calls of one kind: ``plan(tensors)`` returns out and lse, as ``Backend.plan_forward`` says."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, config: Config | None = None) -> None:
+    def __init__(
+        self, problem: Problem, tensors: Tensors, config: Config | None = None, known: Known | None = None
+    ) -> None:
         """Prepares the launch.
 
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors of its layouts.
             config: Tiles to use instead of the chosen ones, for tuning.
+            known: See ``Backend``.
         """
         q, k = tensors.q, tensors.k
         self._problem = problem
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
         self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape
-        # A single element that stands for all: 1 us is less than giving a shape and a dtype takes.
-        self._like_lse = q.new_empty((), dtype=torch.float32).expand(problem.lse_shape(q))
+        self._like_lse = like_floats(q, problem.lse_shape(q))
         # TMA has no map of an empty tensor.
         self._is_empty = q.numel() == 0 or k.numel() == 0
         if self._is_empty:
@@ -46,7 +49,7 @@ class ForwardPlan:
         config = config or configs.choose(problem)
         self._is_dynamic = config.dynamic
         self._device = q.device
-        self._step = Step(forward_launch(problem, tensors, config), _OPERANDS, q.device)
+        self._steps = (Step(forward_launch(problem, tensors, config), _OPERANDS, q.device, known),)
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp."""
@@ -56,7 +59,7 @@ class ForwardPlan:
         if self._is_empty:
             return _without_keys(self._problem, t, out, lse)
         counter = _counter(self._device) if self._is_dynamic else None
-        self._step.run((
+        run(self._steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask,
         ))  # fmt: skip
@@ -66,39 +69,40 @@ class ForwardPlan:
 def forward_launch(problem: Problem, tensors: Tensors, config: Config) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles."""
     p, t = problem, tensors
-    rows_q, rows_k = (x.shape[0 if p.varlen else 1] for x in (t.q, t.k))
+    rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
     rows = config.num_warpgroups * config.block_m
     blocks = rows_q // rows + p.batch + 1 if p.varlen else -(-rows_q // rows) * p.batch
     equal_lengths = p.varlen and _same(t.cu_seqlens_q, t.cu_seqlens_k)
-    arguments = {
-        **_tensor_maps(p, t, config),
-        "lse_ptr": Pointer(torch.float32),
-        "sinks_ptr": t.sinks,
-        "cu_seqlens_q_ptr": t.cu_seqlens_q,
-        "cu_seqlens_k_ptr": t.cu_seqlens_k,
-        "counter_ptr": Pointer(torch.int32) if config.dynamic else None,
-        **scales(p),
-        "seqlen_q": rows_q,
-        "seqlen_k": rows_k,
-        "batch": p.batch,
-        "num_heads_q": p.num_heads_q,
-        "group_size": p.group_size,
-        **tensor_maps.bounds(p),
-        **tensor_maps.pair_arguments(p, t),
-        **constants(p, config, equal_lengths),
-    }
+    has_edges = meets_edges(p, config, equal_lengths)
+
+    def others() -> dict[str, Any]:
+        return {
+            "lse_ptr": Pointer(torch.float32),
+            "sinks_ptr": t.sinks,
+            "cu_seqlens_q_ptr": t.cu_seqlens_q,
+            "cu_seqlens_k_ptr": t.cu_seqlens_k,
+            "counter_ptr": Pointer(torch.int32) if config.dynamic else None,
+            **scales(p),
+            "num_heads_q": p.num_heads_q,
+            "group_size": p.group_size,
+            **tensor_maps.bounds(p),
+            **tensor_maps.pair_arguments(p, t),
+            **constants(p, config),
+            "HAS_EDGES": has_edges,
+        }
+
+    sizes = {**_tensor_maps(p, t, config), "seqlen_q": rows_q, "seqlen_k": rows_k, "batch": p.batch}
     programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_q)
-    return Launch(attention_forward, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
+    options = {"num_warps": 4, "maxnreg": config.max_registers}
+    return Launch(attention_forward, programs, sizes, options, others, (config, has_edges))
 
 
 def _tensor_maps(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
     """Maps of q, k, v and the output: rows of the narrowest part that a tile's columns consist of."""
     q, k, v = tensors.q, tensors.k, tensors.v
     cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
-    out_shape = (*q.shape[:-1], problem.head_dim_v)
-    out_strides = tuple(math.prod(out_shape[i + 1 :]) for i in range(len(out_shape)))
-    varlen = problem.varlen
-    out = tensor_maps.contiguous_map(q.dtype, out_shape, out_strides, config.block_m, config.out_cols, varlen)
+    varlen, out_shape = problem.varlen, (*q.shape[:-1], problem.head_dim_v)
+    out = tensor_maps.contiguous_map(q.dtype, out_shape, config.block_m, config.out_cols, varlen)
     return {
         "q_desc": tensor_maps.rows_map(q, config.block_m, cols, varlen),
         "k_desc": tensor_maps.rows_map(k, config.block_n, cols, varlen),
@@ -127,8 +131,8 @@ def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
     return (problem.seqlen_k - problem.seqlen_q + right) % config.block_m != 0
 
 
-def constants(problem: Problem, config: Config, equal_lengths: bool = False) -> dict[str, Any]:
-    """The kernel's compile-time arguments; for ``equal_lengths`` see ``meets_edges``."""
+def constants(problem: Problem, config: Config) -> dict[str, Any]:
+    """The kernel's compile-time arguments, but for HAS_EDGES."""
     return {
         "BLOCK_D": config.block_d,
         "BLOCK_DV": config.block_dv,
@@ -144,7 +148,6 @@ def constants(problem: Problem, config: Config, equal_lengths: bool = False) -> 
         "REGISTERS": config.registers,
         "HAS_LEFT": problem.band.left is not None,
         "HAS_RIGHT": problem.band.right is not None,
-        "HAS_EDGES": meets_edges(problem, config, equal_lengths),
         "HAS_SOFTCAP": problem.softcap > 0,
         "SCALE_FIRST": problem.softcap == 0 and problem.softmax_scale <= 0,
         "VARLEN": problem.varlen,

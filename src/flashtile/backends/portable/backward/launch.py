@@ -5,33 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from flashtile.backends.base import Gradients
-from flashtile.backends.host import Step
-from flashtile.backends.launch import Launch, Pointer
+from flashtile.backends.base import Gradients, Known
+from flashtile.backends.host import Step, like_floats, run
+from flashtile.backends.launch import Launch, Pointer, row_strides
 from flashtile.backends.portable.arguments import (
     common_arguments,
+    common_sizes,
     descriptors,
     heads_at_once,
     num_programs,
-    row_strides,
 )
 from flashtile.backends.portable.backward.config import Kernel, choose, key_kernels
 from flashtile.backends.portable.backward.dbias import attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
 from flashtile.backends.portable.backward.preprocess import prepare_rows
-from flashtile.backends.portable.config import Config, overridden, padded
+from flashtile.backends.portable.config import Config, overridden, padded, padded_dims
 from flashtile.backends.vocab import scores
 from flashtile.problem import Problem, Tensors
 
 _PREPARE_ROWS = 32
 _MAX_TILE = 128
-_FLOATS = Pointer(torch.float32)
 _OPERANDS = (
     "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "out", "lse", "dlse",
-    "delta", "origin", "dq", "dk", "dv", "dbias",
+    "rows", "dq", "dk", "dv", "dbias",
 )  # fmt: skip
 
 
@@ -41,12 +39,15 @@ class BackwardPlan:
     Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row.
     """
 
-    def __init__(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> None:
-        """Prepares nothing yet: tiles depend on overrides in force when the plan runs."""
-        self._problem = problem
+    def __init__(
+        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
+    ) -> None:
+        """Lays out no launch yet: tiles depend on overrides in force when the plan runs. For known see ``Backend``."""
+        t = tensors
+        self._problem, self._known = problem, known
         self._copies_dout = dout.stride(-1) != 1
-        rows = tensors.q.shape[-3]
-        self._rows_shape = (*problem.lse_shape(tensors.q)[:-1], row_pitch(rows, problem.varlen))
+        self._like_rows = like_floats(t.q, (2 * _num_rows(problem, t),))
+        self._empty_like = torch.empty_like if all(x.is_contiguous() for x in (t.q, t.k, t.v)) else _empty_contiguous
         self._steps: dict[object, list[Step]] = {}
 
     def __call__(self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
@@ -55,25 +56,25 @@ class BackwardPlan:
         if self._copies_dout:
             dout = dout.contiguous()
         # The forward's results are 16-byte aligned, but a caller may pass others.
-        out, lse = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (out, lse))
-        delta, origin = lse.new_empty(self._rows_shape), lse.new_empty(self._rows_shape)
-        dq = t.q.new_empty(t.q.shape) if wanted.q else None
-        dk = t.k.new_empty(t.k.shape) if wanted.k else None
-        dv = t.v.new_empty(t.v.shape) if wanted.v else None
-        dbias = t.attn_bias.new_empty(t.attn_bias.shape) if t.attn_bias is not None and wanted.bias else None
+        if (out.data_ptr() | lse.data_ptr()) % 16:
+            out, lse = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (out, lse))
+        rows, empty_like = torch.empty_like(self._like_rows), self._empty_like
+        dq = empty_like(t.q) if wanted.q else None
+        dk = empty_like(t.k) if wanted.k else None
+        dv = empty_like(t.v) if wanted.v else None
+        dbias = _empty_contiguous(t.attn_bias) if t.attn_bias is not None and wanted.bias else None
         key = overridden()
         steps = self._steps.get(key)
         if steps is None:
             made = launches(p, t, dout, dlse).values()
-            steps = self._steps[key] = [Step(each, _OPERANDS, t.q.device) for each in made]
-        operands = (
+            steps = self._steps[key] = [Step(each, _OPERANDS, t.q.device, self._known) for each in made]
+        run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
-            out, lse, dlse, delta, origin, dq, dk, dv, dbias,
-        )  # fmt: skip
-        for step in steps:
-            step.run(operands)
+            out, lse, dlse, rows, dq, dk, dv, dbias,
+        ))  # fmt: skip
         dsinks = None
         if t.sinks is not None and wanted.sinks:
+            delta = rows[: len(rows) // 2].view(*lse.shape[:-1], row_pitch(lse.shape[-1], p.varlen))
             dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : lse.shape[-1]])
         return Gradients(dq, dk, dv, dbias, dsinks)
 
@@ -84,98 +85,119 @@ def row_pitch(rows: int, varlen: bool) -> int:
     A dense sequence's tiles start on multiples of their size, so with a pitch that is a multiple of the largest size no
     load needs a mask, and all are aligned. A packed sequence's tiles start anywhere.
     """
-    return triton.cdiv(rows + (_MAX_TILE if varlen else 0), _MAX_TILE) * _MAX_TILE
+    return -(-(rows + (_MAX_TILE if varlen else 0)) // _MAX_TILE) * _MAX_TILE
+
+
+def _num_rows(problem: Problem, tensors: Tensors) -> int:
+    """Float32 numbers of delta, and of origin, which follows it."""
+    batch = 1 if problem.varlen else problem.batch
+    return batch * problem.num_heads_q * row_pitch(tensors.q.shape[-3], problem.varlen)
+
+
+def _empty_contiguous(x: Tensor) -> Tensor:
+    """``torch.empty_like``, but contiguous, and slower."""
+    return x.new_empty(x.shape)
 
 
 def launches(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> dict[str, Launch]:
     """The launches by kernel name, in order, for plans and for builds."""
     p, wanted = problem, problem.grads
-    made = {"prepare_rows": _prepare_launch(p, dout, dlse)}
+    rows = {
+        "dout_ptr": dout,
+        "delta_ptr": Pointer(torch.float32, "rows"),
+        "origin_ptr": Pointer(torch.float32, "rows", 4 * _num_rows(p, tensors)),
+        "row_pitch": row_pitch(tensors.q.shape[-3], p.varlen),
+        **row_strides("dout", dout),
+    }
+    sizes = {**common_sizes(p, tensors), **rows}
+    made = {"prepare_rows": _prepare_launch(p, dout, dlse, rows)}
     for name in key_kernels(p):
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
         if with_dk or with_dv:
-            made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, with_dk, with_dv)
+            made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv), sizes)
     if wanted.q:
-        made["attention_backward_dq"] = _dq_launch(p, tensors, dout)
+        made["attention_backward_dq"] = _dq_launch(p, tensors, sizes)
     if wanted.bias:
-        made["attention_backward_dbias"] = _dbias_launch(p, tensors, dout)
+        made["attention_backward_dbias"] = _dbias_launch(p, tensors, sizes)
     return made
 
 
-def _prepare_launch(problem: Problem, dout: Tensor, dlse: Tensor | None) -> Launch:
+def _prepare_launch(problem: Problem, dout: Tensor, dlse: Tensor | None, rows: dict[str, Any]) -> Launch:
     """Computes delta and origin from the forward's results and their gradients."""
-    packed, rows = dout.dim() == 3, dout.shape[-3]
+    packed = dout.dim() == 3
     batch = 1 if packed else dout.shape[0]
-    pitch = row_pitch(rows, packed)
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if packed else dlse.stride()
-    arguments = {
-        "out_ptr": Pointer(dout.dtype),
-        "dout_ptr": dout,
-        "lse_ptr": _FLOATS,
+    sizes = {
+        **rows,
         "dlse_ptr": dlse,
-        "delta_ptr": _FLOATS,
-        "origin_ptr": _FLOATS,
-        **row_strides("dout", dout),
-        **dict(zip(("dlse_stride_b", "dlse_stride_head", "dlse_stride_row"), dlse_strides, strict=True)),
+        "dlse_stride_b": dlse_strides[0],
+        "dlse_stride_head": dlse_strides[1],
+        "dlse_stride_row": dlse_strides[2],
         "batch": batch,
-        "seqlen_q": rows,
-        "num_heads_q": problem.num_heads_q,
-        "row_pitch": pitch,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_M": _PREPARE_ROWS,
-        "BLOCK_DV": padded(problem.head_dim_v),
+        "seqlen_q": dout.shape[-3],
     }
-    programs = batch * problem.num_heads_q * (pitch // _PREPARE_ROWS)
-    return Launch(prepare_rows, programs, arguments, {"num_warps": 4, "num_stages": 1})
+
+    def others() -> dict[str, Any]:
+        return {
+            "out_ptr": Pointer(dout.dtype),
+            "lse_ptr": Pointer(torch.float32),
+            "num_heads_q": problem.num_heads_q,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_M": _PREPARE_ROWS,
+            "BLOCK_DV": padded(problem.head_dim_v),
+        }
+
+    programs = batch * problem.num_heads_q * (rows["row_pitch"] // _PREPARE_ROWS)
+    return Launch(prepare_rows, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, dout.dtype)
 
 
-def _arguments(problem: Problem, tensors: Tensors, dout: Tensor, config: Config) -> dict[str, Any]:
-    """The arguments shared by the kernels that loop over queries or keys."""
-    arguments = common_arguments(problem, tensors, config) | row_strides("dout", dout)
-    pitch = row_pitch(tensors.q.shape[-3], problem.varlen)
-    return arguments | {"dout_ptr": dout, "origin_ptr": _FLOATS, "delta_ptr": _FLOATS, "row_pitch": pitch}
-
-
-def _loop_arguments(problem: Problem, config: Config) -> dict[str, Any]:
+def _loop_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+    """Shared by the kernels that loop over queries or keys."""
     derivative = scores.softcap_derivative if problem.softcap > 0 else None
-    return {"ONE_LOOP": config.one_loop, "MASK_ALL": config.mask_all, "DERIVATIVE": derivative}
+    loop = {"ONE_LOOP": config.one_loop, "MASK_ALL": config.mask_all, "DERIVATIVE": derivative}
+    return common_arguments(problem, tensors, config) | loop
 
 
 def _dkdv_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, name: Kernel, with_dk: bool, with_dv: bool
+    problem: Problem, tensors: Tensors, dout: Tensor, name: Kernel, wanted: tuple[bool, bool], sizes: dict[str, Any]
 ) -> Launch:
-    config, grads = choose(problem, name), Pointer(tensors.k.dtype)
-    arguments = _arguments(problem, tensors, dout, config)
-    sources = {"q": (tensors.q, arguments["BLOCK_D"]), "dout": (dout, arguments["BLOCK_DV"])}
-    arguments |= descriptors(sources, config.block_m, config) | _loop_arguments(problem, config)
-    arguments |= {"dk_ptr": grads if with_dk else None, "dv_ptr": grads if with_dv else None}
-    arguments["heads_at_once"] = heads_at_once(problem, tensors.q, dout)
+    config, (block_d, block_dv) = choose(problem, name), padded_dims(problem.head_dim, problem.head_dim_v)
+    sources = {"q": (tensors.q, block_d), "dout": (dout, block_dv)}
+    sizes = sizes | descriptors(sources, config.block_m, config)
+    sizes["heads_at_once"] = heads_at_once(problem, tensors.q, dout)
+
+    def others() -> dict[str, Any]:
+        dk, dv = (Pointer(tensors.k.dtype) if each else None for each in wanted)
+        return {**_loop_arguments(problem, tensors, config), "dk_ptr": dk, "dv_ptr": dv}
+
     programs = num_programs(problem, tensors, config.block_n, over_keys=True)
-    return Launch(attention_backward_dkdv, programs, arguments, config.options())
+    return Launch(attention_backward_dkdv, programs, sizes, config.options(), others, (config, wanted))
 
 
-def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
-    config = choose(problem, "dq")
-    arguments = _arguments(problem, tensors, dout, config)
-    sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
-    arguments |= descriptors(sources, config.block_n, config) | _loop_arguments(problem, config)
-    arguments |= {"dq_ptr": Pointer(tensors.q.dtype), "heads_at_once": heads_at_once(problem, tensors.k, tensors.v)}
+def _dq_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any]) -> Launch:
+    config, (block_d, block_dv) = choose(problem, "dq"), padded_dims(problem.head_dim, problem.head_dim_v)
+    sizes = sizes | descriptors({"k": (tensors.k, block_d), "v": (tensors.v, block_dv)}, config.block_n, config)
+    sizes["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
+
+    def others() -> dict[str, Any]:
+        return {**_loop_arguments(problem, tensors, config), "dq_ptr": Pointer(tensors.q.dtype)}
+
     programs = num_programs(problem, tensors, config.block_m)
-    return Launch(attention_backward_dq, programs, arguments, config.options())
+    return Launch(attention_backward_dq, programs, sizes, config.options(), others, config)
 
 
-def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
+def _dbias_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any]) -> Launch:
     config, bias = choose(problem, "dbias"), tensors.attn_bias
     assert bias is not None
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
-    arguments = _arguments(problem, tensors, dout, config) | {"dbias_ptr": Pointer(bias.dtype)}
+    arguments = common_arguments(problem, tensors, config) | {"dbias_ptr": Pointer(bias.dtype)}
     arguments |= dict(zip(("bias_heads", "bias_rows", "bias_cols"), shape[1:], strict=True))
     arguments |= dict(zip(("SUM_BATCH", "SUM_HEADS", "SUM_ROWS", "SUM_COLS"), sums, strict=True))
     arguments |= {"max_rows": full[2], "max_cols": full[3]}
-    programs = shape[0] * shape[1] * triton.cdiv(shape[2], config.block_m) * triton.cdiv(shape[3], config.block_n)
-    return Launch(attention_backward_dbias, programs, arguments, config.options())
+    programs = shape[0] * shape[1] * -(-shape[2] // config.block_m) * -(-shape[3] // config.block_n)
+    return Launch(attention_backward_dbias, programs, sizes, config.options(), lambda: arguments, config)
 
 
 def _sinks_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

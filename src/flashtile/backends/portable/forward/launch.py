@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flashtile.backends.host import Step
+from flashtile.backends.base import Known
+from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer
 from flashtile.backends.portable.arguments import (
     common_arguments,
+    common_sizes,
     descriptors,
     heads_at_once,
     num_programs,
 )
-from flashtile.backends.portable.config import Config, overridden
+from flashtile.backends.portable.config import Config, overridden, padded_dims
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
 from flashtile.problem import Problem, Tensors
@@ -28,33 +32,43 @@ _OPERANDS = (
 class ForwardPlan:
     """The forward of calls with the same layouts and options; see ``Backend.plan_forward``."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, out_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        out_dtype: torch.dtype | None = None,
+        known: Known | None = None,
+    ) -> None:
         """Prepares the launch.
 
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors with the call's layouts.
             out_dtype: The output's dtype; q's if None.
+            known: See ``Backend``.
         """
-        self._problem = problem
+        q = tensors.q
+        self._problem, self._known = problem, known
         self._out_dtype = out_dtype or problem.dtype
-        self._out_shape = (*tensors.q.shape[:-1], problem.head_dim_v)
-        self._lse_shape = problem.lse_shape(tensors.q)
-        self._steps: dict[object, Step] = {}
+        self._out_shape = (*q.shape[:-1], problem.head_dim_v)
+        self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and self._out_dtype == q.dtype
+        self._like_lse = like_floats(q, problem.lse_shape(q))
+        self._steps: dict[object, tuple[Step]] = {}
 
     def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
         t = tensors
-        out = t.q.new_empty(self._out_shape, dtype=self._out_dtype)
-        lse = t.q.new_empty(self._lse_shape, dtype=torch.float32)
+        like_q = self._out_is_like_q
+        out = torch.empty_like(t.q) if like_q else t.q.new_empty(self._out_shape, dtype=self._out_dtype)
+        lse = torch.empty_like(self._like_lse)
         key = (partial is None, overridden())
-        step = self._steps.get(key)
-        if step is None:
+        steps = self._steps.get(key)
+        if steps is None:
             config = choose(self._problem)
             launch = forward_launch(self._problem, t, self._out_dtype, config, is_joined=partial is not None)
-            step = self._steps[key] = Step(launch, _OPERANDS, t.q.device)
+            steps = self._steps[key] = (Step(launch, _OPERANDS, t.q.device, self._known),)
         parts = (None, None) if partial is None else (partial.out, partial.lse)
-        step.run((
+        run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
             t.rng_state, *parts,
         ))  # fmt: skip
@@ -73,18 +87,25 @@ def forward_launch(
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
     """
-    arguments = common_arguments(problem, tensors, config)
-    sources = {"k": (tensors.k, arguments["BLOCK_D"]), "v": (tensors.v, arguments["BLOCK_DV"])}
-    floats = Pointer(torch.float32)
-    arguments |= descriptors(sources, config.block_n, config)
-    arguments |= {
-        "out_ptr": Pointer(out_dtype),
-        "lse_ptr": floats,
-        "sinks_ptr": tensors.sinks,
-        "partial_out_ptr": floats if is_joined else None,
-        "partial_lse_ptr": floats if is_joined else None,
+    block_d, block_dv = padded_dims(problem.head_dim, problem.head_dim_v)
+    sizes = {
+        **common_sizes(problem, tensors),
+        **descriptors({"k": (tensors.k, block_d), "v": (tensors.v, block_dv)}, config.block_n, config),
         "heads_at_once": heads_at_once(problem, tensors.k, tensors.v),
-        "ONE_LOOP": config.one_loop,
-        "MASK_ALL": config.mask_all,
     }
-    return Launch(attention_forward, num_programs(problem, tensors, config.block_m), arguments, config.options())
+
+    def others() -> dict[str, Any]:
+        floats = Pointer(torch.float32)
+        return {
+            **common_arguments(problem, tensors, config),
+            "out_ptr": Pointer(out_dtype),
+            "lse_ptr": floats,
+            "sinks_ptr": tensors.sinks,
+            "partial_out_ptr": floats if is_joined else None,
+            "partial_lse_ptr": floats if is_joined else None,
+            "ONE_LOOP": config.one_loop,
+            "MASK_ALL": config.mask_all,
+        }
+
+    programs, key = num_programs(problem, tensors, config.block_m), (config, out_dtype, is_joined)
+    return Launch(attention_forward, programs, sizes, config.options(), others, key)
