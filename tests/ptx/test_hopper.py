@@ -46,6 +46,23 @@ def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
         judge(build(case, torch.bfloat16), "hopper")
 
 
+WANTED = (
+    (Case("causal", batch=1, seqlen_q=140, seqlen_k=200, heads=2, kv_heads=1, head_dim=128, causal=True), "q"),
+    (Case("full", batch=1, seqlen_q=200, seqlen_k=150, heads=1, kv_heads=1, head_dim=64), "kv"),
+    (Case("causal", batch=1, seqlen_q=140, seqlen_k=150, heads=1, kv_heads=1, head_dim=256, causal=True), "v"),
+    (Case("varlen", batch=2, lengths=((70, 130), (100, 30)), heads=2, kv_heads=1, head_dim=256), "k"),
+    (Case("varlen", batch=2, lengths=((70, 130), (100, 30)), heads=2, kv_heads=1, head_dim=128, window=(60, 9)), "v"),
+    (Case("full", batch=1, seqlen_q=100, seqlen_k=150, heads=1, kv_heads=1, head_dim=256), "qv"),
+    (Case("full", batch=1, seqlen_q=100, seqlen_k=150, heads=1, kv_heads=1, head_dim=256), "kv"),
+)
+
+
+@pytest.mark.parametrize(("case", "names"), slow_but(WANTED, WANTED[1:3].__contains__), ids=str)
+def test_some_gradients_of_compiled_kernels(case: Case, names: str) -> None:
+    with hopper.on_cpu(Options(seed=len(names), product_at_wait=True, strict_fences=True), 2):
+        judge(build(case, torch.bfloat16).wanting(names), "hopper")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_scores_all_of_one_sign(sign: float) -> None:

@@ -169,4 +169,7 @@ def traits(problem: Problem) -> dict[str, object]:
         "deterministic": p.deterministic,
     }
     features = [name for name, is_used in used.items() if is_used]
+    wanted = [name for name, is_wanted in zip(("dq", "dk", "dv"), p.grads, strict=False) if is_wanted]
+    if 0 < len(wanted) < 3:
+        features.append(f"only {' and '.join(wanted)}")
     return about | ({"features": "+".join(features)} if features else {})

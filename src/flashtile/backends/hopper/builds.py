@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashtile.arguments import Grads
 from flashtile.backends.base import Direction
 from flashtile.backends.build import KernelBuild, described_tensors, kernel_builds
 from flashtile.backends.launch import Launch
@@ -27,7 +28,8 @@ def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[s
 
     dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
     made = backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
-    return dict(zip(("prepare_rows", "attention_backward", "finish_dq"), made, strict=True))
+    names = ("prepare_rows", "attention_backward", "finish_dq")
+    return {name: launch for name, launch in zip(names, made, strict=True) if launch is not None}
 
 
 def builds(arch: str) -> list[KernelBuild]:
@@ -42,6 +44,7 @@ def builds(arch: str) -> list[KernelBuild]:
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
+    rows.append(_wanting(128, "kv"))
     return made + [build for problem in rows for build in builds_of(problem, "backward")[::2]]
 
 
@@ -86,7 +89,13 @@ def _backward_problems() -> list[Problem]:
         (_WINDOW, {"varlen": True, "softcap": 30.0}),
     ]
     others = [_problem(dim, band, **used) for dim in (128, 64, 256) for band, used in features]
-    return _usual() + others + _with_mods(128, 64, 256)
+    some = ((128, "q"), (64, "kv"), (256, "v"), (256, "q"), (256, "kv"), (64, "q"), (128, "kv"))
+    return _usual() + others + _with_mods(128, 64, 256) + [_wanting(dim, names) for dim, names in some]
+
+
+def _wanting(head_dim: int, names: str) -> Problem:
+    """A call that wants the gradients of some of q, k and v."""
+    return _problem(head_dim, _CAUSAL, grads=Grads(*(name in names for name in "qkv")))
 
 
 def _with_mods(*dims: int) -> list[Problem]:
