@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ class _Kind:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.run: Forward = self._plan
+        self.run: Callable[[Tensors], tuple[Tensor, Tensor]] = self._plan
         self.backwards: dict[tuple[Any, ...], Backward] = {}
 
     def _plan(self, t: Tensors) -> tuple[Tensor, Tensor]:

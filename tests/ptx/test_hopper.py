@@ -10,8 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
+from flashtile.backends import hopper as hopper_backend
 from flashtile.backends.hopper.forward import launch
 from tests.cases import Case, build, judge, one_sign
+from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
 from tests.ptx.decode import Decoder
@@ -61,6 +63,12 @@ WANTED = (
 def test_some_gradients_of_compiled_kernels(case: Case, names: str) -> None:
     with hopper.on_cpu(Options(seed=len(names), product_at_wait=True, strict_fences=True), 2):
         judge(build(case, torch.bfloat16).wanting(names), "hopper")
+
+
+@pytest.mark.parametrize(("case", "cuts"), slow_but(CHAINS, CHAINS[1:2].__contains__), ids=str)
+def test_a_chain_of_partial_results_of_compiled_kernels(case: Case, cuts: tuple[int, ...]) -> None:
+    with hopper.on_cpu(Options(seed=3, strict_fences=True), 2), torch.no_grad():
+        judge_chain(hopper_backend.BACKEND.plan_forward, case, cuts, torch.bfloat16)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, described
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+_NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
 
@@ -40,7 +42,7 @@ def builds(arch: str) -> list[KernelBuild]:
     """
     if arch != "sm_90a":
         return []
-    made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")]
+    made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")] + _joining_builds()
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
@@ -79,6 +81,20 @@ def _forward_problems() -> list[Problem]:
     wide_problems = [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING) for dim, dim_v in wide]
     mods = [*_with_mods(64, 128), _problem(256, _CAUSAL, alibi=True)]
     return _usual() + in_parts + others + wide_problems + mods
+
+
+def _joining_builds() -> list[KernelBuild]:
+    """The forward to and from partial results (``states.Partial``)."""
+    from flashtile.backends.hopper.forward import config, launch
+
+    made = []
+    for dim, out_dtype in ((128, torch.float32), (64, torch.float32), (256, torch.float32), (128, torch.bfloat16)):
+        problem = _problem(dim, _CAUSAL).but(out_dtype=out_dtype)
+        joining = launch.forward_launch(problem, described_tensors(problem), config.choose(problem), is_joined=True)
+        for build in kernel_builds("hopper", "forward", problem, {"attention_forward": joining}, _NO_SPILL):
+            features = [*filter(None, [build.config.get("features")]), "partial"]
+            made.append(dataclasses.replace(build, config={**build.config, "features": "+".join(map(str, features))}))
+    return made + builds_of(_problem(128, _CAUSAL).but(out_dtype=torch.float32), "forward")
 
 
 def _backward_problems() -> list[Problem]:

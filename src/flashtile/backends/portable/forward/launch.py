@@ -28,16 +28,15 @@ _OPERANDS = (
 class ForwardPlan:
     """The forward of calls with the same layouts and options; see ``Backend.plan_forward``."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, out_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors) -> None:
         """Prepares the launch.
 
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors with the call's layouts.
-            out_dtype: The output's dtype; q's if None.
         """
         self._problem = problem
-        self._out_dtype = out_dtype or problem.dtype
+        self._out_dtype = problem.out_dtype
         self._out_shape = (*tensors.q.shape[:-1], problem.head_dim_v)
         self._lse_shape = problem.lse_shape(tensors.q)
         self._steps: dict[object, Step] = {}
@@ -51,7 +50,7 @@ class ForwardPlan:
         step = self._steps.get(key)
         if step is None:
             config = choose(self._problem)
-            launch = forward_launch(self._problem, t, self._out_dtype, config, is_joined=partial is not None)
+            launch = forward_launch(self._problem, t, config, is_joined=partial is not None)
             step = self._steps[key] = Step(launch, _OPERANDS, t.q.device)
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         step.run((
@@ -61,15 +60,12 @@ class ForwardPlan:
         return out, lse
 
 
-def forward_launch(
-    problem: Problem, tensors: Tensors, out_dtype: torch.dtype, config: Config, *, is_joined: bool = False
-) -> Launch:
+def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 
     Args:
         problem: The call.
         tensors: Its tensors.
-        out_dtype: The output's dtype.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
     """
@@ -78,7 +74,7 @@ def forward_launch(
     floats = Pointer(torch.float32)
     arguments |= descriptors(sources, config.block_n, config)
     arguments |= {
-        "out_ptr": Pointer(out_dtype),
+        "out_ptr": Pointer(problem.out_dtype),
         "lse_ptr": floats,
         "sinks_ptr": tensors.sinks,
         "partial_out_ptr": floats if is_joined else None,
