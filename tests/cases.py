@@ -6,6 +6,7 @@ at most twice that of the same formula computed in the input dtype by plain PyTo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -163,6 +164,12 @@ class Call:
         tensors = replace(self.tensors, **{names.get(name, name): x for name, x in leaves.items()})
         return replace(self, tensors=tensors, leaves=leaves)
 
+    def wanting(self, names: Collection[str]) -> Call:
+        """The same call, of whose leaves only these require a gradient."""
+        for name, x in self.leaves.items():
+            x.requires_grad_(name in names)
+        return replace(self, leaves={name: x for name, x in self.leaves.items() if name in names})
+
     def run(self, backend: str | None) -> tuple[Tensor, Tensor]:
         """out and lse of the library, dropout drawn from seed 7."""
         t = self.tensors
@@ -271,7 +278,8 @@ class Results:
 def results(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Results:
     """Differentiates ``(out * dout).sum() + (lse * dlse).sum()`` with respect to every leaf."""
     outputs, seeds = [out], [dout.to(out.dtype)]
-    if dlse is not None:
+    # Where only v requires a gradient, lse has none.
+    if dlse is not None and lse.requires_grad:
         outputs.append(lse)
         seeds.append(torch.where(torch.isfinite(lse), dlse.to(lse.dtype), 0.0))
     grads = torch.autograd.grad(outputs, list(call.leaves.values()), seeds)

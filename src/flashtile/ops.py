@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ class _Kind:
     def __init__(self, key: tuple[Any, ...], options: Options, family: Family) -> None:
         self.key, self.options, self.family = key, options, family
         self.problem: Problem | None = None
-        self.run: Forward = self._plan
+        self.run: Callable[[Tensors], tuple[Tensor, Tensor]] = self._plan
         self.backwards: dict[tuple[Any, ...], Backward] = {}
 
     def _plan(self, t: Tensors) -> tuple[Tensor, Tensor]:

@@ -142,6 +142,7 @@ class Problem:
 
     # Shorthand: how it is read, and the fields that ``but`` sets.
     dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out")
+    out_dtype = _Short(lambda p: p.precision.out, "precision.out")
     lse_dtype = _Short(lambda p: p.precision.lse)
     varlen = _Short(lambda p: p.queries.packed, "queries.packed", "keys.packed")
     seqlen_q = _Short(lambda p: p.queries.length, "queries.length")

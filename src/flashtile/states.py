@@ -10,16 +10,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Attention over some of the keys, for a kernel to merge into its result; (0, -inf) for no keys.
+    """Attention over some of the keys, for a forward to start from; (0, -inf) for no keys.
+
+    A forward that is planned with ``problem.but(out_dtype=torch.float32)`` returns out and lse of such a state. Every
+    forward's plan, ``plan(tensors, partial)``, merges one over other keys, and rounds once if its out is not float32.
+    Sinks count in each call that has them: give them to one call of a chain.
 
     Attributes:
-        out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``; float32,
-            contiguous.
-        lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; float32, contiguous, natural log.
+        out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``; float32 (float64
+            for float64 inputs), contiguous, on 16 bytes, as new tensors are.
+        lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; the same, natural log.
     """
 
     out: Tensor
     lse: Tensor
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what kernels would misread."""
+        if not (self.out.is_contiguous() and self.lse.is_contiguous()):
+            raise ValueError("a partial result must be contiguous")
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,6 +49,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     lse = torch.logaddexp(lse_a, lse_b)
     out = _share(out_a, lse_a, lse, empty) + _share(out_b, lse_b, lse, empty)
     return out, torch.where(empty, -torch.inf, lse)
+
+
+def joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """A partial result and out and lse over other keys, of the same layouts, merged; out in lse's dtype."""
+    out, lse = merge(partial.out.transpose(-2, -3), partial.lse, out.to(lse.dtype).transpose(-2, -3), lse)
+    return out.transpose(-2, -3).contiguous(), lse
 
 
 def _share(part: Tensor, part_lse: Tensor, lse: Tensor, empty: Tensor) -> Tensor:

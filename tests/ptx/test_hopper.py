@@ -10,8 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
+from flashtile.backends import hopper as hopper_backend
 from flashtile.backends.hopper.forward import launch
 from tests.cases import Case, build, judge, one_sign
+from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
 from tests.ptx.decode import Decoder
@@ -44,6 +46,29 @@ RUNS = slow_but(
 def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
     with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=at_wait, strict_fences=True), 2):
         judge(build(case, torch.bfloat16), "hopper")
+
+
+WANTED = (
+    (Case("causal", batch=1, seqlen_q=140, seqlen_k=200, heads=2, kv_heads=1, head_dim=128, causal=True), "q"),
+    (Case("full", batch=1, seqlen_q=200, seqlen_k=150, heads=1, kv_heads=1, head_dim=64), "kv"),
+    (Case("causal", batch=1, seqlen_q=140, seqlen_k=150, heads=1, kv_heads=1, head_dim=256, causal=True), "v"),
+    (Case("varlen", batch=2, lengths=((70, 130), (100, 30)), heads=2, kv_heads=1, head_dim=256), "k"),
+    (Case("varlen", batch=2, lengths=((70, 130), (100, 30)), heads=2, kv_heads=1, head_dim=128, window=(60, 9)), "v"),
+    (Case("full", batch=1, seqlen_q=100, seqlen_k=150, heads=1, kv_heads=1, head_dim=256), "qv"),
+    (Case("full", batch=1, seqlen_q=100, seqlen_k=150, heads=1, kv_heads=1, head_dim=256), "kv"),
+)
+
+
+@pytest.mark.parametrize(("case", "names"), slow_but(WANTED, WANTED[1:3].__contains__), ids=str)
+def test_some_gradients_of_compiled_kernels(case: Case, names: str) -> None:
+    with hopper.on_cpu(Options(seed=len(names), product_at_wait=True, strict_fences=True), 2):
+        judge(build(case, torch.bfloat16).wanting(names), "hopper")
+
+
+@pytest.mark.parametrize(("case", "cuts"), slow_but(CHAINS, CHAINS[1:2].__contains__), ids=str)
+def test_a_chain_of_partial_results_of_compiled_kernels(case: Case, cuts: tuple[int, ...]) -> None:
+    with hopper.on_cpu(Options(seed=3, strict_fences=True), 2), torch.no_grad():
+        judge_chain(hopper_backend.BACKEND.plan_forward, case, cuts, torch.bfloat16)
 
 
 @pytest.mark.slow

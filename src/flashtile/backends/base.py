@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problem import Problem, Tensors
+from flashtile.states import Partial
 
 Direction = Literal["forward", "backward"]
 
@@ -134,11 +135,20 @@ class Gradients:
     dsinks: Tensor | None = None
 
 
-# The plan of a forward: computes out and lse from a call's tensors.
-#   out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in q's dtype,
-#       contiguous.
-#   lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys.
-Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
+class Forward(Protocol):
+    """The plan of a forward: computes out and lse from a call's tensors.
+
+    With ``partial``, a result over other keys of the same rows, it returns out and lse over the keys of both.
+
+    Returns:
+        out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in
+            ``problem.out_dtype``, q's or float32, contiguous.
+        lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys.
+    """
+
+    def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+        """Out and lse."""
+
 
 # The plan of a backward, which takes tensors, out, lse, dout, dlse: the forward's tensors, with its rng_state, its
 # results, from any backend, and their gradients. dlse is None for zero.

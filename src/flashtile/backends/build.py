@@ -167,6 +167,10 @@ def traits(problem: Problem) -> dict[str, object]:
         "dropout": p.dropout_p > 0,
         "varlen": p.varlen,
         "deterministic": p.deterministic,
+        "float32 out": p.out_dtype != p.dtype,
     }
     features = [name for name, is_used in used.items() if is_used]
+    wanted = [name for name, is_wanted in zip(("dq", "dk", "dv"), p.grads, strict=False) if is_wanted]
+    if 0 < len(wanted) < 3:
+        features.append(f"only {' and '.join(wanted)}")
     return about | ({"features": "+".join(features)} if features else {})

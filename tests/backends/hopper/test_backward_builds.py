@@ -14,6 +14,7 @@ from flashtile import builds
 from flashtile.backends.build import KernelBuild
 from flashtile.masks import Band
 from flashtile.problem import described
+from tests.slow import slow_but
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -24,36 +25,52 @@ BUILDS = [build for build in hopper_builds.builds("sm_90a") if build.direction.s
 SWEEPS = [build for build in BUILDS if build.name == "attention_backward"]
 
 
+def _name(build: KernelBuild) -> str:
+    return build.label.replace(" ", "-")
+
+
 def _usual(dim: int) -> KernelBuild:
     return next(b for b in SWEEPS if b.config["head_dim"] == dim and b.config["mask"] == "causal")
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_few_spills_and_the_instructions_of_the_chip(dim: int) -> None:
-    build = _usual(dim)
+# Every gradient, then some: each at one head_dim, and slow at others.
+SOME = [build for build in SWEEPS if "only" in str(build.config.get("features"))]
+CHIEF = [*map(_usual, (64, 128, 256)), *slow_but(SOME, SOME[:3].__contains__)]
+
+
+@pytest.mark.parametrize("build", CHIEF, ids=_name)
+def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
     report = builds.compile_build(build, "sm_90a")
     assert report.problems == []
     c = build.constexprs
+    has_dq, has_dk, has_dv = ("dq_ptr" in build.signature, *(f"{x}_desc" in build.signature for x in ("dk", "dv")))
+    has_dscores = has_dq or has_dk
     parts, block_m, block_d = 1 if c["BY_GRADIENT"] else 2, c["BLOCK_M"], c["BLOCK_D"]
     # Scores and their gradients go over head_dim, dk and dv over the rows, dq over the keys; 16 a product. Each
-    # warpgroup has a tile's first step, its loop, and dq in two places. It makes both gradients of 64
-    # keys, or one.
+    # warpgroup has a tile's first step, if there is dq to add a step later, its loop, and dq in two places. It makes
+    # both gradients of 64 keys, or one.
     share = block_d if block_m == 128 else block_d // 2
     dq = parts * 64 // 16 * (share // c["DQ_WIDTH"])
-    assert report.instructions["wgmma"] == 2 * (2 * parts * (block_d // 16 + block_m // 16) + 2 * dq)
+    steps = 1 if not has_dq and not c["BY_GRADIENT"] else 2
+    products = steps * parts * ((1 + has_dscores) * block_d + (has_dk + has_dv) * block_m) // 16
+    assert report.instructions["wgmma"] == products + has_dq * 4 * dq
     # A load moves 64 columns: queries, dout, a warpgroup's keys and values at a time; one moves what belongs to rows.
     # The compiler may write a tile's first loads twice.
-    assert report.instructions["tma_load"] >= (2 + 2 * parts) * block_d // 64 + 1
+    assert report.instructions["tma_load"] >= (2 + (1 + has_dscores) * parts) * block_d // 64 + 1
     # Four neighbours at once: dq of 64 rows is as many vectors as a thread has accumulators, by 4; by TMA, a piece.
     by_tma = "dq_desc" in build.signature
-    assert report.instructions["atomic"] == (1 if by_tma else 2 * 2 * share // 8 + 1)
+    assert report.instructions["atomic"] == (2 * 2 * share // 8 + 1 if has_dq and not by_tma else 1)
     assert report.instructions.get("tma_reduce", 0) == (2 * 2 * share // c["DQ_WIDTH"] if by_tma else 0)
+    # dk and dv leave at the end of a tile, dv in two places where it leaves under a last product.
+    stores = block_d // 64 if c["BY_GRADIENT"] else 2
+    places = has_dk + has_dv * (1 if c["BY_GRADIENT"] else 2)
+    assert report.instructions.get("tma_store", 0) == stores * places
     assert report.instructions["setmaxnreg"] > 0
     assert "st.global" not in report.instructions
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_the_assembler_adds_no_wait_for_a_product(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("build", CHIEF, ids=_name)
+def test_the_assembler_adds_no_wait_for_a_product(build: KernelBuild, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serialises products whose registers it cannot follow, with no more than a warning."""
     programs: dict[str, str] = {}
 
@@ -73,7 +90,7 @@ def test_the_assembler_adds_no_wait_for_a_product(dim: int, monkeypatch: pytest.
 
     monkeypatch.setattr(builds, "count_ptx", keep_text)
     monkeypatch.setattr(builds, "nvidia_resources", disassemble)
-    builds.compile_build(_usual(dim), "sm_90a")
+    builds.compile_build(build, "sm_90a")
     for asked, made in (
         ("wgmma.mma_async", " HGMMA."),
         ("wgmma.wait_group", "WARPGROUP.DEPBAR"),
@@ -83,7 +100,7 @@ def test_the_assembler_adds_no_wait_for_a_product(dim: int, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", BUILDS, ids=lambda b: b.label.replace(" ", "-"))
+@pytest.mark.parametrize("build", BUILDS, ids=_name)
 def test_every_build_keeps_its_promises(build: KernelBuild) -> None:
     assert builds.compile_build(build, "sm_90a").problems == []
 
@@ -96,6 +113,7 @@ def test_every_variant_builds(name: str) -> None:
     problem = described(
         device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, batch=1, seqlen_q=512, seqlen_k=512,
         num_heads_q=2, num_heads_kv=1, head_dim=dim, head_dim_v=dim, band=Band(None, 0), softmax_scale=0.1,
+        needs_grad=True,
     )  # fmt: skip
     with backward_tiles.override(config):
         build = hopper_builds.builds_of(problem, "backward")[1]

@@ -15,7 +15,7 @@ from flashtile.states import Partial
 def forward(
     problem: Problem, tensors: Tensors, partial: Partial | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    return ForwardPlan(problem, tensors, out_dtype)(tensors, partial)
+    return ForwardPlan(problem.but(out_dtype=out_dtype or problem.dtype), tensors)(tensors, partial)
 
 
 def backward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:

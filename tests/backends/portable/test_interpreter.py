@@ -9,6 +9,7 @@ import torch
 
 from flashtile import merge_states, ops
 from flashtile.arguments import Grads
+from flashtile.backends import portable
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward.launch import launches
 from flashtile.backends.portable.config import Config
@@ -17,6 +18,7 @@ from flashtile.problem import Problem, SequenceLayout, Tensors
 from flashtile.states import Partial
 from tests.backends.portable import plans
 from tests.cases import CASES, Case, build, judge
+from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
 from tests.slow import named, slow_but
 
@@ -151,6 +153,12 @@ def test_a_chain_of_partial_results_is_the_whole(dims: tuple[int, int]) -> None:
     for out, lse in ((partial.out, partial.lse), joined):
         torch.testing.assert_close(out, want, rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(lse, want_lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("case", "cuts"), slow_but(CHAINS, lambda each: each in (CHAINS[1], CHAINS[5])), ids=str)
+def test_a_chain_of_pieces_at_offsets_of_the_band(case: Case, cuts: tuple[int, ...]) -> None:
+    with poisoned_memory(), torch.no_grad():
+        judge_chain(portable.BACKEND.plan_forward, case, cuts, torch.float16)
 
 
 def test_a_partial_result_in_low_precision_is_rounded_once() -> None:

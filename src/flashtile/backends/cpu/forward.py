@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,24 @@ from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu.paths import Path, adds_tiles, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.problem import Problem, Tensors
+from flashtile.states import Partial
 
 State = tuple[Tensor, Tensor]
 
 
-def forward(problem: Problem, tensors: Tensors) -> State:
+def forward(problem: Problem, tensors: Tensors, partial: Partial | None = None) -> State:
     """See ``backends.base.Forward``."""
+    if partial is None and problem.out_dtype == problem.dtype:
+        return _forward(problem, tensors)
+    # PyTorch's kernel rounds its results to the inputs' dtype.
+    wide = {name: getattr(tensors, name).to(problem.lse_dtype) for name in ("q", "k", "v")}
+    out, lse = _forward(problem.but(dtype=problem.lse_dtype), dataclasses.replace(tensors, **wide))
+    if partial is not None:
+        out, lse = states.joined(partial, out, lse)
+    return out.to(problem.out_dtype), lse
+
+
+def _forward(problem: Problem, tensors: Tensors) -> State:
     q = tensors.q
     state: State | None = None
     for path in paths(problem, tensors, kernel_fits(problem), keep_local=True):

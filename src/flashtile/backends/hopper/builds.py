@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
+from flashtile.arguments import Grads
 from flashtile.backends.base import Direction
 from flashtile.backends.build import KernelBuild, described_tensors, kernel_builds
 from flashtile.backends.launch import Launch
@@ -13,6 +15,7 @@ from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, described
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+_NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
 
@@ -27,7 +30,8 @@ def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[s
 
     dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
     made = backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
-    return dict(zip(("prepare_rows", "attention_backward", "finish_dq"), made, strict=True))
+    names = ("prepare_rows", "attention_backward", "finish_dq")
+    return {name: launch for name, launch in zip(names, made, strict=True) if launch is not None}
 
 
 def builds(arch: str) -> list[KernelBuild]:
@@ -38,10 +42,11 @@ def builds(arch: str) -> list[KernelBuild]:
     """
     if arch != "sm_90a":
         return []
-    made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")]
+    made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")] + _joining_builds()
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
+    rows.append(_wanting(128, "kv"))
     return made + [build for problem in rows for build in builds_of(problem, "backward")[::2]]
 
 
@@ -78,6 +83,20 @@ def _forward_problems() -> list[Problem]:
     return _usual() + in_parts + others + wide_problems + mods
 
 
+def _joining_builds() -> list[KernelBuild]:
+    """The forward to and from partial results (``states.Partial``)."""
+    from flashtile.backends.hopper.forward import config, launch
+
+    made = []
+    for dim, out_dtype in ((128, torch.float32), (64, torch.float32), (256, torch.float32), (128, torch.bfloat16)):
+        problem = _problem(dim, _CAUSAL).but(out_dtype=out_dtype)
+        joining = launch.forward_launch(problem, described_tensors(problem), config.choose(problem), is_joined=True)
+        for build in kernel_builds("hopper", "forward", problem, {"attention_forward": joining}, _NO_SPILL):
+            features = [*filter(None, [build.config.get("features")]), "partial"]
+            made.append(dataclasses.replace(build, config={**build.config, "features": "+".join(map(str, features))}))
+    return made + builds_of(_problem(128, _CAUSAL).but(out_dtype=torch.float32), "forward")
+
+
 def _backward_problems() -> list[Problem]:
     features: list[tuple[Band, dict[str, Any]]] = [
         (_CAUSAL, {"dtype": torch.float16}),
@@ -86,7 +105,13 @@ def _backward_problems() -> list[Problem]:
         (_WINDOW, {"varlen": True, "softcap": 30.0}),
     ]
     others = [_problem(dim, band, **used) for dim in (128, 64, 256) for band, used in features]
-    return _usual() + others + _with_mods(128, 64, 256)
+    some = ((128, "q"), (64, "kv"), (256, "v"), (256, "q"), (256, "kv"), (64, "q"), (128, "kv"))
+    return _usual() + others + _with_mods(128, 64, 256) + [_wanting(dim, names) for dim, names in some]
+
+
+def _wanting(head_dim: int, names: str) -> Problem:
+    """A call that wants the gradients of some of q, k and v."""
+    return _problem(head_dim, _CAUSAL, grads=Grads(*(name in names for name in "qkv")))
 
 
 def _with_mods(*dims: int) -> list[Problem]:

@@ -13,6 +13,7 @@ from flashtile.backends.base import Backward, Build, Capabilities, Direction, Fo
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
 from flashtile.problem import Problem, Tensors
+from flashtile.states import Partial
 
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
@@ -70,9 +71,9 @@ class PortableBackend:
             return ForwardPlan(problem, tensors, known=known)
         plan = ForwardPlan(problem.but(dtype=torch.float32), tensors, known=known)
 
-        def widened(tensors: Tensors) -> tuple[Tensor, Tensor]:
-            out, lse = plan(_widened(tensors))
-            return out.to(problem.dtype), lse
+        def widened(tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+            out, lse = plan(_widened(tensors), partial)
+            return out.to(problem.out_dtype), lse
 
         return widened
 

@@ -38,10 +38,13 @@ class Channels:
         rows: [stages, 2, block_m] float32 of a row block, see ``workspace``.
         dout: Of a row block.
         keys: Of a tile, in parts of 64 keys.
-        values: The same.
-        dscores: Their gradients, exchanged between the warpgroups for dq, a part each.
+        values: The same; None for dv alone.
+        dscores: Their gradients, exchanged between the warpgroups for dq, a part each; None without dq.
         probs: What the first warpgroup hands over where gradients are split (``split_by_gradient``), else None.
-        dq: Where this warpgroup adds to dq; None for the producer.
+        dq: Where this warpgroup adds to dq; None for the producer, and without dq.
+
+    Where gradients are split, dk leaves through the buffers of dscores and dv through those of probs: they exist for
+    that even if nothing is handed over, as rings without barriers.
     """
 
     tiles: Records
@@ -49,7 +52,7 @@ class Channels:
     rows: gl.shared_memory_descriptor
     dout: Ring
     keys: Ring
-    values: Ring
-    dscores: Ring
+    values: Ring | gl.constexpr
+    dscores: Ring | gl.constexpr
     probs: Ring | gl.constexpr
     dq: DqOutput | gl.constexpr

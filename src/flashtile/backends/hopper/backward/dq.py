@@ -31,7 +31,7 @@ class Adds:
 def adds_to(rows, ended, channels, tiles, grid):
     """The ``Adds`` to a ``RowBlock``."""
     turn = gl.to_tensor(0)
-    if channels.dq.turns_ptr is not None:
+    if grid.has_dq and channels.dq.turns_ptr is not None:
         turn = turn_of(rows.start, channels.tiles, tiles, grid)
     return Adds(rows.block, turn, gl.to_tensor(ended))
 

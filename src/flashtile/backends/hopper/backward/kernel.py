@@ -45,40 +45,50 @@ def attention_backward(
 ):  # fmt: skip
     """Every tile's dk and dv, and what it adds to dq; one program per SM.
 
-    Arguments, in groups: descriptors of the tensors, of the workspace's rows, and of its dq (None: add from registers);
-    dq of the workspace, the turns (None: add in any order), the counter of tiles; cu_seqlens, None if dense; numbers of
-    ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN; the band; ALiBi's slopes, bias and mask
-    with their strides (``score_mod``), None if absent; then ``config.Config`` and what the call has. CONTIGUOUS says
-    that a stride of keys is 1. ``preprocess.prepare_rows`` must have run.
+    Arguments, in groups: descriptors of the tensors (dk, dv None: not computed), of the workspace's rows, and of its dq
+    (None: add from registers); dq of the workspace (None: not computed), the turns (None: add in any order), the
+    counter of tiles; cu_seqlens, None if dense; numbers of ``launch.scales``; sizes, whose lengths are rows of the
+    tensors if VARLEN; the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; then
+    ``config.Config`` and what the call has. CONTIGUOUS says that a stride of keys is 1. ``preprocess.prepare_rows``
+    must have run.
     """
     dtype: gl.constexpr = q_desc.dtype
     PARTS: gl.constexpr = 1 if BY_GRADIENT else 2
+    HAS_DQ: gl.constexpr = dq_ptr is not None
+    HAS_DK: gl.constexpr = dk_desc is not None
+    HAS_DSCORES: gl.constexpr = HAS_DQ or HAS_DK
+    # dv alone leaves the second of two that share keys nothing to do.
+    CONSUMERS: gl.constexpr = 2 if HAS_DSCORES or not BY_GRADIENT else 1
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     key_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, BLOCK_D], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, BLOCK_M], dtype)
-    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, 2)
-    queries = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, 2)
+    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, CONSUMERS)
+    queries = make_ring(dtype, [BLOCK_M, BLOCK_D], row_layout, STAGES, CONSUMERS)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout)
     dout = make_ring_beside(queries, dtype, [BLOCK_M, BLOCK_D], row_layout)
-    keys = make_ring(dtype, [PART_KEYS, BLOCK_D], key_layout, K_STAGES, 2, 1, PARTS)
-    values = make_ring(dtype, [PART_KEYS, BLOCK_D], key_layout, V_STAGES, PARTS, 1, PARTS)
-    dscores = make_ring(dtype, [PART_KEYS, BLOCK_M], ds_layout, DS_STAGES, 2, PARTS, PARTS)
+    keys = make_ring(dtype, [PART_KEYS, BLOCK_D], key_layout, K_STAGES, CONSUMERS, 1, PARTS)
+    # A ring that nobody uses would be a fault: see make_ring_beside.
+    values, dscores, probs, dq0, dq1 = None, None, None, None, None
+    if HAS_DSCORES:
+        values = make_ring(dtype, [PART_KEYS, BLOCK_D], key_layout, V_STAGES, PARTS, 1, PARTS)
+    if HAS_DQ or (BY_GRADIENT and HAS_DK):
+        dscores = make_ring(dtype, [PART_KEYS, BLOCK_M], ds_layout, DS_STAGES, 2 if HAS_DQ else 0, PARTS, PARTS)
     if dq_desc is not None:
         dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_WIDTH // 2, 128], dq_desc.layout)
         dq0 = DqOutput(dq_ptr, dq_desc, dq_s.index(0), turns_ptr)
         dq1 = DqOutput(dq_ptr, dq_desc, dq_s.index(1), turns_ptr)
-    else:
+    elif HAS_DQ:
         dq0 = DqOutput(dq_ptr, None, None, turns_ptr)
         dq1 = DqOutput(dq_ptr, None, None, turns_ptr)
-    probs = None
     if BY_GRADIENT:
-        probs = make_ring(dtype, [PART_KEYS, BLOCK_M], ds_layout, DS_STAGES, 1)
+        probs = make_ring(dtype, [PART_KEYS, BLOCK_M], ds_layout, DS_STAGES, 1 if HAS_DSCORES else 0)
     of_producer = Channels(tiles, queries, rows, dout, keys, values, dscores, probs, None)
     channels0 = Channels(tiles, queries, rows, dout, keys, values, dscores, probs, dq0)
     channels1 = Channels(tiles, queries, rows, dout, keys, values, dscores, probs, dq1)
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, left, right, heads_at_once, softmax_scale,
                    HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, PART_KEYS * PARTS, BLOCK_D, PARTS,
-                   BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2, DQ_WIDTH)  # fmt: skip
+                   BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2, DQ_WIDTH,
+                   HAS_DSCORES, HAS_DQ, HAS_DK, dv_desc is not None)  # fmt: skip
     alibi = (alibi_ptr, alibi_stride_b)
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)

@@ -33,12 +33,12 @@ _OPERANDS = (
 class Workspace(NamedTuple):
     """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
 
-    First come dq's sums in float32, padded to whole row blocks, then two float32 a row, then int32: the counter of
-    tiles and, where sums are ordered, a turn for each row block.
+    First come dq's sums in float32, padded to whole row blocks, if dq is wanted; then two float32 a row, then int32:
+    the counter of tiles and, where those sums are ordered, a turn for each row block.
 
     Attributes:
         blocks: Row blocks.
-        rows_at: Where the rows begin, in bytes.
+        rows_at: Where the rows begin, in bytes; 0 without dq.
         counter_at: Where the counter is.
         turns_at: Where the turns begin, None where sums may be added in any order.
         floats: Its size, in float32.
@@ -58,16 +58,16 @@ class Workspace(NamedTuple):
             blocks = scheduler.num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
         else:
             blocks = -(-rows // config.block_m) * problem.batch * problem.num_heads_q
-        rows_at = 4 * blocks * config.block_m * config.block_d
+        rows_at = 4 * blocks * config.block_m * config.block_d if problem.grads.q else 0
         counter_at = rows_at + 4 * blocks * 2 * config.block_m
-        turns_at = counter_at + 16 if problem.deterministic else None
+        turns_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
         end = counter_at + 16 if turns_at is None else turns_at + 4 * blocks
         return cls(blocks, rows_at, counter_at, turns_at, end // 4)
 
     def pointers(self) -> dict[str, Pointer | None]:
         """The kernels' arguments."""
         return {
-            "dq_ptr": Pointer(torch.float32, "work"),
+            "dq_ptr": Pointer(torch.float32, "work") if self.rows_at else None,
             "rows_ptr": Pointer(torch.float32, "work", self.rows_at),
             "counter_ptr": Pointer(torch.int32, "work", self.counter_at),
             "turns_ptr": None if self.turns_at is None else Pointer(torch.int32, "work", self.turns_at),
@@ -101,7 +101,8 @@ class BackwardPlan:
         keeps_nothing = band.left is not None and band.right is not None and band.left + band.right < 0
         self._problem = problem
         q, k, v = tensors.q, tensors.k, tensors.v
-        self._is_contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+        is_contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+        self._empty_like = torch.empty_like if is_contiguous else _empty_contiguous
         self._is_empty = keeps_nothing or q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
@@ -113,18 +114,22 @@ class BackwardPlan:
         self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
         made = launches(problem, tensors, dout, dlse, config, self._work)
-        self._steps = [Step(each, _OPERANDS, q.device, known) for each in made]
+        self._steps = [Step(each, _OPERANDS, q.device, known) for each in made if each is not None]
 
     def __call__(self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        """Every gradient, from the forward's results."""
-        t = tensors
-        if self._is_contiguous:
-            dq, dk, dv = torch.empty_like(t.q), torch.empty_like(t.k), torch.empty_like(t.v)
-        else:
-            dq, dk, dv = t.q.new_empty(t.q.shape), t.k.new_empty(t.k.shape), t.v.new_empty(t.v.shape)
+        """The gradients that the problem wants, from the forward's results."""
+        t, wanted, empty_like = tensors, self._problem.grads, self._empty_like
+        dq = empty_like(t.q) if wanted.q else None
+        dk = empty_like(t.k) if wanted.k else None
+        dv = empty_like(t.v) if wanted.v else None
+        dsinks = None
         if self._is_empty:
-            dsinks = None if t.sinks is None else _sinks_gradient_without_keys(t.sinks, lse, dlse)
-            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
+            for grad in (dq, dk, dv):
+                if grad is not None:
+                    grad.zero_()
+            if t.sinks is not None and wanted.sinks:
+                dsinks = _sinks_gradient_without_keys(t.sinks, lse, dlse)
+            return Gradients(dq, dk, dv, None, dsinks)
         if self._copies_dout:
             dout = dout.contiguous()
         # The forward's results are on 16 bytes unless a caller has brought others.
@@ -134,7 +139,8 @@ class BackwardPlan:
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask,
         ))  # fmt: skip
-        dsinks = None if t.sinks is None else self._sinks_gradient(t.sinks, work)
+        if t.sinks is not None and wanted.sinks:
+            dsinks = self._sinks_gradient(t.sinks, work)
         return Gradients(dq, dk, dv, None, dsinks)
 
     def _sinks_gradient(self, sinks: Tensor, work: Tensor) -> Tensor:
@@ -153,13 +159,13 @@ def launches(
     dlse: Tensor | None,
     config: Config,
     work: Workspace | None = None,
-) -> tuple[Launch, Launch, Launch]:
-    """Preprocess, the main kernel, postprocess: what a plan repeats and what a build compiles."""
-    work = work or Workspace.of(problem, config, tensors.q)
+) -> tuple[Launch, Launch | None, Launch | None]:
+    """Preprocess, the main kernel, postprocess, those that the wanted gradients need, for plans and for builds."""
+    work, wanted = work or Workspace.of(problem, config, tensors.q), problem.grads
     return (
         _preprocess_launch(problem, tensors, dout, dlse, config, work),
-        _main_launch(problem, tensors, dout, config, work),
-        _postprocess_launch(problem, tensors, config, work),
+        _main_launch(problem, tensors, dout, config, work) if wanted.q or wanted.k or wanted.v else None,
+        _postprocess_launch(problem, tensors, config, work) if wanted.q else None,
     )
 
 
@@ -236,8 +242,8 @@ def _tensor_maps(
     problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace
 ) -> dict[str, TensorMap | None]:
     """Maps of the tensors, of the workspace's rows and, where TMA adds to it, of its dq as lines of 128 floats."""
-    p, t = problem, tensors
-    adds_by_tma = config.dq_tma and not p.deterministic
+    p, t, wanted = problem, tensors, problem.grads
+    adds_by_tma = wanted.q and config.dq_tma and not p.deterministic
     keys, block_d = configs.PART_KEYS, config.block_d
     dk, dv = (tensor_maps.contiguous_map(x.dtype, x.shape, keys, config.out_d, p.varlen) for x in (t.k, t.v))
     rows = tensor_maps.floats_map(2 * work.blocks, config.block_m, 2)
@@ -248,8 +254,8 @@ def _tensor_maps(
         "v_desc": tensor_maps.rows_map(t.v, keys, block_d, p.varlen),
         "dout_desc": tensor_maps.rows_map(dout, config.block_m, block_d, p.varlen),
         "rows_desc": rows._replace(operand="work", offset=work.rows_at),
-        "dk_desc": dk,
-        "dv_desc": dv,
+        "dk_desc": dk if wanted.k else None,
+        "dv_desc": dv if wanted.v else None,
         # In a fixed order sums are added from registers: an add's end must be known.
         "dq_desc": dq_sums._replace(operand="work") if adds_by_tma else None,
     }
@@ -320,6 +326,11 @@ def _heads_at_once(problem: Problem, config: Config, rows: int) -> int:
         return 1
     a_head = rows * problem.group_size * config.block_d * (2 * 2 + 4)
     return max(1, _CACHE_BYTES // a_head)
+
+
+def _empty_contiguous(x: Tensor) -> Tensor:
+    """``torch.empty_like``, but contiguous, and slower."""
+    return x.new_empty(x.shape)
 
 
 def _sinks_gradient_without_keys(sinks: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

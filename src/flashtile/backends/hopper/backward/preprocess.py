@@ -21,7 +21,8 @@ def prepare_rows(
     """Fills a row block's rows, and sets its dq, its turn and the counter of tiles to 0.
 
     out and lse are contiguous, of the backend's shapes. A row past its sequence or without keys gets (inf, 0): its
-    probabilities are then 0 without a mask, whatever lies in its place. turns_ptr is None without turns.
+    probabilities are then 0 without a mask, whatever lies in its place. dq_ptr is None if dq is not wanted, turns_ptr
+    without turns.
     """
     pid = last_first()
     b, h, start, first, length = locate(pid, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M, VARLEN)
@@ -46,8 +47,9 @@ def prepare_rows(
     row_at = rows_ptr + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(row_at, softmax.backward_origin(lse))
     tl.store(row_at + BLOCK_M, tl.where(lse == float("-inf"), 0.0, delta))
-    size: tl.constexpr = BLOCK_M * BLOCK_D
-    tl.store(dq_ptr + tl.cast(pid, tl.int64) * size + tl.arange(0, size), tl.zeros([size], tl.float32))
+    if dq_ptr is not None:
+        size: tl.constexpr = BLOCK_M * BLOCK_D
+        tl.store(dq_ptr + tl.cast(pid, tl.int64) * size + tl.arange(0, size), tl.zeros([size], tl.float32))
     if turns_ptr is not None:
         tl.store(turns_ptr + pid, 0)
     tl.store(counter_ptr, 0, mask=pid == 0)

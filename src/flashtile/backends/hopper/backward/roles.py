@@ -28,11 +28,12 @@ from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_
 
 @gluon.jit
 def load_keys(desc, tile, grid, ring, use):
-    """Starts the load of a tile's keys or values, 64 at a time."""
-    full = ring.acquire(use, grid.parts * PART_KEYS * grid.block_d * 2)
-    rows = HeadRows(tile.b, tile.head, tile.start_k, tile.seqlen_k, grid.varlen)
-    for part in gl.static_range(grid.parts):
-        tma_load(desc, rows.at(tile.key + part * PART_KEYS, 0), full, as_box(ring.part(use, part), desc))
+    """Starts the load of a tile's keys or values, if there is a ring for them, 64 at a time."""
+    if ring is not None:
+        full = ring.acquire(use, grid.parts * PART_KEYS * grid.block_d * 2)
+        rows = HeadRows(tile.b, tile.head, tile.start_k, tile.seqlen_k, grid.varlen)
+        for part in gl.static_range(grid.parts):
+            tma_load(desc, rows.at(tile.key + part * PART_KEYS, 0), full, as_box(ring.part(use, part), desc))
 
 
 @gluon.jit
@@ -101,9 +102,9 @@ def gradient_zeros(grid):
 
 
 @gluon.jit
-def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, IS_FIRST: gl.constexpr,
+def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, ADDS_DQ: gl.constexpr,
          WARPGROUP: gl.constexpr):  # fmt: skip
-    """What a row block adds to dk and dv, and what the one before adds to dq.
+    """What a row block adds to dk and dv, and what the one before adds to dq, if there is one and dq is wanted.
 
     So the warpgroups may be almost a step apart before one waits for the dscores of the other: the products of one
     run while the other computes.
@@ -114,35 +115,50 @@ def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, IS_FIRST:
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     q_tile, dout_tile = channels.queries.at(used), channels.dout.at(used)
     k_tile = channels.keys.fixed_part(key_use, WARPGROUP, used)
-    v_tile = channels.values.fixed_part(key_use, WARPGROUP, used)
+    if grid.has_dscores:
+        v_tile = channels.values.fixed_part(key_use, WARPGROUP, used)
     numbers = channels.rows.index(used % channels.queries.stages)
     channels.queries.wait(used)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     channels.dout.wait(used)
-    dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if grid.has_dscores:
+        dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     pairs = pairs_of(kept, rows)
     fetched = mod.fetch(pairs, zeros)
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = warpgroup_mma_wait(1 if grid.has_dscores else 0, deps=[s])
     p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
-    probs = gl.convert_layout(p.to(dtype), operand)
-    dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = (factor * (dp - numbers.slice(1, 1).load(layout))).to(dtype)
-    dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
-    if not IS_FIRST:
-        channels.dscores.wait(used - 1)
-        dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
-    channels.dscores.claim(used)
-    channels.dscores.part(used, WARPGROUP).store(ds)
-    fence_async_shared()
-    channels.dscores.publish(used)
-    if IS_FIRST:
-        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-        channels.queries.release(used)
-    else:
-        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
-        channels.queries.release(used)
+    if grid.has_dv:
+        probs = gl.convert_layout(p.to(dtype), operand)
+        dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
+    if grid.has_dscores:
+        dp = warpgroup_mma_wait(1 if grid.has_dv else 0, deps=[dp])
+        ds = (factor * (dp - numbers.slice(1, 1).load(layout))).to(dtype)
+        if grid.has_dk:
+            dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
+    if grid.has_dq:
+        if ADDS_DQ:
+            channels.dscores.wait(used - 1)
+            dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
+        channels.dscores.claim(used)
+        channels.dscores.part(used, WARPGROUP).store(ds)
+        fence_async_shared()
+        channels.dscores.publish(used)
+    dk, dv = wait_for_gradients(dk, dv, grid, 1 if ADDS_DQ else 0)
+    channels.queries.release(used)
+    if ADDS_DQ:
         add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
+    return dk, dv
+
+
+@gluon.jit
+def wait_for_gradients(dk, dv, grid, PENDING: gl.constexpr):
+    """Waits for all but PENDING products; returns dk and dv, of which one may not be computed."""
+    if grid.has_dk and grid.has_dv:
+        dk, dv = warpgroup_mma_wait(PENDING, deps=[dk, dv])
+    elif grid.has_dk:
+        dk = warpgroup_mma_wait(PENDING, deps=[dk])
+    elif grid.has_dv:
+        dv = warpgroup_mma_wait(PENDING, deps=[dv])
     return dk, dv
 
 
@@ -160,20 +176,21 @@ def blank_step(channels, used, grid, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def store_gradient(desc, grad, records, tiles, out_s, grid, WARPGROUP: gl.constexpr):
-    """Stores a warpgroup's 64 keys of dk or dv by TMA, once the store before it has left the buffer."""
-    key = records.get(tiles, "key") + WARPGROUP * PART_KEYS
-    at = key_rows(records, tiles, grid).at(key, 0)
-    # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
-    out_s = out_s.index(WARPGROUP + (tiles >> 30))
-    tma_store_wait(0)
-    out_s.store(grad.to(desc.dtype))
-    fence_async_shared()
-    tma_store(desc, at, as_box(out_s, desc))
+    """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the store before it has left the buffer."""
+    if desc is not None:
+        key = records.get(tiles, "key") + WARPGROUP * PART_KEYS
+        at = key_rows(records, tiles, grid).at(key, 0)
+        # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
+        out_s = out_s.index(WARPGROUP + (tiles >> 30))
+        tma_store_wait(0)
+        out_s.store(grad.to(desc.dtype))
+        fence_async_shared()
+        tma_store(desc, at, as_box(out_s, desc))
 
 
 @gluon.jit
 def consumer(dk_desc, dv_desc, channels, out_s, grid, mod, WARPGROUP: gl.constexpr):
-    """One warpgroup: dk and dv of 64 keys of every tile."""
+    """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
     # A tile's first row block may end before its second 64 keys begin to be kept.
     may_be_blank: gl.constexpr = grid.has_right and WARPGROUP == 1 and grid.block_m < grid.block_n
     records = channels.tiles
@@ -188,29 +205,39 @@ def consumer(dk_desc, dv_desc, channels, out_s, grid, mod, WARPGROUP: gl.constex
         end = used + grid.group_size * rows.remaining
         if end > used:
             channels.keys.wait(key_use)
-            channels.values.wait(key_use)
-            adds = adds_to(rows, -1, channels, tiles, grid)
-            is_blank = False
-            if may_be_blank:
-                # The first row that keeps a key lies after the first row block.
-                is_blank = rows.start + grid.block_m <= kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.right
-            if is_blank:
-                blank_step(channels, used, grid, WARPGROUP)
-            else:
-                dk, dv = step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, True, WARPGROUP)
-            used += 1
-            while used < end:
-                rows = next_rows(rows, records, tiles, grid)
-                dk, dv = step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, False, WARPGROUP)
-                adds = adds_to(rows, adds.block, channels, tiles, grid)
+            if grid.has_dscores:
+                channels.values.wait(key_use)
+            if grid.has_dq:
+                adds = adds_to(rows, -1, channels, tiles, grid)
+                is_blank = False
+                if may_be_blank:
+                    # The first row that keeps a key lies after the first row block.
+                    is_blank = rows.start + grid.block_m <= kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.right
+                if is_blank:
+                    blank_step(channels, used, grid, WARPGROUP)
+                else:
+                    dk, dv = step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, False, WARPGROUP)
                 used += 1
-            channels.values.release(key_use)
-            channels.dscores.wait(used - 1)
-            dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
+                while used < end:
+                    rows = next_rows(rows, records, tiles, grid)
+                    dk, dv = step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, True, WARPGROUP)
+                    adds = adds_to(rows, adds.block, channels, tiles, grid)
+                    used += 1
+            else:
+                while used < end:
+                    dk, dv = step(channels, used, key_use, dk, dv, rows, kept, None, grid, mod, False, WARPGROUP)
+                    rows = next_rows(rows, records, tiles, grid)
+                    used += 1
+            if grid.has_dscores:
+                channels.values.release(key_use)
+            if grid.has_dq:
+                channels.dscores.wait(used - 1)
+                dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
             # dv leaves under the last product.
             store_gradient(dv_desc, dv, records, tiles, out_s, grid, WARPGROUP)
-            add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
-            advance_turn(channels.dq.turns_ptr, adds.block)
+            if grid.has_dq:
+                add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
+                advance_turn(channels.dq.turns_ptr, adds.block)
             channels.keys.release(key_use)
             key_use += 1
         else:

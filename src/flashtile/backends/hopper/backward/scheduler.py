@@ -17,7 +17,8 @@ class KeyGrid:
     """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``.
 
     Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. A warpgroup
-    has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once.
+    has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once. ``has_dq`` and its like
+    say which gradients are computed; dq and dk need those of the scores, ``has_dscores``.
     """
 
     seqlen_q: gl.tensor
@@ -39,6 +40,10 @@ class KeyGrid:
     parts: gl.constexpr
     dq_share: gl.constexpr
     dq_width: gl.constexpr
+    has_dscores: gl.constexpr
+    has_dq: gl.constexpr
+    has_dk: gl.constexpr
+    has_dv: gl.constexpr
 
 
 @aggregate

@@ -21,7 +21,7 @@ from flashtile.backends.hopper.device.head_dim_parts import pieces
 
 @gluon.jit
 def values_step(channels, used, key_use, dv, rows, kept, adds, grid, mod, IS_FIRST: gl.constexpr):
-    """What a row block adds to dv, and what the one before adds to the first half of dq."""
+    """What a row block adds to dv, and what the one before adds to the first half of dq; and its probabilities."""
     zeros = score_zeros(grid)
     dtype: gl.constexpr = channels.queries.buffers.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
@@ -41,19 +41,21 @@ def values_step(channels, used, key_use, dv, rows, kept, adds, grid, mod, IS_FIR
     factor = factor.to(dtype) if mod.has_softcap else p
     if IS_FIRST:
         tma_store_wait(0)
-    channels.probs.claim(used)
-    channels.probs.at(used).store(factor)
-    channels.probs.publish(used)
-    channels.dout.wait(used)
-    dv = warpgroup_mma(gl.convert_layout(p, operand), channels.dout.at(used), dv, is_async=True)
-    if IS_FIRST:
-        dv = warpgroup_mma_wait(0, deps=[dv])
-        channels.queries.release(used)
-    else:
+    if grid.has_dscores:
+        channels.probs.claim(used)
+        channels.probs.at(used).store(factor)
+        channels.probs.publish(used)
+    if grid.has_dv:
+        channels.dout.wait(used)
+        dv = warpgroup_mma(gl.convert_layout(p, operand), channels.dout.at(used), dv, is_async=True)
+    adds_dq: gl.constexpr = grid.has_dq and not IS_FIRST
+    if adds_dq:
         channels.dscores.wait(used - 1)
         dq = start_dq(channels, used - 1, key_use, grid, 0, 0)
-        dv = warpgroup_mma_wait(1, deps=[dv])
-        channels.queries.release(used)
+    if grid.has_dv:
+        dv = warpgroup_mma_wait(1 if adds_dq else 0, deps=[dv])
+    channels.queries.release(used)
+    if adds_dq:
         add_dq(dq, adds, channels, used - 1, key_use, grid, 0)
     return dv
 
@@ -83,39 +85,55 @@ def keys_step(channels, used, key_use, dk, adds, grid, is_last, IS_FIRST: gl.con
     if IS_FIRST:
         channels.keys.wait(key_use)
         tma_store_wait(0)
-    channels.dscores.claim(used)
-    channels.dscores.at(used).store(ds)
-    fence_async_shared()
-    channels.dscores.publish(used)
-    dk = warpgroup_mma(gl.convert_layout(ds, operand), channels.queries.at(used), dk, is_async=True)
-    channels.dscores.wait(used)
-    dq = start_dq(channels, used, key_use, grid, 0, 1)
-    dk = warpgroup_mma_wait(1, deps=[dk])
+    if grid.has_dq:
+        channels.dscores.claim(used)
+        channels.dscores.at(used).store(ds)
+        fence_async_shared()
+        channels.dscores.publish(used)
+    if grid.has_dk:
+        dk = warpgroup_mma(gl.convert_layout(ds, operand), channels.queries.at(used), dk, is_async=True)
+    if grid.has_dq:
+        channels.dscores.wait(used)
+        dq = start_dq(channels, used, key_use, grid, 0, 1)
+    if grid.has_dk:
+        dk = warpgroup_mma_wait(1 if grid.has_dq else 0, deps=[dk])
     channels.queries.release(used)
-    add_dq(dq, adds, channels, used, key_use, grid, 1)
+    if grid.has_dq:
+        add_dq(dq, adds, channels, used, key_use, grid, 1)
     return dk
 
 
 @gluon.jit
 def store_in_pieces(desc, grad, records, tiles, ring, used, grid):
-    """Stores 64 keys of dk or dv, 64 columns at a time, through the buffers in which this warpgroup hands over blocks.
+    """Stores 64 keys of dk or dv, if they are wanted, 64 columns at a time.
 
-    They are claimed as for uses ``used`` and the next one, but not published: those uses are still to come. Before the
-    first one comes, ``tma_store_wait`` says that the buffers are free again.
+    They leave through the buffers in which this warpgroup hands over blocks, if it does. Those are claimed as for uses
+    ``used`` and the next one, but not published: those uses are still to come. Before the first one comes,
+    ``tma_store_wait`` says that the buffers are free again.
     """
-    keys, key = key_rows(records, tiles, grid), records.get(tiles, "key")
-    parts = pieces(grad.to(desc.dtype), grid.block_m)
-    for i in gl.static_range(len(parts)):
-        ring.claim(used + i % 2)
-        tma_store_wait(1)
-        ring.at(used + i % 2).store(parts[i])
-        fence_async_shared()
-        tma_store(desc, keys.at(key, i * grid.block_m), as_box(ring.at(used + i % 2), desc))
+    if desc is not None:
+        keys, key = key_rows(records, tiles, grid), records.get(tiles, "key")
+        parts = pieces(grad.to(desc.dtype), grid.block_m)
+        for i in gl.static_range(len(parts)):
+            if ring.empty is not None:
+                ring.claim(used + i % 2)
+            tma_store_wait(1)
+            ring.at(used + i % 2).store(parts[i])
+            fence_async_shared()
+            tma_store(desc, keys.at(key, i * grid.block_m), as_box(ring.at(used + i % 2), desc))
 
 
 @gluon.jit
 def gradient_consumer(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
-    """One warpgroup: dv of every tile's keys, or dk."""
+    """One warpgroup: dv of every tile's keys, or dk, and its share of dq; those that are wanted."""
+    # For dv alone the second warpgroup has nothing to do.
+    if WARPGROUP == 0 or grid.has_dscores:
+        gradient_tiles(desc, channels, grid, mod, WARPGROUP)
+
+
+@gluon.jit
+def gradient_tiles(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
+    """The tiles of a warpgroup, one after another."""
     records = channels.tiles
     tiles = 0
     used = 0
@@ -142,11 +160,12 @@ def gradient_consumer(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
                     grad = values_step(channels, used, key_use, grad, rows, kept, adds, grid, mod, False)
                 adds = own
                 used += 1
-            if WARPGROUP == 0:
-                channels.dscores.wait(used - 1)
-                dq = start_dq(channels, used - 1, key_use, grid, 0, 0)
-                add_dq(dq, adds, channels, used - 1, key_use, grid, 0)
-            advance_turn(channels.dq.turns_ptr, adds.block)
+            if grid.has_dq:
+                if WARPGROUP == 0:
+                    channels.dscores.wait(used - 1)
+                    dq = start_dq(channels, used - 1, key_use, grid, 0, 0)
+                    add_dq(dq, adds, channels, used - 1, key_use, grid, 0)
+                advance_turn(channels.dq.turns_ptr, adds.block)
             channels.keys.release(key_use)
             key_use += 1
         if WARPGROUP == 1:

@@ -18,12 +18,13 @@ class Ring:
     """One channel: ``buffers`` [stages * parts, ...tile], and a barrier per stage for each direction.
 
     The producer calls ``acquire`` and starts a load that signals the barrier it gets, or calls ``claim``, writes, and
-    calls ``publish``. Every consumer calls ``wait``, reads, and calls ``release``.
+    calls ``publish``. Every consumer calls ``wait``, reads, and calls ``release``. The barriers are None where one
+    role keeps the buffers to itself.
     """
 
     buffers: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor | gl.constexpr
+    empty: gl.shared_memory_descriptor | gl.constexpr
     stages: gl.constexpr
     parts: gl.constexpr
 
@@ -106,15 +107,18 @@ def make_ring(dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, sta
               consumers: gl.constexpr, producers: gl.constexpr = 1, parts: gl.constexpr = 1):  # fmt: skip
     """A ring of ``stages`` uses, each published by ``producers`` roles and released by ``consumers``.
 
-    A use has a buffer of shape ``tile``, or ``parts`` of them.
+    A use has a buffer of shape ``tile``, or ``parts`` of them. Without consumers one role keeps them to itself.
     """
     buffers = gl.allocate_shared_memory(dtype, [stages * parts] + tile, layout)  # noqa: RUF005
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(stages):
-        mbarrier.init(full.index(stage), count=producers)
-        mbarrier.init(empty.index(stage), count=consumers)
-    return Ring(buffers, full, empty, stages, parts)
+    if consumers == 0:
+        return Ring(buffers, None, None, stages, parts)
+    else:
+        full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(stages):
+            mbarrier.init(full.index(stage), count=producers)
+            mbarrier.init(empty.index(stage), count=consumers)
+        return Ring(buffers, full, empty, stages, parts)
 
 
 @gluon.jit

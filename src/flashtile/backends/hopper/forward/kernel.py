@@ -32,8 +32,9 @@ _RUN_TIME = [
 
 @gluon.jit(do_not_specialize=_RUN_TIME)
 def attention_forward(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr,
-    scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr, scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch,
+    num_heads_q, group_size, left, right,
     alibi_ptr, alibi_stride_b, bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -41,13 +42,14 @@ def attention_forward(
     OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
-    MASK_CONTIGUOUS: gl.constexpr,
+    MASK_CONTIGUOUS: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; one program per SM.
 
-    Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says; pointers to lse (float32,
-    natural log, as the backend returns it), sinks, cu_seqlens, and a counter of tiles (int32, 0 before and after), the
-    last four None if absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN;
+    Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says; pointers to an output in
+    float32, which then has no descriptor, to lse (float32, natural log, as the backend returns it), to a partial result
+    (``states.Partial``), sinks, cu_seqlens, and a counter of tiles (int32, 0 before and after), all but lse None if
+    absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN;
     the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; then ``config.Config``
     and what the call has. CONTIGUOUS says that a stride of keys is 1.
     """
@@ -55,11 +57,14 @@ def attention_forward(
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, STAGES, NUM_WARPGROUPS)
     values = make_rings(dtype, BLOCK_N, BLOCK_DV, STAGES, NUM_WARPGROUPS)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, TILE_STAGES, NUM_WARPGROUPS + 1)
-    # The output leaves in pieces, through fewer buffers than pieces where it does not fit beside the rest.
-    OUT_WIDTH: gl.constexpr = out_desc.block_type.shape[4 if VARLEN else 3]
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, OUT_WIDTH], dtype)
-    out_s = gl.allocate_shared_memory(dtype, [NUM_WARPGROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
-    output = Output(out_desc, out_s, lse_ptr, sinks_ptr)
+    out_s = None
+    if out_desc is not None:
+        # The output leaves in pieces, through fewer buffers than pieces where it does not fit beside the rest.
+        OUT_WIDTH: gl.constexpr = out_desc.block_type.shape[4 if VARLEN else 3]
+        out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, OUT_WIDTH], dtype)
+        out_s = gl.allocate_shared_memory(dtype, [NUM_WARPGROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
+    output = Output(out_desc, out_s, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr, HEAD_DIM_V,
+                    BLOCK_DV)  # fmt: skip
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
                   HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip

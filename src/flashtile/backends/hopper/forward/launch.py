@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile import states
 from flashtile.backends.base import Known
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import config as configs
@@ -17,10 +18,13 @@ from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer
 from flashtile.backends.vocab.softmax import LOG2_E
 from flashtile.problem import Problem, Tensors
+from flashtile.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
+    "partial_out", "partial_lse",
 )  # fmt: skip
+_NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class ForwardPlan:
@@ -40,35 +44,60 @@ class ForwardPlan:
         q, k = tensors.q, tensors.k
         self._problem = problem
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
-        self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape
+        self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and problem.out_dtype == q.dtype
         self._like_lse = like_floats(q, problem.lse_shape(q))
         # TMA has no map of an empty tensor.
         self._is_empty = q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
-        config = config or configs.choose(problem)
-        self._is_dynamic = config.dynamic
+        self._config = config or configs.choose(problem)
+        self._is_dynamic = self._config.dynamic
         self._device = q.device
-        self._steps = (Step(forward_launch(problem, tensors, config), _OPERANDS, q.device, known),)
+        self._steps = (Step(forward_launch(problem, tensors, self._config), _OPERANDS, q.device, known),)
+        self._joining: tuple[Step] | None = None
 
-    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """Attention's output and log-sum-exp."""
+    def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+        """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
         t = tensors
-        out = torch.empty_like(t.q) if self._out_is_like_q else t.q.new_empty(self._out_shape)
+        if self._out_is_like_q:
+            out = torch.empty_like(t.q)
+        else:
+            out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
         lse = torch.empty_like(self._like_lse)
         if self._is_empty:
-            return _without_keys(self._problem, t, out, lse)
+            out, lse = _without_keys(self._problem, t, out, lse)
+            return (out, lse) if partial is None else _joined(partial, out, lse)
         counter = _counter(self._device) if self._is_dynamic else None
-        run(self._steps, (
+        steps, parts = self._steps, _NO_PARTIAL
+        if partial is not None:
+            if self._joining is None:
+                launch = forward_launch(self._problem, t, self._config, is_joined=True)
+                self._joining = (Step(launch, _OPERANDS, self._device),)
+            steps, parts = self._joining, (partial.out, partial.lse)
+        run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, counter, t.alibi_slopes, t.attn_bias,
-            t.attn_mask,
+            t.attn_mask, *parts,
         ))  # fmt: skip
         return out, lse
 
 
-def forward_launch(problem: Problem, tensors: Tensors, config: Config) -> Launch:
-    """The forward's launch: what a plan repeats and what a build compiles."""
+def _joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """``states.joined`` in out's dtype."""
+    both, lse = states.joined(partial, out, lse)
+    return both.to(out.dtype), lse
+
+
+def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
+    """The forward's launch: what a plan repeats and what a build compiles.
+
+    Args:
+        problem: The call.
+        tensors: Its tensors.
+        config: The tiles.
+        is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
+    """
     p, t = problem, tensors
+    is_wide, floats = p.out_dtype == torch.float32, Pointer(torch.float32)
     rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
     rows = config.num_warpgroups * config.block_m
     blocks = rows_q // rows + p.batch + 1 if p.varlen else -(-rows_q // rows) * p.batch
@@ -77,7 +106,10 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config) -> Launch
 
     def others() -> dict[str, Any]:
         return {
-            "lse_ptr": Pointer(torch.float32),
+            "out_ptr": floats if is_wide else None,
+            "lse_ptr": floats,
+            "partial_out_ptr": floats if is_joined else None,
+            "partial_lse_ptr": floats if is_joined else None,
             "sinks_ptr": t.sinks,
             "cu_seqlens_q_ptr": t.cu_seqlens_q,
             "cu_seqlens_k_ptr": t.cu_seqlens_k,
@@ -89,12 +121,14 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config) -> Launch
             **tensor_maps.pair_arguments(p, t),
             **constants(p, config),
             "HAS_EDGES": has_edges,
+            # Nothing else is read or written column by column, and one build serves several.
+            "HEAD_DIM_V": p.head_dim_v if is_wide or is_joined else None,
         }
 
     sizes = {**_tensor_maps(p, t, config), "seqlen_q": rows_q, "seqlen_k": rows_k, "batch": p.batch}
     programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_q)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_forward, programs, sizes, options, others, (config, has_edges))
+    return Launch(attention_forward, programs, sizes, options, others, (config, has_edges, is_wide, is_joined))
 
 
 def _tensor_maps(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
@@ -107,7 +141,7 @@ def _tensor_maps(problem: Problem, tensors: Tensors, config: Config) -> dict[str
         "q_desc": tensor_maps.rows_map(q, config.block_m, cols, varlen),
         "k_desc": tensor_maps.rows_map(k, config.block_n, cols, varlen),
         "v_desc": tensor_maps.rows_map(v, config.block_n, cols_v, varlen),
-        "out_desc": out,
+        "out_desc": None if problem.out_dtype == torch.float32 else out,
     }
 
 

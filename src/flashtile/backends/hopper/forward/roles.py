@@ -10,6 +10,8 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     also,
     load,
     of_rows,
+    pieces,
+    start_of,
     store,
     wait_for_products,
     zero_accumulators,
@@ -98,12 +100,29 @@ def load_block(desc, rings, use, records, tiles, n_block, sizes, COLS: gl.conste
 
 @aggregate
 class Output:
-    """Where a consumer's results go: the output's descriptor and its shared buffers, lse, and the sinks or None."""
+    """Where a consumer's results go, and what joins them.
 
-    desc: tma.tensor_descriptor
-    buffers: gl.shared_memory_descriptor
+    Attributes:
+        desc: The output's descriptor, or None: it is float32 and written from registers.
+        buffers: Shared memory through which TMA stores it, or None.
+        ptr: The output in float32, or None.
+        lse_ptr: lse.
+        partial_out_ptr: The output over other keys, or None.
+        partial_lse_ptr: Its lse.
+        sinks_ptr: The sinks or None.
+        head_dim_v: Columns of what is read or written from registers; None if nothing is.
+        block_dv: Columns of a tile.
+    """
+
+    desc: tma.tensor_descriptor | gl.constexpr
+    buffers: gl.shared_memory_descriptor | gl.constexpr
+    ptr: gl.tensor | gl.constexpr
     lse_ptr: gl.tensor
+    partial_out_ptr: gl.tensor | gl.constexpr
+    partial_lse_ptr: gl.tensor | gl.constexpr
     sinks_ptr: gl.tensor | gl.constexpr
+    head_dim_v: gl.constexpr
+    block_dv: gl.constexpr
 
 
 @gluon.jit
@@ -113,7 +132,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 16])
     zeros = gl.zeros([BLOCK_M, sizes.block_n], gl.float32, s_layout)
     # Of the probabilities, nothing but dtype and layout is used.
-    like = gl.convert_layout(zeros.to(output.desc.dtype), gl.DotOperandLayout(0, s_layout, 2))
+    like = gl.convert_layout(zeros.to(channels.keys[0].buffers.dtype), gl.DotOperandLayout(0, s_layout, 2))
     rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
     tiles = 0
     used = 0
@@ -185,7 +204,7 @@ def start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.con
 
 @gluon.jit
 def epilogue(accs, row_max, row_sum, records, tiles, output, sizes, WARPGROUP: gl.constexpr):
-    """Normalises a tile's output, and stores it and lse."""
+    """Normalises a tile's output, merges it with that over other keys, and stores it and lse."""
     rows_layout: gl.constexpr = row_max.type.layout
     where = query_rows(records, tiles, sizes)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
@@ -199,11 +218,51 @@ def epilogue(accs, row_max, row_sum, records, tiles, output, sizes, WARPGROUP: g
         scale = scale * factor
     else:
         scale, lse = softmax.finalise(row_max, total)
-    out = ()
-    for i in gl.static_range(len(accs)):
-        out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(output.desc.dtype))
+    if output.partial_out_ptr is None and output.desc is not None:
+        out = ()
+        for i in gl.static_range(len(accs)):
+            out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(output.desc.dtype))
+    else:
+        row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
+        out, lse = join_partial(accs, scale, lse, where, row, output, sizes)
     row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
-    stages: gl.constexpr = output.buffers.shape[0] // sizes.num_warpgroups
-    store(output.desc, out, output.buffers, WARPGROUP * stages, stages, where, row)
+    if output.desc is not None:
+        stages: gl.constexpr = output.buffers.shape[0] // sizes.num_warpgroups
+        store(output.desc, out, output.buffers, WARPGROUP * stages, stages, where, row)
     rows = row + gl.arange(0, sizes.block_m, rows_layout)
     gl.store(output.lse_ptr + lse_offset(where, sizes) + rows, lse, mask=rows < where.length)
+
+
+@gluon.jit
+def join_partial(accs, scale, lse, where, row, output, sizes):
+    """(out, lse): a warpgroup's rows from ``row`` on, merged with the partial result if there is one.
+
+    Columns go a few at a time, so that what is read takes few registers. An output in float32 is stored here.
+    """
+    start = where.b.to(gl.int64) * sizes.seqlen_q
+    if sizes.varlen:
+        start = where.start.to(gl.int64)
+    out = ()
+    joined_lse = lse
+    for i in gl.static_range(len(accs)):
+        # Of an output that TMA stores, as many as its box has.
+        most: gl.constexpr = 64 if output.desc is None else output.desc.block_type.shape[4 if sizes.varlen else 3]
+        width: gl.constexpr = min(accs[i].shape[1], most)
+        parts = pieces(accs[i] * of_rows(scale, accs[i])[:, None], width)
+        for j in gl.static_range(len(parts)):
+            x = parts[j]
+            rows = row + gl.arange(0, sizes.block_m, gl.SliceLayout(1, x.type.layout))
+            cols = start_of(output.block_dv, i) + j * width + gl.arange(0, width, gl.SliceLayout(0, x.type.layout))
+            inside = (rows < where.length)[:, None] & (cols < output.head_dim_v)[None, :]
+            at = ((start + rows) * sizes.num_heads_q + where.head)[:, None] * output.head_dim_v + cols[None, :]
+            if output.partial_out_ptr is not None:
+                more_lse_at = output.partial_lse_ptr + lse_offset(where, sizes) + rows
+                more_lse = gl.load(more_lse_at, mask=rows < where.length, other=float("-inf"))
+                more = gl.load(output.partial_out_ptr + at, mask=inside, other=0.0)
+                x, log_sum = softmax.merge(x, of_rows(lse, x), more, more_lse)
+                joined_lse = gl.convert_layout(log_sum, lse.type.layout)
+            if output.desc is None:
+                gl.store(output.ptr + at, x, mask=inside)
+            else:
+                out = also(out, x.to(output.desc.dtype))
+    return out, joined_lse

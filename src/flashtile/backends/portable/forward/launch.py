@@ -32,26 +32,18 @@ _OPERANDS = (
 class ForwardPlan:
     """The forward of calls with the same layouts and options; see ``Backend.plan_forward``."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        out_dtype: torch.dtype | None = None,
-        known: Known | None = None,
-    ) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> None:
         """Prepares the launch.
 
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors with the call's layouts.
-            out_dtype: The output's dtype; q's if None.
             known: See ``Backend``.
         """
         q = tensors.q
         self._problem, self._known = problem, known
-        self._out_dtype = out_dtype or problem.dtype
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
-        self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and self._out_dtype == q.dtype
+        self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and problem.out_dtype == q.dtype
         self._like_lse = like_floats(q, problem.lse_shape(q))
         self._steps: dict[object, tuple[Step]] = {}
 
@@ -59,13 +51,13 @@ class ForwardPlan:
         """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
         t = tensors
         like_q = self._out_is_like_q
-        out = torch.empty_like(t.q) if like_q else t.q.new_empty(self._out_shape, dtype=self._out_dtype)
+        out = torch.empty_like(t.q) if like_q else t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
         lse = torch.empty_like(self._like_lse)
         key = (partial is None, overridden())
         steps = self._steps.get(key)
         if steps is None:
             config = choose(self._problem)
-            launch = forward_launch(self._problem, t, self._out_dtype, config, is_joined=partial is not None)
+            launch = forward_launch(self._problem, t, config, is_joined=partial is not None)
             steps = self._steps[key] = (Step(launch, _OPERANDS, t.q.device, self._known),)
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         run(steps, (
@@ -75,15 +67,12 @@ class ForwardPlan:
         return out, lse
 
 
-def forward_launch(
-    problem: Problem, tensors: Tensors, out_dtype: torch.dtype, config: Config, *, is_joined: bool = False
-) -> Launch:
+def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 
     Args:
         problem: The call.
         tensors: Its tensors.
-        out_dtype: The output's dtype.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
     """
@@ -98,7 +87,7 @@ def forward_launch(
         floats = Pointer(torch.float32)
         return {
             **common_arguments(problem, tensors, config),
-            "out_ptr": Pointer(out_dtype),
+            "out_ptr": Pointer(problem.out_dtype),
             "lse_ptr": floats,
             "sinks_ptr": tensors.sinks,
             "partial_out_ptr": floats if is_joined else None,
@@ -107,5 +96,5 @@ def forward_launch(
             "MASK_ALL": config.mask_all,
         }
 
-    programs, key = num_programs(problem, tensors, config.block_m), (config, out_dtype, is_joined)
+    programs, key = num_programs(problem, tensors, config.block_m), (config, problem.out_dtype, is_joined)
     return Launch(attention_forward, programs, sizes, config.options(), others, key)

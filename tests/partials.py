@@ -1,0 +1,102 @@
+"""A call in pieces of its keys, each starting from what those before left: every backend must make it whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashtile import reference
+from flashtile.backends.base import Forward
+from flashtile.masks import Band
+from flashtile.problem import Problem, Tensors
+from flashtile.states import Partial
+from tests.cases import Call, Case, assert_close, build
+
+# Keys counted from each sequence's end at which it is cut: each piece has its band at an offset of its own.
+CHAINS: tuple[tuple[Case, tuple[int, ...]], ...] = (
+    (Case("full", batch=1, seqlen_q=150, seqlen_k=260, head_dim=64, sinks=True), (130, 130, 64)),
+    (Case("causal", batch=2, seqlen_q=200, seqlen_k=150, kv_heads=1, head_dim=72, causal=True), (90, 33)),
+    (Case("window", batch=1, seqlen_q=140, seqlen_k=200, head_dim=128, window=(70, 9), softcap=5.0, mask="bqk"), (70,)),
+    (Case("wide_v", batch=1, seqlen_q=70, seqlen_k=150, head_dim=64, head_dim_v=96, sinks=True, causal=True), (50,)),
+    (Case("odd_256", batch=1, seqlen_q=90, seqlen_k=130, kv_heads=1, head_dim=200, alibi="h", bias="hk"), (60,)),
+    (Case("varlen", batch=3, lengths=((70, 130), (0, 64), (100, 90)), head_dim=64, causal=True, spare=5), (40,)),
+    (Case("varlen_128", batch=2, lengths=((130, 150), (9, 40)), kv_heads=1, head_dim=128, sinks=True), (40,)),
+)  # fmt: skip
+
+
+def _piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tuple[Problem, Tensors]:
+    """The call on the keys of each sequence from ``start`` to ``stop`` before its end."""
+    t = replace(call.tensors, **{name: x.detach() for name, x in vars(call.tensors).items() if x is not None})
+    lengths = [k for _, k in call.case.lengths] or [t.k.shape[1]]
+    spans = [(0 if start is None else max(0, n - start), n - stop) for n in lengths]
+    (first, last), keys = spans[0], slice(*spans[0])
+    changes: dict[str, Tensor | None] = {}
+    if t.cu_seqlens_k is not None:
+        bounds = t.cu_seqlens_k.tolist()
+        rows = torch.cat([torch.arange(b + i, b + j) for b, (i, j) in zip(bounds, spans, strict=False)])
+        changes["k"], changes["v"] = t.k[rows], t.v[rows]
+        changes["cu_seqlens_k"] = torch.tensor([0, *(j - i for i, j in spans)]).cumsum(0).int()
+    else:
+        changes["k"], changes["v"] = t.k[:, keys], t.v[:, keys]
+        if t.attn_mask is not None:
+            changes["attn_mask"] = t.attn_mask[..., keys]
+        if t.attn_bias is not None:
+            changes["attn_bias"] = t.attn_bias[..., keys]
+        if t.alibi_slopes is not None and stop:
+            # Distances are counted from the last key: here from one further to the left.
+            distance = (
+                torch.arange(t.q.shape[1])[:, None] + t.k.shape[1] - t.q.shape[1] - torch.arange(first, last)
+            ).abs()
+            bias = -t.alibi_slopes[:, None, None] * distance
+            changes["alibi_slopes"] = None
+            changes["attn_bias"] = bias if t.attn_bias is None else bias + t.attn_bias[..., keys].float()
+    if not has_sinks:
+        changes["sinks"] = None
+    t, band, p = replace(t, **changes), call.problem.band, call.problem
+    left, right = (None if x is None else x + by for x, by in ((band.left, -stop), (band.right, stop)))
+    longest = {f"max_seqlen_{x}": n for x, n in (("q", p.seqlen_q), ("k", max(j - i for i, j in spans)))}
+    lengths_known = longest if p.varlen else {}
+    made = Problem.build(t, Band(left, right), softmax_scale=p.softmax_scale, softcap=p.softcap, **lengths_known)
+    return made, t
+
+
+def judge_chain(
+    plan: Callable[[Problem, Tensors], Forward],
+    case: Case,
+    cuts: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    exact: bool = True,
+) -> None:
+    """Asserts the error rule for the last of a chain, and that 16 bits of it are rounded once.
+
+    Args:
+        plan: A backend's ``plan_forward``.
+        case: The whole call.
+        cuts: Where to cut it.
+        dtype: Of q, k and v.
+        exact: Whether the plan's arithmetic before that rounding is the same for both dtypes.
+    """
+    call = build(case, dtype)
+    edges = [None, *cuts, 0]
+    partial: Partial | None = None
+    for n, (start, stop) in enumerate(itertools.pairwise(edges)):
+        problem, tensors = _piece(call, start, stop, has_sinks=n == 1)
+        before = partial
+        out, lse = plan(problem.but(out_dtype=torch.float32), tensors)(tensors, before)
+        assert out.dtype == lse.dtype == torch.float32 and out.is_contiguous()
+        # What an empty state's out contains is nobody's business.
+        is_empty = (lse == -torch.inf).transpose(-1, -2)[..., None]
+        partial = Partial(torch.where(is_empty, torch.nan, out).contiguous(), lse)
+    upcast = call.upcast()
+    want = reference.attention(upcast.problem, upcast.tensors)
+    low = reference.attention(call.problem, call.tensors, dtype)
+    for name, got, right, plain in zip(("out", "lse"), (out, lse), want, low, strict=True):
+        assert_close(name, got, right.detach(), plain.detach())
+    short, short_lse = plan(problem, tensors)(tensors, before)
+    assert short.dtype == dtype and torch.equal(short_lse, lse)
+    assert not exact or torch.equal(short, out.to(dtype))
