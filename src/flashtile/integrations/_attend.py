@@ -13,6 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from flashtile.api import attention
 from flashtile.errors import InvalidInputError, UnsupportedError
 
+_THEIR_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_bias": "attn_mask"}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The last two are what a tensor becomes while torch.compile or torch.export traces.
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
@@ -59,7 +60,9 @@ def attend(
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         out: Any = attention(q, k, v, softmax_scale=scale, dropout_p=dropout_p, deterministic=deterministic, **keywords)
-    except (InvalidInputError, UnsupportedError) as error:
+    except InvalidInputError as error:
+        return str(error.renamed(_THEIR_NAMES))
+    except UnsupportedError as error:
         return "; ".join(str(error).splitlines())
     shape = (*lead, q.shape[2], q.shape[1], v.shape[3])
     return out.transpose(1, 2).reshape(shape[-max(query.dim(), key.dim(), value.dim()) :])
