@@ -303,8 +303,8 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
         if sizes[axis] == 0:
             raise InvalidInputError(owner, f"{axis} is 0, must be at least 1")
     if sizes["num_heads_q"] % sizes["num_heads_kv"]:
-        heads, divisor = sizes["num_heads_q"], sizes["num_heads_kv"]
-        raise InvalidInputError("q", f"num_heads_q is {heads}, must be a multiple of k's num_heads_kv {divisor}")
+        heads = f"num_heads_q is {sizes['num_heads_q']}, must be a multiple of k's num_heads_kv {sizes['num_heads_kv']}"
+        raise InvalidInputError("q", f"{heads}; heads are the dimension after seqlen")
     for name, row, x in rows[3:]:
         axes.bind(name, x, row)
     return sizes
