@@ -576,6 +576,19 @@ def test_dropout_in_training_alone() -> None:
     assert not torch.equal(first, plain) and torch.equal(run(None, training=True, dropout=0.5), first)
 
 
+def test_deterministic_algorithms_are_passed_on() -> None:
+    seen = []
+    for given, everywhere in ((False, False), (True, False), (False, True)):
+        torch.use_deterministic_algorithms(everywhere)
+        try:
+            with mock.patch.object(integration.flashtile, "attention", wraps=integration.flashtile.attention) as spy:
+                run(None, deterministic=given)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        seen.append(spy.call_args.kwargs["deterministic"])
+    assert seen == [False, True, True]
+
+
 def test_bias_has_a_gradient_beside_any_mask() -> None:
     bias = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     keep = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]

@@ -115,9 +115,10 @@ def _unfit(given: tuple[Tensor, ...], lead: tuple[int, ...], dropout_p: float, e
         return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         return f"dropout_p {dropout_p}"
-    fit = "" if lead != (-1,) and min(query.dim(), key.dim(), value.dim()) > 1 else "shapes"
+    if lead == (-1,) or min(query.dim(), key.dim(), value.dim()) < 2:
+        return _SHAPES
     heads, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
-    if fit or 0 in (heads, heads_k, query.shape[-1], value.shape[-1]) or heads_k != heads_v:
+    if 0 in (heads, heads_k, query.shape[-1], value.shape[-1]) or heads_k != heads_v:
         return _SHAPES
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         return _SHAPES

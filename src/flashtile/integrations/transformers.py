@@ -132,7 +132,7 @@ def attention(
         "softcap": kwargs.get("softcap") or 0.0,
         "sinks": kwargs.get("s_aux"),
         "dropout_p": (kwargs.get("dropout") or 0.0) if module.training else 0.0,
-        "deterministic": bool(kwargs.get("deterministic")),
+        "deterministic": bool(kwargs.get("deterministic")) or torch.are_deterministic_algorithms_enabled(),
     }
     written: Tensor | None = None
     if bounds is None and q.shape[1] == k.shape[1]:
