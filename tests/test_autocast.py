@@ -68,6 +68,16 @@ def test_is_the_call_on_cast_tensors_bit_for_bit(name: str, dtype: torch.dtype) 
             assert got.dtype == torch.float32 and torch.equal(got, other)
 
 
+def test_forward_mode_is_that_of_the_cast_tensors() -> None:
+    """Its sums are in float32 all the same, as outside autocast."""
+    q = leaves("q")["q"].detach()
+    dq = torch.randn_like(q)
+    want = torch.func.jvp(lambda q: flashtile.attention(q, q, q), (q.bfloat16(),), (dq.bfloat16(),))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.func.jvp(lambda q: flashtile.attention(q, q, q), (q,), (dq,))
+    assert got[1].dtype == torch.bfloat16 and torch.equal(got[1], want[1])
+
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,8 +132,8 @@ def a_module_cut_within_a_head_is_refused(mesh: DeviceMesh) -> None:
     x = normal(2, 6, 32)
     for kv_heads, names, message in (
         (1, ("q_proj", "k_proj", "v_proj"), "k_proj: gives 4 features, must be whole heads of 8"),
-        (2, ("q_proj",), "k_proj: gives 2 heads where q_proj gives 2, must be 2 to 4"),
-        (2, ("q_proj", "k_proj"), "v_proj: gives 2 heads where q_proj gives 2, must be 2 to 4"),
+        (2, ("q_proj",), "k_proj: gives 2 heads and q_proj 2, but whole they have 2 and 4; shard them alike"),
+        (2, ("q_proj", "k_proj"), "v_proj: gives 2 heads and q_proj 2, but whole they have 2 and 4; shard them alike"),
     ):
         module = nn.MultiheadAttention(32, 4, num_kv_heads=kv_heads, dtype=torch.float64)
         plan(module, mesh, True, *names)
@@ -157,6 +159,23 @@ def work(rank: int, path: str) -> None:
 
 def test_two_processes(tmp_path: Path) -> None:
     mp.spawn(work, (str(tmp_path / "meeting"),), nprocs=2)
+
+
+LATER = """
+import sys
+import flashtile, torch, torch.distributed as dist
+assert "torch.distributed.tensor" not in sys.modules
+finders = len(sys.meta_path)
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+assert len(sys.meta_path) == finders - 1
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+q = distribute_tensor(torch.randn(1, 3, 2, 8), init_device_mesh("cpu", (1,)), [Shard(2)])
+assert flashtile.attention(q, q, q).placements == (Shard(2),)
+"""
+
+
+def test_dtensor_may_be_imported_after_flashtile() -> None:
+    subprocess.run([sys.executable, "-c", LATER], check=True, timeout=120)
 
 
 @pytest.fixture

@@ -256,6 +256,15 @@ def test_what_changes_between_two_calls_is_honoured(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(grads[1:], [grads[0]] * 2)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+def test_jit_trace_is_refused() -> None:
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    for x in (q, q.detach()):
+        flashtile.attention(x, x, x)  # a cached plan changes nothing
+        with pytest.raises(UnsupportedError, match="torch.jit.trace"):
+            torch.jit.trace(lambda x: flashtile.attention(x, x, x), x)
+
+
 def test_a_second_derivative_is_refused() -> None:
     q = torch.randn(1, 3, 1, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(flashtile.attention(q, q, q).sum(), q, create_graph=True)

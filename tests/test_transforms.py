@@ -329,6 +329,27 @@ def test_forward_mode_of_samples() -> None:
         equal(jacfwd(call)(extra), jacrev(call)(extra))
 
 
+def test_forward_mode_of_a_value_that_vjp_returns() -> None:
+    """A first derivative: the level of reverse mode, which is inside, must hand the tangents on."""
+    q, dq = normal(1, 5, 2, 4), normal(1, 5, 2, 4, seed=1)
+
+    def f(q: Tensor) -> Tensor:
+        return causal(q, q, q)
+
+    equal(jvp(lambda q: vjp(f, q)[0], (q,), (dq,))[1], jvp(f, (q,), (dq,))[1])
+
+
+def test_forward_mode_discards_nan_of_masked_pairs() -> None:
+    q, k, dq = normal(1, 5, 2, 4), normal(1, 6, 2, 4, seed=1), normal(1, 5, 2, 4, seed=2)
+    keep = torch.arange(6) < 5
+    nan = k.index_fill(1, torch.tensor(5), torch.nan)
+
+    def along(k: Tensor, v: Tensor) -> Tensor:
+        return jvp(lambda q: flashtile.attention(q, k, v, attn_mask=keep), (q,), (dq,))[1]
+
+    equal(along(nan, k), along(k, k))
+
+
 def test_slopes_have_no_tangent() -> None:
     q, slopes = normal(1, 5, 2, 4), torch.ones(2)
     with pytest.raises(InvalidInputError, match="alibi_slopes: has a tangent"):

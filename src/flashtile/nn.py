@@ -182,12 +182,10 @@ class MultiheadAttention(nn.Module):
 
     def _check_heads(self, q: int, k: int, v: int) -> None:
         """Refuses a shard whose query heads would meet other key heads than without sharding."""
-        whole = self.num_heads, self.num_kv_heads
         for name, kv in (("k_proj", k), ("v_proj", v)):
             if self.num_kv_heads > 1 and q * self.num_kv_heads != kv * self.num_heads:
-                raise InvalidInputError(
-                    name, f"gives {kv} heads where q_proj gives {q}, must be {whole[1]} to {whole[0]}"
-                )
+                whole = f"whole they have {self.num_kv_heads} and {self.num_heads}; shard them alike"
+                raise InvalidInputError(name, f"gives {kv} heads and q_proj {q}, but {whole}")
 
     def _options(self) -> dict:
         plain = {name: getattr(self, name) for name in _DEFAULTS if name != "dropout"}

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashtile.arguments import DTYPES as DTYPES
 from flashtile.arguments import TENSORS, Argument, Grads, Options, check_tensor, differentiable
 from flashtile.arguments import Tensors as Tensors
-from flashtile.errors import InvalidInputError
+from flashtile.errors import InvalidInputError, UnsupportedError
 from flashtile.masks import Band
 
 
@@ -178,7 +178,11 @@ class Problem:
 
         Raises:
             InvalidInputError: Naming the argument that does not match.
+            UnsupportedError: The call is traced by ``torch.jit.trace``.
         """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            # Sizes are tensors there, launches are not recorded, and what is recorded holds for one length alone.
+            raise UnsupportedError("torch.jit.trace cannot record attention; torch.compile and torch.export can")
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
         q, bias, packed = t.q, t.attn_bias, t.cu_seqlens_q is not None
         return cls(
@@ -303,8 +307,8 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
         if sizes[axis] == 0:
             raise InvalidInputError(owner, f"{axis} is 0, must be at least 1")
     if sizes["num_heads_q"] % sizes["num_heads_kv"]:
-        heads, divisor = sizes["num_heads_q"], sizes["num_heads_kv"]
-        raise InvalidInputError("q", f"num_heads_q is {heads}, must be a multiple of k's num_heads_kv {divisor}")
+        heads = f"num_heads_q is {sizes['num_heads_q']}, must be a multiple of k's num_heads_kv {sizes['num_heads_kv']}"
+        raise InvalidInputError("q", f"{heads}; heads are the dimension after seqlen")
     for name, row, x in rows[3:]:
         axes.bind(name, x, row)
     return sizes

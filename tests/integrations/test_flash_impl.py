@@ -104,6 +104,26 @@ def test_dropout_in_the_backward_is_that_of_the_forward() -> None:
     torch.testing.assert_close(dv, out.detach().sum(-2).unsqueeze(-1).expand_as(dv))
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_deterministic_algorithms_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    backward = _flash_impl.flash_attn._flash_attn_backward
+
+    def spy(*given: Any) -> Any:
+        seen.append(given[-2])
+        return backward(*given)
+
+    monkeypatch.setattr(_flash_impl.flash_attn, "_flash_attn_backward", spy)
+    tensors = leaves((1, 2, 5, 16), (1, 2, 5, 16), (1, 2, 5, 16))
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            aten._scaled_dot_product_flash_attention(*tensors)[0].sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
 @pytest.mark.usefixtures("on_cpu")
 def test_packed_operator_runs_pytorchs_varlen_attn(window: tuple[int, int]) -> None:

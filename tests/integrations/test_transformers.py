@@ -348,6 +348,17 @@ def test_packed_positions_that_the_mask_does_not_show_are_refused(more: dict[str
     with pytest.raises(UnsupportedError, match="^position_ids: are those of packed sequences"):
         model(**given | more)
     torch.testing.assert_close(model(**given | more | bounds()).logits, want)
+    # A buffer of positions that served before is looked at again once it was written to.
+    positions = torch.arange(SEQLEN)[None]
+    looking = mock.patch.object(
+        integration, "find_packed_sequence_indices", wraps=integration.find_packed_sequence_indices
+    )
+    with looking as look:
+        model(**given | more | {"position_ids": positions})
+    look.assert_called_once()  # for both layers
+    positions.copy_(given["position_ids"])
+    with pytest.raises(UnsupportedError, match="^position_ids: are those of packed sequences"):
+        model(**given | more | {"position_ids": positions})
 
 
 def test_packed_sequences_of_several_rows() -> None:
@@ -409,6 +420,15 @@ def test_masks_of_the_user(form: str) -> None:
     want = model(tokens, attention_mask=additive).logits
     enable(model)
     torch.testing.assert_close(model(tokens, attention_mask=keep if form == "bool" else additive).logits, want)
+
+
+def test_masks_of_three_dimensions_are_refused() -> None:
+    """They would broadcast by accident; transformers' own attention fails on them."""
+    model = make("llama").eval()
+    enable(model)
+    for shape in ((BATCH, 1, SEQLEN), (BATCH, SEQLEN, SEQLEN)):
+        with pytest.raises(InvalidInputError, match="attention_mask: has 3 dimensions, must have 2"):
+            model(inputs("llama")["input_ids"], attention_mask=torch.ones(shape, dtype=torch.bool))
 
 
 def test_bidirectional_decoder() -> None:
@@ -528,6 +548,12 @@ def test_lazy_masks_move() -> None:
     want = keys[0] & torch.ones(9, 9, dtype=torch.bool).tril()
     assert torch.equal(made.to(torch.float32), want[None, None].float())
     assert torch.equal(copy.copy(made).dense(), want[None, None])
+    config = hf.LlamaConfig(attn_implementation=enable())
+    given = dict(config=config, inputs_embeds=torch.empty(1, 4, 8), attention_mask=None, past_key_values=None)
+    packed_rows = create_causal_mask(**given, position_ids=torch.tensor([[0, 1, 0, 1]]))
+    assert packed_rows.bounds()[0].tolist() == [0, 2, 4]
+    with mock.patch.object(LazyMask, "bounds", lambda self: self._bounds):
+        assert packed_rows.to("meta").bounds() is None  # to be found on the new device
 
 
 def test_windows_of_a_layer_without_a_mask() -> None:
@@ -537,6 +563,8 @@ def test_windows_of_a_layer_without_a_mask() -> None:
     both = torch.ones(6, 6, dtype=torch.bool).tril(2).triu(-2)[None, None]
     assert torch.equal(run(None, sliding_window=3, is_causal=False), run(both))
     torch.testing.assert_close(run(None, 1, 6, sliding_window=3), run(band[:, :, -1:], 1, 6))
+    full = integration.mask(BATCH, 1, 6, 5, allow_is_causal_skip=True)  # a mask counts more than the layer
+    assert torch.equal(run(full, 1, 6, sliding_window=3), run(None, 1, 6))
 
 
 def test_dropout_in_training_alone() -> None:
@@ -546,6 +574,19 @@ def test_dropout_in_training_alone() -> None:
     first = run(None, training=True, dropout=0.5)
     torch.manual_seed(0)
     assert not torch.equal(first, plain) and torch.equal(run(None, training=True, dropout=0.5), first)
+
+
+def test_deterministic_algorithms_are_passed_on() -> None:
+    seen = []
+    for given, everywhere in ((False, False), (True, False), (False, True)):
+        torch.use_deterministic_algorithms(everywhere)
+        try:
+            with mock.patch.object(integration.flashtile, "attention", wraps=integration.flashtile.attention) as spy:
+                run(None, deterministic=given)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        seen.append(spy.call_args.kwargs["deterministic"])
+    assert seen == [False, True, True]
 
 
 def test_bias_has_a_gradient_beside_any_mask() -> None:
@@ -598,7 +639,7 @@ REFUSED = {
         "position_bias", None, bounds() | {"position_bias": torch.zeros(1, 4, 6, 6)},
     ),
     "a mask of another shape": ("attention_mask", integration.mask(BATCH, 7, 7, allow_is_causal_skip=True), {}),
-    "integer mask": ("attn_mask", torch.ones(BATCH, 1, 6, 6, dtype=torch.long), {}),
+    "integer mask": ("attention_mask", torch.ones(BATCH, 1, 6, 6, dtype=torch.long), {}),
 }  # fmt: skip
 
 
@@ -637,6 +678,8 @@ def test_models_that_compute_their_own_attention_are_refused() -> None:
         enable(hf.LongT5Model(config))
     with pytest.raises(UnsupportedError, match="a Linear"):
         enable(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match="a type, which holds no PreTrainedModel"):
+        enable(hf.LlamaForCausalLM)
 
 
 def test_one_line_switches_a_model_and_another_one_back() -> None:

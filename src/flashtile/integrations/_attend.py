@@ -13,6 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from flashtile.api import attention
 from flashtile.errors import InvalidInputError, UnsupportedError
 
+_THEIR_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_bias": "attn_mask"}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The last two are what a tensor becomes while torch.compile or torch.export traces.
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
@@ -59,7 +60,9 @@ def attend(
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         out: Any = attention(q, k, v, softmax_scale=scale, dropout_p=dropout_p, deterministic=deterministic, **keywords)
-    except (InvalidInputError, UnsupportedError) as error:
+    except InvalidInputError as error:
+        return str(error.renamed(_THEIR_NAMES))
+    except UnsupportedError as error:
         return "; ".join(str(error).splitlines())
     shape = (*lead, q.shape[2], q.shape[1], v.shape[3])
     return out.transpose(1, 2).reshape(shape[-max(query.dim(), key.dim(), value.dim()) :])
@@ -112,9 +115,10 @@ def _unfit(given: tuple[Tensor, ...], lead: tuple[int, ...], dropout_p: float, e
         return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         return f"dropout_p {dropout_p}"
-    fit = "" if lead != (-1,) and min(query.dim(), key.dim(), value.dim()) > 1 else "shapes"
+    if lead == (-1,) or min(query.dim(), key.dim(), value.dim()) < 2:
+        return _SHAPES
     heads, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
-    if fit or 0 in (heads, heads_k, query.shape[-1], value.shape[-1]) or heads_k != heads_v:
+    if 0 in (heads, heads_k, query.shape[-1], value.shape[-1]) or heads_k != heads_v:
         return _SHAPES
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         return _SHAPES

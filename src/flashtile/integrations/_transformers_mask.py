@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from flashtile.errors import InvalidInputError
+
 
 class LazyMask:
     """A mask that is described and not written out. Whatever else a model does with it, it does with the tensor.
@@ -95,16 +97,19 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     config: Any = None,
     **kwargs: Any,
-) -> Tensor | LazyMask | None:
+) -> Tensor | LazyMask:
     """The mask function of transformers; its arguments are those of ``masking_utils.sdpa_mask``.
 
     Returns:
         A ``LazyMask`` for full and causal attention, padding, windows, packed sequences and caches; where nothing but
-        padding is masked, a bool tensor ``(batch, 1, q_length, kv_length)`` whose rows are one in memory; None for a
-        query that sees all keys; for any other mask the bool tensor, written out.
+        padding is masked, a bool tensor ``(batch, 1, q_length, kv_length)`` whose rows are one in memory; for any other
+        mask the bool tensor, written out.
     """
     if isinstance(attention_mask, LazyMask):  # made by the model around this one
         return attention_mask
+    if attention_mask is not None and attention_mask.dim() != 2:
+        wanted = "must have 2, (batch, keys), or 4, (batch, heads, queries, keys)"
+        raise InvalidInputError("attention_mask", f"has {attention_mask.dim()} dimensions, {wanted}")
     tracing = is_tracing(attention_mask)
 
     def write() -> Tensor:
@@ -138,8 +143,8 @@ def mask(
         return found
     if found.keys is not None:
         return found.keys[:, None, None, :].expand(found.shape)
-    # None would leave it to the layer whether it is causal, which not every layer knows.
-    return None if q_length == 1 else found
+    # Not None, with which a layer would follow its own is_causal and sliding_window; not every layer knows them.
+    return found
 
 
 def _band(

@@ -45,7 +45,8 @@ _REFUSED = {
     "output_attentions": "attention weights are never formed; switch to attn_implementation='eager' for them",
 }
 
-_looked_at: weakref.ref[Tensor] | None = None  # the last position_ids that held no packed sequences
+# The last position_ids that held no packed sequences, and how often it had been written to.
+_looked_at: tuple[weakref.ref[Tensor], int] | None = None
 _explained: contextvars.ContextVar[Counter[str] | None] = contextvars.ContextVar("_explained", default=None)
 
 
@@ -64,7 +65,8 @@ def enable(model: PreTrainedModel | None = None) -> str:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     if model is not None:
-        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        parts = [part for part in modules if isinstance(part, PreTrainedModel)]
         fixed = sorted({type(part).__name__ for part in parts if not _is_replaceable(part)})
         if not parts or fixed:
             what = ", ".join(fixed) or f"a {type(model).__name__}, which holds no PreTrainedModel,"
@@ -130,7 +132,7 @@ def attention(
         "softcap": kwargs.get("softcap") or 0.0,
         "sinks": kwargs.get("s_aux"),
         "dropout_p": (kwargs.get("dropout") or 0.0) if module.training else 0.0,
-        "deterministic": bool(kwargs.get("deterministic")),
+        "deterministic": bool(kwargs.get("deterministic")) or torch.are_deterministic_algorithms_enabled(),
     }
     written: Tensor | None = None
     if bounds is None and q.shape[1] == k.shape[1]:
@@ -152,8 +154,9 @@ def attention(
             written = lazy.dense()
         if written is None:
             options |= {"causal": lazy.causal, "window_size": lazy.window}
-    elif attention_mask.dim() != 4:
-        raise InvalidInputError("attention_mask", f"has {attention_mask.dim()} dimensions at the layer, must have 4")
+    elif attention_mask.dim() != 4 or not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
+        found = f"{attention_mask.dtype} of {attention_mask.dim()} dimensions"
+        raise InvalidInputError("attention_mask", f"is {found} at the layer, must be bool or float of 4")
     else:
         written = attention_mask
     if written is not None and written.dtype.is_floating_point:
@@ -188,13 +191,15 @@ def _refuse_packed_positions(position_ids: Tensor | None, mask: Tensor | LazyMas
     tells_apart = isinstance(mask, Tensor) or (isinstance(mask, LazyMask) and (mask.packed or mask.keys is not None))
     if position_ids is None or position_ids.dim() != 2 or tells_apart or is_tracing(position_ids):
         return
-    if _looked_at is None or _looked_at() is not position_ids:  # looked at once for all layers: it waits for the device
+    # Looked at once for all layers, since it waits for the device.
+    version = 0 if position_ids.is_inference() else position_ids._version
+    if _looked_at is None or _looked_at[0]() is not position_ids or _looked_at[1] != version:
         if find_packed_sequence_indices(position_ids) is not None:
             raise UnsupportedError(
                 "position_ids: are those of packed sequences, which the model's mask does not separate; pass "
                 "cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, or neither attention_mask nor a cache"
             )
-        _looked_at = weakref.ref(position_ids)
+        _looked_at = (weakref.ref(position_ids), version)
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
