@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -308,3 +309,10 @@ def test_slopes_sinks_and_bounds_of_any_strides(backend: str) -> None:
         call = functools.partial(flashtile.attention_varlen, x, x, x, backend=backend)
         want = call(bounds, bounds, alibi_slopes=slopes, sinks=sinks.contiguous())
         assert torch.equal(call(column(bounds), column(bounds), alibi_slopes=column(slopes), sinks=sinks), want)
+
+
+def test_explain_takes_every_argument_of_a_call():
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    assert flashtile.explain(q, k, v, return_lse=True) == flashtile.explain(q, k, v)
+    of_call = inspect.signature(flashtile.attention_varlen).parameters
+    assert set(inspect.signature(flashtile.explain).parameters) == set(of_call)

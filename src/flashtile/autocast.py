@@ -23,8 +23,9 @@ def cast(tensors: Tensors, device_type: str) -> Tensors:
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     names = ("q", "k", "v")
-    return dataclasses.replace(tensors, **{name: _cast(getattr(tensors, name), dtype) for name in names})
+    return dataclasses.replace(tensors, **{name: cast_one(getattr(tensors, name), dtype) for name in names})
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_one(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as autocast has it: floats in its dtype, but for float64."""
     return x.to(dtype) if x.dtype.is_floating_point and x.dtype != torch.float64 else x

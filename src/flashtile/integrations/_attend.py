@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from flashtile.api import attention
+from flashtile.autocast import cast_one
 from flashtile.errors import InvalidInputError, UnsupportedError
 
 _THEIR_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_bias": "attn_mask"}
@@ -96,7 +97,7 @@ def _autocast(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return given
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in given)
+    return tuple(cast_one(x, dtype) for x in given)
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
