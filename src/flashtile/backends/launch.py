@@ -18,6 +18,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.bool: "i1",
 }
 

@@ -1,0 +1,623 @@
+"""Attention over a cache of keys and values in Triton, of few query rows or many.
+
+The query heads of a group are rows of one tile, so a key is read once for all of them. A sequence's keys are cut into
+splits, by a rule that looks at the sequence alone; a work item is one split of BLOCK_M rows of one key head. Programs
+take items by turns. The program that finishes a tile's last split merges all of them in their order, so the result does
+not depend on which program that was. Mathematics: docs/algorithm.md, "The monoid". Source: Dao, Haziza, Massa and
+Sizov 2023, "Flash-Decoding"; Milakov and Gimelshein 2018, arXiv:1805.02867.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.vocab import scores, softmax
+from flashtile.backends.vocab.mask import Band, MaskMod
+from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod, Terms
+
+
+class Queries(NamedTuple):
+    """The queries: (batch, rows, num_heads_q, DIM), or packed.
+
+    Attributes:
+        ptr: Their address.
+        stride_b: In elements, as the next two.
+        stride_row: Of rows.
+        stride_head: Of heads.
+        cu_seqlens_ptr: (batch + 1,) int32 if packed, else None.
+        length: Rows of a sequence, or of all packed ones together.
+    """
+
+    ptr: Any
+    stride_b: Any
+    stride_row: Any
+    stride_head: Any
+    cu_seqlens_ptr: Any
+    length: Any
+
+
+class Lengths(NamedTuple):
+    """What keys each sequence has, by (batch,) int32 tensors.
+
+    Attributes:
+        cached_ptr: Keys before this call.
+        leftpad_ptr: The first key that counts; None for 0.
+        cu_seqlens_new_ptr: Bounds of packed new keys, (batch + 1,), or None.
+        num_new: New keys of each sequence where they are not packed.
+        entries_ptr: Which entry of the cache is the sequence's; None for its own number.
+    """
+
+    cached_ptr: Any
+    leftpad_ptr: Any
+    cu_seqlens_new_ptr: Any
+    num_new: Any
+    entries_ptr: Any
+
+
+class Cache(NamedTuple):
+    """Keys or values, (entries, rows, heads, DIM), with the scales of 8-bit ones.
+
+    Attributes:
+        ptr: Their address.
+        stride_b: Of entries: sequences or pages; in elements, as the next two.
+        stride_row: Of rows.
+        stride_head: Of heads.
+        scale_ptr: float32 by head, or by entry and head; None for 1.
+        scale_stride_b: Of entries of the scales, 0 if they are by head alone.
+    """
+
+    ptr: Any
+    stride_b: Any
+    stride_row: Any
+    stride_head: Any
+    scale_ptr: Any
+    scale_stride_b: Any
+
+
+class Pages(NamedTuple):
+    """The table of pages, (batch, pages) int32; ptr is None for a cache by sequence."""
+
+    ptr: Any
+    stride_b: Any
+
+
+class Results(NamedTuple):
+    """Where results go.
+
+    Attributes:
+        out_ptr: Like q, head_dim_v wide, with the strides that follow.
+        stride_b: In elements, as the next two.
+        stride_row: Of rows.
+        stride_head: Of heads.
+        lse_ptr: Contiguous (batch, num_heads_q, rows), or packed (num_heads_q, rows), float32.
+        acc_ptr: float32 [slots, head_dim_v]: a row's sum of one split, unnormalised; None if nothing is ever split.
+        max_ptr: float32 [slots]: its maximum, base 2.
+        sum_ptr: float32 [slots]: its denominator.
+        counters_ptr: int32, 0 between launches: the splits of a tile that have been stored.
+        sinks_ptr: (num_heads_q,), or None.
+    """
+
+    out_ptr: Any
+    stride_b: Any
+    stride_row: Any
+    stride_head: Any
+    lse_ptr: Any
+    acc_ptr: Any
+    max_ptr: Any
+    sum_ptr: Any
+    counters_ptr: Any
+    sinks_ptr: Any
+
+
+class Splitting(NamedTuple):
+    """How keys are cut into splits, see ``config.Splitting``; constants, so it is only passed as an argument."""
+
+    PROGRAMS: Any
+    FEWEST_KEYS: Any
+    MOST_KEYS: Any
+    MOST_SPLITS: Any
+    MOST_ROWS: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers of the call and its tiles; holds constants, so it is only passed as an argument, never assigned.
+
+    Attributes:
+        batch: Sequences.
+        num_heads_kv: Key heads.
+        GROUP: Query heads of each.
+        capacity: Keys that a sequence can have at most.
+        PAGE_SIZE: Rows of a page.
+        DIM: head_dim, then of v, then of both as tiles have them.
+        DIM_V: See DIM.
+        BLOCK_D: See DIM.
+        BLOCK_DV: See DIM.
+        BLOCK_M: Rows of a tile.
+        BLOCK_N: Keys of a block.
+        MERGE_ROWS: Rows of a tile that can exist, a power of two.
+        MERGE_SPLITS: Splits that are merged at once, a power of two.
+        splitting: ``Splitting``.
+        SEARCH: Sequences looked at together when an item's is looked for.
+        BITS: Whether the cache holds e4m3 numbers as bytes, which the kernel decodes.
+        BY_PAGE: Whether scales differ from page to page.
+    """
+
+    batch: Any
+    num_heads_kv: Any
+    GROUP: Any
+    capacity: Any
+    PAGE_SIZE: Any
+    DIM: Any
+    DIM_V: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    MERGE_ROWS: Any
+    MERGE_SPLITS: Any
+    splitting: Any
+    SEARCH: Any
+    BITS: Any
+    BY_PAGE: Any
+
+
+class Shape(NamedTuple):
+    """Lengths of one sequence, or of many.
+
+    Attributes:
+        first_row: Of a packed sequence.
+        num_rows: Queries.
+        low: First key that some row may keep.
+        high: The end of the keys: new ones included.
+        num_tiles: Tiles of a key head.
+        num_splits: Splits of a tile.
+        chunk: Keys of a split, a multiple of BLOCK_N; the first begins at low, rounded down to such a multiple.
+    """
+
+    first_row: Any
+    num_rows: Any
+    low: Any
+    high: Any
+    num_tiles: Any
+    num_splits: Any
+    chunk: Any
+
+
+@triton.jit
+def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
+    """Splits of a tile and keys of each; ``config.Splitting.cut`` is the same in Python.
+
+    Args:
+        keys: That some row may keep.
+        rows: Packed rows: queries times group size.
+        num_tiles: Tiles of these rows.
+        num_heads_kv: Key heads.
+        BLOCK_N: Keys of a block.
+        splitting: ``Splitting``.
+    """
+    most = tl.minimum(tl.maximum(splitting.MOST_ROWS // tl.maximum(rows, 1), 1), splitting.MOST_SPLITS)
+    wanted = tl.maximum(splitting.PROGRAMS // tl.maximum(num_tiles * num_heads_kv, 1), 1)
+    chunk = tl.minimum(tl.maximum((keys + wanted - 1) // wanted, splitting.FEWEST_KEYS), splitting.MOST_KEYS)
+    chunk = tl.maximum(chunk, (keys + most - 1) // most)
+    chunk = (chunk + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    return tl.maximum((keys + chunk - 1) // chunk, 1), chunk
+
+
+@triton.jit
+def shape_of(b, queries, lengths, band, sizes):
+    """The ``Shape`` of sequence b, a number or a tensor; beyond the batch there are no keys.
+
+    For packed queries, b == batch stands for the rows past the last sequence.
+    """
+    BLOCK_M: tl.constexpr = sizes.BLOCK_M
+    BLOCK_N: tl.constexpr = sizes.BLOCK_N
+    exists = b < sizes.batch
+    first_row, num_rows = b * 0, tl.where(exists, queries.length, 0)
+    if queries.cu_seqlens_ptr is not None:
+        first_row = tl.load(queries.cu_seqlens_ptr + b, mask=b <= sizes.batch, other=0)
+        stop = tl.load(queries.cu_seqlens_ptr + b + 1, mask=exists, other=0)
+        num_rows = tl.where(exists, stop, tl.where(b == sizes.batch, queries.length, first_row)) - first_row
+    high = tl.load(lengths.cached_ptr + b, mask=exists, other=0)
+    if lengths.cu_seqlens_new_ptr is not None:
+        high += tl.load(lengths.cu_seqlens_new_ptr + b + 1, mask=exists, other=0)
+        high -= tl.load(lengths.cu_seqlens_new_ptr + b, mask=exists, other=0)
+    else:
+        high = tl.where(exists, high + lengths.num_new, 0)
+    high = tl.minimum(high, sizes.capacity)
+    low = b * 0
+    if lengths.leftpad_ptr is not None:
+        low = tl.maximum(tl.load(lengths.leftpad_ptr + b, mask=exists, other=0), 0)
+    if band.left is not None:
+        low = tl.maximum(low, high - num_rows - band.left)
+    rows = num_rows * sizes.GROUP
+    num_tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
+    num_splits, chunk = cut(keys, rows, num_tiles, sizes.num_heads_kv, BLOCK_N, sizes.splitting)
+    return Shape(first_row, num_rows, low, high, num_tiles, num_splits, chunk)
+
+
+@triton.jit
+def find_sequence(item, queries, lengths, band, sizes):
+    """Which sequence an item belongs to.
+
+    Returns:
+        The sequence, -1 if there is no such item; the items before it; the slots of rows before it.
+    """
+    SEARCH: tl.constexpr = sizes.SEARCH
+    count = sizes.batch
+    if queries.cu_seqlens_ptr is not None:
+        count += 1
+    found, before, slots_before = -1, 0, tl.full((), 0, tl.int64)
+    items_so_far, slots_so_far = 0, tl.full((), 0, tl.int64)
+    for first in range(0, count, SEARCH):
+        b = first + tl.arange(0, SEARCH)
+        shape = shape_of(b, queries, lengths, band, sizes)
+        items = shape.num_tiles * shape.num_splits * sizes.num_heads_kv
+        slots = tl.where(shape.num_splits > 1, shape.num_splits * shape.num_rows, 0).to(tl.int64)
+        slots *= sizes.GROUP * sizes.num_heads_kv
+        ends = items_so_far + tl.cumsum(items, 0)
+        here = (ends > item) & (ends - items <= item)
+        earlier = ends <= item
+        found += tl.sum(tl.where(here, b + 1, 0))
+        before += tl.sum(tl.where(earlier, items, 0))
+        slots_before += tl.sum(tl.where(earlier, slots, 0))
+        items_so_far += tl.sum(items)
+        slots_so_far += tl.sum(slots)
+    return found, before, slots_before
+
+
+@triton.jit
+def decoded(tile, BITS: tl.constexpr):
+    """e4m3 numbers as float16. From bytes, 2^-8 times their values: the exponents differ in their bias alone."""
+    if BITS:
+        bits = tile.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        half = tl.where((bits & 0x7F) == 0x7F, float("nan"), half)
+    else:
+        half = tile.to(tl.float16)
+    return half
+
+
+@triton.jit
+def load_block(cache, base, page, row, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """A block [BLOCK_N, BLOCK_DIM] of keys or values; what is not ``inside``, and columns past DIM, are 0."""
+    col = tl.arange(0, BLOCK_DIM)[None, :]
+    at = base + (page * cache.stride_b + row * cache.stride_row)[:, None] + col
+    if DIM == BLOCK_DIM:
+        tile = tl.load(at, mask=inside[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=inside[:, None] & (col < DIM), other=0.0)
+    return tile
+
+
+@triton.jit
+def place_keys(first, key, inside, b, pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of every key of a block and its row there, int64; the page is 0 in a cache by sequence.
+
+    The table is read only for keys inside: its other entries may hold anything. One page may hold a whole block.
+    """
+    page, row = tl.full((), 0, tl.int64), key
+    if pages.ptr is not None:
+        table = pages.ptr + tl.cast(b, tl.int64) * pages.stride_b
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
+            row = first % PAGE_SIZE + (key - first)
+        else:
+            page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            row = key % PAGE_SIZE
+    return page, row.to(tl.int64)
+
+
+@triton.jit
+def scale_of(cache, entry, h_kv, sizes):
+    """The factor of all keys (or values) of an item, float32; scales that differ from page to page are left out."""
+    factor = 1.0
+    if sizes.BITS:
+        factor = 256.0
+    if cache.scale_ptr is not None and not sizes.BY_PAGE:
+        factor *= tl.load(cache.scale_ptr + tl.cast(entry, tl.int64) * cache.scale_stride_b + h_kv)
+    return factor
+
+
+@triton.jit
+def page_scales(cache, page, h_kv, inside):
+    """The scale of every key of a block, [BLOCK_N] float32; 0 for those not ``inside``."""
+    at = cache.scale_ptr + page * cache.scale_stride_b + h_kv + tl.zeros(inside.shape, tl.int64)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def attend(q, q_scale, i, keys, place, kv, sizes, pairs):
+    """The softmax state of a tile's rows over the keys of one split.
+
+    Args:
+        q: [BLOCK_M, BLOCK_D], in the dtype that products take.
+        q_scale: [BLOCK_M] float32, a factor of the products; None for 1.
+        i: [BLOCK_M, 1] position of each row.
+        keys: First key that counts, end of the keys, first block, end of the blocks.
+        place: Sequence, entry of the cache, key head.
+        kv: ``Cache`` of keys, ``Cache`` of values, ``Pages``.
+        sizes: ``Sizes``.
+        pairs: ``scores.Pairs``.
+
+    Returns:
+        acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] in base 2, and row_sum [BLOCK_M], all float32.
+    """
+    BLOCK_N: tl.constexpr = sizes.BLOCK_N
+    INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
+    band, h_kv = pairs.terms.band, place[2]
+    entry, head64 = tl.cast(place[1], tl.int64), tl.cast(h_kv, tl.int64)
+    k_base = kv[0].ptr + entry * kv[0].stride_b + head64 * kv[0].stride_head
+    v_base = kv[1].ptr + entry * kv[1].stride_b + head64 * kv[1].stride_head
+    acc = tl.zeros([q.shape[0], sizes.BLOCK_DV], tl.float32)
+    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
+    for n in tl.range(keys[2], keys[3]):
+        key = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (key >= keys[0]) & (key < keys[1])
+        page, row = place_keys(n * BLOCK_N, key, inside, place[0], kv[2], sizes.PAGE_SIZE, BLOCK_N)
+        k = load_block(kv[0], k_base, page, row, inside, sizes.DIM, sizes.BLOCK_D)
+        if k.dtype != q.dtype:
+            k = decoded(k, sizes.BITS).to(q.dtype)
+        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+        if q_scale is not None:
+            product *= q_scale[:, None]
+        if sizes.BY_PAGE and kv[0].scale_ptr is not None:
+            product *= page_scales(kv[0], page, h_kv, inside)[None, :]
+        x, scale_log2, _derivative = scores.transform(product, pairs, i, key[None, :], False)
+        x = tl.where(inside[None, :], x, float("-inf"))
+        if band.right is not None:
+            x = tl.where(key[None, :] <= i + band.right, x, float("-inf"))
+        if band.left is not None:
+            x = tl.where(key[None, :] >= i - band.left, x, float("-inf"))
+        probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
+        v = load_block(kv[1], v_base, page, row, inside, sizes.DIM_V, sizes.BLOCK_DV)
+        if v.dtype != q.dtype:
+            v = decoded(v, sizes.BITS).to(q.dtype)
+        acc = acc * rescale[:, None]
+        if sizes.BY_PAGE and kv[1].scale_ptr is not None:
+            # Relative to the block's largest, so that float16 probabilities do not underflow.
+            scale = page_scales(kv[1], page, h_kv, inside)
+            largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
+            shares = (probs * (scale / largest)[None, :]).to(q.dtype)
+            acc += tl.dot(shares, v, input_precision=INPUT_PRECISION) * largest
+        else:
+            acc = tl.dot(probs.to(q.dtype), v, acc, input_precision=INPUT_PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def load_queries(queries, b, first_row, row, h, exists, sizes):
+    """Packed rows [BLOCK_M, BLOCK_D]: ``row`` of the sequence and query head ``h`` of each; 0 where not ``exists``."""
+    col = tl.arange(0, sizes.BLOCK_D)[None, :]
+    start = first_row.to(tl.int64) * queries.stride_row
+    if queries.cu_seqlens_ptr is None:
+        start = tl.cast(b, tl.int64) * queries.stride_b
+    at = start + row.to(tl.int64) * queries.stride_row + h.to(tl.int64) * queries.stride_head
+    return tl.load(queries.ptr + at[:, None] + col, mask=exists[:, None] & (col < sizes.DIM), other=0.0)
+
+
+@triton.jit
+def as_half(q):
+    """Rows as float16, divided by powers of two that keep them in its range; and these powers.
+
+    Exact but for elements below 2^-14 of their row's largest, whose error is 2^-25 of it.
+    """
+    top = tl.max(tl.abs(q.to(tl.float32)), 1)
+    power = tl.exp2(tl.floor(tl.log2(tl.where(top > 0.0, top, 1.0))))
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
+
+
+@triton.jit
+def store_rows(acc, row_max, row_sum, b, first_row, row, h, exists, queries, results, sizes):
+    """Normalises rows and stores their output and lse; sinks join here, once."""
+    if results.sinks_ptr is not None:
+        sink = tl.load(results.sinks_ptr + h).to(tl.float32)
+        sink = tl.where(b < sizes.batch, sink, float("-inf"))
+        rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink)
+        acc = acc * rescale[:, None]
+    scale, lse = softmax.finalise(row_max, row_sum)
+    out = tl.where(scale[:, None] == 0.0, 0.0, acc * scale[:, None])
+    num_heads, row64, h64 = sizes.num_heads_kv * sizes.GROUP, row.to(tl.int64), h.to(tl.int64)
+    if queries.cu_seqlens_ptr is None:
+        start = tl.cast(b, tl.int64) * results.stride_b
+        lse_at = (tl.cast(b, tl.int64) * num_heads + h64) * queries.length + row64
+    else:
+        start = first_row.to(tl.int64) * results.stride_row
+        lse_at = h64 * queries.length + first_row + row64
+    col = tl.arange(0, out.shape[1])[None, :]
+    at = start + row64 * results.stride_row + h64 * results.stride_head
+    out = out.to(results.out_ptr.dtype.element_ty)
+    tl.store(results.out_ptr + at[:, None] + col, out, mask=exists[:, None] & (col < sizes.DIM_V))
+    tl.store(results.lse_ptr + lse_at, lse, mask=exists)
+
+
+@triton.jit
+def store_split(acc, row_max, row_sum, slot, exists, results, sizes):
+    """Stores the softmax state of a tile's rows over one split."""
+    col = tl.arange(0, acc.shape[1])[None, :]
+    at = results.acc_ptr + slot[:, None] * sizes.DIM_V + col
+    tl.store(at, acc, mask=exists[:, None] & (col < sizes.DIM_V))
+    tl.store(results.max_ptr + slot, row_max, mask=exists)
+    tl.store(results.sum_ptr + slot, row_sum, mask=exists)
+
+
+@triton.jit
+def merge_splits(slot, pitch, num_splits, exists, results, sizes):
+    """The softmax state of a tile's rows over all its splits, joined in their order.
+
+    Args:
+        slot: [MERGE_ROWS] int64, each row's slot of the first split.
+        pitch: Slots from one split to the next.
+        num_splits: At least 2.
+        exists: [MERGE_ROWS].
+        results: ``Results``.
+        sizes: ``Sizes``.
+    """
+    ROWS: tl.constexpr = sizes.MERGE_ROWS
+    WIDE: tl.constexpr = sizes.BLOCK_DV
+    AT_ONCE: tl.constexpr = sizes.MERGE_SPLITS
+    col = tl.arange(0, WIDE)[None, None, :]
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
+    for first in range(0, num_splits, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        at = slot[None, :] + split.to(tl.int64)[:, None] * pitch  # [AT_ONCE, ROWS]
+        there = (split < num_splits)[:, None] & exists[None, :]
+        # Past the first-level cache, which does not see what other multiprocessors store.
+        tops = tl.load(results.max_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(results.sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        wide = there[:, :, None] & (col < sizes.DIM_V)
+        parts = tl.load(results.acc_ptr + at[:, :, None] * sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
+        row_max, origin, rescale = softmax.raise_max(row_max, tl.max(tops, 0), True)
+        weights = tl.exp2(tops - origin[None, :])
+        row_sum = row_sum * rescale + tl.sum(weights * sums, 0)
+        acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def rows_of_tile(first, h_kv, num_rows, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Row and query head of the packed rows of a tile, and which exist; a row that does not is given as 0."""
+    packed = first + tl.arange(0, BLOCK)
+    row, h = packed // GROUP, h_kv * GROUP + packed % GROUP
+    exists = row < num_rows
+    return tl.where(exists, row, 0), h, exists
+
+
+@triton.jit
+def attend_tile(q, i, keys, place, kv, sizes, pairs):
+    """``attend`` with the scales of 8-bit keys and values."""
+    if kv[0].ptr.dtype.element_ty == q.dtype:
+        acc, row_max, row_sum = attend(q, None, i, keys, place, kv, sizes, pairs)
+    else:
+        k_scale = scale_of(kv[0], place[1], place[2], sizes)
+        if q.dtype == tl.bfloat16:
+            half, power = as_half(q)
+            acc, row_max, row_sum = attend(half, power * k_scale, i, keys, place, kv, sizes, pairs)
+        else:
+            ones = tl.full([q.shape[0]], 1.0, tl.float32)
+            acc, row_max, row_sum = attend(q, ones * k_scale, i, keys, place, kv, sizes, pairs)
+        acc *= scale_of(kv[1], place[1], place[2], sizes)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def finish_tile(base, pitch, first, h_kv, b, shape, queries, results, sizes):
+    """Merges the splits of a tile, whose first slot is ``base``, and stores its results."""
+    row, h, exists = rows_of_tile(first, h_kv, shape.num_rows, sizes.MERGE_ROWS, sizes.GROUP)
+    slot = base + tl.arange(0, sizes.MERGE_ROWS)
+    acc, row_max, row_sum = merge_splits(slot, pitch, shape.num_splits, exists, results, sizes)
+    store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)
+
+
+@triton.jit
+def run_item(item, b, before, slots_before, queries, lengths, kv, results, sizes, terms):
+    """Attends to one split for one tile of rows, and finishes the tile if it was the last of its splits to be stored."""
+    BLOCK_M: tl.constexpr = sizes.BLOCK_M
+    BLOCK_N: tl.constexpr = sizes.BLOCK_N
+    GROUP: tl.constexpr = sizes.GROUP
+    band = terms.band
+    shape = shape_of(b, queries, lengths, band, sizes)
+    tile, split = (item - before) // shape.num_splits, (item - before) % shape.num_splits
+    h_kv, first = tile // shape.num_tiles, tile % shape.num_tiles * BLOCK_M
+    row, h, exists = rows_of_tile(first, h_kv, shape.num_rows, BLOCK_M, GROUP)
+    q = load_queries(queries, b, shape.first_row, row, h, exists, sizes)
+    # Rows past the last packed sequence have no keys, but addresses must exist for them too.
+    valid_b = tl.minimum(b, sizes.batch - 1)
+    entry = valid_b
+    if lengths.entries_ptr is not None:
+        entry = tl.load(lengths.entries_ptr + valid_b)
+    if kv[2].ptr is not None:
+        entry = 0
+    shift = shape.high - shape.num_rows
+    start = shape.low // BLOCK_N * BLOCK_N + split * shape.chunk
+    stop = tl.minimum(start + shape.chunk, shape.high)
+    if band.right is not None:
+        last_row = tl.minimum((first + BLOCK_M - 1) // GROUP, shape.num_rows - 1)
+        stop = tl.minimum(stop, last_row + shift + band.right + 1)
+    if band.left is not None:
+        start = tl.maximum(start, (first // GROUP + shift - band.left) // BLOCK_N * BLOCK_N)
+    acc, row_max, row_sum = attend_tile(
+        q, (row + shift)[:, None], (shape.low, shape.high, start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N),
+        (valid_b, entry, h_kv), kv, sizes,
+        Pairs(terms, scores.head_of(terms, valid_b, h[:, None], shape.num_rows, shape.high)),
+    )  # fmt: skip
+    if results.acc_ptr is None:
+        store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)
+    elif shape.num_splits == 1:
+        store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)
+    else:
+        pitch = shape.num_rows * GROUP
+        base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_splits * pitch + first
+        slot = base + tl.cast(split, tl.int64) * pitch + tl.arange(0, BLOCK_M)
+        store_split(acc, row_max, row_sum, slot, exists, results, sizes)
+        # All threads have stored before one of them says so.
+        tl.debug_barrier()
+        counter = results.counters_ptr + before + tile * shape.num_splits
+        if tl.atomic_add(counter, 1, sem="acq_rel") == shape.num_splits - 1:
+            finish_tile(base, pitch, first, h_kv, b, shape, queries, results, sizes)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def run_items(queries, lengths, kv, results, sizes, terms):
+    """This program's items."""
+    item = tl.program_id(0)
+    b, before, slots_before = find_sequence(item, queries, lengths, terms.band, sizes)
+    while b >= 0:
+        run_item(item, b, before, slots_before, queries, lengths, kv, results, sizes, terms)
+        item += tl.num_programs(0)
+        b, before, slots_before = find_sequence(item, queries, lengths, terms.band, sizes)
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"])
+def cache_attention(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, max_ptr, sum_ptr, counters_ptr, cached_ptr, leftpad_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_new_ptr, entries_ptr, pages_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
+    v_stride_b, v_stride_row, v_stride_head, out_stride_b, out_stride_row, out_stride_head,
+    pages_stride_b, alibi_stride_b, k_scale_stride_b, v_scale_stride_b,
+    batch, seqlen_q, num_heads_kv, num_new, capacity, left, right, scale, param,
+    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, FEWEST_KEYS: tl.constexpr,
+    MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_ROWS: tl.constexpr, SEARCH: tl.constexpr,
+    BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention over a cache; programs take items by turns, as many programs as the device runs at once."""
+    run_items(
+        Queries(q_ptr, q_stride_b, q_stride_row, q_stride_head, cu_seqlens_q_ptr, seqlen_q),
+        Lengths(cached_ptr, leftpad_ptr, cu_seqlens_new_ptr, num_new, entries_ptr),
+        (
+            Cache(k_ptr, k_stride_b, k_stride_row, k_stride_head, k_scale_ptr, k_scale_stride_b),
+            Cache(v_ptr, v_stride_b, v_stride_row, v_stride_head, v_scale_ptr, v_scale_stride_b),
+            Pages(pages_ptr, pages_stride_b),
+        ),
+        Results(
+            out_ptr, out_stride_b, out_stride_row, out_stride_head, lse_ptr, acc_ptr, max_ptr, sum_ptr, counters_ptr,
+            sinks_ptr,
+        ),
+        Sizes(
+            batch, num_heads_kv, GROUP, capacity, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+            MERGE_ROWS, MERGE_SPLITS, Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_ROWS), SEARCH,
+            BITS, BY_PAGE,
+        ),
+        Terms(
+            scale, SCALE_FIRST, INPUT_PRECISION,
+            (
+                ScoreMod(SCORE_MOD, None, None, param),
+                ScoreMod(None if alibi_ptr is None else scores.alibi, None, scores.slope_of_head,
+                         Alibi(alibi_ptr, alibi_stride_b)),
+                ScoreMod(None, None, None, None),
+            ),
+            Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
+            (MaskMod(None, None, None, None), MaskMod(None, None, None, None)),
+            None,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,312 @@
+"""Host code of attention over a cache: the launches of a call, and the plan that repeats them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.base import Known
+from flashtile.backends.decode.append import cache_append
+from flashtile.backends.decode.config import Config, choose, overridden
+from flashtile.backends.decode.kernel import cache_attention
+from flashtile.backends.host import Step, like_floats, run
+from flashtile.backends.launch import Launch, Pointer, row_strides
+from flashtile.backends.vocab import scores
+from flashtile.kvcache.arguments import CacheTensors
+from flashtile.problem import Problem
+
+_OPERANDS = (
+    "out", "lse", "q", "k", "v", "cached", "leftpad", "cu_seqlens_q", "cu_seqlens_new", "entries", "pages", "alibi",
+    "sinks", "k_scale", "v_scale", "acc", "counters",
+)  # fmt: skip
+_APPEND_OPERANDS = (
+    "k", "v", "k_cache", "v_cache", "q", "turned", "cached", "starts", "entries", "pages", "cu_seqlens_new",
+    "cu_seqlens_q", "cos", "sin", "k_scale", "v_scale",
+)  # fmt: skip
+_HEADS_AT_ONCE = 16
+
+
+class DecodePlan:
+    """Attention over a cache, of calls with the same layouts and options; see ``Backend.plan_decode``."""
+
+    def __init__(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> None:
+        """Prepares the launches.
+
+        Args:
+            problem: A call that the backend's capabilities cover.
+            tensors: Tensors with the call's layouts.
+            known: Unused: a new batch size makes a new plan.
+        """
+        t = tensors
+        self._problem = problem
+        self._like_lse = like_floats(t.q, problem.lse_shape(t.q))
+        self._turns = t.rotary_cos is not None
+        self._append: tuple[Step] | None = None
+        if t.k is not None:
+            launch = append_launch(problem, t)
+            self._append = (Step(launch, _APPEND_OPERANDS, t.q.device),)
+        self._steps: dict[Config | None, tuple[Step, int, int]] = {}
+
+    def __call__(self, tensors: CacheTensors) -> Tensor:
+        """Appends if there are new keys, writes ``tensors.out``, returns lse."""
+        t, q = tensors, tensors.q
+        turned = torch.empty_like(q, memory_format=torch.contiguous_format) if self._turns else None
+        if self._append is not None:
+            run(self._append, (
+                t.k, t.v, t.k_cache, t.v_cache, q, turned, t.cache_seqlens,
+                t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens, t.cache_batch_idx, t.page_table,
+                t.cu_seqlens_k_new, t.cu_seqlens_q, t.rotary_cos, t.rotary_sin, t.k_scale, t.v_scale,
+            ))  # fmt: skip
+        lse = torch.empty_like(self._like_lse)
+        key = overridden()
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = self._make(t)
+        step, floats, counters = found
+        workspace = None if not floats else torch.empty(floats, dtype=torch.float32, device=q.device)
+        run((step,), (
+            t.out, lse, q if turned is None else turned, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
+            t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, t.k_scale,
+            t.v_scale, workspace, zeros(q.device, counters) if counters else None,
+        ))  # fmt: skip
+        return lse
+
+    def _make(self, t: CacheTensors) -> tuple[Step, int, int]:
+        problem, config = self._problem, choose(self._problem)
+        bounds = Bounds(problem, t, config)
+        launch = attention_launch(problem, t, config, multiprocessors(t.q.device))
+        return Step(launch, _OPERANDS, t.q.device), bounds.floats, bounds.counters
+
+
+class Bounds:
+    """The most that a call may need, whatever its lengths turn out to be.
+
+    Attributes:
+        items: Work items.
+        slots: Rows of splits in the workspace; 0 if nothing is ever split.
+        floats: Size of the workspace.
+        counters: Of tiles.
+    """
+
+    def __init__(self, problem: Problem, tensors: CacheTensors, config: Config) -> None:
+        p, cut = problem, config.splitting
+        group, heads, capacity = p.group_size, p.num_heads_kv, p.keys.length
+        if p.varlen:
+            rows = tensors.q.shape[0] * group
+            splits = cut.bound(capacity, group, 1, heads)
+            most = p.batch * max(cut.most_rows, cut.most_splits)
+            self.items = heads * (
+                -(-rows // config.block_m) + p.batch + 1 + p.batch * (cut.most_rows // config.block_m + splits)
+            )
+            slots = heads * min(rows * splits, most)
+        else:
+            rows = p.seqlen_q * group
+            tiles = -(-rows // config.block_m)
+            splits = cut.bound(capacity, rows, tiles, heads)
+            self.items = p.batch * heads * tiles * splits
+            slots = p.batch * heads * rows * splits
+        self.slots = slots if splits > 1 else 0
+        # The sums and maxima begin on 16 bytes.
+        self.slots = -(-self.slots // 4) * 4
+        self.floats = self.slots * (p.head_dim_v + 2)
+        self.counters = self.items if self.slots else 0
+
+
+_CHUNK = 1 << 18
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+_spare: dict[torch.device, list[Tensor]] = {}
+
+
+def zeros(device: torch.device, count: int) -> Tensor:
+    """Counters of 0, which every launch leaves at 0, so that no other kernel need set them.
+
+    Launches on one stream follow one another and share them. A captured launch gets its own, since graphs may be
+    replayed on any stream.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        spare = _spare.get(device)
+        if not spare or len(spare[0]) < count:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        found, spare[0] = spare[0][:count], spare[0][-(-count // 4) * 4 :]
+        return found
+    key = (device, stream)
+    counters = _counters.get(key)
+    if counters is None or len(counters) < count:
+        counters = _counters[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    if device not in _spare:
+        _spare[device] = [torch.zeros(_CHUNK, dtype=torch.int32, device=device)]
+    return counters
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 2 for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _bytes_of(cache: Tensor, decoded_by_kernel: bool) -> Tensor:
+    return cache.view(torch.uint8) if decoded_by_kernel and cache.dtype == torch.float8_e4m3fn else cache
+
+
+def _scale_stride(scale: Tensor | None) -> int:
+    return scale.stride(0) if scale is not None and scale.dim() == 2 else 0
+
+
+def _rows(name: str, tensor: Tensor) -> dict[str, int]:
+    return row_strides(name, tensor)
+
+
+def decodes_bits(problem: Problem) -> bool:
+    """Whether the kernel decodes e4m3 numbers itself: GPUs before sm_89 have no instruction for it."""
+    have = problem.compute_capability
+    return problem.precision.kv.itemsize == 1 and (have is None or have < (8, 9))
+
+
+def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
+    """The launch of the attention; k_ptr and v_ptr are the caches."""
+    p, t, cut = problem, tensors, config.splitting
+    bounds, bits = Bounds(p, t, config), decodes_bits(p)
+    floats, block_d, block_dv = Pointer(torch.float32), padded(p.head_dim), padded(p.head_dim_v)
+    rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
+    merge_rows = _power_of_two(rows)
+    count = p.batch + p.varlen
+    new = t.k is not None and t.cu_seqlens_k_new is None
+    k_scale_stride, v_scale_stride = _scale_stride(t.k_scale), _scale_stride(t.v_scale)
+    arguments: dict[str, Any] = {
+        "q_ptr": t.q if t.rotary_cos is None else Pointer(t.q.dtype),
+        "k_ptr": _bytes_of(t.k_cache, bits),
+        "v_ptr": _bytes_of(t.v_cache, bits),
+        "out_ptr": t.out,
+        "lse_ptr": floats,
+        "acc_ptr": floats if bounds.slots else None,
+        "max_ptr": Pointer(torch.float32, "acc", 4 * bounds.slots * p.head_dim_v) if bounds.slots else None,
+        "sum_ptr": Pointer(torch.float32, "acc", 4 * bounds.slots * (p.head_dim_v + 1)) if bounds.slots else None,
+        "counters_ptr": Pointer(torch.int32) if bounds.slots else None,
+        "cached_ptr": t.cache_seqlens,
+        "leftpad_ptr": t.cache_leftpad,
+        "cu_seqlens_q_ptr": t.cu_seqlens_q,
+        "cu_seqlens_new_ptr": None if t.k is None else t.cu_seqlens_k_new,
+        "entries_ptr": t.cache_batch_idx,
+        "pages_ptr": t.page_table,
+        "alibi_ptr": t.alibi_slopes,
+        "sinks_ptr": t.sinks,
+        "k_scale_ptr": t.k_scale,
+        "v_scale_ptr": t.v_scale,
+        **row_strides("q", t.q if t.rotary_cos is None else t.q.contiguous()),
+        **row_strides("k", t.k_cache),
+        **row_strides("v", t.v_cache),
+        **row_strides("out", t.out),
+        "pages_stride_b": 0 if t.page_table is None else t.page_table.stride(0),
+        "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
+        "k_scale_stride_b": k_scale_stride,
+        "v_scale_stride_b": v_scale_stride,
+        "batch": p.batch,
+        "seqlen_q": t.q.shape[-3],
+        "num_heads_kv": p.num_heads_kv,
+        "num_new": t.k.shape[1] if t.k is not None and new else 0,
+        "capacity": p.keys.length,
+        "left": p.band.left or 0,
+        "right": p.band.right or 0,
+        "scale": p.softmax_scale,
+        "param": p.softcap,
+        "GROUP": p.group_size,
+        "PAGE_SIZE": p.keys.page_size,
+        "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "MERGE_ROWS": merge_rows,
+        "MERGE_SPLITS": max(1, 8192 // (merge_rows * block_dv)),
+        "PROGRAMS": cut.programs,
+        "FEWEST_KEYS": cut.fewest_keys,
+        "MOST_KEYS": cut.most_keys,
+        "MOST_SPLITS": cut.most_splits,
+        "MOST_ROWS": cut.most_rows,
+        "SEARCH": min(max(_power_of_two(count), 32), 1024),
+        "BITS": bits,
+        "BY_PAGE": t.page_table is not None and bool(k_scale_stride or v_scale_stride),
+        "HAS_LEFT": p.band.left is not None,
+        "HAS_RIGHT": p.band.right is not None,
+        "SCORE_MOD": scores.softcap if p.softcap > 0 else None,
+        "SCALE_FIRST": p.softcap > 0 or p.alibi or p.softmax_scale <= 0,
+        "INPUT_PRECISION": "ieee" if p.dtype == torch.float32 else "tf32",
+    }
+    programs = min(bounds.items, num_sms * config.programs_per_sm)
+    return Launch(cache_attention, programs, arguments, config.options())
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that holds a head dimension."""
+    return max(16, _power_of_two(dim))
+
+
+def append_launch(problem: Problem, tensors: CacheTensors) -> Launch:
+    """The launch that appends keys and values and turns the queries."""
+    p, t = problem, tensors
+    assert t.k is not None and t.v is not None
+    turns = t.rotary_cos is not None
+    rotary_dim = 2 * t.rotary_cos.shape[-1] if t.rotary_cos is not None else 0
+    num_tokens = t.k.shape[0] if t.cu_seqlens_k_new is not None else t.k.shape[0] * t.k.shape[1]
+    head_blocks, q_blocks = (-(-n // _HEADS_AT_ONCE) for n in (p.num_heads_kv, p.num_heads_q))
+    rows_q = t.q.shape[0] if p.varlen else t.q.shape[0] * t.q.shape[1]
+    turned = t.q.contiguous() if turns else t.q
+    arguments: dict[str, Any] = {
+        "k_ptr": t.k,
+        "v_ptr": t.v,
+        "k_cache_ptr": _bytes_of(t.k_cache, True),
+        "v_cache_ptr": _bytes_of(t.v_cache, True),
+        "q_ptr": t.q if turns else None,
+        "turned_ptr": Pointer(t.q.dtype) if turns else None,
+        "cached_ptr": t.cache_seqlens,
+        "starts_ptr": t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens,
+        "entries_ptr": t.cache_batch_idx,
+        "pages_ptr": t.page_table,
+        "cu_seqlens_new_ptr": t.cu_seqlens_k_new,
+        "cu_seqlens_q_ptr": t.cu_seqlens_q,
+        "cos_ptr": t.rotary_cos,
+        "sin_ptr": t.rotary_sin,
+        "k_scale_ptr": t.k_scale,
+        "v_scale_ptr": t.v_scale,
+        **row_strides("k", t.k),
+        **row_strides("v", t.v),
+        **row_strides("k_cache", t.k_cache),
+        **row_strides("v_cache", t.v_cache),
+        **row_strides("q", t.q),
+        **row_strides("turned", turned),
+        "pages_stride_b": 0 if t.page_table is None else t.page_table.stride(0),
+        "k_scale_stride_b": _scale_stride(t.k_scale),
+        "v_scale_stride_b": _scale_stride(t.v_scale),
+        "batch": p.batch,
+        "num_new": 0 if t.cu_seqlens_k_new is not None else t.k.shape[1],
+        "seqlen_q": t.q.shape[-3],
+        "num_tokens": num_tokens,
+        "num_heads_q": p.num_heads_q,
+        "num_heads_kv": p.num_heads_kv,
+        "capacity": p.keys.length,
+        "rows": 0 if t.rotary_cos is None else t.rotary_cos.shape[0],
+        "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
+        "BLOCK_D": padded(p.head_dim),
+        "BLOCK_DV": padded(p.head_dim_v),
+        "ROTARY_DIM": rotary_dim,
+        "ROTARY_BLOCK": _power_of_two(max(rotary_dim // 2, 1)),
+        "INTERLEAVED": bool(rotary_dim) and tensors_interleaved(problem),
+        "EACH_ROW": not p.band.unbounded,
+        "PAGE_SIZE": p.keys.page_size,
+        "HEADS": _HEADS_AT_ONCE,
+        "SEARCH": min(max(_power_of_two(p.batch), 32), 1024),
+    }
+    programs = num_tokens * head_blocks + (rows_q * q_blocks if turns else 0)
+    return Launch(cache_append, programs, arguments, {"num_warps": 4, "num_stages": 1})
