@@ -408,7 +408,7 @@ def test_opcheck_forward_mode() -> None:
 
 def test_eager_calls_skip_the_dispatcher() -> None:
     q = torch.ones(1, 4, 1, 4)
-    assert not ops._is_watched(Tensors(q, q, q))
+    assert not ops.is_watched(q, q, q)
     with fwad.dual_level():
-        assert ops._is_watched(Tensors(q, q, q))
-    assert not ops._is_watched(Tensors(q, q, q))
+        assert ops.is_watched(q, q, q)
+    assert not ops.is_watched(q, q, q)

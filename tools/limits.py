@@ -9,20 +9,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # Lines of Python per tree. src: the kernels and their host code take 7,000 lines, the command with its demo 2,400,
-# flash-attn's signatures 1,500, other libraries 1,000, derivatives, vmap and DTensors 500. Two lines in five are
-# docstrings.
-TOTAL_LINES = {"src/flashtile": 18_600, "benchmarks": 3_600}
+# flash-attn's signatures 1,500, other libraries 1,000, derivatives, vmap and DTensors 500, serving 2,500. Two lines in
+# five are docstrings.
+TOTAL_LINES = {"src/flashtile": 21_500, "benchmarks": 4_000}
 FILE_LINES = 400
 KERNEL_FILE_LINES = 700
 FUNCTION_LINES = 80
 PARAMETERS = 12
-KERNEL_FOLDERS = tuple(f"src/flashtile/backends/{name}/" for name in ("vocab", "portable", "hopper"))
+KERNEL_FOLDERS = tuple(f"src/flashtile/backends/{name}/" for name in ("vocab", "portable", "hopper", "decode"))
 # Exempt: their parameters are public. Most are another package's, and those of a command are its options.
-PUBLIC = ("src/flashtile/api.py", "src/flashtile/nn.py", "src/flashtile/compat/", "src/flashtile/cli/explain.py")
+PUBLIC = (
+    "src/flashtile/api.py",
+    "src/flashtile/kvcache/api.py",
+    "src/flashtile/nn.py",
+    "src/flashtile/compat/",
+    "src/flashtile/cli/explain.py",
+)
 # Kernels that the host launches and that ``is_entry`` does not recognise.
 ENTRY_KERNELS = {"prepare_rows"}
 # Path or path:function -> (lines, reason).
-RAISED: dict[str, tuple[int, str]] = {}
+RAISED: dict[str, tuple[int, str]] = {
+    "src/flashtile/kvcache/api.py:attention_with_kvcache": (110, "28 arguments, each with its line of documentation"),
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

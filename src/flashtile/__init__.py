@@ -3,7 +3,16 @@
 import importlib
 from types import ModuleType
 
-from flashtile.api import attention, attention_varlen, backends, explain, merge_states, support_table, warm_up
+from flashtile.api import (
+    attention,
+    attention_varlen,
+    attention_with_kvcache,
+    backends,
+    explain,
+    merge_states,
+    support_table,
+    warm_up,
+)
 from flashtile.errors import InvalidInputError, UnsupportedError
 
 __version__ = "0.1.0"
@@ -16,6 +25,7 @@ __all__ = [
     "UnsupportedError",
     "attention",
     "attention_varlen",
+    "attention_with_kvcache",
     "backends",
     "explain",
     "merge_states",

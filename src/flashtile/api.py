@@ -25,6 +25,7 @@ from flashtile.arguments import (
 )
 from flashtile.backends.base import Build, directions_of
 from flashtile.errors import InvalidInputError, shown
+from flashtile.kvcache.api import attention_with_kvcache as attention_with_kvcache
 from flashtile.problem import Problem, check_values, compute_capability
 
 transforms.register()

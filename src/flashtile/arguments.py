@@ -1,15 +1,15 @@
 """The table of a call's arguments, from which checks, schema and gradients are derived.
 
-``Tensors`` and ``Options`` hold a call. The ``Argument`` of each field describes its allowed values; the checks, the
-operators' schema and the list of gradients are read from there. To add an argument, add a field here and name it in the
-public signatures.
+``Tensors`` and ``Options`` hold a call; those of a cached call are in ``kvcache.arguments``. The ``Argument`` of each
+field describes its allowed values; the checks, the operators' schema and the list of gradients are read from there. To
+add an argument, add a field here and name it in the public signatures.
 """
 
 from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -23,9 +23,8 @@ from flashtile.settings import BACKENDS as BACKENDS
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Dtypes that a tensor may have, and their names in error messages.
 _FLOAT = (DTYPES, "float16, bfloat16, float32 or float64")
-_SLOPE = ((torch.float32,), "float32")
-_BOOL = ((torch.bool,), "bool; attn_bias takes floats")
-_INT32, _INT64 = ((torch.int32,), "int32"), ((torch.int64,), "int64")
+FLOAT32, INT32 = ((torch.float32,), "float32"), ((torch.int32,), "int32")
+_BOOL, _INT64 = ((torch.bool,), "bool; attn_bias takes floats"), ((torch.int64,), "int64")
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,11 @@ class Argument:
         schema: Its type in the operators' schema.
         axes: Names of a tensor's dimensions; one in brackets may be left out. A packed call has ``total_q`` in place
             of ``batch seqlen_q``.
-        dtypes: Those that a tensor may have; None for q's. float64 also goes with a float64 q if ``wide``.
+        dtypes: Those that a tensor may have; None for q's. q's also goes if ``like_q``, float64 with a float64 q if
+            ``wide``.
         gradient: The field of ``Gradients`` with the tensor's gradient, None if it has none.
         broadcasts: Whether dimensions may be 1, and leading ones left out.
+        like_q: See dtypes.
         wide: See dtypes.
         check: For non-tensor arguments: returns the value as stored in ``Options``, or raises.
     """
@@ -50,6 +51,7 @@ class Argument:
     dtypes: tuple[tuple[torch.dtype, ...], str] | None = None
     gradient: str | None = None
     broadcasts: bool = False
+    like_q: bool = False
     wide: bool = False
     check: Callable[[str, Any], Any] = lambda name, value: value
 
@@ -128,7 +130,7 @@ class Tensors:
     q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT, "dq")]
     k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", None, "dk")]
     v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", None, "dv")]
-    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", _SLOPE, wide=True)] = (
+    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", FLOAT32, wide=True)] = (
         None
     )
     attn_mask: Annotated[
@@ -140,8 +142,8 @@ class Tensors:
         Argument("Added scores.", "Tensor?", "batch num_heads_q seqlen_q seqlen_k", _FLOAT, "dbias", broadcasts=True),
     ] = None
     sinks: Annotated[Tensor | None, Argument("Logits per head.", "Tensor?", "num_heads_q", _FLOAT, "dsinks")] = None
-    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", _INT32)] = None
-    cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", _INT32)] = None
+    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", INT32)] = None
+    cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", INT32)] = None
     rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64)] = None
 
 
@@ -182,13 +184,19 @@ class Options:
         return self._hash
 
 
-def _table(record: type) -> dict[str, Argument]:
+def table(record: type) -> dict[str, Argument]:
+    """The rows of a record's fields by name."""
     hints = get_type_hints(record, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
-TENSORS, OPTIONS = _table(Tensors), _table(Options)
-SCHEMA = ", ".join(f"{row.schema} {name}" for name, row in {**TENSORS, **OPTIONS}.items())
+def schema(*tables: Mapping[str, Argument]) -> str:
+    """The arguments of an operator, as its schema lists them."""
+    return ", ".join(f"{row.schema} {name}" for rows in tables for name, row in rows.items())
+
+
+TENSORS, OPTIONS = table(Tensors), table(Options)
+SCHEMA = schema(TENSORS, OPTIONS)
 # Tensor name -> field of Gradients, in the order of Grads.
 GRADIENTS = {name: row.gradient for name, row in TENSORS.items() if row.gradient is not None}
 _NO_GRADS = Grads()
@@ -279,14 +287,27 @@ def _grads(t: Tensors) -> tuple[bool, ...]:
 
 
 def _check_types(t: Tensors) -> None:
-    for name, row in TENSORS.items():
-        value = getattr(t, name)
-        if value is None and row.schema == "Tensor?":
+    for name, row, x in given(t, TENSORS):
+        if x.requires_grad and row.gradient is None:
+            raise InvalidInputError(name, "requires grad, but has no gradient: detach it, or use attn_bias")
+
+
+def given(record: object, rows: Mapping[str, Argument]) -> list[tuple[str, Argument, Tensor]]:
+    """The tensors of a record that are not None, with their names and rows.
+
+    Raises:
+        InvalidInputError: Naming one that is no tensor, or has no strides.
+    """
+    found = []
+    for name, row in rows.items():
+        value = getattr(record, name)
+        optional = row.schema == "Tensor?"
+        if value is None and optional:
             continue
         if type(value) is not Tensor:
-            check_tensor(name, value, "a torch.Tensor" if row.schema == "Tensor" else "a torch.Tensor or None")
-        if value.requires_grad and row.gradient is None:
-            raise InvalidInputError(name, "requires grad, but has no gradient: detach it, or use attn_bias")
+            check_tensor(name, value, "a torch.Tensor or None" if optional else "a torch.Tensor")
+        found.append((name, row, value))
+    return found
 
 
 def check_tensor(name: str, tensor: object, must: str = "a torch.Tensor") -> None:

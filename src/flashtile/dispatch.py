@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 from flashtile import settings
 from flashtile.arguments import BACKENDS, checked
-from flashtile.backends.base import FEATURES, Backend, Capabilities, Direction, directions_of
+from flashtile.backends.base import FEATURES, Backend, Capabilities, Direction, Feature, directions_of
 from flashtile.errors import InvalidInputError, UnsupportedError
 from flashtile.problem import Problem
 
@@ -31,7 +32,7 @@ def reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
     Args:
         name: The backend.
         problem: The call.
-        direction: ``forward`` or ``backward``.
+        direction: One that the call has.
     """
     chosen = backend(name)
     capabilities = chosen.capabilities(direction)
@@ -52,7 +53,7 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
 
     Args:
         problem: The call.
-        direction: ``forward`` or ``backward``.
+        direction: One that the call has.
         name: An explicit choice; None or "" takes ``FLASHTILE_BACKEND`` or else the first that can.
 
     Returns:
@@ -96,7 +97,10 @@ def describe_problem(problem: Problem) -> str:
     """The problem in one line."""
     p = problem
     lengths = f"{'up to ' if p.varlen else ''}{p.seqlen_q} x {p.seqlen_k}"
-    used = ", ".join(f.label for f in FEATURES if f.used(p) and f.name not in ("causal", "window"))
+    if p.keys.used:
+        pages = f" in pages of {p.keys.page_size}" if p.keys.page_size else ""
+        lengths = f"{'up to ' if p.varlen else ''}{p.seqlen_q} x a cache of {p.seqlen_k}{pages}"
+    used = ", ".join(f.label for f in FEATURES if f.used(p) and f.name not in ("causal", "window", "pages"))
     heads = f"{p.num_heads_q} heads" + (f" over {p.num_heads_kv}" if p.group_size > 1 else "")
     dims = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim} (v {p.head_dim_v})"
     dtype = str(p.dtype).removeprefix("torch.")
@@ -111,27 +115,42 @@ def support_table() -> str:
     rows.append(["runs on", *(b.summary for b in chosen)])
     rows.append(["dtypes", *(_cell(b, _dtypes) for b in chosen)])
     rows.append(["head_dim", *(_cell(b, _head_dims) for b in chosen)])
-    for feature in FEATURES:
-        rows.append([feature.label, *(_support(b, feature.name) for b in chosen)])
+    regular = [feature for feature in FEATURES if "forward" in feature.directions]
+    rows += [[feature.label, *(_support(b, feature) for b in chosen)] for feature in regular]
+    rows.append(
+        ["cached calls (attention_with_kvcache)", *("yes" if b.capabilities("decode") else "no" for b in chosen)]
+    )
+    rows += [[feature.label, *(_support(b, feature) for b in chosen)] for feature in FEATURES if feature not in regular]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _support(b: Backend, feature: str) -> str:
-    forward, backward = b.capabilities("forward"), b.capabilities("backward")
-    if forward is None or not getattr(forward, feature):
+def _support(b: Backend, feature: Feature) -> str:
+    """Yes, no, or which directions have the feature, of those that the backend and calls with it have."""
+    has = {each: b.capabilities(each) for each in feature.directions}
+    able = {each: c is not None and getattr(c, feature.name) for each, c in has.items()}
+    if not any(able.values()):
         return "no"
-    return "yes" if backward is not None and getattr(backward, feature) else "forward"
+    if "forward" not in able:
+        return "yes"
+    regular = "yes" if able["backward"] else "forward" if able["forward"] else "no"
+    cached = has.get("decode")
+    return regular if cached is None or able["decode"] == able["forward"] else f"{regular}, {_CACHED[able['decode']]}"
 
 
-def _cell(b: Backend, text: object) -> str:
-    """A property of the forward, followed by the backward's where the two differ."""
-    forward, backward = b.capabilities("forward"), b.capabilities("backward")
-    assert callable(text)
+_CACHED = {True: "in cached calls yes", False: "not in cached calls"}
+
+
+def _cell(b: Backend, text: Callable[[Capabilities], str]) -> str:
+    """A property of the forward, followed by those of the other directions that differ."""
+    forward, backward, cached = (b.capabilities(each) for each in ("forward", "backward", "decode"))
     if forward is None:
         return "none"
+    cell = text(forward)
     if backward is None:
-        return f"{text(forward)} (forward)"
-    return text(forward) if text(forward) == text(backward) else f"{text(forward)}; backward {text(backward)}"
+        cell += " (forward)"
+    elif text(backward) != text(forward):
+        cell += f"; backward {text(backward)}"
+    return cell if cached is None or text(cached) == text(forward) else f"{cell}; cached calls {text(cached)}"
 
 
 def _dtypes(c: Capabilities) -> str:

@@ -24,7 +24,7 @@ class Family:
     def __init__(self) -> None:
         self.problem: Problem | None = None
         self.backends: dict[str, Backend] = {}
-        self.known: dict[str, dict[Any, Any]] = {"forward": {}, "backward": {}}
+        self.known: dict[str, dict[Any, Any]] = {"forward": {}, "backward": {}, "decode": {}}
 
     def problem_of(self, t: Tensors, options: Options) -> Problem:
         """The problem of a call, whose backends are then in ``backends``."""

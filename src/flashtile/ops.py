@@ -69,7 +69,7 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
     Returns:
         out and lse, as in ``backends.base.Forward``; without ``with_lse`` lse may be None.
     """
-    if _is_watched(tensors):
+    if is_watched(tensors.q, tensors.k, tensors.v):
         return torch.ops.flashtile.attention_forward(*flatten(_readable(tensors), options))
     tensors, kind = _kind(tensors, options)
     if not any(options.grads):
@@ -79,15 +79,15 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
     return found if with_lse else (found, None)
 
 
-def _is_watched(t: Tensors) -> bool:
+def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the dispatcher is needed. Bypassing it where possible saves as much time as a kernel launch takes.
 
     It is needed during tracing, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform, forward-mode
     differentiation or the profiler, and for tensors of a subclass or without data.
     """
     return not (
-        type(t.q) is type(t.k) is type(t.v) is Tensor
-        and not t.q.is_meta
+        type(q) is type(k) is type(v) is Tensor
+        and not q.is_meta
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -157,9 +157,9 @@ class _Kind:
         return family.backends["backward"].plan_backward(problem, t, dout, dlse, family.known["backward"])
 
 
-# Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call. Only single
-# operations on the dictionary, so that threads need no lock.
-_KNOWN: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
+# Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call. Those of cached
+# calls are among them. Only single operations on the dictionary, so that threads need no lock.
+_KNOWN: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 _FAMILIES: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
 _MOST_KNOWN = 4096
 
@@ -187,23 +187,43 @@ def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
         readable = _readable(t)
         if readable is not t:
             return _kind(readable, options)
-        kind = _KNOWN[key] = _Kind(key, options, _family(t, options))
-        if len(_KNOWN) > _MOST_KNOWN:
-            _KNOWN.popitem(last=False)
+        kind = _Kind(key, options, _family(t, options))
+        remember(key, kind)
     return t, kind
+
+
+def known(key: tuple[Any, ...]) -> Any:
+    """What was remembered under a key, or None."""
+    return _KNOWN.get(key)
+
+
+def remember(key: tuple[Any, ...], value: object) -> None:
+    """Keeps what was made for calls of a key; the oldest is forgotten."""
+    _KNOWN[key] = value
+    if len(_KNOWN) > _MOST_KNOWN:
+        _KNOWN.popitem(last=False)
 
 
 def _family(t: Tensors, options: Options) -> Family:
     common = family_of(t, options)
     if common is None:
         return Family()
-    key = (*common, settings.BACKEND.raw(), t.q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision)
+    return shared_family((*common, settings.BACKEND.raw(), products(t.q)))
+
+
+def shared_family(key: tuple[Any, ...]) -> Family:
+    """The family of a key; the oldest is forgotten."""
     family = _FAMILIES.get(key)
     if family is None:
         family = _FAMILIES[key] = Family()
         if len(_FAMILIES) > _MOST_KNOWN:
             _FAMILIES.popitem(last=False)
     return family
+
+
+def products(q: Tensor) -> object:
+    """PyTorch's setting of how float32 numbers are multiplied, where that is the dtype."""
+    return q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
 
 
 def _key(t: Tensors, options: Options) -> tuple[Any, ...]:
@@ -222,10 +242,11 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
     bounds_q, bounds_k = t.cu_seqlens_q, t.cu_seqlens_k
     # Kernels specialise on packed sequences that attend to themselves.
     is_self = bounds_q is not None and bounds_k is not None and bounds_q.data_ptr() == bounds_k.data_ptr()
-    return *(None if x is None else _layout(x) for x in other_tensors(t)), is_self
+    return *(None if x is None else layout(x) for x in other_tensors(t)), is_self
 
 
-def _layout(x: Tensor) -> tuple[Any, ...]:
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """All that checks and launches depend on of a tensor."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
@@ -245,7 +266,7 @@ def _gradients(
     q, k, v = t.q, t.k, t.v
     results, given = out.data_ptr() | lse.data_ptr(), q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()
     key: tuple[Any, ...] = (
-        q.stride(), k.stride(), v.stride(), dout.stride(), None if dlse is None else _layout(dlse), dout.dtype,
+        q.stride(), k.stride(), v.stride(), dout.stride(), None if dlse is None else layout(dlse), dout.dtype,
         (results | given) % 16 and (results % 16, *(x.data_ptr() % 16 for x in (q, k, v, dout))),
     )  # fmt: skip
     if not is_plain(t):
@@ -325,7 +346,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors  # once: under torch.utils.checkpoint a second access is an error
         tensors, kind = Tensors(*inputs), ctx.kind
-        watched = torch.is_grad_enabled() or _is_watched(tensors) or _is_special(dout) or _is_special(dlse)
+        watched = torch.is_grad_enabled() or is_watched(*inputs[:3]) or _is_special(dout) or _is_special(dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         if watched:
             grads = watched_gradients(kind.options, tensors, out, lse, dout, dlse)

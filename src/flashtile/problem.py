@@ -7,7 +7,6 @@ where that costs no synchronisation. Everything below this layer may assume vali
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import DTYPES as DTYPES
-from flashtile.arguments import TENSORS, Argument, Grads, Options, check_tensor, differentiable
+from flashtile.arguments import TENSORS, Grads, Options, differentiable
 from flashtile.arguments import Tensors as Tensors
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.axes import Axes, checked_kinds, lengths_between, refuse_tracing
+from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
 
 
@@ -26,12 +26,16 @@ class SequenceLayout(NamedTuple):
     """The memory layout of the rows of one side, queries or keys.
 
     Attributes:
-        length: Rows per sequence; for packed sequences an upper bound: max_seqlen if given.
+        length: Rows per sequence; for packed sequences and caches an upper bound: max_seqlen if given, the capacity.
         packed: Whether sequences lie one after another, delimited by cu_seqlens.
+        used: Whether each sequence uses the first rows only, as many as a tensor of lengths says: a cache.
+        page_size: Rows of a page, 0 where rows are not in pages.
     """
 
     length: int
     packed: bool = False
+    used: bool = False
+    page_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,9 +184,7 @@ class Problem:
             InvalidInputError: Naming the argument that does not match.
             UnsupportedError: The call is traced by ``torch.jit.trace``.
         """
-        if torch.jit.is_tracing():  # type: ignore[attr-defined]
-            # Sizes are tensors there, launches are not recorded, and what is recorded holds for one length alone.
-            raise UnsupportedError("torch.jit.trace cannot record attention; torch.compile and torch.export can")
+        refuse_tracing()
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
         q, bias, packed = t.q, t.attn_bias, t.cu_seqlens_q is not None
         return cls(
@@ -237,92 +239,29 @@ def described(**values: Any) -> Problem:
     return _NOTHING.but(**values)
 
 
-class _Axes:
-    """Sizes by axis name: the first tensor with an axis sets its size, every later one must match."""
-
-    def __init__(self, packed: bool) -> None:
-        self.packed = packed
-        self.sizes: dict[str, int] = {"numbers": 2}
-        self.owners: dict[str, str] = {"numbers": "dropout's state"}
-
-    def fix(self, argument: str, axis: str, size: int) -> None:
-        if self.sizes.setdefault(axis, size) != size:
-            owner = self.owners[axis]
-            raise InvalidInputError(argument, f"{axis} is {size}, but {owner} has {self.sizes[axis]}")
-        self.owners.setdefault(axis, argument)
-
-    def bind(self, argument: str, tensor: Tensor, row: Argument) -> None:
-        """Checks one tensor's dimensions against its row of the table."""
-        if row.broadcasts:
-            self._broadcasts(argument, tensor, row.axes.split())
-            return
-        axes = (row.axes.replace("batch seqlen", "total") if self.packed else row.axes).split()
-        shapes = [axes[1:], [axes[0].strip("[]"), *axes[1:]]] if axes[0].startswith("[") else [axes]
-        named = next((shape for shape in shapes if len(shape) == tensor.dim()), None)
-        if named is None:
-            ranks, texts = " or ".join(str(len(shape)) for shape in shapes), " or ".join(map(_shape_text, shapes))
-            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {ranks}: {texts}")
-        for axis, size in zip(named, tensor.shape, strict=True):
-            self.fix(argument, axis, size)
-
-    def _broadcasts(self, argument: str, tensor: Tensor, axes: list[str]) -> None:
-        if tensor.dim() > len(axes):
-            most = f"at most {len(axes)}: {_shape_text(axes)}"
-            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {most}")
-        for axis, size in zip(axes[len(axes) - tensor.dim() :], tensor.shape, strict=True):
-            if size != 1 and size != self.sizes[axis]:
-                shape = ", ".join(f"{name} {self.sizes[name]}" for name in axes)
-                must = f"must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
-                if tuple(tensor.shape) == (self.sizes["batch"], self.sizes["seqlen_k"]):
-                    must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
-                raise InvalidInputError(argument, f"{axis} is {size}, {must}")
-
-
-def _shape_text(axes: list[str]) -> str:
-    return f"({axes[0]},)" if len(axes) == 1 else f"({', '.join(axes)})"
-
-
 def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     """Checks dtypes, devices and shapes; returns sizes by axis name."""
-    axes = _Axes(t.cu_seqlens_q is not None or t.cu_seqlens_k is not None)
-    rows = [(name, row, getattr(t, name)) for name, row in TENSORS.items() if getattr(t, name) is not None]
-    for name, row, x in rows:
-        check_tensor(name, x)
-        if row.dtypes is None and x.dtype != t.q.dtype:
-            raise InvalidInputError(name, f"dtype is {x.dtype}, but q has {t.q.dtype}")
-        wide = row.wide and t.q.dtype == torch.float64
-        if row.dtypes is not None and x.dtype not in row.dtypes[0] and not (wide and x.dtype == torch.float64):
-            raise InvalidInputError(name, f"dtype is {x.dtype}, must be {row.dtypes[1]}{' or float64' * wide}")
-        if x.device != t.q.device:
-            raise InvalidInputError(name, f"is on {x.device}, but q is on {t.q.device}")
+    packed = t.cu_seqlens_q is not None or t.cu_seqlens_k is not None
+    axes = Axes({"batch seqlen": "total"} if packed else {})
+    axes.fix("dropout's state", "numbers", 2)
+    rows = checked_kinds(t, TENSORS)
     for name, row, x in rows[:3]:
         axes.bind(name, x, row)
-    sizes = axes.sizes
-    if axes.packed:
+    if packed:
         _bind_packed(axes, t, options)
-    for name in () if axes.packed else ("max_seqlen_q", "max_seqlen_k"):
+    for name in () if packed else ("max_seqlen_q", "max_seqlen_k"):
         if getattr(options, name) is not None:
             raise InvalidInputError(name, "is given, but goes with cu_seqlens alone")
-    for axis, owner in (("num_heads_q", "q"), ("num_heads_kv", "k"), ("head_dim", "q"), ("head_dim_v", "v")):
-        if sizes[axis] == 0:
-            raise InvalidInputError(owner, f"{axis} is 0, must be at least 1")
-    if sizes["num_heads_q"] % sizes["num_heads_kv"]:
-        heads = f"num_heads_q is {sizes['num_heads_q']}, must be a multiple of k's num_heads_kv {sizes['num_heads_kv']}"
-        raise InvalidInputError("q", f"{heads}; heads are the dimension after seqlen")
+    axes.check_heads()
     for name, row, x in rows[3:]:
         axes.bind(name, x, row)
-    return sizes
+    return axes.sizes
 
 
-def _bind_packed(axes: _Axes, t: Tensors, options: Options) -> None:
+def _bind_packed(axes: Axes, t: Tensors, options: Options) -> None:
     """Adds batch and the upper bounds of the lengths, from cu_seqlens and the max_seqlen options."""
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if getattr(t, name) is None:
-            raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
-        axes.bind(name, getattr(t, name), TENSORS[name])
-    if axes.sizes["batch+1"] == 0:
-        raise InvalidInputError("cu_seqlens_q", "is empty, must have shape (batch + 1,)")
-    axes.fix("cu_seqlens_q", "batch", axes.sizes["batch+1"] - 1)
+        axes.bind_bounds(name, getattr(t, name), TENSORS[name])
     for axis, total, longest, from_end in (
         ("seqlen_q", "total_q", options.max_seqlen_q, 2),
         ("seqlen_k", "total_k", options.max_seqlen_k, 1),
@@ -347,15 +286,7 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
     ):
         if cu_seqlens is None:
             continue
-        bounds = cu_seqlens.tolist()
-        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
-        name = f"cu_seqlens_{side}"
-        if bounds[0] != 0:
-            raise InvalidInputError(name, f"starts with {bounds[0]}, must start with 0")
-        if any(length < 0 for length in lengths):
-            raise InvalidInputError(name, "falls somewhere, must never fall")
-        if bounds[-1] > rows:
-            raise InvalidInputError(name, f"ends with {bounds[-1]}, but {side} has {rows} rows")
+        lengths = lengths_between(f"cu_seqlens_{side}", cu_seqlens.tolist(), rows, side)
         if lengths and max(lengths) > longest:
             shown = {"attn_mask": tensors.attn_mask, "attn_bias": tensors.attn_bias}
             sizes = {name: m.shape[-from_end] for name, m in shown.items() if m is not None and m.dim() >= from_end}

@@ -13,14 +13,21 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from flashtile.kvcache.arguments import FLOAT8, CacheTensors
 from flashtile.problem import Problem, Tensors
 from flashtile.states import Partial
 
-Direction = Literal["forward", "backward"]
+# decode: cached calls, those of ``attention_with_kvcache``, whatever the number of their queries.
+Direction = Literal["forward", "backward", "decode"]
+_REGULAR: tuple[Direction, ...] = ("forward", "backward")
+_ALL: tuple[Direction, ...] = ("forward", "backward", "decode")
+_DECODE: tuple[Direction, ...] = ("decode",)
 
 
 def directions_of(problem: Problem) -> tuple[Direction, ...]:
     """The directions that a call of the problem runs."""
+    if problem.keys.used:
+        return _DECODE
     return ("forward", "backward") if problem.needs_grad else ("forward",)
 
 
@@ -32,28 +39,32 @@ class Feature:
         name: The field of ``Capabilities`` that says whether it is supported.
         label: Its name in refusals and in the support table.
         used: Whether a problem needs it.
+        directions: Those whose calls can use it.
     """
 
     name: str
     label: str
     used: Callable[[Problem], bool]
+    directions: tuple[Direction, ...] = _REGULAR
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("causal", "causal", lambda p: p.band.right is not None),
-    Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0)),
-    Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1),
-    Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen),
-    Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim),
-    Feature("softcap", "softcap", lambda p: p.softcap > 0),
-    Feature("alibi", "ALiBi", lambda p: p.alibi),
+    Feature("causal", "causal", lambda p: p.band.right is not None, _ALL),
+    Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), _ALL),
+    Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1, _ALL),
+    Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, _ALL),
+    Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, _ALL),
+    Feature("softcap", "softcap", lambda p: p.softcap > 0, _ALL),
+    Feature("alibi", "ALiBi", lambda p: p.alibi, _ALL),
     Feature("mask", "boolean attn_mask", lambda p: p.mask),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
-    Feature("sinks", "sinks", lambda p: p.sinks),
+    Feature("sinks", "sinks", lambda p: p.sinks, _ALL),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
-    Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned),
+    Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, _ALL),
+    Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
+    Feature("float8_cache", "float8 caches", lambda p: p.precision.kv == FLOAT8, _DECODE),
 )
 
 
@@ -90,6 +101,8 @@ class Capabilities:
     dropout: bool = False
     deterministic: bool = False
     unaligned: bool = False
+    pages: bool = False
+    float8_cache: bool = False
 
     def reasons(self, problem: Problem) -> list[str]:
         """Every reason why the problem cannot run here, empty if it can."""
@@ -154,6 +167,12 @@ class Forward(Protocol):
 # results, from any backend, and their gradients. dlse is None for zero.
 Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None], Gradients]
 
+# The plan of a cached call: appends k and v to the caches if they are given, writes tensors.out in full, and returns a
+# new lse, ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. The
+# caches' last dimension is contiguous and their other strides are any, as are page_table's first and out's; q, k, v,
+# rotary_cos, rotary_sin and page_table are contiguous in their last dimension, the other tensors in all.
+Decode = Callable[[CacheTensors], Tensor]
+
 # What the plans of a direction of one family of calls share.
 Known = dict[Any, Any]
 
@@ -202,6 +221,9 @@ class Backend(Protocol):
         self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
     ) -> Backward:
         """A function that computes this problem's gradients; dout and dlse have the given strides, which may be any."""
+
+    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
+        """A function that runs this cached call; asked of backends whose ``capabilities("decode")`` is not None."""
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The kernels that a call of this problem on the current device would build; dout is contiguous, dlse absent.

@@ -53,8 +53,8 @@ class CpuBackend:
     summary = "any CPU"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        """The same for both directions."""
-        return _CAPABILITIES
+        """The same for both directions of regular calls."""
+        return None if direction == "decode" else _CAPABILITIES
 
     def missing(self) -> str | None:
         """Nothing: PyTorch is enough."""

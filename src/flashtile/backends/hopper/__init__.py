@@ -48,7 +48,9 @@ class _Backend:
     name = "hopper"
     summary = "NVIDIA Hopper (compute capability 9.0)"
 
-    def capabilities(self, direction: Direction) -> Capabilities:
+    def capabilities(self, direction: Direction) -> Capabilities | None:
+        if direction == "decode":
+            return None
         return _FORWARD if direction == "forward" else _BACKWARD
 
     def missing(self) -> str | None:

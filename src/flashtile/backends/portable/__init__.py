@@ -44,7 +44,9 @@ class PortableBackend:
     summary = "NVIDIA GPUs from sm_80, AMD gfx942 (Triton)"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        """The same in both directions; CPU tensors too where Triton's interpreter is on."""
+        """The same in both directions of regular calls; CPU tensors too where Triton's interpreter is on."""
+        if direction == "decode":
+            return None
         if settings.TRITON_INTERPRET.enabled():
             return dataclasses.replace(_CAPABILITIES, device_types=("cuda", "cpu"))
         return _CAPABILITIES
