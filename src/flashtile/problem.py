@@ -123,6 +123,7 @@ class Problem:
         deterministic: Whether the backward must be bitwise repeatable.
         grads: Which tensors need a gradient; none if no backward will follow.
         aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
+        rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
     """
 
     device_type: str
@@ -143,6 +144,7 @@ class Problem:
     deterministic: bool = False
     grads: Grads = Grads()  # noqa: RUF009
     aligned: bool = True
+    rotary_interleaved: bool = False
 
     # Shorthand: how it is read, and the fields that ``but`` sets.
     dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out")
