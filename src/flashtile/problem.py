@@ -123,6 +123,7 @@ class Problem:
         deterministic: Whether the backward must be bitwise repeatable.
         grads: Which tensors need a gradient; none if no backward will follow.
         aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
+        rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
     """
 
     device_type: str
@@ -143,6 +144,7 @@ class Problem:
     deterministic: bool = False
     grads: Grads = Grads()  # noqa: RUF009
     aligned: bool = True
+    rotary_interleaved: bool = False
 
     # Shorthand: how it is read, and the fields that ``but`` sets.
     dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out")
@@ -193,7 +195,11 @@ class Problem:
             precision=Precision(q.dtype, t.k.dtype, q.dtype),
             queries=SequenceLayout(sizes["seqlen_q"], packed),
             keys=SequenceLayout(sizes["seqlen_k"], packed),
-            **{name: sizes[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},
+            batch=sizes["batch"],
+            num_heads_q=sizes["num_heads_q"],
+            num_heads_kv=sizes["num_heads_kv"],
+            head_dim=sizes["head_dim"],
+            head_dim_v=sizes["head_dim_v"],
             softmax_scale=sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None if bias is None else bias.dtype),
             mask_mod=MaskMod(Band(o.window_left, o.window_right), t.attn_mask is not None),

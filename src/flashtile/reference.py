@@ -6,10 +6,13 @@ number; every backend is tested against it in float64, with gradients from PyTor
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from flashtile import philox
+from flashtile.kvcache.arguments import FLOAT8, CacheTensors
 from flashtile.problem import Problem, Tensors
 
 
@@ -108,3 +111,123 @@ def _logsumexp(scores: Tensor, sinks: Tensor | None) -> Tensor:
     total = torch.exp(scores - top[..., None]).sum(dim=-1)
     empty = total == 0
     return torch.where(empty, -torch.inf, torch.log(torch.where(empty, 1.0, total)) + top)
+
+
+def attention_with_kvcache(
+    problem: Problem, tensors: CacheTensors, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """A cached call by definition; neither ``tensors.out`` nor the caches are changed.
+
+    Args:
+        problem: The call.
+        tensors: Its tensors.
+        dtype: As in ``attention``. New keys and rotated queries are rounded as rules 14 to 16 say, whatever it is.
+
+    Returns:
+        out and lse as ``attention`` returns them.
+    """
+    t = appended(problem, tensors)
+    out = torch.zeros(*t.q.shape[:-1], problem.head_dim_v, dtype=dtype, device=t.q.device)
+    lse = torch.full(problem.lse_shape(t.q), -torch.inf, dtype=dtype, device=t.q.device)
+    for b, rows in enumerate(_spans(problem, t.q, t.cu_seqlens_q)):
+        first = 0 if t.cache_leftpad is None else int(t.cache_leftpad[b])
+        places = [_place(t, b, j) for j in range(first, int(t.cache_seqlens[b]))]  # rules 13 and 17
+        k, v = (_values(cache, scale, places, dtype) for cache, scale in _caches(t))
+        slopes = t.alibi_slopes
+        slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
+        one = Tensors(_rows(t.q, b, rows)[None], k[None], v[None], slopes, sinks=t.sinks)
+        # The last query stands at the last key, however many are left out at the start.
+        one_out, one_lse = _dense(problem, one, dtype, range(b, b + 1))
+        _rows(out, b, rows).copy_(one_out[0])
+        (lse[:, rows] if problem.varlen else lse[b]).copy_(one_lse[0])
+    return out, lse
+
+
+def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
+    """The call that is left when the new keys are in the caches, which are copies, and the queries are rotated."""
+    t = tensors
+    if t.k is None or t.v is None:
+        return t
+    q = t.q.clone()
+    caches = [(cache.clone(), scale) for cache, scale in _caches(t)]
+    old = t.cache_seqlens.tolist()
+    firsts = old if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
+    lengths = []
+    for b, rows in enumerate(_spans(problem, t.k, t.cu_seqlens_k_new)):
+        k, v = _rows(t.k, b, rows), _rows(t.v, b, rows)
+        for i in range(k.shape[0]):  # rule 14
+            page, row = _place(t, b, old[b] + i)
+            for new, (cache, scale) in zip((_rotated(problem, t, k[i], firsts[b] + i), v[i]), caches, strict=True):
+                cache[page, row] = _stored(new, cache.dtype, None if scale is None else _scale(scale, page))
+        lengths.append(old[b] + k.shape[0])
+    for b, rows in enumerate(_spans(problem, q, t.cu_seqlens_q)):
+        queries = _rows(q, b, rows)
+        for i in range(queries.shape[0]):  # rule 15
+            place = firsts[b] if problem.band.unbounded else firsts[b] + i
+            queries[i] = _rotated(problem, t, queries[i], place)
+    grown = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+    return replace(
+        t, q=q, k_cache=caches[0][0], v_cache=caches[1][0], cache_seqlens=grown, k=None, v=None, rotary_cos=None,
+        rotary_sin=None, rotary_seqlens=None, cu_seqlens_k_new=None,
+    )  # fmt: skip
+
+
+def _caches(t: CacheTensors) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    return (t.k_cache, t.k_scale), (t.v_cache, t.v_scale)
+
+
+def _spans(problem: Problem, x: Tensor, bounds: Tensor | None) -> list[slice]:
+    """Each sequence's rows: all of its own in a dense tensor."""
+    if bounds is None:
+        return [slice(0, x.shape[1])] * problem.batch
+    at = bounds.tolist()
+    return [slice(at[b], at[b + 1]) for b in range(problem.batch)]
+
+
+def _rows(x: Tensor, b: int, rows: slice) -> Tensor:
+    return x[b, rows] if x.dim() == 4 else x[rows]
+
+
+def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
+    """Rule 13: where key j of sequence b is in the caches, by their first two dimensions."""
+    if t.page_table is not None:
+        size = t.k_cache.shape[1]
+        return int(t.page_table[b, j // size]), j % size
+    return (b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])), j
+
+
+def _scale(scale: Tensor, page: int) -> Tensor:
+    """Scales of the heads ``(num_heads_kv, 1)`` of a page or an entry."""
+    return (scale if scale.dim() == 1 else scale[page])[:, None]
+
+
+def _values(cache: Tensor, scale: Tensor | None, places: list[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+    """Rule 16: keys or values ``(keys, num_heads_kv, dim)`` at these places."""
+    found = [cache[place].to(torch.promote_types(dtype, torch.float32)) for place in places]
+    if scale is not None:
+        found = [x * _scale(scale, page) for x, (page, _) in zip(found, places, strict=True)]
+    return torch.stack(found).to(dtype) if found else cache.new_zeros(0, *cache.shape[2:], dtype=dtype)
+
+
+def _stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Rule 16: new keys or values ``(num_heads_kv, dim)`` as a cache of this dtype holds them."""
+    if dtype != FLOAT8:
+        return x
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (x if scale is None else x / scale).clamp(-448.0, 448.0).to(FLOAT8)
+
+
+def _rotated(problem: Problem, t: CacheTensors, x: Tensor, position: int) -> Tensor:
+    """Rule 15: the heads ``(num_heads, head_dim)`` of one row at a position."""
+    if t.rotary_cos is None or t.rotary_sin is None:
+        return x
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = t.rotary_cos[position].to(wide), t.rotary_sin[position].to(wide)
+    turned, half = x.to(wide, copy=True), cos.shape[0]
+    for n in range(half):
+        a, b = (2 * n, 2 * n + 1) if problem.rotary_interleaved else (n, n + half)
+        turned[:, a], turned[:, b] = (
+            turned[:, a] * cos[n] - turned[:, b] * sin[n],
+            turned[:, b] * cos[n] + turned[:, a] * sin[n],
+        )
+    return turned.to(x.dtype)

@@ -52,6 +52,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         mask_mod=MaskMod(Band(o.window_left, o.window_right)),
         sinks=t.sinks is not None,
         aligned=q.device.type == "cpu" or all(is_aligned(x) for x in (q, t.k_cache, t.v_cache)),
+        rotary_interleaved=o.rotary_interleaved,
     )
 
 

@@ -6,6 +6,7 @@ log-sum-exp (``flash`` or ``tiles``), which are merged. Memory stays linear in t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward, Known
-from flashtile.backends.cpu import backward, forward
+from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known
+from flashtile.backends.cpu import backward, decode, forward
+from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import DTYPES, Problem, Tensors
 
 _CAPABILITIES = Capabilities(
@@ -36,6 +38,16 @@ _CAPABILITIES = Capabilities(
     deterministic=True,
     unaligned=True,
 )
+_DECODE = dataclasses.replace(
+    _CAPABILITIES,
+    mask=False,
+    bias=False,
+    bias_grad=False,
+    dropout=False,
+    deterministic=False,
+    pages=True,
+    float8_cache=True,
+)
 
 
 def _uncast(run: Callable[..., Any], *args: Any) -> Any:
@@ -54,7 +66,7 @@ class CpuBackend:
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
         """The same for both directions of regular calls."""
-        return None if direction == "decode" else _CAPABILITIES
+        return _DECODE if direction == "decode" else _CAPABILITIES
 
     def missing(self) -> str | None:
         """Nothing: PyTorch is enough."""
@@ -62,7 +74,7 @@ class CpuBackend:
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The path and its blocks."""
-        return forward.describe(problem) if direction == "forward" else backward.describe(problem)
+        return {"forward": forward, "backward": backward, "decode": decode}[direction].describe(problem)
 
     def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
         """See ``Backend.plan_forward``."""
@@ -73,6 +85,10 @@ class CpuBackend:
     ) -> Backward:
         """See ``Backend.plan_backward``."""
         return functools.partial(_uncast, backward.backward, problem)
+
+    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
+        """See ``Backend.plan_decode``."""
+        return functools.partial(_uncast, decode.decode, problem, decode.single(problem))
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """None: PyTorch comes built."""

@@ -1,0 +1,149 @@
+"""Cached calls on the CPU: new keys are appended, then each sequence is a regular call on a view of its keys.
+
+Nothing is computed for several sequences at once, so a sequence's bits do not depend on the others. Keys in pages, and
+those of 8 bits, are copied for one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashtile.arguments import Options
+from flashtile.backends.cpu import forward
+from flashtile.kvcache.arguments import FLOAT8, CacheTensors
+from flashtile.kvcache.problem import new_counts
+from flashtile.problem import Problem, SequenceLayout, Tensors
+from flashtile.rotary import apply_rotary
+
+# Conversion makes NaN of what is greater.
+_LARGEST_8_BIT = torch.finfo(FLOAT8).max
+_NO_OPTIONS = Options()
+
+
+def describe(problem: Problem) -> str:
+    """The path in one line."""
+    copied = "keys copied from pages, " if problem.keys.page_size else ""
+    return f"one sequence at a time, {copied}{forward.describe(single(problem))}"
+
+
+def single(problem: Problem) -> Problem:
+    """The regular call of one sequence, without its lengths; 8-bit keys are multiplied in the softmax's dtype."""
+    dtype = problem.lse_dtype if problem.precision.kv == FLOAT8 else problem.dtype
+    return problem.but(batch=1, queries=SequenceLayout(0), keys=SequenceLayout(0), dtype=dtype)
+
+
+def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
+    """See ``backends.base.Decode``; ``one`` is ``single(problem)``."""
+    old, new = t.cache_seqlens.tolist(), new_counts(t, problem.batch)
+    firsts = old if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
+    if t.k is not None:
+        _append(problem, t, old, new, firsts)
+    lse = t.q.new_full(problem.lse_shape(t.q), -torch.inf, dtype=problem.lse_dtype)
+    bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
+    leftpad = [0] * problem.batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
+    if bounds is not None:
+        t.out[bounds[-1] :].zero_()
+    for b in range(problem.batch):
+        rows = b if bounds is None else slice(bounds[b], bounds[b + 1])
+        q, stop = t.q[rows], old[b] + new[b]
+        if not q.shape[0]:
+            continue
+        # The first key that the first row sees: what is before it is not read.
+        start = leftpad[b]
+        if problem.band.left is not None:
+            start = max(start, stop - q.shape[0] - problem.band.left)
+        k, v = (_keys(problem, one, t, x, scale, b, (min(start, stop), stop)) for x, scale in _caches(t))
+        places = 1 if problem.band.unbounded else q.shape[0]
+        q = _rotated(problem, t, q, firsts[b], places).to(one.dtype)
+        slopes = t.alibi_slopes
+        slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
+        call = Tensors(q[None], k, v, slopes, sinks=t.sinks)
+        out, sums = forward.forward(one.resized(call, _NO_OPTIONS), call)
+        t.out[rows].copy_(out[0])
+        lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
+    return lse
+
+
+def _caches(t: CacheTensors) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    return (t.k_cache, t.k_scale), (t.v_cache, t.v_scale)
+
+
+def _rotated(problem: Problem, t: CacheTensors, x: Tensor, first: int, places: int) -> Tensor:
+    """Rows ``(seqlen, heads, head_dim)`` at as many positions from ``first`` on, or all at that one."""
+    if t.rotary_cos is None or t.rotary_sin is None:
+        return x
+    angles = slice(first, first + places)
+    return apply_rotary(x, t.rotary_cos[angles], t.rotary_sin[angles], interleaved=problem.rotary_interleaved)
+
+
+def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence[int], firsts: Sequence[int]) -> None:
+    """Writes the new keys and values into the caches."""
+    assert t.k is not None and t.v is not None
+    row = 0
+    for b, count in enumerate(new):
+        rows = b if t.cu_seqlens_k_new is None else slice(row, row + count)
+        row += count
+        if count:
+            k = _rotated(problem, t, t.k[rows], firsts[b], count)
+            for x, (cache, scale) in zip((k, t.v[rows]), _caches(t), strict=True):
+                _write(problem, t, cache, scale, b, old[b], x)
+
+
+def _write(
+    problem: Problem, t: CacheTensors, cache: Tensor, scale: Tensor | None, b: int, start: int, x: Tensor
+) -> None:
+    """Writes rows ``(count, num_heads_kv, dim)`` of sequence b from a position on."""
+    stop = start + x.shape[0]
+    if cache.dtype == FLOAT8:
+        x = x.to(problem.lse_dtype)
+        if scale is not None:
+            x = x / _scales(problem, t, scale, b, (start, stop)).to(x.dtype)
+        x = x.clamp(-_LARGEST_8_BIT, _LARGEST_8_BIT).to(FLOAT8).view(torch.uint8)
+        cache = cache.view(torch.uint8)
+    if t.page_table is None:
+        cache[_entry(t, b), start:stop] = x
+        return
+    positions, size = torch.arange(start, stop, device=x.device), problem.keys.page_size
+    cache[t.page_table[b, positions // size].long(), positions % size] = x
+
+
+def _keys(
+    problem: Problem,
+    one: Problem,
+    t: CacheTensors,
+    cache: Tensor,
+    scale: Tensor | None,
+    b: int,
+    span: tuple[int, int],
+) -> Tensor:
+    """Keys or values of sequence b at positions ``span[0]`` to ``span[1]``: ``(1, length, num_heads_kv, dim)``."""
+    start, stop = span
+    bits = cache.view(torch.uint8) if cache.dtype == FLOAT8 else cache
+    if t.page_table is None:
+        found = bits[_entry(t, b), start:stop]
+    else:
+        size = problem.keys.page_size
+        pages = t.page_table[b, start // size : -(-stop // size)].long()
+        skipped = start // size * size
+        found = bits[pages].flatten(0, 1)[start - skipped : stop - skipped]
+    if cache.dtype != FLOAT8:
+        return found[None]
+    found = found.view(FLOAT8).to(one.dtype)
+    return (found if scale is None else found * _scales(problem, t, scale, b, span).to(found.dtype))[None]
+
+
+def _scales(problem: Problem, t: CacheTensors, scale: Tensor, b: int, span: tuple[int, int]) -> Tensor:
+    """The scales of positions ``span[0]`` to ``span[1]``: ``(length or 1, num_heads_kv, 1)``."""
+    if scale.dim() == 1:
+        return scale[None, :, None]
+    if t.page_table is None:
+        return scale[_entry(t, b), None, :, None]
+    positions = torch.arange(*span, device=scale.device) // problem.keys.page_size
+    return scale[t.page_table[b, positions].long()][..., None]
+
+
+def _entry(t: CacheTensors, b: int) -> int:
+    return b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])
