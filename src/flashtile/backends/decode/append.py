@@ -195,14 +195,13 @@ def cache_append(
     cu_seqlens_new_ptr, cu_seqlens_q_ptr, cos_ptr, sin_ptr, k_scale_ptr, v_scale_ptr,
     k_stride_b, k_stride_row, k_stride_head, v_stride_b, v_stride_row, v_stride_head,
     k_cache_stride_b, k_cache_stride_row, k_cache_stride_head, v_cache_stride_b, v_cache_stride_row,
-    v_cache_stride_head, q_stride_b, q_stride_row, q_stride_head, turned_stride_b, turned_stride_row,
-    turned_stride_head, pages_stride_b, k_scale_stride_b, v_scale_stride_b,
+    v_cache_stride_head, q_stride_b, q_stride_row, q_stride_head, pages_stride_b, k_scale_stride_b, v_scale_stride_b,
     batch, num_new, seqlen_q, num_tokens, num_heads_q, num_heads_kv, capacity, rows,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROTARY_DIM: tl.constexpr, ROTARY_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, EACH_ROW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Appends num_tokens new tokens; further programs turn the queries, if ROTARY_DIM is not 0, into ``turned``.
+    """Appends num_tokens new tokens; further programs turn the queries, if ROTARY_DIM is not 0, into ``turned``, contiguous.
 
     A program moves HEADS heads of one token. With EACH_ROW query i turns by the i-th position, else all by the first.
     """
@@ -236,9 +235,10 @@ def cache_append(
         if EACH_ROW:
             position += i
         PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
+        pitch = num_heads_q * HEAD_DIM  # of a contiguous row
         move(
             at_heads(Tokens(q_ptr, q_stride_b, q_stride_row, q_stride_head), b, token, i, h, PACKED),
-            at_heads(Tokens(turned_ptr, turned_stride_b, turned_stride_row, turned_stride_head), b, token, i, h, PACKED),
+            at_heads(Tokens(turned_ptr, seqlen_q * pitch, pitch, HEAD_DIM), b, token, i, h, PACKED),
             position, valid & (h < num_heads_q), tl.full(h.shape, 1.0, tl.float32),
             Angles(cos_ptr, sin_ptr, rows, ROTARY_DIM, ROTARY_BLOCK, INTERLEAVED), HEAD_DIM, BLOCK_D,
         )  # fmt: skip

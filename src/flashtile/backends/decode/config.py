@@ -72,7 +72,7 @@ class Config:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 2
-    splitting: Splitting = Splitting()  # noqa: RUF009
+    splitting: Splitting = Splitting()
 
     def options(self) -> dict[str, int]:
         """Triton's launch options."""

@@ -517,7 +517,7 @@ def finish_tile(base, pitch, first, h_kv, b, shape, queries, results, sizes):
 
 @triton.jit
 def run_item(item, b, before, slots_before, queries, lengths, kv, results, sizes, terms):
-    """Attends to one split for one tile of rows, and finishes the tile if it was the last of its splits to be stored."""
+    """Attends to one split for one tile of rows; finishes the tile if no other split of it is still to be stored."""
     BLOCK_M: tl.constexpr = sizes.BLOCK_M
     BLOCK_N: tl.constexpr = sizes.BLOCK_N
     GROUP: tl.constexpr = sizes.GROUP
@@ -547,7 +547,7 @@ def run_item(item, b, before, slots_before, queries, lengths, kv, results, sizes
         (valid_b, entry, h_kv), kv, sizes,
         Pairs(terms, scores.head_of(terms, valid_b, h[:, None], shape.num_rows, shape.high)),
     )  # fmt: skip
-    if results.acc_ptr is None:
+    if results.acc_ptr is None:  # noqa: SIM114 a compile-time condition
         store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)
     elif shape.num_splits == 1:
         store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)

@@ -38,16 +38,16 @@ class DecodePlan:
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors with the call's layouts.
-            known: Unused: a new batch size makes a new plan.
+            known: See ``Backend``.
         """
         t = tensors
-        self._problem = problem
+        self._problem, self._known = problem, known
         self._like_lse = like_floats(t.q, problem.lse_shape(t.q))
         self._turns = t.rotary_cos is not None
         self._append: tuple[Step] | None = None
         if t.k is not None:
             launch = append_launch(problem, t)
-            self._append = (Step(launch, _APPEND_OPERANDS, t.q.device),)
+            self._append = (Step(launch, _APPEND_OPERANDS, t.q.device, known),)
         self._steps: dict[Config | None, tuple[Step, int, int]] = {}
 
     def __call__(self, tensors: CacheTensors) -> Tensor:
@@ -78,7 +78,7 @@ class DecodePlan:
         problem, config = self._problem, choose(self._problem)
         bounds = Bounds(problem, t, config)
         launch = attention_launch(problem, t, config, multiprocessors(t.q.device))
-        return Step(launch, _OPERANDS, t.q.device), bounds.floats, bounds.counters
+        return Step(launch, _OPERANDS, t.q.device, self._known), bounds.floats, bounds.counters
 
 
 class Bounds:
@@ -162,36 +162,70 @@ def _scale_stride(scale: Tensor | None) -> int:
     return scale.stride(0) if scale is not None and scale.dim() == 2 else 0
 
 
-def _rows(name: str, tensor: Tensor) -> dict[str, int]:
-    return row_strides(name, tensor)
-
-
-def decodes_bits(problem: Problem) -> bool:
+def _decodes_bits(problem: Problem) -> bool:
     """Whether the kernel decodes e4m3 numbers itself: GPUs before sm_89 have no instruction for it."""
     have = problem.compute_capability
     return problem.precision.kv.itemsize == 1 and (have is None or have < (8, 9))
 
 
 def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
-    """The launch of the attention; k_ptr and v_ptr are the caches."""
-    p, t, cut = problem, tensors, config.splitting
-    bounds, bits = Bounds(p, t, config), decodes_bits(p)
-    floats, block_d, block_dv = Pointer(torch.float32), padded(p.head_dim), padded(p.head_dim_v)
+    """The launch of the attention; its k and v are the caches.
+
+    Args:
+        problem: The call.
+        tensors: Its tensors.
+        config: The tiles.
+        num_sms: Multiprocessors of the device, which bound the number of programs.
+    """
+    p, t = problem, tensors
+    bounds, bits = Bounds(p, t, config), _decodes_bits(p)
     rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
-    merge_rows = _power_of_two(rows)
-    count = p.batch + p.varlen
-    new = t.k is not None and t.cu_seqlens_k_new is None
-    k_scale_stride, v_scale_stride = _scale_stride(t.k_scale), _scale_stride(t.v_scale)
-    arguments: dict[str, Any] = {
+    search, merge_rows = min(max(_power_of_two(p.batch + p.varlen), 32), 1024), _power_of_two(rows)
+    slots = bounds.slots
+    sizes: dict[str, Any] = {
+        **row_strides("q", t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()),
+        **row_strides("k", t.k_cache),
+        **row_strides("v", t.v_cache),
+        **row_strides("out", t.out),
+        "max_ptr": Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v) if slots else None,
+        "sum_ptr": Pointer(torch.float32, "acc", 4 * slots * (p.head_dim_v + 1)) if slots else None,
+        "pages_stride_b": 0 if t.page_table is None else t.page_table.stride(0),
+        "batch": p.batch,
+        "seqlen_q": t.q.shape[-3],
+        "num_new": 0 if t.k is None or t.cu_seqlens_k_new is not None else t.k.shape[1],
+        "capacity": p.keys.length,
+    }
+
+    def others() -> dict[str, Any]:
+        return {
+            **_attention_tensors(t, bits, is_split=slots > 0),
+            **_attention_constants(p, config),
+            "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
+            "k_scale_stride_b": _scale_stride(t.k_scale),
+            "v_scale_stride_b": _scale_stride(t.v_scale),
+            "MERGE_ROWS": merge_rows,
+            "MERGE_SPLITS": max(1, 8192 // (merge_rows * padded(p.head_dim_v))),
+            "SEARCH": search,
+            "BITS": bits,
+            "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
+        }
+
+    programs = min(bounds.items, num_sms * config.programs_per_sm)
+    return Launch(
+        cache_attention, programs, sizes, config.options(), others, ("attend", config, search, merge_rows, slots > 0)
+    )
+
+
+def _attention_tensors(t: CacheTensors, bits: bool, *, is_split: bool) -> dict[str, Any]:
+    floats = Pointer(torch.float32)
+    return {
         "q_ptr": t.q if t.rotary_cos is None else Pointer(t.q.dtype),
         "k_ptr": _bytes_of(t.k_cache, bits),
         "v_ptr": _bytes_of(t.v_cache, bits),
         "out_ptr": t.out,
         "lse_ptr": floats,
-        "acc_ptr": floats if bounds.slots else None,
-        "max_ptr": Pointer(torch.float32, "acc", 4 * bounds.slots * p.head_dim_v) if bounds.slots else None,
-        "sum_ptr": Pointer(torch.float32, "acc", 4 * bounds.slots * (p.head_dim_v + 1)) if bounds.slots else None,
-        "counters_ptr": Pointer(torch.int32) if bounds.slots else None,
+        "acc_ptr": floats if is_split else None,
+        "counters_ptr": Pointer(torch.int32) if is_split else None,
         "cached_ptr": t.cache_seqlens,
         "leftpad_ptr": t.cache_leftpad,
         "cu_seqlens_q_ptr": t.cu_seqlens_q,
@@ -202,19 +236,13 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
         "sinks_ptr": t.sinks,
         "k_scale_ptr": t.k_scale,
         "v_scale_ptr": t.v_scale,
-        **row_strides("q", t.q if t.rotary_cos is None else t.q.contiguous()),
-        **row_strides("k", t.k_cache),
-        **row_strides("v", t.v_cache),
-        **row_strides("out", t.out),
-        "pages_stride_b": 0 if t.page_table is None else t.page_table.stride(0),
-        "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
-        "k_scale_stride_b": k_scale_stride,
-        "v_scale_stride_b": v_scale_stride,
-        "batch": p.batch,
-        "seqlen_q": t.q.shape[-3],
+    }
+
+
+def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
+    cut = config.splitting
+    return {
         "num_heads_kv": p.num_heads_kv,
-        "num_new": t.k.shape[1] if t.k is not None and new else 0,
-        "capacity": p.keys.length,
         "left": p.band.left or 0,
         "right": p.band.right or 0,
         "scale": p.softmax_scale,
@@ -223,28 +251,21 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
         "PAGE_SIZE": p.keys.page_size,
         "HEAD_DIM": p.head_dim,
         "HEAD_DIM_V": p.head_dim_v,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
+        "BLOCK_D": padded(p.head_dim),
+        "BLOCK_DV": padded(p.head_dim_v),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "MERGE_ROWS": merge_rows,
-        "MERGE_SPLITS": max(1, 8192 // (merge_rows * block_dv)),
         "PROGRAMS": cut.programs,
         "FEWEST_KEYS": cut.fewest_keys,
         "MOST_KEYS": cut.most_keys,
         "MOST_SPLITS": cut.most_splits,
         "MOST_ROWS": cut.most_rows,
-        "SEARCH": min(max(_power_of_two(count), 32), 1024),
-        "BITS": bits,
-        "BY_PAGE": t.page_table is not None and bool(k_scale_stride or v_scale_stride),
         "HAS_LEFT": p.band.left is not None,
         "HAS_RIGHT": p.band.right is not None,
         "SCORE_MOD": scores.softcap if p.softcap > 0 else None,
         "SCALE_FIRST": p.softcap > 0 or p.alibi or p.softmax_scale <= 0,
         "INPUT_PRECISION": "ieee" if p.dtype == torch.float32 else "tf32",
     }
-    programs = min(bounds.items, num_sms * config.programs_per_sm)
-    return Launch(cache_attention, programs, arguments, config.options())
 
 
 def padded(dim: int) -> int:
@@ -259,10 +280,51 @@ def append_launch(problem: Problem, tensors: CacheTensors) -> Launch:
     turns = t.rotary_cos is not None
     rotary_dim = 2 * t.rotary_cos.shape[-1] if t.rotary_cos is not None else 0
     num_tokens = t.k.shape[0] if t.cu_seqlens_k_new is not None else t.k.shape[0] * t.k.shape[1]
+    search = min(max(_power_of_two(p.batch), 32), 1024)
+    sizes: dict[str, Any] = {
+        **row_strides("k", t.k),
+        **row_strides("v", t.v),
+        **row_strides("k_cache", t.k_cache),
+        **row_strides("v_cache", t.v_cache),
+        **row_strides("q", t.q),
+        "pages_stride_b": 0 if t.page_table is None else t.page_table.stride(0),
+        "batch": p.batch,
+        "num_new": 0 if t.cu_seqlens_k_new is not None else t.k.shape[1],
+        "seqlen_q": t.q.shape[-3],
+        "num_tokens": num_tokens,
+        "capacity": p.keys.length,
+        "rows": 0 if t.rotary_cos is None else t.rotary_cos.shape[0],
+    }
+
+    def others() -> dict[str, Any]:
+        return {
+            **_append_tensors(t),
+            "k_scale_stride_b": _scale_stride(t.k_scale),
+            "v_scale_stride_b": _scale_stride(t.v_scale),
+            "num_heads_q": p.num_heads_q,
+            "num_heads_kv": p.num_heads_kv,
+            "HEAD_DIM": p.head_dim,
+            "HEAD_DIM_V": p.head_dim_v,
+            "BLOCK_D": padded(p.head_dim),
+            "BLOCK_DV": padded(p.head_dim_v),
+            "ROTARY_DIM": rotary_dim,
+            "ROTARY_BLOCK": _power_of_two(max(rotary_dim // 2, 1)),
+            "INTERLEAVED": p.rotary_interleaved,
+            "EACH_ROW": not p.band.unbounded,
+            "PAGE_SIZE": p.keys.page_size,
+            "HEADS": _HEADS_AT_ONCE,
+            "SEARCH": search,
+        }
+
     head_blocks, q_blocks = (-(-n // _HEADS_AT_ONCE) for n in (p.num_heads_kv, p.num_heads_q))
     rows_q = t.q.shape[0] if p.varlen else t.q.shape[0] * t.q.shape[1]
-    turned = t.q.contiguous() if turns else t.q
-    arguments: dict[str, Any] = {
+    programs = num_tokens * head_blocks + (rows_q * q_blocks if turns else 0)
+    return Launch(cache_append, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, ("append", search))
+
+
+def _append_tensors(t: CacheTensors) -> dict[str, Any]:
+    turns = t.rotary_cos is not None
+    return {
         "k_ptr": t.k,
         "v_ptr": t.v,
         "k_cache_ptr": _bytes_of(t.k_cache, True),
@@ -279,34 +341,4 @@ def append_launch(problem: Problem, tensors: CacheTensors) -> Launch:
         "sin_ptr": t.rotary_sin,
         "k_scale_ptr": t.k_scale,
         "v_scale_ptr": t.v_scale,
-        **row_strides("k", t.k),
-        **row_strides("v", t.v),
-        **row_strides("k_cache", t.k_cache),
-        **row_strides("v_cache", t.v_cache),
-        **row_strides("q", t.q),
-        **row_strides("turned", turned),
-        "pages_stride_b": 0 if t.page_table is None else t.page_table.stride(0),
-        "k_scale_stride_b": _scale_stride(t.k_scale),
-        "v_scale_stride_b": _scale_stride(t.v_scale),
-        "batch": p.batch,
-        "num_new": 0 if t.cu_seqlens_k_new is not None else t.k.shape[1],
-        "seqlen_q": t.q.shape[-3],
-        "num_tokens": num_tokens,
-        "num_heads_q": p.num_heads_q,
-        "num_heads_kv": p.num_heads_kv,
-        "capacity": p.keys.length,
-        "rows": 0 if t.rotary_cos is None else t.rotary_cos.shape[0],
-        "HEAD_DIM": p.head_dim,
-        "HEAD_DIM_V": p.head_dim_v,
-        "BLOCK_D": padded(p.head_dim),
-        "BLOCK_DV": padded(p.head_dim_v),
-        "ROTARY_DIM": rotary_dim,
-        "ROTARY_BLOCK": _power_of_two(max(rotary_dim // 2, 1)),
-        "INTERLEAVED": bool(rotary_dim) and tensors_interleaved(problem),
-        "EACH_ROW": not p.band.unbounded,
-        "PAGE_SIZE": p.keys.page_size,
-        "HEADS": _HEADS_AT_ONCE,
-        "SEARCH": min(max(_power_of_two(p.batch), 32), 1024),
     }
-    programs = num_tokens * head_blocks + (rows_q * q_blocks if turns else 0)
-    return Launch(cache_append, programs, arguments, {"num_warps": 4, "num_stages": 1})

@@ -9,7 +9,9 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward, Known
+from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known
+from flashtile.backends.decode import config as decode
+from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
 
 _FORWARD = Capabilities(
@@ -33,6 +35,10 @@ _FORWARD = Capabilities(
 )
 
 _BACKWARD = dataclasses.replace(_FORWARD, head_dim_v=False)
+_DECODE = dataclasses.replace(
+    _FORWARD, head_dim_multiple=1, mask=False, bias=False, deterministic=False, unaligned=True, pages=True,
+    float8_cache=True,
+)  # fmt: skip
 
 
 @functools.cache
@@ -49,14 +55,14 @@ class _Backend:
     summary = "NVIDIA Hopper (compute capability 9.0)"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        if direction == "decode":
-            return None
-        return _FORWARD if direction == "forward" else _BACKWARD
+        return {"forward": _FORWARD, "backward": _BACKWARD, "decode": _DECODE}[direction]
 
     def missing(self) -> str | None:
         return _missing()
 
     def describe(self, problem: Problem, direction: Direction) -> str:
+        if direction == "decode":
+            return f"Triton with Hopper's tiles, {decode.choose(problem)}; splits merged in the same launch"
         from flashtile.backends.hopper.backward import config as backward_tiles
         from flashtile.backends.hopper.forward import config as tiles
 
@@ -74,6 +80,11 @@ class _Backend:
         from flashtile.backends.hopper.backward.launch import BackwardPlan
 
         return BackwardPlan(problem, tensors, dout, dlse, known=known)
+
+    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
+        from flashtile.backends.decode.launch import DecodePlan
+
+        return DecodePlan(problem, tensors, known)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         from flashtile.backends import host

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from flashtile import settings
-from flashtile.backends.base import Backward, Build, Capabilities, Direction, Forward, Gradients, Known
+from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Gradients, Known
+from flashtile.backends.decode import config as decode
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
+from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
 from flashtile.states import Partial
 
@@ -37,6 +39,25 @@ _CAPABILITIES = Capabilities(
 )
 
 
+_DECODE = Capabilities(
+    device_types=("cuda",),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    max_head_dim=256,
+    min_compute_capability=(8, 0),
+    causal=True,
+    window=True,
+    grouped_heads=True,
+    varlen=True,
+    head_dim_v=True,
+    softcap=True,
+    alibi=True,
+    sinks=True,
+    unaligned=True,
+    pages=True,
+    float8_cache=True,
+)
+
+
 class PortableBackend:
     """Triton kernels; see ``Backend`` for the methods."""
 
@@ -45,11 +66,10 @@ class PortableBackend:
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
         """The same in both directions of regular calls; CPU tensors too where Triton's interpreter is on."""
-        if direction == "decode":
-            return None
+        able = _DECODE if direction == "decode" else _CAPABILITIES
         if settings.TRITON_INTERPRET.enabled():
-            return dataclasses.replace(_CAPABILITIES, device_types=("cuda", "cpu"))
-        return _CAPABILITIES
+            return dataclasses.replace(able, device_types=("cuda", "cpu"))
+        return able
 
     def missing(self) -> str | None:
         """Triton, where it is not installed."""
@@ -57,6 +77,8 @@ class PortableBackend:
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles of the direction's kernels."""
+        if direction == "decode":
+            return f"Triton, tiles {decode.choose(problem)}; splits merged in the same launch"
         if direction == "forward":
             return f"Triton, tiles {forward.choose(problem)}"
         kernels: list[backward.Kernel] = [*backward.key_kernels(problem), "dq"]
@@ -95,6 +117,12 @@ class PortableBackend:
             return dataclasses.replace(grads, **{n: x if x is None else x.to(problem.dtype) for n, x in made.items()})
 
         return widened
+
+    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
+        """A launch that appends, if there are new keys, and one that attends."""
+        from flashtile.backends.decode.launch import DecodePlan
+
+        return DecodePlan(problem, tensors, known)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""

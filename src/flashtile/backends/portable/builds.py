@@ -32,6 +32,8 @@ def builds(arch: str) -> list[KernelBuild]:
     """Every kernel: both masks at the three usual head dims, then each feature once; bf16 unless said otherwise."""
     if arch not in _CAPABILITIES:
         return []
+    from flashtile.backends.decode import builds as decode
+
     usual = [_problem(arch, dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
     others = [
         _problem(arch, 128, _CAUSAL, dtype=torch.float16),
@@ -48,7 +50,7 @@ def builds(arch: str) -> list[KernelBuild]:
         for direction in ("forward", "backward")
         for build in builds_of(problem, direction)
     ]
-    return made + builds_of(short, "forward")
+    return made + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
 
 
 def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
