@@ -194,14 +194,15 @@ def cache_append(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, q_ptr, turned_ptr, cached_ptr, starts_ptr, entries_ptr, pages_ptr,
     cu_seqlens_new_ptr, cu_seqlens_q_ptr, cos_ptr, sin_ptr, k_scale_ptr, v_scale_ptr,
     k_stride_b, k_stride_row, k_stride_head, v_stride_b, v_stride_row, v_stride_head,
-    k_cache_stride_b, k_cache_stride_row, k_cache_stride_head, v_cache_stride_b, v_cache_stride_row,
-    v_cache_stride_head, q_stride_b, q_stride_row, q_stride_head, pages_stride_b, k_scale_stride_b, v_scale_stride_b,
+    k_cache_stride_b, k_cache_stride_row, k_cache_stride_head,
+    v_cache_stride_b, v_cache_stride_row, v_cache_stride_head,
+    q_stride_b, q_stride_row, q_stride_head, pages_stride_b, k_scale_stride_b, v_scale_stride_b,
     batch, num_new, seqlen_q, num_tokens, num_heads_q, num_heads_kv, capacity, rows,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROTARY_DIM: tl.constexpr, ROTARY_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, EACH_ROW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Appends num_tokens new tokens; further programs turn the queries, if ROTARY_DIM is not 0, into ``turned``, contiguous.
+    """Appends num_tokens new tokens; if ROTARY_DIM is not 0, further programs turn the queries into ``turned``.
 
     A program moves HEADS heads of one token. With EACH_ROW query i turns by the i-th position, else all by the first.
     """

@@ -1,9 +1,11 @@
 """Attention over a cache of keys and values in Triton, of few query rows or many.
 
 The query heads of a group are rows of one tile, so a key is read once for all of them. A sequence's keys are cut into
-splits, by a rule that looks at the sequence alone; a work item is one split of BLOCK_M rows of one key head. Programs
-take items by turns. The program that finishes a tile's last split merges all of them in their order, so the result does
-not depend on which program that was. Mathematics: docs/algorithm.md, "The monoid". Source: Dao, Haziza, Massa and
+splits by a rule that looks at the sequence alone. The softmax state of every split is computed from nothing, and a
+tile's states are folded in their order, first to last. So a result does not depend on who computes which split: one
+program that does all of a tile's splits folds in registers; where several programs share a tile, states go through
+memory, and the program that stores the last of them folds. The splits of all tiles form one row of work items, of which
+every program takes an equal, contiguous part. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza, Massa and
 Sizov 2023, "Flash-Decoding"; Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
 
@@ -186,6 +188,26 @@ class Shape(NamedTuple):
     chunk: Any
 
 
+class Part(NamedTuple):
+    """The splits of a tile that one program computes.
+
+    Attributes:
+        first: The first of them.
+        stop: The end.
+        blocks: Blocks of keys of a split.
+        slot: [BLOCK_M] int64, each row's slot of the first split of the part.
+        pitch: Slots from one split to the next.
+        exists: [BLOCK_M], which rows do.
+    """
+
+    first: Any
+    stop: Any
+    blocks: Any
+    slot: Any
+    pitch: Any
+    exists: Any
+
+
 @triton.jit
 def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
     """Splits of a tile and keys of each; ``config.Splitting.cut`` is the same in Python.
@@ -240,32 +262,52 @@ def shape_of(b, queries, lengths, band, sizes):
 
 
 @triton.jit
-def find_sequence(item, queries, lengths, band, sizes):
-    """Which sequence an item belongs to.
+def work_of(shape, sizes):
+    """The items of sequences, and their slots: rows of the workspace."""
+    items = shape.num_tiles * shape.num_splits * sizes.num_heads_kv
+    slots = tl.where(shape.num_splits > 1, shape.num_splits * shape.num_rows, 0).to(tl.int64)
+    return items, slots * (sizes.GROUP * sizes.num_heads_kv)
 
-    Returns:
-        The sequence, -1 if there is no such item; the items before it; the slots of rows before it.
-    """
-    SEARCH: tl.constexpr = sizes.SEARCH
+
+@triton.jit
+def count_sequences(queries, sizes):
+    """The sequences of a call; the rows past the last packed one count as one more."""
     count = sizes.batch
     if queries.cu_seqlens_ptr is not None:
         count += 1
-    found, before, slots_before = -1, 0, tl.full((), 0, tl.int64)
-    items_so_far, slots_so_far = 0, tl.full((), 0, tl.int64)
-    for first in range(0, count, SEARCH):
-        b = first + tl.arange(0, SEARCH)
-        shape = shape_of(b, queries, lengths, band, sizes)
-        items = shape.num_tiles * shape.num_splits * sizes.num_heads_kv
-        slots = tl.where(shape.num_splits > 1, shape.num_splits * shape.num_rows, 0).to(tl.int64)
-        slots *= sizes.GROUP * sizes.num_heads_kv
-        ends = items_so_far + tl.cumsum(items, 0)
-        here = (ends > item) & (ends - items <= item)
-        earlier = ends <= item
-        found += tl.sum(tl.where(here, b + 1, 0))
-        before += tl.sum(tl.where(earlier, items, 0))
-        slots_before += tl.sum(tl.where(earlier, slots, 0))
-        items_so_far += tl.sum(items)
-        slots_so_far += tl.sum(slots)
+    return count
+
+
+@triton.jit
+def count_items(queries, lengths, band, sizes):
+    """The items of all sequences."""
+    SEARCH: tl.constexpr = sizes.SEARCH
+    if SEARCH == 1:
+        total, _slots = work_of(shape_of(0, queries, lengths, band, sizes), sizes)
+    else:
+        total = 0
+        for first in range(0, count_sequences(queries, sizes), SEARCH):
+            shape = shape_of(first + tl.arange(0, SEARCH), queries, lengths, band, sizes)
+            items, _slots = work_of(shape, sizes)
+            total += tl.sum(items)
+    return total
+
+
+@triton.jit
+def find_sequence(item, queries, lengths, band, sizes):
+    """The sequence of an item, the items before that sequence, and the slots before it."""
+    SEARCH: tl.constexpr = sizes.SEARCH
+    found, before, slots_before = 0, 0, tl.full((), 0, tl.int64)
+    if SEARCH > 1:
+        end = 0
+        for first in range(0, count_sequences(queries, sizes), SEARCH):
+            shape = shape_of(first + tl.arange(0, SEARCH), queries, lengths, band, sizes)
+            items, slots = work_of(shape, sizes)
+            earlier = end + tl.cumsum(items, 0) <= item
+            found += tl.sum(earlier.to(tl.int32))
+            before += tl.sum(tl.where(earlier, items, 0))
+            slots_before += tl.sum(tl.where(earlier, slots, 0))
+            end += tl.sum(items)
     return found, before, slots_before
 
 
@@ -330,8 +372,64 @@ def page_scales(cache, page, h_kv, inside):
 
 
 @triton.jit
-def attend(q, q_scale, i, keys, place, kv, sizes, pairs):
-    """The softmax state of a tile's rows over the keys of one split.
+def fold(total, total_max, total_sum, acc, row_max, row_sum):
+    """Folds the softmax state of the next split into that of all splits before it.
+
+    Every product and sum is written as the machine must compute it, so that the same states give the same bits wherever
+    this is compiled.
+    """
+    new_max = tl.maximum(total_max, row_max)
+    origin = softmax.finite_origin(new_max)
+    rescale, weight = tl.exp2(total_max - origin), tl.exp2(row_max - origin)
+    total = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), total * rescale[:, None])
+    return total, new_max, tl.fma(row_sum, weight, total_sum * rescale)
+
+
+@triton.jit
+def attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes, pairs):
+    """Adds the keys of block n to the softmax state of a tile's rows; the arguments are those of ``attend``."""
+    BLOCK_N: tl.constexpr = sizes.BLOCK_N
+    INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
+    band, h_kv = pairs.terms.band, place[2]
+    entry, head64 = tl.cast(place[1], tl.int64), tl.cast(h_kv, tl.int64)
+    k_base = kv[0].ptr + entry * kv[0].stride_b + head64 * kv[0].stride_head
+    v_base = kv[1].ptr + entry * kv[1].stride_b + head64 * kv[1].stride_head
+    key = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (key >= keys[0]) & (key < keys[1])
+    page, row = place_keys(n * BLOCK_N, key, inside, place[0], kv[2], sizes.PAGE_SIZE, BLOCK_N)
+    k = load_block(kv[0], k_base, page, row, inside, sizes.DIM, sizes.BLOCK_D)
+    if k.dtype != q.dtype:
+        k = decoded(k, sizes.BITS).to(q.dtype)
+    product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+    if q_scale is not None:
+        product *= q_scale[:, None]
+    if sizes.BY_PAGE and kv[0].scale_ptr is not None:
+        product *= page_scales(kv[0], page, h_kv, inside)[None, :]
+    x, scale_log2, _derivative = scores.transform(product, pairs, i, key[None, :], False)
+    x = tl.where(inside[None, :], x, float("-inf"))
+    if band.right is not None:
+        x = tl.where(key[None, :] <= i + band.right, x, float("-inf"))
+    if band.left is not None:
+        x = tl.where(key[None, :] >= i - band.left, x, float("-inf"))
+    probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
+    v = load_block(kv[1], v_base, page, row, inside, sizes.DIM_V, sizes.BLOCK_DV)
+    if v.dtype != q.dtype:
+        v = decoded(v, sizes.BITS).to(q.dtype)
+    acc = acc * rescale[:, None]
+    if sizes.BY_PAGE and kv[1].scale_ptr is not None:
+        # Relative to the block's largest, so that float16 probabilities do not underflow.
+        scale = page_scales(kv[1], page, h_kv, inside)
+        largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
+        shares = (probs * (scale / largest)[None, :]).to(q.dtype)
+        acc += tl.dot(shares, v, input_precision=INPUT_PRECISION) * largest
+    else:
+        acc = tl.dot(probs.to(q.dtype), v, acc, input_precision=INPUT_PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend(q, q_scale, i, keys, place, kv, sizes, pairs, part, results):
+    """The softmax state of a tile's rows over the splits of a ``Part``.
 
     Args:
         q: [BLOCK_M, BLOCK_D], in the dtype that products take.
@@ -342,51 +440,37 @@ def attend(q, q_scale, i, keys, place, kv, sizes, pairs):
         kv: ``Cache`` of keys, ``Cache`` of values, ``Pages``.
         sizes: ``Sizes``.
         pairs: ``scores.Pairs``.
+        part: ``Part``.
+        results: ``Results``.
 
     Returns:
-        acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] in base 2, and row_sum [BLOCK_M], all float32.
+        acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] in base 2, and row_sum [BLOCK_M], all float32: the fold of the part's
+        splits if they are a tile's first, else nothing of use: the state of each has been stored.
     """
-    BLOCK_N: tl.constexpr = sizes.BLOCK_N
-    INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
-    band, h_kv = pairs.terms.band, place[2]
-    entry, head64 = tl.cast(place[1], tl.int64), tl.cast(h_kv, tl.int64)
-    k_base = kv[0].ptr + entry * kv[0].stride_b + head64 * kv[0].stride_head
-    v_base = kv[1].ptr + entry * kv[1].stride_b + head64 * kv[1].stride_head
-    acc = tl.zeros([q.shape[0], sizes.BLOCK_DV], tl.float32)
-    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
-    row_sum = tl.zeros([q.shape[0]], tl.float32)
-    for n in tl.range(keys[2], keys[3]):
-        key = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (key >= keys[0]) & (key < keys[1])
-        page, row = place_keys(n * BLOCK_N, key, inside, place[0], kv[2], sizes.PAGE_SIZE, BLOCK_N)
-        k = load_block(kv[0], k_base, page, row, inside, sizes.DIM, sizes.BLOCK_D)
-        if k.dtype != q.dtype:
-            k = decoded(k, sizes.BITS).to(q.dtype)
-        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
-        if q_scale is not None:
-            product *= q_scale[:, None]
-        if sizes.BY_PAGE and kv[0].scale_ptr is not None:
-            product *= page_scales(kv[0], page, h_kv, inside)[None, :]
-        x, scale_log2, _derivative = scores.transform(product, pairs, i, key[None, :], False)
-        x = tl.where(inside[None, :], x, float("-inf"))
-        if band.right is not None:
-            x = tl.where(key[None, :] <= i + band.right, x, float("-inf"))
-        if band.left is not None:
-            x = tl.where(key[None, :] >= i - band.left, x, float("-inf"))
-        probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-        v = load_block(kv[1], v_base, page, row, inside, sizes.DIM_V, sizes.BLOCK_DV)
-        if v.dtype != q.dtype:
-            v = decoded(v, sizes.BITS).to(q.dtype)
-        acc = acc * rescale[:, None]
-        if sizes.BY_PAGE and kv[1].scale_ptr is not None:
-            # Relative to the block's largest, so that float16 probabilities do not underflow.
-            scale = page_scales(kv[1], page, h_kv, inside)
-            largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
-            shares = (probs * (scale / largest)[None, :]).to(q.dtype)
-            acc += tl.dot(shares, v, input_precision=INPUT_PRECISION) * largest
-        else:
-            acc = tl.dot(probs.to(q.dtype), v, acc, input_precision=INPUT_PRECISION)
-    return acc, row_max, row_sum
+    WIDE: tl.constexpr = sizes.BLOCK_DV
+    ROWS: tl.constexpr = q.shape[0]
+    acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    if results.acc_ptr is None:
+        for n in tl.range(keys[2], keys[3]):
+            acc, row_max, row_sum = attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes, pairs)
+        return acc, row_max, row_sum
+    else:
+        total, total_max, total_sum = acc, row_max, row_sum
+        slot, left = part.slot, part.blocks
+        for n in tl.range(keys[2], keys[3]):
+            acc, row_max, row_sum = attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes, pairs)
+            left -= 1
+            if (left == 0) | (n == keys[3] - 1):
+                if part.first == 0:
+                    total, total_max, total_sum = fold(total, total_max, total_sum, acc, row_max, row_sum)
+                else:
+                    store_split(acc, row_max, row_sum, slot, part.exists, results, sizes)
+                acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
+                row_max = tl.full([ROWS], float("-inf"), tl.float32)
+                slot += part.pitch
+                left = part.blocks
+        return total, total_max, total_sum
 
 
 @triton.jit
@@ -446,8 +530,16 @@ def store_split(acc, row_max, row_sum, slot, exists, results, sizes):
 
 
 @triton.jit
-def merge_splits(slot, pitch, num_splits, exists, results, sizes):
-    """The softmax state of a tile's rows over all its splits, joined in their order.
+def skip_splits(slot, pitch, count, exists, results):
+    """Marks splits as empty, whose keys are in the state of a later one."""
+    for _split in range(0, count):
+        tl.store(results.max_ptr + slot, tl.full(slot.shape, float("-inf"), tl.float32), mask=exists)
+        slot += pitch
+
+
+@triton.jit
+def fold_stored(slot, pitch, num_splits, exists, results, sizes):
+    """The fold of all states of a tile.
 
     Args:
         slot: [MERGE_ROWS] int64, each row's slot of the first split.
@@ -459,24 +551,21 @@ def merge_splits(slot, pitch, num_splits, exists, results, sizes):
     """
     ROWS: tl.constexpr = sizes.MERGE_ROWS
     WIDE: tl.constexpr = sizes.BLOCK_DV
-    AT_ONCE: tl.constexpr = sizes.MERGE_SPLITS
-    col = tl.arange(0, WIDE)[None, None, :]
+    col = tl.arange(0, WIDE)[None, :]
+    acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDE], tl.float32)
-    for first in range(0, num_splits, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)
-        at = slot[None, :] + split.to(tl.int64)[:, None] * pitch  # [AT_ONCE, ROWS]
-        there = (split < num_splits)[:, None] & exists[None, :]
-        # Past the first-level cache, which does not see what other multiprocessors store.
-        tops = tl.load(results.max_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(results.sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-        wide = there[:, :, None] & (col < sizes.DIM_V)
-        parts = tl.load(results.acc_ptr + at[:, :, None] * sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
-        row_max, origin, rescale = softmax.raise_max(row_max, tl.max(tops, 0), True)
-        weights = tl.exp2(tops - origin[None, :])
-        row_sum = row_sum * rescale + tl.sum(weights * sums, 0)
-        acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+    for first in range(0, num_splits, sizes.MERGE_SPLITS):
+        # Unrolled, so that the loads of several splits are under way together.
+        for ahead in tl.static_range(sizes.MERGE_SPLITS):
+            at = slot + tl.cast(first + ahead, tl.int64) * pitch
+            there = exists & (first + ahead < num_splits)
+            # Past the first-level cache, which does not see what other multiprocessors store.
+            top = tl.load(results.max_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            there = there & (top > float("-inf"))
+            part_sum = tl.load(results.sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+            wide = there[:, None] & (col < sizes.DIM_V)
+            part = tl.load(results.acc_ptr + at[:, None] * sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
+            acc, row_max, row_sum = fold(acc, row_max, row_sum, part, top, part_sum)
     return acc, row_max, row_sum
 
 
@@ -490,89 +579,121 @@ def rows_of_tile(first, h_kv, num_rows, BLOCK: tl.constexpr, GROUP: tl.constexpr
 
 
 @triton.jit
-def attend_tile(q, i, keys, place, kv, sizes, pairs):
-    """``attend`` with the scales of 8-bit keys and values."""
+def attend_scaled(q, i, keys, place, kv, sizes, pairs, part, results):
+    """``attend`` with the scales of 8-bit keys; those of values are left to ``finish``."""
     if kv[0].ptr.dtype.element_ty == q.dtype:
-        acc, row_max, row_sum = attend(q, None, i, keys, place, kv, sizes, pairs)
+        acc, row_max, row_sum = attend(q, None, i, keys, place, kv, sizes, pairs, part, results)
     else:
         k_scale = scale_of(kv[0], place[1], place[2], sizes)
         if q.dtype == tl.bfloat16:
             half, power = as_half(q)
-            acc, row_max, row_sum = attend(half, power * k_scale, i, keys, place, kv, sizes, pairs)
+            acc, row_max, row_sum = attend(half, power * k_scale, i, keys, place, kv, sizes, pairs, part, results)
         else:
             ones = tl.full([q.shape[0]], 1.0, tl.float32)
-            acc, row_max, row_sum = attend(q, ones * k_scale, i, keys, place, kv, sizes, pairs)
-        acc *= scale_of(kv[1], place[1], place[2], sizes)
+            acc, row_max, row_sum = attend(q, ones * k_scale, i, keys, place, kv, sizes, pairs, part, results)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def finish_tile(base, pitch, first, h_kv, b, shape, queries, results, sizes):
-    """Merges the splits of a tile, whose first slot is ``base``, and stores its results."""
-    row, h, exists = rows_of_tile(first, h_kv, shape.num_rows, sizes.MERGE_ROWS, sizes.GROUP)
-    slot = base + tl.arange(0, sizes.MERGE_ROWS)
-    acc, row_max, row_sum = merge_splits(slot, pitch, shape.num_splits, exists, results, sizes)
+def finish(acc, row_max, row_sum, place, first, b, shape, kv, queries, results, sizes):
+    """Stores the results of a tile's rows, of which acc may have fewer than BLOCK_M."""
+    row, h, exists = rows_of_tile(first, place[2], shape.num_rows, acc.shape[0], sizes.GROUP)
+    if kv[1].ptr.dtype.element_ty != queries.ptr.dtype.element_ty:
+        acc *= scale_of(kv[1], place[1], place[2], sizes)
     store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)
 
 
 @triton.jit
-def run_item(item, b, before, slots_before, queries, lengths, kv, results, sizes, terms):
-    """Attends to one split for one tile of rows; finishes the tile if no other split of it is still to be stored."""
-    BLOCK_M: tl.constexpr = sizes.BLOCK_M
+def share_tile(acc, row_max, row_sum, part, base, counter, place, first, b, shape, kv, queries, results, sizes):
+    """Finishes a tile that several programs share, if all other splits have been stored."""
+    if part.first == 0:
+        skip_splits(part.slot, part.pitch, part.stop - 1, part.exists, results)
+        at = part.slot + tl.cast(part.stop - 1, tl.int64) * part.pitch
+        store_split(acc, row_max, row_sum, at, part.exists, results, sizes)
+    # All threads have stored before one of them says so.
+    tl.debug_barrier()
+    count = part.stop - part.first
+    if tl.atomic_add(counter, count, sem="acq_rel") == shape.num_splits - count:
+        _row, _h, exists = rows_of_tile(first, place[2], shape.num_rows, sizes.MERGE_ROWS, sizes.GROUP)
+        slot = base + tl.arange(0, sizes.MERGE_ROWS)
+        all_acc, all_max, all_sum = fold_stored(slot, part.pitch, shape.num_splits, exists, results, sizes)
+        finish(all_acc, all_max, all_sum, place, first, b, shape, kv, queries, results, sizes)
+        tl.store(counter, 0)
+
+
+@triton.jit
+def entry_of(b, lengths, pages, sizes):
+    """The entry of the cache that is a sequence's; 0 where it is in pages."""
+    entry = b
+    if lengths.entries_ptr is not None:
+        entry = tl.load(lengths.entries_ptr + b)
+    if pages.ptr is not None:
+        entry = 0
+    return entry
+
+
+@triton.jit
+def blocks_of(first, split, stop_split, shape, band, sizes):
+    """First block and end of the blocks of splits; a tile that is not split needs only those that its rows may keep."""
     BLOCK_N: tl.constexpr = sizes.BLOCK_N
-    GROUP: tl.constexpr = sizes.GROUP
-    band = terms.band
-    shape = shape_of(b, queries, lengths, band, sizes)
+    start = shape.low // BLOCK_N * BLOCK_N + split * shape.chunk
+    stop = tl.minimum(shape.low // BLOCK_N * BLOCK_N + stop_split * shape.chunk, shape.high)
+    if shape.num_splits == 1:
+        shift = shape.high - shape.num_rows
+        if band.right is not None:
+            last = tl.minimum((first + sizes.BLOCK_M - 1) // sizes.GROUP, shape.num_rows - 1)
+            stop = tl.minimum(stop, last + shift + band.right + 1)
+        if band.left is not None:
+            start = tl.maximum(start, (first // sizes.GROUP + shift - band.left) // BLOCK_N * BLOCK_N)
+    return start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N
+
+
+@triton.jit
+def run_part(item, stop, queries, lengths, kv, results, sizes, terms):
+    """Computes the items from ``item`` on that are of the same tile; returns their number."""
+    BLOCK_M: tl.constexpr = sizes.BLOCK_M
+    b, before, slots_before = find_sequence(item, queries, lengths, terms.band, sizes)
+    shape = shape_of(b, queries, lengths, terms.band, sizes)
     tile, split = (item - before) // shape.num_splits, (item - before) % shape.num_splits
+    stop_split = tl.minimum(shape.num_splits, split + stop - item)
     h_kv, first = tile // shape.num_tiles, tile % shape.num_tiles * BLOCK_M
-    row, h, exists = rows_of_tile(first, h_kv, shape.num_rows, BLOCK_M, GROUP)
+    row, h, exists = rows_of_tile(first, h_kv, shape.num_rows, BLOCK_M, sizes.GROUP)
     q = load_queries(queries, b, shape.first_row, row, h, exists, sizes)
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b = tl.minimum(b, sizes.batch - 1)
-    entry = valid_b
-    if lengths.entries_ptr is not None:
-        entry = tl.load(lengths.entries_ptr + valid_b)
-    if kv[2].ptr is not None:
-        entry = 0
-    shift = shape.high - shape.num_rows
-    start = shape.low // BLOCK_N * BLOCK_N + split * shape.chunk
-    stop = tl.minimum(start + shape.chunk, shape.high)
-    if band.right is not None:
-        last_row = tl.minimum((first + BLOCK_M - 1) // GROUP, shape.num_rows - 1)
-        stop = tl.minimum(stop, last_row + shift + band.right + 1)
-    if band.left is not None:
-        start = tl.maximum(start, (first // GROUP + shift - band.left) // BLOCK_N * BLOCK_N)
-    acc, row_max, row_sum = attend_tile(
-        q, (row + shift)[:, None], (shape.low, shape.high, start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N),
-        (valid_b, entry, h_kv), kv, sizes,
-        Pairs(terms, scores.head_of(terms, valid_b, h[:, None], shape.num_rows, shape.high)),
+    place = (valid_b, entry_of(valid_b, lengths, kv[2], sizes), h_kv)
+    start_block, stop_block = blocks_of(first, split, stop_split, shape, terms.band, sizes)
+    pitch = shape.num_rows * sizes.GROUP
+    base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_splits * pitch + first
+    slot = base + tl.cast(split, tl.int64) * pitch + tl.arange(0, BLOCK_M)
+    part = Part(split, stop_split, shape.chunk // sizes.BLOCK_N, slot, pitch, exists)
+    acc, row_max, row_sum = attend_scaled(
+        q, (row + shape.high - shape.num_rows)[:, None], (shape.low, shape.high, start_block, stop_block), place, kv,
+        sizes, Pairs(terms, scores.head_of(terms, valid_b, h[:, None], shape.num_rows, shape.high)), part, results,
     )  # fmt: skip
     if results.acc_ptr is None:  # noqa: SIM114 a compile-time condition
-        store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)
-    elif shape.num_splits == 1:
-        store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)
+        finish(acc, row_max, row_sum, place, first, b, shape, kv, queries, results, sizes)
+    elif stop_split - split == shape.num_splits:
+        finish(acc, row_max, row_sum, place, first, b, shape, kv, queries, results, sizes)
     else:
-        pitch = shape.num_rows * GROUP
-        base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_splits * pitch + first
-        slot = base + tl.cast(split, tl.int64) * pitch + tl.arange(0, BLOCK_M)
-        store_split(acc, row_max, row_sum, slot, exists, results, sizes)
-        # All threads have stored before one of them says so.
-        tl.debug_barrier()
         counter = results.counters_ptr + before + tile * shape.num_splits
-        if tl.atomic_add(counter, 1, sem="acq_rel") == shape.num_splits - 1:
-            finish_tile(base, pitch, first, h_kv, b, shape, queries, results, sizes)
-            tl.store(counter, 0)
+        share_tile(acc, row_max, row_sum, part, base, counter, place, first, b, shape, kv, queries, results, sizes)
+    return stop_split - split
 
 
 @triton.jit
 def run_items(queries, lengths, kv, results, sizes, terms):
-    """This program's items."""
-    item = tl.program_id(0)
-    b, before, slots_before = find_sequence(item, queries, lengths, terms.band, sizes)
-    while b >= 0:
-        run_item(item, b, before, slots_before, queries, lengths, kv, results, sizes, terms)
-        item += tl.num_programs(0)
-        b, before, slots_before = find_sequence(item, queries, lengths, terms.band, sizes)
+    """This program's part of the items."""
+    total, program, num_programs = (
+        count_items(queries, lengths, terms.band, sizes),
+        tl.program_id(0),
+        tl.num_programs(0),
+    )
+    share, more = total // num_programs, total % num_programs
+    item = program * share + tl.minimum(program, more)
+    stop = item + share + (program < more).to(tl.int32)
+    while item < stop:
+        item += run_part(item, stop, queries, lengths, kv, results, sizes, terms)
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"])

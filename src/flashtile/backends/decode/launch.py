@@ -180,7 +180,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
     p, t = problem, tensors
     bounds, bits = Bounds(p, t, config), _decodes_bits(p)
     rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
-    search, merge_rows = min(max(_power_of_two(p.batch + p.varlen), 32), 1024), _power_of_two(rows)
+    search, merge_rows = min(_power_of_two(p.batch + p.varlen), 1024), _power_of_two(rows)
     slots = bounds.slots
     sizes: dict[str, Any] = {
         **row_strides("q", t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()),
@@ -204,7 +204,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
             "k_scale_stride_b": _scale_stride(t.k_scale),
             "v_scale_stride_b": _scale_stride(t.v_scale),
             "MERGE_ROWS": merge_rows,
-            "MERGE_SPLITS": max(1, 8192 // (merge_rows * padded(p.head_dim_v))),
+            "MERGE_SPLITS": min(8, max(1, 8192 // (merge_rows * padded(p.head_dim_v)))),
             "SEARCH": search,
             "BITS": bits,
             "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
