@@ -283,7 +283,7 @@ def count_items(queries, lengths, band, sizes):
     """The items of all sequences."""
     SEARCH: tl.constexpr = sizes.SEARCH
     if SEARCH == 1:
-        total, _slots = work_of(shape_of(0, queries, lengths, band, sizes), sizes)
+        total, _slots = work_of(shape_of(tl.full((), 0, tl.int32), queries, lengths, band, sizes), sizes)
     else:
         total = 0
         for first in range(0, count_sequences(queries, sizes), SEARCH):
@@ -297,7 +297,7 @@ def count_items(queries, lengths, band, sizes):
 def find_sequence(item, queries, lengths, band, sizes):
     """The sequence of an item, the items before that sequence, and the slots before it."""
     SEARCH: tl.constexpr = sizes.SEARCH
-    found, before, slots_before = 0, 0, tl.full((), 0, tl.int64)
+    found, before, slots_before = tl.full((), 0, tl.int32), 0, tl.full((), 0, tl.int64)
     if SEARCH > 1:
         end = 0
         for first in range(0, count_sequences(queries, sizes), SEARCH):
@@ -324,10 +324,25 @@ def decoded(tile, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_block(cache, base, page, row, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """A block [BLOCK_N, BLOCK_DIM] of keys or values; what is not ``inside``, and columns past DIM, are 0."""
+def load_block(cache, base, place, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """A block [BLOCK_N, BLOCK_DIM] of keys or values; what is not ``inside``, and columns past DIM, are 0.
+
+    Args:
+        cache: ``Cache``.
+        base: Address of its entry and head.
+        place: What ``place_block`` says.
+        inside: [BLOCK_N].
+        DIM: Columns.
+        BLOCK_DIM: A power of two, at least DIM.
+    """
+    page, first_row, row = place
     col = tl.arange(0, BLOCK_DIM)[None, :]
-    at = base + (page * cache.stride_b + row * cache.stride_row)[:, None] + col
+    if len(page.shape) == 0:
+        # One address for the block, and small offsets.
+        base += page * cache.stride_b + first_row * cache.stride_row
+        at = base + (row * cache.stride_row)[:, None] + col
+    else:
+        at = base + (page * cache.stride_b + row.to(tl.int64) * cache.stride_row)[:, None] + col
     if DIM == BLOCK_DIM:
         tile = tl.load(at, mask=inside[:, None], other=0.0)
     else:
@@ -336,21 +351,23 @@ def load_block(cache, base, page, row, inside, DIM: tl.constexpr, BLOCK_DIM: tl.
 
 
 @triton.jit
-def place_keys(first, key, inside, b, pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of every key of a block and its row there, int64; the page is 0 in a cache by sequence.
+def place_block(first, inside, b, pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's rows after that.
 
-    The table is read only for keys inside: its other entries may hold anything. One page may hold a whole block.
+    The page is int64: [BLOCK_N], or a number where one page holds the whole block, 0 in a cache by sequence. The table
+    is read only for keys inside: its other entries may hold anything.
     """
-    page, row = tl.full((), 0, tl.int64), key
+    key = tl.arange(0, BLOCK_N)
+    page, first_row, row = tl.full((), 0, tl.int64), tl.cast(first, tl.int64), key
     if pages.ptr is not None:
         table = pages.ptr + tl.cast(b, tl.int64) * pages.stride_b
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
-            row = first % PAGE_SIZE + (key - first)
+            first_row = tl.cast(first % PAGE_SIZE, tl.int64)
         else:
-            page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-            row = key % PAGE_SIZE
-    return page, row.to(tl.int64)
+            page = tl.load(table + (first + key) // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            first_row, row = tl.full((), 0, tl.int64), (first + key) % PAGE_SIZE
+    return page, first_row, row
 
 
 @triton.jit
@@ -396,15 +413,15 @@ def attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes
     v_base = kv[1].ptr + entry * kv[1].stride_b + head64 * kv[1].stride_head
     key = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (key >= keys[0]) & (key < keys[1])
-    page, row = place_keys(n * BLOCK_N, key, inside, place[0], kv[2], sizes.PAGE_SIZE, BLOCK_N)
-    k = load_block(kv[0], k_base, page, row, inside, sizes.DIM, sizes.BLOCK_D)
+    at = place_block(n * BLOCK_N, inside, place[0], kv[2], sizes.PAGE_SIZE, BLOCK_N)
+    k = load_block(kv[0], k_base, at, inside, sizes.DIM, sizes.BLOCK_D)
     if k.dtype != q.dtype:
         k = decoded(k, sizes.BITS).to(q.dtype)
     product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
     if q_scale is not None:
         product *= q_scale[:, None]
     if sizes.BY_PAGE and kv[0].scale_ptr is not None:
-        product *= page_scales(kv[0], page, h_kv, inside)[None, :]
+        product *= page_scales(kv[0], at[0], h_kv, inside)[None, :]
     x, scale_log2, _derivative = scores.transform(product, pairs, i, key[None, :], False)
     x = tl.where(inside[None, :], x, float("-inf"))
     if band.right is not None:
@@ -412,13 +429,13 @@ def attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes
     if band.left is not None:
         x = tl.where(key[None, :] >= i - band.left, x, float("-inf"))
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-    v = load_block(kv[1], v_base, page, row, inside, sizes.DIM_V, sizes.BLOCK_DV)
+    v = load_block(kv[1], v_base, at, inside, sizes.DIM_V, sizes.BLOCK_DV)
     if v.dtype != q.dtype:
         v = decoded(v, sizes.BITS).to(q.dtype)
     acc = acc * rescale[:, None]
     if sizes.BY_PAGE and kv[1].scale_ptr is not None:
         # Relative to the block's largest, so that float16 probabilities do not underflow.
-        scale = page_scales(kv[1], page, h_kv, inside)
+        scale = page_scales(kv[1], at[0], h_kv, inside)
         largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
         shares = (probs * (scale / largest)[None, :]).to(q.dtype)
         acc += tl.dot(shares, v, input_precision=INPUT_PRECISION) * largest
@@ -455,7 +472,7 @@ def attend(q, q_scale, i, keys, place, kv, sizes, pairs, part, results):
         for n in tl.range(keys[2], keys[3]):
             acc, row_max, row_sum = attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes, pairs)
         return acc, row_max, row_sum
-    else:
+    else:  # noqa: RET505 a compile-time condition
         total, total_max, total_sum = acc, row_max, row_sum
         slot, left = part.slot, part.blocks
         for n in tl.range(keys[2], keys[3]):
@@ -532,7 +549,7 @@ def store_split(acc, row_max, row_sum, slot, exists, results, sizes):
 @triton.jit
 def skip_splits(slot, pitch, count, exists, results):
     """Marks splits as empty, whose keys are in the state of a later one."""
-    for _split in range(0, count):
+    for _split in range(count):
         tl.store(results.max_ptr + slot, tl.full(slot.shape, float("-inf"), tl.float32), mask=exists)
         slot += pitch
 
