@@ -17,8 +17,8 @@ TYPES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int16: "i16",
     torch.uint8: "u8",
-    torch.float8_e4m3fn: "fp8e4nv",
     torch.bool: "i1",
 }
 

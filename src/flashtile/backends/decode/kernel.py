@@ -63,8 +63,8 @@ class Cache(NamedTuple):
     """Keys or values, (entries, rows, heads, DIM), with the scales of 8-bit ones.
 
     Attributes:
-        ptr: Their address.
-        stride_b: Of entries: sequences or pages; in elements, as the next two.
+        ptr: Their address; 8-bit ones are int16 pairs of columns.
+        stride_b: Of entries: sequences or pages; in elements, or in pairs, as the next two.
         stride_row: Of rows.
         stride_head: Of heads.
         scale_ptr: float32 by head, or by entry and head; None for 1.
@@ -143,7 +143,7 @@ class Sizes(NamedTuple):
         MERGE_SPLITS: Splits that are merged at once, a power of two.
         splitting: ``Splitting``.
         SEARCH: Sequences looked at together when an item's is looked for.
-        BITS: Whether the cache holds e4m3 numbers as bytes, which the kernel decodes.
+        BITS: Whether the kernel decodes 8-bit numbers by their bits; then they are 2^-8 times their values.
         BY_PAGE: Whether scales differ from page to page.
     """
 
@@ -312,15 +312,38 @@ def find_sequence(item, queries, lengths, band, sizes):
 
 
 @triton.jit
-def decoded(tile, BITS: tl.constexpr):
-    """e4m3 numbers as float16. From bytes, 2^-8 times their values: the exponents differ in their bias alone."""
+def decoded(codes):
+    """e4m3 codes in uint16 as float16, 2^-8 times their values: the two formats differ in the exponent's bias alone."""
+    half = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), half)
+
+
+@triton.jit
+def halves(pairs, BITS: tl.constexpr):
+    """The first and the second e4m3 number of int16 pairs, as float16; see ``Sizes.BITS``."""
     if BITS:
-        bits = tile.to(tl.uint16)
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        half = tl.where((bits & 0x7F) == 0x7F, float("nan"), half)
+        codes = pairs.to(tl.uint16, bitcast=True)
+        first, second = decoded(codes & 0xFF), decoded(codes >> 8)
     else:
-        half = tile.to(tl.float16)
-    return half
+        # One register holds two pairs. Its bytes 0 and 2 are first numbers, 1 and 3 second ones.
+        first, second = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes;
+            .reg .b16 firsts, seconds;
+            prmt.b32 bytes, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return first, second
 
 
 @triton.jit
@@ -403,9 +426,15 @@ def fold(total, total_max, total_sum, acc, row_max, row_sum):
 
 
 @triton.jit
-def attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes, pairs):
-    """Adds the keys of block n to the softmax state of a tile's rows; the arguments are those of ``attend``."""
+def attend_block(acc, acc_odd, row_max, row_sum, n, q, q_odd, q_scale, i, keys, place, kv, sizes, pairs):
+    """Adds the keys of block n to the softmax state of a tile's rows; the arguments are those of ``attend``.
+
+    8-bit keys and values are loaded as pairs of neighbouring columns, which become two matrices: of even columns and of
+    odd ones. So the tensor cores' operands are loaded from shared memory as 16-bit ones are.
+    """
     BLOCK_N: tl.constexpr = sizes.BLOCK_N
+    EIGHT_BIT: tl.constexpr = kv[0].ptr.dtype.element_ty == tl.int16
+    UNIT: tl.constexpr = 2 if EIGHT_BIT else 1
     INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
     band, h_kv = pairs.terms.band, place[2]
     entry, head64 = tl.cast(place[1], tl.int64), tl.cast(h_kv, tl.int64)
@@ -414,12 +443,14 @@ def attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes
     key = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (key >= keys[0]) & (key < keys[1])
     at = place_block(n * BLOCK_N, inside, place[0], kv[2], sizes.PAGE_SIZE, BLOCK_N)
-    k = load_block(kv[0], k_base, at, inside, sizes.DIM, sizes.BLOCK_D)
-    if k.dtype != q.dtype:
-        k = decoded(k, sizes.BITS).to(q.dtype)
-    product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
-    if q_scale is not None:
+    k = load_block(kv[0], k_base, at, inside, sizes.DIM // UNIT, sizes.BLOCK_D // UNIT)
+    if EIGHT_BIT:
+        k_even, k_odd = halves(k, sizes.BITS)
+        product = tl.dot(q, tl.trans(k_even.to(q.dtype)), input_precision=INPUT_PRECISION)
+        product = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), product, input_precision=INPUT_PRECISION)
         product *= q_scale[:, None]
+    else:
+        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
     if sizes.BY_PAGE and kv[0].scale_ptr is not None:
         product *= page_scales(kv[0], at[0], h_kv, inside)[None, :]
     x, scale_log2, _derivative = scores.transform(product, pairs, i, key[None, :], False)
@@ -429,27 +460,39 @@ def attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes
     if band.left is not None:
         x = tl.where(key[None, :] >= i - band.left, x, float("-inf"))
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-    v = load_block(kv[1], v_base, at, inside, sizes.DIM_V, sizes.BLOCK_DV)
-    if v.dtype != q.dtype:
-        v = decoded(v, sizes.BITS).to(q.dtype)
+    v = load_block(kv[1], v_base, at, inside, sizes.DIM_V // UNIT, sizes.BLOCK_DV // UNIT)
     acc = acc * rescale[:, None]
-    if sizes.BY_PAGE and kv[1].scale_ptr is not None:
-        # Relative to the block's largest, so that float16 probabilities do not underflow.
-        scale = page_scales(kv[1], at[0], h_kv, inside)
-        largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
-        shares = (probs * (scale / largest)[None, :]).to(q.dtype)
-        acc += tl.dot(shares, v, input_precision=INPUT_PRECISION) * largest
+    if EIGHT_BIT:
+        v_even, v_odd = halves(v, sizes.BITS)
+        acc_odd = acc_odd * rescale[:, None]
+        if sizes.BY_PAGE and kv[1].scale_ptr is not None:
+            # Relative to the block's largest, so that float16 probabilities do not underflow.
+            scale = page_scales(kv[1], at[0], h_kv, inside)
+            largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
+            shares = (probs * (scale / largest)[None, :]).to(q.dtype)
+            acc += tl.dot(shares, v_even.to(q.dtype), input_precision=INPUT_PRECISION) * largest
+            acc_odd += tl.dot(shares, v_odd.to(q.dtype), input_precision=INPUT_PRECISION) * largest
+        else:
+            acc = tl.dot(probs.to(q.dtype), v_even.to(q.dtype), acc, input_precision=INPUT_PRECISION)
+            acc_odd = tl.dot(probs.to(q.dtype), v_odd.to(q.dtype), acc_odd, input_precision=INPUT_PRECISION)
     else:
         acc = tl.dot(probs.to(q.dtype), v, acc, input_precision=INPUT_PRECISION)
-    return acc, row_max, row_sum
+    return acc, acc_odd, row_max, row_sum
 
 
 @triton.jit
-def attend(q, q_scale, i, keys, place, kv, sizes, pairs, part, results):
+def joined(acc, acc_odd, EIGHT_BIT: tl.constexpr):
+    """A state's columns in their order."""
+    return tl.interleave(acc, acc_odd) if EIGHT_BIT else acc
+
+
+@triton.jit
+def attend(q, q_odd, q_scale, i, keys, place, kv, sizes, pairs, part, results):
     """The softmax state of a tile's rows over the splits of a ``Part``.
 
     Args:
-        q: [BLOCK_M, BLOCK_D], in the dtype that products take.
+        q: [BLOCK_M, BLOCK_D] in the dtype that products take; for 8-bit caches the even columns.
+        q_odd: The odd columns; ignored for others.
         q_scale: [BLOCK_M] float32, a factor of the products; None for 1.
         i: [BLOCK_M, 1] position of each row.
         keys: First key that counts, end of the keys, first block, end of the blocks.
@@ -464,36 +507,45 @@ def attend(q, q_scale, i, keys, place, kv, sizes, pairs, part, results):
         acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] in base 2, and row_sum [BLOCK_M], all float32: the fold of the part's
         splits if they are a tile's first, else nothing of use: the state of each has been stored.
     """
-    WIDE: tl.constexpr = sizes.BLOCK_DV
+    EIGHT_BIT: tl.constexpr = kv[0].ptr.dtype.element_ty == tl.int16
+    WIDE: tl.constexpr = sizes.BLOCK_DV // 2 if EIGHT_BIT else sizes.BLOCK_DV
     ROWS: tl.constexpr = q.shape[0]
     acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    acc_odd, row_max = tl.zeros([ROWS, WIDE], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    total, total_max, total_sum = tl.zeros([ROWS, sizes.BLOCK_DV], tl.float32), row_max, row_sum
     if results.acc_ptr is None:
         for n in tl.range(keys[2], keys[3]):
-            acc, row_max, row_sum = attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes, pairs)
-        return acc, row_max, row_sum
-    else:  # noqa: RET505 a compile-time condition
-        total, total_max, total_sum = acc, row_max, row_sum
+            acc, acc_odd, row_max, row_sum = attend_block(
+                acc, acc_odd, row_max, row_sum, n, q, q_odd, q_scale, i, keys, place, kv, sizes, pairs
+            )
+        total, total_max, total_sum = joined(acc, acc_odd, EIGHT_BIT), row_max, row_sum
+    else:
         slot, left = part.slot, part.blocks
         for n in tl.range(keys[2], keys[3]):
-            acc, row_max, row_sum = attend_block(acc, row_max, row_sum, n, q, q_scale, i, keys, place, kv, sizes, pairs)
+            acc, acc_odd, row_max, row_sum = attend_block(
+                acc, acc_odd, row_max, row_sum, n, q, q_odd, q_scale, i, keys, place, kv, sizes, pairs
+            )
             left -= 1
             if (left == 0) | (n == keys[3] - 1):
+                state = joined(acc, acc_odd, EIGHT_BIT)
                 if part.first == 0:
-                    total, total_max, total_sum = fold(total, total_max, total_sum, acc, row_max, row_sum)
+                    total, total_max, total_sum = fold(total, total_max, total_sum, state, row_max, row_sum)
                 else:
-                    store_split(acc, row_max, row_sum, slot, part.exists, results, sizes)
-                acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
-                row_max = tl.full([ROWS], float("-inf"), tl.float32)
+                    store_split(state, row_max, row_sum, slot, part.exists, results, sizes)
+                acc, acc_odd = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
+                row_max, row_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
                 slot += part.pitch
                 left = part.blocks
-        return total, total_max, total_sum
+    return total, total_max, total_sum
 
 
 @triton.jit
-def load_queries(queries, b, first_row, row, h, exists, sizes):
-    """Packed rows [BLOCK_M, BLOCK_D]: ``row`` of the sequence and query head ``h`` of each; 0 where not ``exists``."""
-    col = tl.arange(0, sizes.BLOCK_D)[None, :]
+def load_queries(queries, b, first_row, row, h, exists, sizes, FIRST: tl.constexpr, STEP: tl.constexpr):
+    """Packed rows: ``row`` of the sequence and query head ``h`` of each; 0 where not ``exists``.
+
+    [BLOCK_M, BLOCK_D / STEP]: every STEP-th column from FIRST on.
+    """
+    col = FIRST + STEP * tl.arange(0, sizes.BLOCK_D // STEP)[None, :]
     start = first_row.to(tl.int64) * queries.stride_row
     if queries.cu_seqlens_ptr is None:
         start = tl.cast(b, tl.int64) * queries.stride_b
@@ -502,14 +554,20 @@ def load_queries(queries, b, first_row, row, h, exists, sizes):
 
 
 @triton.jit
-def as_half(q):
-    """Rows as float16, divided by powers of two that keep them in its range; and these powers.
+def power_of_rows(q, q_odd):
+    """For each row a power of two that brings its largest element between 1 and 2.
 
-    Exact but for elements below 2^-14 of their row's largest, whose error is 2^-25 of it.
+    Divided by it, bfloat16 elements are float16 ones, exactly but for those below 2^-14 of their row's largest, whose
+    error is 2^-25 of it.
     """
-    top = tl.max(tl.abs(q.to(tl.float32)), 1)
-    power = tl.exp2(tl.floor(tl.log2(tl.where(top > 0.0, top, 1.0))))
-    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
+    top = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), tl.max(tl.abs(q_odd.to(tl.float32)), 1))
+    return tl.exp2(tl.floor(tl.log2(tl.where(top > 0.0, top, 1.0))))
+
+
+@triton.jit
+def scaled(q, power):
+    """Rows divided by their powers of two, as float16."""
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16)
 
 
 @triton.jit
@@ -596,18 +654,26 @@ def rows_of_tile(first, h_kv, num_rows, BLOCK: tl.constexpr, GROUP: tl.constexpr
 
 
 @triton.jit
-def attend_scaled(q, i, keys, place, kv, sizes, pairs, part, results):
-    """``attend`` with the scales of 8-bit keys; those of values are left to ``finish``."""
-    if kv[0].ptr.dtype.element_ty == q.dtype:
-        acc, row_max, row_sum = attend(q, None, i, keys, place, kv, sizes, pairs, part, results)
+def attend_rows(rows, queries, i, keys, place, kv, sizes, pairs, part, results):
+    """``attend`` for the rows of a tile, with the scales of 8-bit keys; those of values are left to ``finish``.
+
+    rows: the sequence, its first packed row, and each row's row and query head.
+    """
+    if kv[0].ptr.dtype.element_ty != tl.int16:
+        q = load_queries(queries, rows[0], rows[1], rows[2], rows[3], part.exists, sizes, 0, 1)
+        acc, row_max, row_sum = attend(q, q, None, i, keys, place, kv, sizes, pairs, part, results)
     else:
+        q = load_queries(queries, rows[0], rows[1], rows[2], rows[3], part.exists, sizes, 0, 2)
+        q_odd = load_queries(queries, rows[0], rows[1], rows[2], rows[3], part.exists, sizes, 1, 2)
         k_scale = scale_of(kv[0], place[1], place[2], sizes)
         if q.dtype == tl.bfloat16:
-            half, power = as_half(q)
-            acc, row_max, row_sum = attend(half, power * k_scale, i, keys, place, kv, sizes, pairs, part, results)
+            power = power_of_rows(q, q_odd)
+            acc, row_max, row_sum = attend(
+                scaled(q, power), scaled(q_odd, power), power * k_scale, i, keys, place, kv, sizes, pairs, part, results
+            )
         else:
             ones = tl.full([q.shape[0]], 1.0, tl.float32)
-            acc, row_max, row_sum = attend(q, ones * k_scale, i, keys, place, kv, sizes, pairs, part, results)
+            acc, row_max, row_sum = attend(q, q_odd, ones * k_scale, i, keys, place, kv, sizes, pairs, part, results)
     return acc, row_max, row_sum
 
 
@@ -615,7 +681,7 @@ def attend_scaled(q, i, keys, place, kv, sizes, pairs, part, results):
 def finish(acc, row_max, row_sum, place, first, b, shape, kv, queries, results, sizes):
     """Stores the results of a tile's rows, of which acc may have fewer than BLOCK_M."""
     row, h, exists = rows_of_tile(first, place[2], shape.num_rows, acc.shape[0], sizes.GROUP)
-    if kv[1].ptr.dtype.element_ty != queries.ptr.dtype.element_ty:
+    if kv[1].ptr.dtype.element_ty == tl.int16:
         acc *= scale_of(kv[1], place[1], place[2], sizes)
     store_rows(acc, row_max, row_sum, b, shape.first_row, row, h, exists, queries, results, sizes)
 
@@ -675,7 +741,6 @@ def run_part(item, stop, queries, lengths, kv, results, sizes, terms):
     stop_split = tl.minimum(shape.num_splits, split + stop - item)
     h_kv, first = tile // shape.num_tiles, tile % shape.num_tiles * BLOCK_M
     row, h, exists = rows_of_tile(first, h_kv, shape.num_rows, BLOCK_M, sizes.GROUP)
-    q = load_queries(queries, b, shape.first_row, row, h, exists, sizes)
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b = tl.minimum(b, sizes.batch - 1)
     place = (valid_b, entry_of(valid_b, lengths, kv[2], sizes), h_kv)
@@ -684,9 +749,10 @@ def run_part(item, stop, queries, lengths, kv, results, sizes, terms):
     base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_splits * pitch + first
     slot = base + tl.cast(split, tl.int64) * pitch + tl.arange(0, BLOCK_M)
     part = Part(split, stop_split, shape.chunk // sizes.BLOCK_N, slot, pitch, exists)
-    acc, row_max, row_sum = attend_scaled(
-        q, (row + shape.high - shape.num_rows)[:, None], (shape.low, shape.high, start_block, stop_block), place, kv,
-        sizes, Pairs(terms, scores.head_of(terms, valid_b, h[:, None], shape.num_rows, shape.high)), part, results,
+    acc, row_max, row_sum = attend_rows(
+        (b, shape.first_row, row, h), queries, (row + shape.high - shape.num_rows)[:, None],
+        (shape.low, shape.high, start_block, stop_block), place, kv, sizes,
+        Pairs(terms, scores.head_of(terms, valid_b, h[:, None], shape.num_rows, shape.high)), part, results,
     )  # fmt: skip
     if results.acc_ptr is None:  # noqa: SIM114 a compile-time condition
         finish(acc, row_max, row_sum, place, first, b, shape, kv, queries, results, sizes)

@@ -154,8 +154,9 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _bytes_of(cache: Tensor, decoded_by_kernel: bool) -> Tensor:
-    return cache.view(torch.uint8) if decoded_by_kernel and cache.dtype == torch.float8_e4m3fn else cache
+def _as(dtype: torch.dtype, cache: Tensor) -> Tensor:
+    """A cache as kernels see it: 8-bit numbers as bytes, or as pairs."""
+    return cache.view(dtype) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _scale_stride(scale: Tensor | None) -> int:
@@ -184,8 +185,8 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
     slots = bounds.slots
     sizes: dict[str, Any] = {
         **row_strides("q", t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()),
-        **row_strides("k", t.k_cache),
-        **row_strides("v", t.v_cache),
+        **row_strides("k", _as(torch.int16, t.k_cache)),
+        **row_strides("v", _as(torch.int16, t.v_cache)),
         **row_strides("out", t.out),
         "max_ptr": Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v) if slots else None,
         "sum_ptr": Pointer(torch.float32, "acc", 4 * slots * (p.head_dim_v + 1)) if slots else None,
@@ -198,7 +199,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
 
     def others() -> dict[str, Any]:
         return {
-            **_attention_tensors(t, bits, is_split=slots > 0),
+            **_attention_tensors(t, is_split=slots > 0),
             **_attention_constants(p, config),
             "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
             "k_scale_stride_b": _scale_stride(t.k_scale),
@@ -216,12 +217,12 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
     )
 
 
-def _attention_tensors(t: CacheTensors, bits: bool, *, is_split: bool) -> dict[str, Any]:
+def _attention_tensors(t: CacheTensors, *, is_split: bool) -> dict[str, Any]:
     floats = Pointer(torch.float32)
     return {
         "q_ptr": t.q if t.rotary_cos is None else Pointer(t.q.dtype),
-        "k_ptr": _bytes_of(t.k_cache, bits),
-        "v_ptr": _bytes_of(t.v_cache, bits),
+        "k_ptr": _as(torch.int16, t.k_cache),
+        "v_ptr": _as(torch.int16, t.v_cache),
         "out_ptr": t.out,
         "lse_ptr": floats,
         "acc_ptr": floats if is_split else None,
@@ -240,7 +241,7 @@ def _attention_tensors(t: CacheTensors, bits: bool, *, is_split: bool) -> dict[s
 
 
 def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
-    cut = config.splitting
+    cut, least = config.splitting, 16 * (2 if p.precision.kv.itemsize == 1 else 1)
     return {
         "num_heads_kv": p.num_heads_kv,
         "left": p.band.left or 0,
@@ -251,8 +252,8 @@ def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
         "PAGE_SIZE": p.keys.page_size,
         "HEAD_DIM": p.head_dim,
         "HEAD_DIM_V": p.head_dim_v,
-        "BLOCK_D": padded(p.head_dim),
-        "BLOCK_DV": padded(p.head_dim_v),
+        "BLOCK_D": padded(p.head_dim, least),
+        "BLOCK_DV": padded(p.head_dim_v, least),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PROGRAMS": cut.programs,
@@ -268,9 +269,9 @@ def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
     }
 
 
-def padded(dim: int) -> int:
-    """The power of two, at least 16, that holds a head dimension."""
-    return max(16, _power_of_two(dim))
+def padded(dim: int, least: int = 16) -> int:
+    """The power of two that holds a head dimension, at least what matrix products take."""
+    return max(least, _power_of_two(dim))
 
 
 def append_launch(problem: Problem, tensors: CacheTensors) -> Launch:
@@ -327,8 +328,8 @@ def _append_tensors(t: CacheTensors) -> dict[str, Any]:
     return {
         "k_ptr": t.k,
         "v_ptr": t.v,
-        "k_cache_ptr": _bytes_of(t.k_cache, True),
-        "v_cache_ptr": _bytes_of(t.v_cache, True),
+        "k_cache_ptr": _as(torch.uint8, t.k_cache),
+        "v_cache_ptr": _as(torch.uint8, t.v_cache),
         "q_ptr": t.q if turns else None,
         "turned_ptr": Pointer(t.q.dtype) if turns else None,
         "cached_ptr": t.cache_seqlens,
