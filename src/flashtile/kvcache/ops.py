@@ -56,9 +56,9 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
 
 
 def refuse_gradients(given: Iterable[Any]) -> None:
-    """Raises for an argument that requires grad, where gradients are enabled, or that has a tangent."""
+    """Raises for the first of a call's tensors that requires grad; for calls where gradients are enabled."""
     for name, x in zip(TENSORS, given, strict=False):
-        if isinstance(x, Tensor) and x.requires_grad:
+        if x is not None and x.requires_grad:
             raise InvalidInputError(name, "requires grad, but a cached call has no gradient: use torch.no_grad()")
 
 
