@@ -136,6 +136,7 @@ _PAGED = (
     CacheCase("pages_chunk", _same(37, 5, rows=20), page_size=16, sinks=True),
     CacheCase("pages_window", _same(37, 90, rows=3), page_size=4, window=(10, 0)),
     CacheCase("pages_leftpad", _same(37, 50, rows=3), page_size=4, leftpad=(13, 49)),
+    CacheCase("pages_leftpad_past_the_end", _same(5, 2, rows=2), page_size=4, leftpad=(7, 3), sinks=True),
     CacheCase("pages_no_pages", _same(0, 0), page_size=4, capacity=1),
 )
 
@@ -329,7 +330,7 @@ def _places(case: CacheCase, lengths: list[int], capacity: int, make: torch.Gene
         first = case.leftpad[b] if case.leftpad else 0
         if case.appends:
             first = min(first, case.sequences[b][0])
-        for page in range(first // size, -(-length // size)):
+        for page in range(first // size, -(-length // size)) if first < length else ():
             table[b, page] = next(order)
     return {"page_table": table}
 

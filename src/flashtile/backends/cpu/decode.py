@@ -127,7 +127,8 @@ def _keys(
         found = bits[_entry(t, b), start:stop]
     else:
         size = problem.keys.page_size
-        pages = t.page_table[b, start // size : -(-stop // size)]
+        # The page of a span without keys need not be one.
+        pages = t.page_table[b, start // size : -(-stop // size) if start < stop else 0]
         skipped = start // size * size
         found = bits.index_select(0, pages).flatten(0, 1)[start - skipped : stop - skipped]
     if cache.dtype != FLOAT8:
