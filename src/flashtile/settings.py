@@ -61,7 +61,10 @@ class Setting:
 
 
 CHECK = Setting(
-    "FLASHTILE_CHECK", "0", "1 also checks what costs a device synchronisation (cu_seqlens monotonic).", (*_ON, *_OFF)
+    "FLASHTILE_CHECK",
+    "0",
+    "1 also checks what costs a device synchronisation: the values of cu_seqlens, cache lengths and pages.",
+    (*_ON, *_OFF),
 )
 BACKEND = Setting(
     "FLASHTILE_BACKEND", "", "Forces a backend for calls that name none; it is refused, never replaced.", BACKENDS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile import InvalidInputError, UnsupportedError
+from flashtile import InvalidInputError
 from flashtile.compat import flash_attn_2 as fa2
 from flashtile.compat._private import _get_block_size_n
 from tests.compat.by_hand import assert_same, by_hand, cumulated, inputs, shown
@@ -334,14 +334,6 @@ def test_bad_calls_name_their_argument(case: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{argument}: ") as caught:
         call()
     assert caught.value.argument == argument
-
-
-def test_what_is_not_supported_is_refused_by_name() -> None:
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="^block_table: "):
-        fa2.flash_attn_varlen_func(ROWS, ROWS, ROWS, CU, CU, 4, 4, block_table=table)
-    with pytest.raises(UnsupportedError, match="^flash_attn_with_kvcache: "):
-        fa2.flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=4)
 
 
 def test_compiles_to_one_graph() -> None:

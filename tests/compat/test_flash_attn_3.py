@@ -290,10 +290,3 @@ def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
     if name != "qv":
         with pytest.raises(UnsupportedError, match=f"^{name}: "):
             fa3.flash_attn_qkvpacked_func(QKV, **{name: value})
-
-
-def test_the_cache_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="^flash_attn_with_kvcache: "):
-        fa3.flash_attn_with_kvcache(Q, Q, Q)
-    with pytest.raises(RuntimeError, match="^get_scheduler_metadata: "):
-        fa3.get_scheduler_metadata(1, 1, 4, 2, 2, 8, torch.tensor([4]))

@@ -55,6 +55,8 @@ else:
 q = torch.randn(1, 5, 2, 8)
 expected = torch.nn.functional.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(1, 2)
 torch.testing.assert_close(flash_attn_func(q, q, q), expected)
+assert flash_attn_with_kvcache is own.flash_attn_with_kvcache is interface.flash_attn_with_kvcache
+torch.testing.assert_close(flash_attn_with_kvcache(q[:, -1:], q, q, cache_seqlens=5), expected[:, -1:])
 print(flash_attn.__version__)
 """
     assert fresh(PRELUDE + code) == "2.8.4+flashtile"
@@ -77,6 +79,9 @@ assert 'flash_attn' not in sys.modules
 q = torch.randn(1, 5, 2, 8)
 expected = torch.nn.functional.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(1, 2)
 torch.testing.assert_close(flash_attn_func(q, q, q), expected)
+plan = get_scheduler_metadata(1, 1, 5, 2, 2, 8, torch.tensor([5], dtype=torch.int32), torch.float32)
+last = flash_attn_with_kvcache(q[:, -1:], q, q, cache_seqlens=5, scheduler_metadata=plan)
+torch.testing.assert_close(last, expected[:, -1:])
 install('flash_attn')
 import flash_attn
 assert flash_attn.flash_attn_func is not flash_attn_func

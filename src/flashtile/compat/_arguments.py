@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flashtile import settings
 from flashtile.errors import InvalidInputError, UnsupportedError
 
 Window = Sequence[int | None] | Tensor
@@ -55,6 +57,25 @@ def length(name: str, max_seqlen: Any) -> Any:
     return max_seqlen.item()
 
 
+def index_tensor(name: str, x: Any, shape: tuple[int, ...] | None, device: torch.device) -> Tensor:
+    """An int32 tensor on a device: of that shape, or of one dimension and not empty where shape is None."""
+    found = tuple(tensor(name, x).shape)
+    fits = found == shape if shape is not None else len(found) == 1 and found[0] > 0
+    if not fits or x.dtype != torch.int32 or x.device != device:
+        must = shape if shape is not None else "of one dimension and not empty,"
+        raise InvalidInputError(name, f"{_described(x)}, must be int32 {must} on {device}")
+    return x
+
+
+def _described(x: Tensor) -> str:
+    return f"is {x.dtype} {tuple(x.shape)} on {x.device}"
+
+
+def values_are_checked(device: torch.device) -> bool:
+    """Whether the contents of index tensors are looked at: where that costs no synchronisation, or on request."""
+    return (device.type == "cpu" or settings.CHECK.enabled()) and not torch.compiler.is_compiling()
+
+
 def unstack(name: str, stacked: Tensor, parts: int, *, dim: int) -> tuple[Tensor, ...]:
     """Views of the tensors stacked in one, each without the stacking dimension."""
     if tensor(name, stacked).dim() != dim + 3 or stacked.shape[dim] != parts:
@@ -80,6 +101,34 @@ def split_qkv(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
     return qkv.split([num_heads_q, num_heads_kv, num_heads_kv], dim=2)
 
 
+def used_first(side: str, x: Tensor, cu_seqlens: Tensor, seqused: Tensor) -> tuple[Tensor, Tensor]:
+    """Where only some rows of each sequence are used: the order that packs these first, and their cu_seqlens.
+
+    The others follow and belong to no sequence. Nothing is read from the device, so shapes do not depend on the data.
+    """
+    rows = torch.arange(tensor(side, x).shape[0], device=x.device)
+    outer, name = f"cu_seqlens_{side}", f"seqused_{side}"
+    bounds = index_tensor(outer, cu_seqlens, None, x.device)
+    must = (bounds.shape[0] - 1,)
+    ok = tensor(name, seqused).shape == must and seqused.dtype in (torch.int32, torch.int64)
+    if not ok or seqused.device != x.device:
+        raise InvalidInputError(name, f"{_described(seqused)}, must be int32 {must} on {x.device} as {outer} has it")
+    if values_are_checked(x.device):
+        starts, total = bounds.tolist(), rows.shape[0]
+        if starts[0] != 0 or starts[-1] > total:
+            found = f"starts with {starts[0]} and ends with {starts[-1]}"
+            raise InvalidInputError(outer, f"{found}, must start with 0 and end with at most {total}")
+        for b, (used, held) in enumerate(zip(seqused.tolist(), bounds.diff().tolist(), strict=True)):
+            if not 0 <= used <= held:
+                raise InvalidInputError(name, f"is {used} for sequence {b}, which has {held} rows")
+    bounds = bounds.to(torch.int64)
+    sequence = torch.searchsorted(bounds[1:], rows, right=True)
+    limit = torch.nn.functional.pad(seqused, (0, 1))  # 0 for the rows of no sequence
+    unused = rows - bounds[sequence] >= limit[sequence]
+    packed = torch.nn.functional.pad(seqused.cumsum(0), (1, 0)).to(torch.int32)
+    return torch.argsort(unused, stable=True), packed
+
+
 def refuse(name: str, value: object, why: str) -> None:
     """Raises unless an argument is None."""
     if value is not None:
@@ -88,10 +137,8 @@ def refuse(name: str, value: object, why: str) -> None:
 
 @contextmanager
 def names(**written: str) -> Iterator[None]:
-    """Renames the argument in an error to the name that the caller used."""
+    """Renames arguments in an error to the names that the caller used."""
     try:
         yield
     except InvalidInputError as error:
-        if error.argument not in written:
-            raise
-        raise InvalidInputError(written[error.argument], error.message) from None
+        raise (error.renamed(written) if written else error) from None

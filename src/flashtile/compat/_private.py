@@ -7,14 +7,15 @@ this module and ``_s_dmask`` use more than the public functions.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile import ops
 from flashtile.arguments import Grads, Options, Tensors, flatten, read
-from flashtile.compat import _s_dmask
-from flashtile.compat._arguments import bound, length, refuse
+from flashtile.compat import _kvcache, _s_dmask
+from flashtile.compat._arguments import bound, length, names, refuse
 from flashtile.errors import InvalidInputError, UnsupportedError
 
 __all__ = [
@@ -91,14 +92,18 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward alone over packed sequences; lse ``(num_heads_q, total_q)``, else as ``_flash_attn_forward``.
 
-    ``block_table``, ``leftpad_k``, ``seqused_k`` and ``num_splits`` over 1 are refused. ``zero_tensors`` requests that
-    rows of no sequence be 0, which they always are.
+    ``block_table`` is as in ``flash_attn_2.flash_attn_varlen_func``; with it ``seqused_k`` ``(batch,)`` int32 replaces
+    the lengths in cu_seqlens_k. ``leftpad_k``, ``seqused_k`` without a ``block_table`` and ``num_splits`` over 1 are
+    refused. ``zero_tensors`` requests that rows of no sequence be 0, which they always are.
     """
-    refuse("block_table", block_table, "paged keys and values are not supported here")
     refuse("leftpad_k", leftpad_k, "padding before the keys is not supported here")
-    refuse("seqused_k", seqused_k, "using a part of each sequence is not supported here")
     if num_splits > 1:
         raise UnsupportedError(f"num_splits > 1 is not supported over packed sequences, this is {num_splits}")
+    if block_table is not None:
+        meaning = (softmax_scale, causal, (bound(window_size_left), bound(window_size_right)), softcap, alibi_slopes)
+        bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        return _in_pages((q, k, v), bounds, longest, seqused_k, block_table, dropout_p, meaning)
+    refuse("seqused_k", seqused_k, "without a block_table, using a part of each sequence is not supported here")
     tensors = Tensors(q, k, v, alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     options = _options(tensors, plain, lengths=(max_seqlen_q, max_seqlen_k))
@@ -196,6 +201,23 @@ def _options(
     longest = (length("max_seqlen_q", lengths[0]), length("max_seqlen_k", lengths[1]))
     numbers = (softmax_scale, softcap, dropout_p, deterministic, None)
     return read(tensors, causal, (bound(left), bound(right)), False, numbers, longest)
+
+
+def _in_pages(
+    tensors: tuple[Tensor, ...],
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int | Tensor, int | Tensor],
+    seqused_k: Tensor | None,
+    block_table: Tensor,
+    dropout_p: float,
+    options: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _kvcache.refuse_dropout(dropout_p)
+    lengths = _kvcache.used(tensors[0], bounds[1], longest[1])
+    with names(**{} if seqused_k is None else {"cu_seqlens_k": "seqused_k"}):
+        used = lengths if seqused_k is None else seqused_k
+        out, lse = _kvcache.paged(tensors, bounds[0], used, longest[0], block_table, options)
+    return out, lse, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=out.device)
 
 
 @torch.no_grad()

@@ -7,7 +7,17 @@ Differences, all of them:
 - With ``return_attn_probs`` the third value, S_dmask, is an empty tensor without dropout. With dropout it is
   ``exp(score - largest score of the row)``, negative where dropped: ``(batch, num_heads_q, seqlen_q, seqlen_k)`` in q's
   dtype, not padded, without a gradient. It costs O(N^2) time and memory and does not compile: for tests alone.
-- ``block_table`` (paged keys) is refused, and ``flash_attn_with_kvcache`` refuses every call.
+- With causal and ``alibi_slopes``, lse is that of the scores as documented. flash-attn adds ``slope * j`` in place of
+  ``-slope * |i + seqlen_k - seqlen_q - j|`` there, the same attention with another constant in each row's lse.
+- Pages, in ``flash_attn_with_kvcache`` and as ``block_table`` of ``flash_attn_varlen_func``, may have any size
+  (flash-attn: multiples of 256), and ``cache_leftpad`` goes with them.
+- ``rotary_dim`` may be any even number up to head_dim (flash-attn: multiples of 16), and cos and sin float32. Any
+  window makes q rotate row by row, as documented there; flash-attn first drops windows as wide as the cache.
+- That lengths and appended keys fit in the caches is checked on the CPU, and on a GPU if ``FLASHTILE_CHECK`` is set;
+  flash-attn waits for the device in every call with a ``block_table`` to check that.
+- Caches may be float8_e4m3fn, without scales.
+- ``num_splits`` says how flash-attn divides its work: any value is accepted, and none has an effect.
+- ``flash_attn_varlen_func`` with ``block_table`` refuses dropout, and its backward raises.
 - Errors are InvalidInputError (a ValueError) and UnsupportedError (a NotImplementedError, so a RuntimeError).
 """
 
@@ -20,9 +30,8 @@ from torch import Tensor
 from flashtile import autocast, sharding
 from flashtile.api import attention, attention_varlen
 from flashtile.arguments import Tensors, read
-from flashtile.compat import _s_dmask
-from flashtile.compat._arguments import Window, flag, length, names, refuse, unstack, window
-from flashtile.errors import UnsupportedError
+from flashtile.compat import _kvcache, _s_dmask
+from flashtile.compat._arguments import Window, flag, integer, length, names, unstack, window
 
 __all__ = [
     "flash_attn_func",
@@ -127,8 +136,11 @@ def flash_attn_varlen_func(
 
     q is ``(total_q, num_heads_q, head_dim)``, k and v ``(total_k, num_heads_kv, head_dim)``; cu_seqlens_q and
     cu_seqlens_k ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. A longest
-    length may be a tensor, which costs a synchronisation on a GPU. block_table must be None; all else is as in
-    ``flash_attn_func``.
+    length may be a tensor, which costs a synchronisation on a GPU. All else is as in ``flash_attn_func``.
+
+    With block_table ``(batch, max_pages)`` int32, k and v are pages ``(pages, page_size, num_heads_kv, head_dim)``, and
+    the ``cu_seqlens_k[b + 1] - cu_seqlens_k[b]`` keys of sequence b are in the pages ``block_table[b]``, in order.
+    Entries past its last page may hold anything. There is no backward then, and no dropout.
 
     Returns:
         out ``(total_q, num_heads_q, head_dim)``; with return_attn_probs also lse ``(num_heads_q, total_q)`` float32
@@ -136,10 +148,12 @@ def flash_attn_varlen_func(
 
     Raises:
         InvalidInputError: Naming the argument.
-        UnsupportedError: No backend can run the call, or block_table.
+        UnsupportedError: No backend can run the call; block_table with dropout_p, or in the backward.
     """
-    refuse("block_table", block_table, "paged keys and values are not supported here")
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if block_table is not None:
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return _kvcache.attend_pages((q, k, v), lengths, block_table, tail)
     longest = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
     return _attend((q, k, v, cu_seqlens_q, cu_seqlens_k, *longest), tail)
 
@@ -211,13 +225,47 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Result:
-    """Exists for code that imports it.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over caches of keys and values, to which k and v are appended in the same call.
+
+    q is ``(batch, seqlen_q, num_heads_q, head_dim)``, k and v ``(batch, seqlen_new, num_heads_kv, head_dim)``, k_cache
+    and v_cache ``(entries, capacity, num_heads_kv, head_dim)``: sequence b has entry ``cache_batch_idx[b]``, or b. With
+    block_table ``(batch, max_pages)`` int32 the caches are ``(pages, page_size, num_heads_kv, head_dim)``.
+
+    cache_seqlens is the length of all sequences or ``(batch,)`` int32: the keys in the cache before k is appended; by
+    default the caches are full. k and v are written behind them, into the caches; cache_leftpad ``(batch,)`` int32 is
+    the first key of each sequence. rotary_cos and rotary_sin ``(seqlen_rotary, rotary_dim / 2)`` rotate k at
+    ``cache_seqlens + i``, and q likewise if causal or if window_size is not (-1, -1), else all of q at cache_seqlens.
+    rotary_interleaved pairs dimensions 2i and 2i + 1, else i and ``i + rotary_dim / 2``. The rest is as in
+    ``flash_attn_func``, with seqlen_k the length after appending. Tensors that require grad are used detached.
+
+    Returns:
+        out ``(batch, seqlen_q, num_heads_q, head_dim)``; with return_softmax_lse also lse
+        ``(batch, num_heads_q, seqlen_q)`` float32, natural log.
 
     Raises:
-        UnsupportedError: Always.
+        InvalidInputError: Naming the argument.
+        UnsupportedError: No backend can run the call.
     """
-    raise UnsupportedError("flash_attn_with_kvcache: attention over a cache of keys and values is not supported")
+    integer("num_splits", num_splits)
+    given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
+    with names(page_table="block_table"):
+        return _kvcache.attend(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            window_size,
+            return_softmax_lse,
+            **given,
+            cache_leftpad=cache_leftpad,
+            page_table=block_table,
+            rotary_interleaved=rotary_interleaved,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+        )
 
 
 def _attend(inputs: tuple[Any, ...], tail: tuple[Any, ...]) -> Result:

@@ -5,12 +5,20 @@ accepted and none has an effect: a result does not depend on how a GPU is filled
 
 Differences, all of them:
 
-- Any head dims run, also of v alone, and so do float32 everywhere and float64 on the CPU.
+- Any head dims run, also of v alone, and so do float32 everywhere, float64 on the CPU, and float8_e4m3fn caches without
+  scales under a q of 16 or 32 bits.
 - Gradients flow through lse and through ``flash_attn_combine`` (FlashAttention-3: none).
 - ``seqused_q`` and ``seqused_k`` cost a copy of q, or of k and v. Rows of q past ``seqused_q`` have out 0 and lse -inf
   (FlashAttention-3 leaves them unwritten), and rows past a used length have gradients 0.
-- Refused: ``qv``, ``q_descale``, ``k_descale``, ``v_descale``, ``attention_chunk`` and ``sm_margin`` with any value but
-  their default; float8 tensors; every call of ``flash_attn_with_kvcache`` and ``get_scheduler_metadata``.
+- Refused: ``qv``, since scores here are of q and k alone; ``attention_chunk`` other than 0, since masks are causal or
+  windows; float8 q, and with it ``q_descale``, ``k_descale`` and ``v_descale``. ``sm_margin`` other than 0 is refused,
+  but for the two functions of the next item.
+- ``flash_attn_with_kvcache`` needs no metadata: ``get_scheduler_metadata`` checks its arguments and returns a zero.
+  ``sm_margin``, to which FlashAttention-3 fits its plan, has no effect there.
+- ``return_softmax_lse`` returns empty tensors for out_accum and lse_accum: no partial results are kept.
+- ``rotary_dim`` may be any even number up to head_dim (FlashAttention-3: multiples of 16), and cos and sin float32. Any
+  window makes q rotate row by row, as documented there; FlashAttention-3 first drops windows as wide as the cache.
+- lse of a row without keys is -inf (FlashAttention-3: +inf).
 - Errors are InvalidInputError (a ValueError) and UnsupportedError (a NotImplementedError, so a RuntimeError).
 """
 
@@ -22,9 +30,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import settings, states
+from flashtile import states
 from flashtile.api import attention, attention_varlen
-from flashtile.compat._arguments import Window, flag, integer, length, names, refuse, split_qkv, tensor, window
+from flashtile.arguments import band_of
+from flashtile.compat import _kvcache
+from flashtile.compat._arguments import (
+    Window,
+    flag,
+    index_tensor,
+    integer,
+    length,
+    names,
+    refuse,
+    split_qkv,
+    tensor,
+    used_first,
+    window,
+)
 from flashtile.errors import InvalidInputError, UnsupportedError
 
 __all__ = [
@@ -152,10 +174,10 @@ def flash_attn_varlen_func(
     keywords = _keywords(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     order = None
     if seqused_q is not None:
-        order, cu_seqlens_q = _used_first("q", q, cu_seqlens_q, seqused_q)
+        order, cu_seqlens_q = used_first("q", q, cu_seqlens_q, seqused_q)
         q = q.index_select(0, order)
     if seqused_k is not None:
-        order_k, cu_seqlens_k = _used_first("k", k, cu_seqlens_k, seqused_k)
+        order_k, cu_seqlens_k = used_first("k", k, cu_seqlens_k, seqused_k)
         if tensor("v", v).shape[0] != k.shape[0]:
             raise InvalidInputError("v", f"total_k is {v.shape[0]}, but k has {k.shape[0]}")
         k, v = k.index_select(0, order_k), v.index_select(0, order_k)
@@ -242,13 +264,55 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Result:
-    """Exists for code that imports it.
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention over caches of keys and values, to which k and v are appended in the same call.
+
+    q is ``(batch, seqlen_q, num_heads_q, head_dim)``, or ``(total_q, num_heads_q, head_dim)`` with cu_seqlens_q;
+    k_cache ``(entries, capacity, num_heads_kv, head_dim)`` and v_cache ``(..., head_dim_v)``: sequence b has entry
+    ``cache_batch_idx[b]``, or b. With page_table ``(entries, max_pages)`` int32 the caches are ``(pages, page_size,
+    num_heads_kv, ...)``, and cache_batch_idx chooses rows of page_table.
+
+    k ``(batch, seqlen_new, num_heads_kv, head_dim)`` and v are new keys, packed with cu_seqlens_k_new. cache_seqlens,
+    cache_leftpad, rotary_cos, rotary_sin and rotary_interleaved are as in flash-attn 2's function, see
+    ``flash_attn_2.flash_attn_with_kvcache``; rotary_seqlens ``(batch,)`` int32 replaces cache_seqlens in the positions
+    at which q and k rotate. scheduler_metadata is what ``get_scheduler_metadata`` returned, or any int32 tensor of one
+    dimension. The rest is as in ``flash_attn_func``. Tensors that require grad are used detached.
+
+    Returns:
+        out ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or packed like q; with return_softmax_lse ``(out, lse,
+        out_accum, lse_accum)``, lse ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``, float32, and two
+        empty tensors.
 
     Raises:
-        UnsupportedError: Always.
+        InvalidInputError: Naming the argument.
+        UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    raise UnsupportedError("flash_attn_with_kvcache: attention over a cache of keys and values is not supported")
+    _check_features((qv, q_descale, k_descale, v_descale), attention_chunk, 0, num_splits, pack_gqa)
+    integer("sm_margin", sm_margin)
+    if scheduler_metadata is not None:
+        index_tensor("scheduler_metadata", scheduler_metadata, None, tensor("q", q).device)
+    found = _kvcache.attend(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        window_size,
+        return_softmax_lse,
+        **_kvcache.packed((k, v), (cu_seqlens_q, cu_seqlens_k_new), max_seqlen_q, q),
+        **_kvcache.places(page_table, cache_batch_idx),
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
+        rotary_interleaved=rotary_interleaved,
+        cache_leftpad=cache_leftpad,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        softcap=softcap,
+    )
+    if not return_softmax_lse:
+        return found
+    out, lse = found
+    return out, lse, lse.new_empty(0), lse.new_empty(0)
 
 
 def get_scheduler_metadata(
@@ -274,12 +338,32 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Exists for code that imports it.
+    """Exists for code that calls it before ``flash_attn_with_kvcache``, which needs no plan.
+
+    The arguments describe that call, cache_seqlens ``(batch,)`` int32 among them. They are checked one by one and have
+    no effect.
+
+    Returns:
+        ``(1,)`` int32, a zero, on the device of cache_seqlens.
 
     Raises:
-        UnsupportedError: Always.
+        InvalidInputError: Naming the argument.
+        UnsupportedError: attention_chunk is not 0.
     """
-    raise UnsupportedError("get_scheduler_metadata: it plans flash_attn_with_kvcache, which is not supported")
+    sizes: dict[str, int | None] = {
+        "batch_size": batch_size,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    sizes |= {"num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "headdim": headdim, "headdim_v": headdim_v}
+    sizes |= {"page_size": page_size, "max_seqlen_k_new": max_seqlen_k_new}
+    index = {"cache_seqlens": cache_seqlens, "cache_leftpad": cache_leftpad}
+    bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+    _check_features((None,) * 4, attention_chunk, 0, num_splits, pack_gqa)
+    integer("sm_margin", sm_margin)
+    flag("has_softcap", has_softcap)
+    band_of(causal, window(window_size))
+    return _kvcache.metadata(sizes, qkv_dtype, index, bounds)
 
 
 def _check_features(
@@ -312,37 +396,3 @@ def _keywords(
         "deterministic": deterministic,
         "return_lse": flag("return_attn_probs", probs),
     }
-
-
-def _used_first(side: str, x: Tensor, cu_seqlens: Tensor, seqused: Tensor) -> tuple[Tensor, Tensor]:
-    """Where only some rows of each sequence are used: the order that packs these first, and their cu_seqlens.
-
-    The others follow and belong to no sequence. Nothing is read from the device, so shapes do not depend on the data.
-    """
-    rows = torch.arange(tensor(side, x).shape[0], device=x.device)
-    outer, name = f"cu_seqlens_{side}", f"seqused_{side}"
-    bounds = tensor(outer, cu_seqlens)
-    if bounds.dim() != 1 or not bounds.shape[0] or bounds.dtype != torch.int32 or bounds.device != x.device:
-        raise InvalidInputError(outer, f"{_described(bounds)}, must be int32 (batch + 1,) on {x.device}")
-    must = (bounds.shape[0] - 1,)
-    ok = tensor(name, seqused).shape == must and seqused.dtype in (torch.int32, torch.int64)
-    if not ok or seqused.device != x.device:
-        raise InvalidInputError(name, f"{_described(seqused)}, must be int32 {must} on {x.device} as {outer} has it")
-    if (x.device.type == "cpu" or settings.CHECK.enabled()) and not torch.compiler.is_compiling():
-        starts, total = bounds.tolist(), rows.shape[0]
-        if starts[0] != 0 or starts[-1] > total:
-            found = f"starts with {starts[0]} and ends with {starts[-1]}"
-            raise InvalidInputError(outer, f"{found}, must start with 0 and end with at most {total}")
-        for b, (used, held) in enumerate(zip(seqused.tolist(), bounds.diff().tolist(), strict=True)):
-            if not 0 <= used <= held:
-                raise InvalidInputError(name, f"is {used} for sequence {b}, which has {held} rows")
-    bounds = bounds.to(torch.int64)
-    sequence = torch.searchsorted(bounds[1:], rows, right=True)
-    limit = torch.nn.functional.pad(seqused, (0, 1))  # 0 for the rows of no sequence
-    unused = rows - bounds[sequence] >= limit[sequence]
-    packed = torch.nn.functional.pad(seqused.cumsum(0), (1, 0)).to(torch.int32)
-    return torch.argsort(unused, stable=True), packed
-
-
-def _described(x: Tensor) -> str:
-    return f"is {x.dtype} {tuple(x.shape)} on {x.device}"

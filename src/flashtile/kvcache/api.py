@@ -110,10 +110,12 @@ def attention_with_kvcache(
     if k is not None and cu_seqlens_k_new is None:
         cu_seqlens_k_new = cu_seqlens_q
     result = _empty_out(q, v_cache) if out is None else out
-    one_length = None if isinstance(cache_seqlens, Tensor) else cache_seqlens
-    lengths = cache_seqlens if isinstance(cache_seqlens, Tensor) else _filled(cache_seqlens, q, cu_seqlens_q)
+    one_length = None
+    # isinstance alone would take longer than making the record below.
+    if not (type(cache_seqlens) is Tensor or isinstance(cache_seqlens, Tensor)):
+        one_length, cache_seqlens = cache_seqlens, _filled(cache_seqlens, q, cu_seqlens_q)
     tensors = CacheTensors(
-        result, q, k_cache, v_cache, lengths, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,
+        result, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,
     )  # fmt: skip
     _check_types(tensors)
@@ -124,13 +126,15 @@ def attention_with_kvcache(
 
 
 def _check_types(t: CacheTensors) -> None:
-    values = tensor_values(t)
-    for x in values:
-        if x is not None and type(x) is not Tensor:
-            arguments.given(t, TENSORS)  # names it if it is no tensor, and not of a subclass either
+    gradients = torch.is_grad_enabled()
+    for x in tensor_values(t):
+        if x is not None and (type(x) is not Tensor or (gradients and x.requires_grad)):
             break
-    if torch.is_grad_enabled():
-        ops.refuse_gradients(values)
+    else:
+        return
+    arguments.given(t, TENSORS)  # names what is no tensor, and not of a subclass either
+    if gradients:
+        ops.refuse_gradients(tensor_values(t))
 
 
 def _empty_out(q: Tensor, v_cache: Tensor) -> Tensor:

@@ -56,9 +56,9 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
 
 
 def refuse_gradients(given: Iterable[Any]) -> None:
-    """Raises for an argument that requires grad, where gradients are enabled, or that has a tangent."""
+    """Raises for the first of a call's tensors that requires grad; for calls where gradients are enabled."""
     for name, x in zip(TENSORS, given, strict=False):
-        if isinstance(x, Tensor) and x.requires_grad:
+        if x is not None and x.requires_grad:
             raise InvalidInputError(name, "requires grad, but a cached call has no gradient: use torch.no_grad()")
 
 
@@ -119,7 +119,7 @@ def _key(t: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
 
 
 class _Plan:
-    """The plan of cached calls of one kind, with the check of values where that is on.
+    """The plan of cached calls of one kind, with what every backend's needs around it.
 
     Attributes:
         problem: The calls'.
@@ -135,7 +135,10 @@ class _Plan:
         # An unset variable is known without decoding it.
         if self.checks or (settings.CHECK.raw() and settings.CHECK.enabled()):
             check_values(self.problem, t)
-        return self.run(t)
+        lse = self.run(t)
+        # Autograd finds by versions that a tensor which it saved was written; kernels do not raise them.
+        torch.autograd.graph.increment_version((t.out,) if t.k is None else (t.out, t.k_cache, t.v_cache))
+        return lse
 
 
 def _plan(t: CacheTensors, options: CacheOptions) -> _Plan:

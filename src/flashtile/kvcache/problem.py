@@ -169,8 +169,9 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
     if t.page_table is not None and problem.keys.page_size:
         size = problem.keys.page_size
         for b, table in enumerate(t.page_table.tolist()):
+            stop = lengths[b] + new[b]
             start = min(leftpad[b], lengths[b]) if new[b] else leftpad[b]
-            used = table[start // size : -(-(lengths[b] + new[b]) // size)]
+            used = table[start // size : -(-stop // size)] if start < stop else []
             _check_range("page_table", used, t.k_cache.shape[0], f"pages; it is used by sequence {b}")
     if t.rotary_cos is not None:
         _check_positions(problem, t, rows, new, lengths)

