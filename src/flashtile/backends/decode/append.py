@@ -166,9 +166,9 @@ def append_token(token, h, new, rows, caches, scales, tables, angles, dims, num_
     b, i = place_of(token, rows, SEARCH)
     valid = b < rows.batch
     b = tl.minimum(b, rows.batch - 1)
-    at = tl.load(tables[0] + b) + i
-    position = tl.load(tables[1] + b) + i
-    valid = valid & (at >= 0) & (at < tables[6])
+    cached = tl.load(tables[0] + b)
+    at, position = cached + i, tl.load(tables[1] + b) + i
+    valid = valid & (cached >= 0) & (at < tables[6])
     entry, row = tl.cast(b, tl.int64), at
     if tables[2] is not None:
         entry = tl.load(tables[2] + b).to(tl.int64)

@@ -242,13 +242,13 @@ def shape_of(b, queries, lengths, band, sizes):
         first_row = tl.load(queries.cu_seqlens_ptr + b, mask=b <= sizes.batch, other=0)
         stop = tl.load(queries.cu_seqlens_ptr + b + 1, mask=exists, other=0)
         num_rows = tl.where(exists, stop, tl.where(b == sizes.batch, queries.length, first_row)) - first_row
-    high = tl.load(lengths.cached_ptr + b, mask=exists, other=0)
+    cached = tl.load(lengths.cached_ptr + b, mask=exists, other=-1)
+    num_new = lengths.num_new
     if lengths.cu_seqlens_new_ptr is not None:
-        high += tl.load(lengths.cu_seqlens_new_ptr + b + 1, mask=exists, other=0)
-        high -= tl.load(lengths.cu_seqlens_new_ptr + b, mask=exists, other=0)
-    else:
-        high = tl.where(exists, high + lengths.num_new, 0)
-    high = tl.minimum(high, sizes.capacity)
+        num_new = tl.load(lengths.cu_seqlens_new_ptr + b + 1, mask=exists, other=0)
+        num_new -= tl.load(lengths.cu_seqlens_new_ptr + b, mask=exists, other=0)
+    # A negative length stands for a sequence that is not there.
+    high = tl.where(cached < 0, 0, tl.minimum(cached + num_new, sizes.capacity))
     low = b * 0
     if lengths.leftpad_ptr is not None:
         low = tl.maximum(tl.load(lengths.leftpad_ptr + b, mask=exists, other=0), 0)
@@ -279,36 +279,27 @@ def count_sequences(queries, sizes):
 
 
 @triton.jit
-def count_items(queries, lengths, band, sizes):
-    """The items of all sequences."""
+def find_item(item, queries, lengths, band, sizes):
+    """Where an item lies among those of all sequences.
+
+    Returns:
+        Its sequence, the items before that sequence, the slots before it, and the items of all sequences.
+    """
     SEARCH: tl.constexpr = sizes.SEARCH
+    found, before, slots_before = tl.full((), 0, tl.int32), 0, tl.full((), 0, tl.int64)
     if SEARCH == 1:
-        total, _slots = work_of(shape_of(tl.full((), 0, tl.int32), queries, lengths, band, sizes), sizes)
+        total, _slots = work_of(shape_of(found, queries, lengths, band, sizes), sizes)
     else:
         total = 0
         for first in range(0, count_sequences(queries, sizes), SEARCH):
             shape = shape_of(first + tl.arange(0, SEARCH), queries, lengths, band, sizes)
-            items, _slots = work_of(shape, sizes)
-            total += tl.sum(items)
-    return total
-
-
-@triton.jit
-def find_sequence(item, queries, lengths, band, sizes):
-    """The sequence of an item, the items before that sequence, and the slots before it."""
-    SEARCH: tl.constexpr = sizes.SEARCH
-    found, before, slots_before = tl.full((), 0, tl.int32), 0, tl.full((), 0, tl.int64)
-    if SEARCH > 1:
-        end = 0
-        for first in range(0, count_sequences(queries, sizes), SEARCH):
-            shape = shape_of(first + tl.arange(0, SEARCH), queries, lengths, band, sizes)
             items, slots = work_of(shape, sizes)
-            earlier = end + tl.cumsum(items, 0) <= item
+            earlier = total + tl.cumsum(items, 0) <= item
             found += tl.sum(earlier.to(tl.int32))
             before += tl.sum(tl.where(earlier, items, 0))
             slots_before += tl.sum(tl.where(earlier, slots, 0))
-            end += tl.sum(items)
-    return found, before, slots_before
+            total += tl.sum(items)
+    return found, before, slots_before, total
 
 
 @triton.jit
@@ -636,10 +627,12 @@ def fold_stored(slot, pitch, num_splits, exists, results, sizes):
             there = exists & (first + ahead < num_splits)
             # Past the first-level cache, which does not see what other multiprocessors store.
             top = tl.load(results.max_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-            there = there & (top > float("-inf"))
             part_sum = tl.load(results.sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
             wide = there[:, None] & (col < sizes.DIM_V)
             part = tl.load(results.acc_ptr + at[:, None] * sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
+            # A split without keys, or skipped, may have left anything there.
+            empty = top == float("-inf")
+            part, part_sum = tl.where(empty[:, None], 0.0, part), tl.where(empty, 0.0, part_sum)
             acc, row_max, row_sum = fold(acc, row_max, row_sum, part, top, part_sum)
     return acc, row_max, row_sum
 
@@ -735,7 +728,7 @@ def blocks_of(first, split, stop_split, shape, band, sizes):
 def run_part(item, stop, queries, lengths, kv, results, sizes, terms):
     """Computes the items from ``item`` on that are of the same tile; returns their number."""
     BLOCK_M: tl.constexpr = sizes.BLOCK_M
-    b, before, slots_before = find_sequence(item, queries, lengths, terms.band, sizes)
+    b, before, slots_before, _total = find_item(item, queries, lengths, terms.band, sizes)
     shape = shape_of(b, queries, lengths, terms.band, sizes)
     tile, split = (item - before) // shape.num_splits, (item - before) % shape.num_splits
     stop_split = tl.minimum(shape.num_splits, split + stop - item)
@@ -767,12 +760,8 @@ def run_part(item, stop, queries, lengths, kv, results, sizes, terms):
 @triton.jit
 def run_items(queries, lengths, kv, results, sizes, terms):
     """This program's part of the items."""
-    total, program, num_programs = (
-        count_items(queries, lengths, terms.band, sizes),
-        tl.program_id(0),
-        tl.num_programs(0),
-    )
-    share, more = total // num_programs, total % num_programs
+    _b, _before, _slots, total = find_item(0, queries, lengths, terms.band, sizes)
+    program, share, more = tl.program_id(0), total // tl.num_programs(0), total % tl.num_programs(0)
     item = program * share + tl.minimum(program, more)
     stop = item + share + (program < more).to(tl.int32)
     while item < stop:

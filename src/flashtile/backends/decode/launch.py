@@ -205,7 +205,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
             "k_scale_stride_b": _scale_stride(t.k_scale),
             "v_scale_stride_b": _scale_stride(t.v_scale),
             "MERGE_ROWS": merge_rows,
-            "MERGE_SPLITS": min(8, max(1, 8192 // (merge_rows * padded(p.head_dim_v)))),
+            "MERGE_SPLITS": min(16, max(1, 8192 // (merge_rows * padded(p.head_dim_v)))),
             "SEARCH": search,
             "BITS": bits,
             "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
