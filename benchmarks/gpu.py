@@ -38,6 +38,9 @@ _SUITES = {
     "accuracy": (200, "accuracy"),
     "varlen": (100, "varlen"),
     "train": (400, "train"),
+    "decode": (400, "decode --resume"),
+    "decode-cold": (100, "decode --measures cold --cells *h32x8*,*h64x8* --resume"),
+    "decode-host": (60, "decode --measures host loop --cells *b1-k1k*"),
 }
 _TOOLS = ("memcheck", "racecheck", "initcheck")
 
