@@ -38,6 +38,9 @@ _SUITES = {
     "accuracy": (200, "accuracy"),
     "varlen": (100, "varlen"),
     "train": (400, "train"),
+    "decode": (400, "decode --providers flashtile-hopper,flashtile-portable,fa3,sdpa --resume"),
+    "decode-cold": (100, "decode --measures cold --cells *h32x8*,*h64x8* --resume"),
+    "decode-host": (60, "decode --measures host loop --cells *b1-k1k*"),
 }
 _TOOLS = ("memcheck", "racecheck", "initcheck")
 
@@ -45,13 +48,14 @@ _TOOLS = ("memcheck", "racecheck", "initcheck")
 def steps(out: Path, commit: str) -> dict[str, tuple[float, list[str]]]:
     """Seconds and command of every step by name, in order."""
     found: dict[str, tuple[float, list[str]]] = {}
-    tests = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "--tb=short", "-rfEs"]
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-rfEs"]
     if importlib.util.find_spec("xdist"):
         tests += ["-n", str(max(2, min(12, (os.cpu_count() or 4) - 2)))]
     if importlib.util.find_spec("pytest_timeout"):
         # A call that waits for a hanging kernel can only be stopped by ending its process.
         tests += ["--timeout", "150", "--timeout-method", "thread"]
-    found["pytest"] = 420, tests
+    cached = "tests/gpu/test_kvcache.py"
+    found |= {"pytest": (420, [*tests, "tests/gpu", f"--ignore={cached}"]), "pytest-kvcache": (420, [*tests, cached])}
     for backend, tool in itertools.product(("hopper", "portable"), _TOOLS):
         # The judge can discount only printed reports. initcheck does not check copies to main memory, because it does
         # not see TMA stores.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from benchmarks import accuracy, loop, table, train, varlen
+from benchmarks import accuracy, decode, loop, table, train, varlen
 from benchmarks.results import ROOT, Row
 from benchmarks.table import Cell
 
@@ -117,6 +117,7 @@ _HEADLINE = (
     ("Hopper, forward", "forward", "flashtile-hopper", table.BEST_PEER),
     ("Hopper, backward", "backward", "flashtile-hopper", table.BEST_PEER),
     ("Hopper, packed sequences, both", "varlen", "flashtile-hopper", table.BEST_PEER),
+    ("Hopper, decode", "decode", "flashtile-hopper", decode.PEER),
     ("portable, forward", "forward", "flashtile-portable", "fa2"),
     ("portable, backward", "backward", "flashtile-portable", "fa2"),
 )
@@ -126,7 +127,11 @@ def _headline_block(rows: list[Row]) -> str:
     lines = [["kernels, bf16", *table.SUMMARY_HEAD[:-1]]]
     for name, suite, *pair in _HEADLINE:
         grid = [c for c in table.cells(of_suite(rows, suite)) if c.case.dtype == "bfloat16"]
-        found = table.summaries([c for c in grid if suite != "varlen" or c.case.lengths is not None])
+        if suite == "varlen":
+            grid = [c for c in grid if c.case.lengths is not None]
+        if suite == "decode":
+            grid = decode.plain(grid)
+        found = table.summaries(grid)
         lines += [[name, s.against, *s.line()[:-1]] for s in found if [s.provider, s.against] == pair]
     return table.to_markdown(lines)
 
@@ -150,6 +155,9 @@ _BLOCKS: dict[str, tuple[str, Block]] = {
     "accuracy": ("accuracy", _of(accuracy.error_table)),
     "varlen": ("varlen", _of(varlen.varlen_table)),
     "train": ("train", _train_block),
+    "decode": ("decode", _of_cells(decode.decode_table)),
+    "decode-summary": ("decode", _of_cells(lambda grid: table.summary_table(decode.plain(grid)))),
+    "decode-variants": ("decode", _of_cells(decode.variants_table)),
 }
 
 

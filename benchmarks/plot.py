@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results, table
+from benchmarks import decode, results, table
 from benchmarks.page import DOCS_PAGES, fill_tables, of_suite
 from benchmarks.results import ROOT, Row
 from benchmarks.table import Cell
@@ -27,6 +27,8 @@ _STYLES: dict[str, dict[str, Any]] = {
     "eager": {"color": "#7F7F7F", "marker": "x", "linestyle": ":"},
 }
 _SMOOTHED_STEPS = 50
+# The columns of the plot of decoding: too many to draw them all.
+_DECODED = ("d64-h64x8-", "d128-h32x8-", "d128-h32x32-", "d256-h16x8-")
 
 
 def _series(cells: Sequence[Cell], value: Callable[[Row], float | None]) -> dict[str, list[tuple[int, float]]]:
@@ -77,23 +79,31 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
 
 
 def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
-    """TFLOPS against sequence length, one panel per mask and head dim; None if there is nothing to draw."""
+    """Speed against sequence length, one panel per mask and head dim, of ``decode`` per batch and heads, or None."""
     chosen = of_suite(rows, suite)
-    grid = [c for c in table.cells(chosen) if c.case.dtype == "bfloat16" and c.case.lengths is None]
-    if not grid:
+    grid, unit = table.cells(chosen), "TFLOPS" if suite != "decode" else "GB/s"
+    places: dict[tuple[str, str], list[Cell]] = {}
+    if suite == "decode":
+        for cell in decode.plain(grid):
+            if not (c := cell.case).mixed and c.name.startswith(_DECODED):
+                place = f"batch {c.batch}", f"heads {c.num_heads_q}/{c.num_heads_kv} of {c.head_dim}"
+                places.setdefault(place, []).append(cell)
+    else:
+        for cell in sorted(grid, key=lambda cell: cell.case.head_dim):
+            if (c := cell.case).dtype == "bfloat16" and c.lengths is None:
+                places.setdefault((c.mask, f"head_dim {c.head_dim}"), []).append(cell)
+    if not places:
         return None
-    masks = list(dict.fromkeys(c.case.mask for c in grid))
-    head_dims = sorted({c.case.head_dim for c in grid})
-    figure, axes = _figure(len(masks), len(head_dims))
-    for i, mask in enumerate(masks):
-        for j, head_dim in enumerate(head_dims):
-            panel = [c for c in grid if c.case.mask == mask and c.case.head_dim == head_dim]
-            _panel(axes[i, j], _series(panel, lambda row: row.tflops), f"{mask}, head_dim {head_dim}")
-            axes[i, j].set_ylim(bottom=0)
-            if j == 0:
-                axes[i, j].set_ylabel("TFLOPS")
-            if i == len(masks) - 1:
-                axes[i, j].set_xlabel("sequence length")
+    down, across = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
+    figure, axes = _figure(len(down), len(across))
+    for (row, column), cells in places.items():
+        i, j = down.index(row), across.index(column)
+        _panel(axes[i, j], _series(cells, table.UNITS[unit]), f"{row}, {column}")
+        axes[i, j].set_ylim(bottom=0)
+        if j == 0:
+            axes[i, j].set_ylabel(unit)
+        if i == len(down) - 1:
+            axes[i, j].set_xlabel("sequence length")
     return _save(figure, axes, f"{suite}, bf16, {chosen[-1].device}", path)
 
 
@@ -152,7 +162,7 @@ def training_plot(rows: Sequence[Row], path: Path) -> Path | None:
 
 def draw(rows: Sequence[Row], folder: Path, suffix: str) -> list[Path]:
     """All plots that the rows allow."""
-    drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("forward", "backward")]
+    drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("forward", "backward", "decode")]
     drawn.append(memory_plot(rows, folder / f"memory.{suffix}"))
     drawn.append(training_plot(rows, folder / f"train.{suffix}"))
     return [path for path in drawn if path is not None]

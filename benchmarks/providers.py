@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from benchmarks.cases import Case, Direction, Inputs
+from benchmarks.cases import Case, Inputs
 from benchmarks.checks import Call, Outputs
 from benchmarks.session import NotTimedError
 from flashtile import dispatch
+from flashtile.backends.base import Direction
 from flashtile.errors import UnsupportedError
 
 Attend = Callable[..., Tensor]

@@ -60,7 +60,7 @@ def second_call(provider: Provider, case: Case, inputs: Inputs) -> tuple[Call, O
     return call, provider.native(call(), case)
 
 
-def done_before(path: Path, run: results.Run, names: Sequence[str], cases: Sequence[Case]) -> list[results.Row]:
+def done_before(path: Path, run: results.Run, names: Sequence[str], cases: Sequence[object]) -> list[results.Row]:
     """Rows of cells that need not be measured again: the file has all providers' in one run, and none failed.
 
     Only rows of the same sources and device as ``run`` count.

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.timing import Deadline, OutOfTimeError, wait
+from flashtile.errors import UnsupportedError
 
 Cell = TypeVar("Cell")
 Result = TypeVar("Result")
@@ -53,8 +54,8 @@ def attempt(device: torch.device, name: str, action: Callable[[], Result]) -> Re
         raise
     except Exception as error:
         synchronize(device, name)
-        if isinstance(error, NotTimedError):
-            return str(error)
+        if isinstance(error, NotTimedError | UnsupportedError):
+            return str(error) if isinstance(error, NotTimedError) else f"refused: {error}"
         text = "".join(traceback.format_exception_only(error)).strip()
         return f"failed: {text}"[:_ERROR_CHARACTERS]
 

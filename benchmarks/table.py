@@ -7,22 +7,28 @@ our providers and a peer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from benchmarks.caches import DecodeCase
 from benchmarks.cases import Case
 from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.results import Row
 
 BEST_PEER = "best peer"
-_UNITS = {"TFLOPS": lambda r: r.tflops, "ms": lambda r: r.median_ms}
+UNITS: dict[str, Callable[[Row], float | None]] = {
+    "TFLOPS": lambda r: r.tflops,
+    "ms": lambda r: r.median_ms,
+    "GB/s": lambda r: None if r.median_ms is None else DecodeCase(**r.case).gb_per_s(r.median_ms),
+}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One case in one run: its rows by provider."""
+    """One case, a ``Case`` or a ``DecodeCase``, in one run: its rows by provider."""
 
-    case: Case
+    case: Any
     rows: dict[str, Row]
 
     def time(self, provider: str) -> float | None:
@@ -41,9 +47,10 @@ class Cell:
 
 def cells(rows: Iterable[Row]) -> list[Cell]:
     """One cell per case, from the last run that timed ours and a peer; cases in the order of first appearance."""
-    runs: dict[Case, dict[str, dict[str, Row]]] = {}
+    runs: dict[Any, dict[str, dict[str, Row]]] = {}
     for row in rows:
-        runs.setdefault(Case.from_dict(row.case), {}).setdefault(row.run, {})[row.provider] = row
+        case = DecodeCase(**row.case) if row.suite == "decode" else Case.from_dict(row.case)
+        runs.setdefault(case, {}).setdefault(row.run, {})[row.provider] = row
     found = []
     for case, by_run in runs.items():
         candidates = [Cell(case, by_run[run]) for run in sorted(by_run)]
@@ -107,10 +114,10 @@ def summaries(grid: Sequence[Cell]) -> list[Summary]:
 Table = list[list[str]]
 
 
-def speed_table(grid: Sequence[Cell], unit: str = "TFLOPS") -> Table:
-    """A row per cell: the speed of every provider in TFLOPS or ms, and ours over the best peer."""
+def speed_table(grid: Sequence[Cell], unit: str = "TFLOPS", against: str = BEST_PEER) -> Table:
+    """A row per cell: the speed of every provider in a unit, and ours over the best peer's or a certain one's."""
     names = providers(grid)
-    columns = [(name, BEST_PEER) for name in ours(names)]
+    columns = [(name, against) for name in ours(names)]
     short = {name: name.removeprefix("flashtile-") for name in names}
     table = [[f"cell ({unit})", *short.values(), *(f"{short[name]} / {p}" for name, p in columns)]]
     for cell in grid:
@@ -151,10 +158,12 @@ def problems(grid: Sequence[Cell]) -> list[str]:
 def _speed(row: Row | None, unit: str) -> str:
     if row is None:
         return ""
-    value = _UNITS[unit](row)
+    value = UNITS[unit](row)
     if value is None:
         kind = str(row.error).split(":")[0]
         return kind if kind in ("wrong", "failed") else "-"
+    if unit == "GB/s":
+        return f"{value:.0f} ({1e3 * (row.median_ms or 0):.1f} us)"
     return f"{value:.0f}" if unit == "TFLOPS" and value >= 10 else f"{value:.3g}"
 
 

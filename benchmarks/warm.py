@@ -8,6 +8,7 @@ stay in Triton's disk cache for later processes. Nothing is timed.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import random
@@ -15,11 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import chain
 from typing import Any
 
 import torch
 
-from benchmarks import accuracy, loop, memory, varlen
+from benchmarks import accuracy, caches, decode, loop, memory, varlen
+from benchmarks.caches import DecodeCase
 from benchmarks.cases import Case, make_inputs, suite
 from benchmarks.providers import PROVIDERS, prepared
 from benchmarks.session import attempt, numbers, words
@@ -31,9 +34,9 @@ WORKERS = max(1, min(16, (os.cpu_count() or 2) // 2))
 _TRAINED = ((32, 512, 6, 64), (32, 512, 8, 128), (8, 2048, 8, 128), (2, 8192, 8, 128))
 
 
-def all_cases() -> list[Case]:
+def all_cases() -> list[Case | DecodeCase]:
     """Every cell of every suite that runs on a GPU, shuffled."""
-    found = [
+    found: list[Case | DecodeCase] = [
         *suite("forward"),
         *suite("backward"),
         *suite("forward", "float16"),
@@ -42,18 +45,23 @@ def all_cases() -> list[Case]:
         *memory.memory_cases("backward"),
         *loop.CASES["cuda"],
         *(Case("backward", "bfloat16", b, n, n, h, h, d, causal=True) for b, n, h, d in _TRAINED),
+        *chain(*caches.groups("host", math.inf)),
     ]
     # Neighbouring cells mostly need the same kernels, which are compiled twice if called at the same time.
     return random.Random(0).sample(list(dict.fromkeys(found)), len(set(found)))
 
 
-def call_once(case: Case, name: str, device: str) -> str | None:
+def call_once(case: Case | DecodeCase, name: str, device: str) -> str | None:
     """Runs a cell by one provider; returns the error, None if there was none or the case was refused."""
     where = torch.device(device)
 
     def call() -> None:
         with torch.no_grad():
-            prepared(PROVIDERS[name], case, make_inputs(case, where))()
+            if isinstance(case, DecodeCase):
+                tensors = caches.make_calls(case, caches.draw_pool([case], where))[0]
+                decode.call_of(PROVIDERS[name], case, tensors)()
+            else:
+                prepared(PROVIDERS[name], case, make_inputs(case, where))()
         wait(where)
 
     said = attempt(where, name, call)

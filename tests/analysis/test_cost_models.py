@@ -10,8 +10,10 @@ from flashtile.analysis import (
     A100,
     DEVICES,
     H100,
+    H200,
     AttentionShape,
     Blocks,
+    DecodeShape,
     Device,
     LoopOrder,
     TransformerConfig,
@@ -19,6 +21,8 @@ from flashtile.analysis import (
     attention_flops,
     attention_memory,
     compulsory_traffic_bytes,
+    decode_cost,
+    decode_splits,
     dtype_bytes,
     exponential_cost,
     find_device,
@@ -191,6 +195,71 @@ def test_transformer_parts_and_grouped_heads():
     assert memory.total_bytes == parts + memory.kv_cache_bytes + memory.activations_bytes
 
 
+def test_a_decode_step_reads_each_byte_once():
+    shape = DecodeShape(50, 6, 2, 8, batch_size=3, seqlen_q=4, page_size=16)
+    cost = decode_cost(shape, H200)
+    keys = [(b, h, j) for b in range(3) for h in range(2) for j in range(50)]
+    assert cost.kv_bytes == sum(8 * 2 + 8 * 2 for _ in keys)
+    assert cost.rows_bytes == 3 * 6 * 4 * (8 * 2 + 8 * 2 + 4)
+    assert cost.page_table_bytes == 3 * 4 * 4 and cost.page_table_share == 48 / cost.kv_bytes
+    assert cost.total_bytes == cost.kv_bytes + cost.rows_bytes + cost.page_table_bytes
+    assert cost.roofline.time_s == pytest.approx(cost.total_bytes / 4.8e12)
+    seen = sum(j <= i + 50 - 4 for i in range(4) for j in range(50))
+    assert cost.flops == 4 * 8 * 3 * 6 * seen
+    # The ends of last pages, averaged over every length.
+    pages = [DecodeShape(n, 6, 2, 8, 3, page_size=16).pages for n in range(1, 161)]
+    spare = sum(pages[n - 1] * 16 - n for n in range(1, 161)) / 160
+    assert cost.spare_bytes == pytest.approx(spare * 3 * 2 * 32)
+
+
+@pytest.mark.parametrize(("group", "seqlen_q", "cache"), [(1, 1, None), (8, 1, None), (8, 4, None), (4, 1, "float8")])
+def test_the_intensity_of_decoding_is_that_of_its_rows(group, seqlen_q, cache):
+    cost = decode_cost(DecodeShape(2**22, 2 * group, 2, 128, seqlen_q=seqlen_q, cache_dtype=cache), H200)
+    assert cost.roofline.intensity_flops_per_byte == pytest.approx(2 * group * seqlen_q / (1 if cache else 2), rel=1e-3)
+
+
+def test_a_cache_of_8_bits_takes_half_the_bytes_and_no_less_arithmetic():
+    wide, narrow = (decode_cost(DecodeShape(4096, 8, 8, 64, cache_dtype=c), H200) for c in ("bf16", "fp8"))
+    assert wide.kv_bytes == 2 * narrow.kv_bytes and wide.flops == narrow.flops and wide.rows_bytes == narrow.rows_bytes
+
+
+def test_splitting_pays_where_programs_are_fewer_than_multiprocessors():
+    toy = Device("toy", 1e15, 1e12, num_sms=10)
+    tile = Blocks(16, 32)
+    key = 2 * 4 * 2
+    # Four programs of 3,200 keys on ten multiprocessors, each with a tenth of the memory rate.
+    found = decode_splits(DecodeShape(3200, 4, 4, 4), toy, tile)
+    assert found.programs == 4 and found.unsplit_s == pytest.approx(3200 * key * 10 / 1e12)
+    partial = 2 * found.splits * 4 * (4 + 1) * 4
+    assert found.partial_bytes == partial
+    # Five splits are 20 programs of 640 keys: two on each.
+    assert found.splits == 5 and found.split_s == pytest.approx((2 * 640 * key * 10 + partial) / 1e12)
+    assert found.gain == pytest.approx(found.unsplit_s / found.split_s)
+    full = decode_splits(DecodeShape(3200, 4, 4, 4, batch_size=5), toy, tile)
+    assert (full.programs, full.splits, full.partial_bytes, full.gain) == (20, 1, 0, 1.0)
+    short = decode_splits(DecodeShape(32, 4, 4, 4), toy, tile)
+    assert (short.splits, short.gain) == (1, 1.0), "one block of keys cannot be split"
+    rows = decode_splits(DecodeShape(3200, 40, 4, 4, seqlen_q=2), toy, tile)
+    assert rows.programs == 4 * 2, "twenty rows of a group are two blocks"
+
+
+@given(st.integers(1, 5000), st.integers(1, 6), st.integers(1, 40), st.integers(1, 64))
+def test_the_splits_are_the_fewest_that_are_near_the_best(seqlen_k, batch, num_sms, block_k):
+    device, shape = Device("toy", 1e15, 1e12, num_sms=num_sms), DecodeShape(seqlen_k, 2, 1, 8, batch)
+
+    def seconds(splits):
+        blocks = ceil(seqlen_k / block_k)
+        keys = min(seqlen_k, ceil(blocks / splits) * block_k)
+        written = 2 * splits * batch * 2 * (8 + 1) * 4 if splits > 1 else 0
+        return (ceil(batch * splits / num_sms) * keys * 32 * num_sms + written) / 1e12
+
+    found = decode_splits(shape, device, Blocks(64, block_k))
+    times = {splits: seconds(splits) for splits in range(1, min(num_sms, ceil(seqlen_k / block_k)) + 1)}
+    near = [splits for splits, time in times.items() if time <= 1.05 * min(times.values())]
+    assert found.splits == near[0] and found.split_s == pytest.approx(times[near[0]])
+    assert found.unsplit_s == pytest.approx(times[1])
+
+
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
@@ -212,6 +281,13 @@ def test_transformer_parts_and_grouped_heads():
         ("head_dim", lambda: tile_memory(Blocks(1, 1), 0)),
         ("num_heads", lambda: TransformerConfig(d_model=10, num_heads=3, num_heads_kv=3)),
         ("num_heads_kv", lambda: TransformerConfig(num_heads=32, num_heads_kv=5)),
+        ("seqlen_k", lambda: DecodeShape(0, 1, 1, 8)),
+        ("num_heads_kv", lambda: DecodeShape(8, 6, 4, 8)),
+        ("page_size", lambda: DecodeShape(8, 4, 4, 8, page_size=-1)),
+        ("dtype", lambda: DecodeShape(8, 4, 4, 8, cache_dtype="int3")),
+        ("dtype", lambda: decode_cost(DecodeShape(8, 4, 4, 8, dtype="float32"), H200)),
+        ("device", lambda: decode_splits(DecodeShape(8, 4, 4, 8), Device("toy", 1.0, 1.0), Blocks(1, 1))),
+        ("num_sms", lambda: Device("toy", 1.0, 1.0, num_sms=0)),
         ("seqlen", lambda: transformer_memory(TransformerConfig(), 0)),
     ],
 )

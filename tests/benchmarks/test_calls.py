@@ -72,7 +72,7 @@ def test_new_lengths_are_new_and_stand_beside_known_ones(tmp_path, monkeypatch):
     assert new.values["calls"] == 5 and new.values["worst_ms"] >= new.median_ms > 0
     assert json.loads(new.to_json())["values"] == new.values
     failed = host.new_length_rows("forward", [PROVIDERS["flashtile-hopper"]], session_of(tmp_path, "host"), count=5)
-    assert all(row.error.startswith("failed: ") and row.median_ms is None for row in failed)
+    assert all(row.error.startswith("refused: ") and row.median_ms is None for row in failed)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import page as pages
 from benchmarks import plot, results
-from tests.benchmarks.synthetic import memory_rows, suite_rows, training_rows
+from tests.benchmarks.synthetic import decode_rows, memory_rows, suite_rows, training_rows
 
 PAGE = "before\n<!-- table: forward-summary -->\nold\n<!-- end -->\nbetween\n<!-- table: cpu -->\n<!-- end -->\nafter\n"
 
@@ -70,6 +70,28 @@ def test_training_is_drawn_and_told(tmp_path):
     page = pages.fill_tables("<!-- table: train -->\n<!-- end -->\n", rows)
     assert "| flashtile-hopper | 200 | 4.0000 | 2.2550 | 0.0500 | 0.0500 |" in page
     assert "| context 2048 | 500,000 | 100,000 |" in page
+
+
+def test_decoding_is_drawn_and_told(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = decode_rows()
+    (path,) = plot.draw(rows, tmp_path, "svg")
+    drawn = path.read_text()
+    assert path.name == "decode.svg"
+    for word in ("flashtile-hopper", "fa3", "batch 64, heads 32/8 of 128", "GB/s", "128k", "decode, bf16, Test device"):
+        assert f"<!-- {word} -->" in drawn
+    assert "heads 71/1 of 64" not in drawn, "not all panels"
+    blocks = "".join(f"<!-- table: {n} -->\n<!-- end -->\n" for n in ("decode-summary", "decode", "decode-variants"))
+    page = pages.fill_tables(blocks, rows)
+    plain = sum(not row.case["variant"] for row in rows) // 2
+    assert f"| flashtile-hopper | fa3 | {plain} | 0 | 1.250 |" in page
+    # 8 sequences of 8192 keys in 8 heads of 128: 268 MB in 71.9 us.
+    assert "| d128-h32x8-b8-k8k | 3733 (71.9 us) | 2986 (89.9 us) | 1.25 |" in page
+    assert "| d128-h32x8-b8-k8k-fp8 | 3111 (43.1 us) | - |  |" in page
+    assert "| d128-h32x8-b8-k8k-page16 | 1.03 | 1.00 |" in page and "| d128-h32x8-b8-k8k-fp8 | 0.60 | - |" in page
+    assert not any(line.startswith("| d128-h32x8-b8-k8k | 1.0") for line in page.splitlines())
+    headline = pages.fill_tables("<!-- table: headline -->\n<!-- end -->", rows)
+    assert f"| Hopper, decode | fa3 | {plain} | 0 | 1.250 | 1.250 | 1.250 |" in headline
 
 
 def test_dtypes_have_tables_of_their_own():

@@ -58,7 +58,7 @@ def test_another_attention_has_another_curve(text, session, monkeypatch):
 
 def test_an_attention_that_fails_costs_only_its_own_curve(text, session):
     rows, _ = train.curves(TINY, ["flashtile-hopper", "eager"], text, session)
-    assert rows[0].provider == "flashtile-hopper" and rows[0].error.startswith("failed: ")
+    assert rows[0].provider == "flashtile-hopper" and rows[0].error.startswith("refused: ")
     assert "hopper" in rows[0].error and rows[0].values is None
     found = train.training_of(rows)
     assert list(found.losses) == ["eager"] and "flashtile-hopper, context 16" in found.errors

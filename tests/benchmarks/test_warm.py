@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks import warm
+from benchmarks import caches, warm
+from benchmarks.caches import DecodeCase
 from benchmarks.cases import Case, suite
 
 SMALL = Case("forward", "bfloat16", 1, 48, 48, 2, 2, 16, causal=True)
@@ -13,8 +14,11 @@ def test_every_cell_of_the_suites_is_called_and_none_twice():
     cases = warm.all_cases()
     assert len(cases) == len(set(cases))
     assert {*suite("forward"), *suite("backward"), *suite("forward", "float16")} <= set(cases)
-    assert any(case.lengths for case in cases) and any(case.seqlen_k == 65536 for case in cases)
-    assert {(c.direction, c.dtype) for c in cases} == {
+    assert any(isinstance(case.lengths, tuple) for case in cases) and any(case.seqlen_k == 65536 for case in cases)
+    decoded = [case for case in cases if isinstance(case, DecodeCase)]
+    assert {(c.num_heads_q, c.num_heads_kv, c.head_dim) for c in decoded} == {*caches._HEADS}
+    assert {c.variant for c in decoded} == {*caches.VARIANTS}
+    assert {(c.direction, c.dtype) for c in {*cases} - {*decoded}} == {
         (x, y) for x in ("forward", "backward") for y in ("bfloat16", "float16")
     }
 
@@ -22,6 +26,7 @@ def test_every_cell_of_the_suites_is_called_and_none_twice():
 def test_a_call_says_what_went_wrong_and_takes_a_refusal_for_an_answer(monkeypatch):
     assert warm.call_once(SMALL, "flashtile-cpu", "cpu") is None
     assert warm.call_once(SMALL, "flashtile-hopper", "cpu") is None, "it refuses the device"
+    assert warm.call_once(DecodeCase(4, 2, 16, 1, 64, variant="page16"), "flashtile-cpu", "cpu") is None
     assert warm.call_once(replace(SMALL, dtype="nothing"), "eager", "cpu").startswith("failed: ")
 
 

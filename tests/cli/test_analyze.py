@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from flashtile.cli.analyze import app
 
-COMMANDS = ["memory", "traffic", "flops", "roofline", "tiles", "peak", "transformer"]
+COMMANDS = ["memory", "traffic", "flops", "roofline", "tiles", "peak", "transformer", "decode"]
 
 
 def run(*args):
@@ -32,6 +32,8 @@ def records(*args):
         (["tiles", "--block", "128"], ["128x128", "112.0", "113.0", "yes"]),
         (["peak"], ["16,777,216", "24,832", "675.6x"]),
         (["transformer"], ["18.52", "56.10", "2.15", "17.18"]),
+        (["decode"], ["4.2", "536.9", "4.0", "28.0", "461.4", "16", "131,072"]),
+        (["decode", "--page-size", "16", "--cache-dtype", "float8"], ["268.4", "8.0", "0.01%", "14.0"]),
     ],
 )
 def test_tables_show_the_figures(args, cells):
@@ -58,6 +60,14 @@ def test_options_reach_the_models():
     full, causal = records("traffic"), records("traffic", "--causal")
     assert causal[1]["tile_visits"] == 64 * 65 // 2 < full[1]["tile_visits"]
     assert records("memory", "--block", "128x32", "--seqlen", "64")[0]["tiled_tiles_bytes"] == 2 * 64 * 192 + 2 * 4096
+    (step,) = records("decode", "--seqlen", "4k", "--batch", "2", "--seqlen-q", "3", "--page-size", "5")
+    assert step["kv_bytes"] == 2 * 4096 * 8 * 2 * 128 * 2 and step["page_table_bytes"] == 2 * 820 * 4
+    assert step["flops"] == 4 * 128 * 2 * 32 * (4094 + 4095 + 4096) and step["programs"] == 16
+    by_heads = records("decode", "--heads-kv", "8,1", "--seqlen", "1k,4k", "--block", "16x128")
+    assert [(one["num_heads_kv"], one["seqlen"]) for one in by_heads] == [(8, 1024), (8, 4096), (1, 1024), (1, 4096)]
+    assert [one["programs"] for one in by_heads] == [8, 8, 2, 2]
+    older = records("decode", "--device", "A100")[0]
+    assert older["roofline"]["time_s"] == pytest.approx(older["total_bytes"] / 2.039e12)
     grouped = records("transformer", "--seqlen", "4096", "--heads-kv", "8")[0]
     assert grouped["kv_cache_bytes"] * 4 == records("transformer", "--seqlen", "4096")[0]["kv_cache_bytes"]
 
@@ -107,6 +117,10 @@ def test_help_and_unknown_flags(command):
         (["tiles", "--on-chip-kb", "0"], "--on-chip-kb"),
         (["tiles", "--on-chip-kb", "nan"], "--on-chip-kb"),
         (["transformer", "--heads", "3"], "num_heads"),
+        (["decode", "--heads-kv", "5"], "num_heads_kv"),
+        (["decode", "--heads-kv", "0"], "--heads-kv"),
+        (["decode", "--dtype", "float32"], "16-bit"),
+        (["decode", "--device", "X9"], "X9"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(args, word):

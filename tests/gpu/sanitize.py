@@ -17,6 +17,8 @@ import torch
 
 from flashtile import dispatch
 from tests.cases import Case, build, judge
+from tests.kvcache import cases as kvcache
+from tests.kvcache.cases import CacheCase
 
 CASES = (
     Case("full", seqlen_q=200, seqlen_k=150, head_dim=64),
@@ -30,6 +32,22 @@ CASES = (
          causal=True),
     Case("varlen_wide", batch=2, lengths=((70, 130), (90, 33)), head_dim=256, heads=2, kv_heads=1, window=(50, 9)),
     Case("varlen", batch=3, lengths=((40, 90), (0, 7), (65, 20)), head_dim=64, causal=True, sinks=True, spare=9),
+)  # fmt: skip
+CACHED = (
+    CacheCase("cache", ((150, 1, 0), (0, 1, 0), (33, 1, 0)), heads=8, kv_heads=2, head_dim=64),
+    CacheCase("cache_splits", ((900, 2, 0), (70, 2, 0)), heads=4, kv_heads=1, head_dim=128, sinks=True,
+              window=(800, 0)),
+    CacheCase("cache_pages", ((300, 1, 0), (15, 1, 0), (0, 1, 0)), heads=8, kv_heads=2, head_dim=128, page_size=16),
+    CacheCase("cache_pages_of_1", ((130, 3, 0), (5, 3, 0)), page_size=1, head_dim=33, leftpad=(40, 0), softcap=9.0),
+    CacheCase("cache_wide", ((200, 1, 0), (64, 1, 0)), heads=2, kv_heads=1, head_dim=256, layout="heads_first_stacked",
+              page_size=64),
+    CacheCase("cache_append", ((127, 2, 2), (0, 2, 2)), appends=True, rotary=64, head_dim=64, page_size=16, alibi="bh"),
+    CacheCase("cache_append_pairs", ((60, 5, 5), (3, 5, 5)), appends=True, rotary=24, interleaved=True, head_dim=64,
+              entries=True),
+    CacheCase("cache_packed", ((200, 1, 1), (0, 70, 70), (0, 0, 0), (9, 3, 3)), packed=True, appends=True, heads=4,
+              kv_heads=1, head_dim=64, page_size=16, rotary=64, spare=5),
+    CacheCase("cache_float8", ((300, 1, 1), (31, 1, 1)), appends=True, float8="eh", heads=4, kv_heads=1, head_dim=128,
+              page_size=16),
 )  # fmt: skip
 
 
@@ -47,6 +65,13 @@ def main(backends: list[str], device: str = "cuda") -> None:
             right, refused = right + (not why), refused + bool(why)
             shown = f"refused: {'; '.join(why)}" if why else f"{'forward' if backward else 'forward, gradients'}: right"
             print(f"  {name} {case} {shown}", flush=True)
+        for cached in CACHED:
+            of_cache = kvcache.build(cached, torch.bfloat16, device)
+            why = dispatch.reasons(name, of_cache.problem, "decode")
+            kvcache.judge(of_cache, name, watched=True)
+            right, refused = right + (not why), refused + bool(why)
+            shown = f"refused: {'; '.join(why)}" if why else "right"
+            print(f"  {name} {cached} {shown}", flush=True)
         print(f"{name}: {right} calls right, {refused} refused", flush=True)
 
 

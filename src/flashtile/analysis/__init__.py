@@ -1,4 +1,4 @@
-"""Models of what attention costs: memory, HBM traffic, arithmetic, roofline, tiles, a whole transformer.
+"""Models of what attention costs: memory, HBM traffic, arithmetic, roofline, tiles, decoding, a whole transformer.
 
 Plain integer arithmetic; every function states its formula, its convention and its source.
 """
@@ -10,6 +10,7 @@ from flashtile.analysis.compute import (
     attention_flops,
     exponential_cost,
 )
+from flashtile.analysis.decode import DecodeCost, DecodeShape, DecodeSplits, decode_cost, decode_splits
 from flashtile.analysis.memory import AttentionMemory, attention_memory
 from flashtile.analysis.roofline import A100, DEVICES, H100, H200, Device, Roofline, find_device, roofline_point
 from flashtile.analysis.shape import DTYPE_BYTES, AttentionShape, Blocks, dtype_bytes
@@ -42,6 +43,9 @@ __all__ = [
     "AttentionMemory",
     "AttentionShape",
     "Blocks",
+    "DecodeCost",
+    "DecodeShape",
+    "DecodeSplits",
     "Device",
     "ExponentialCost",
     "LoopOrder",
@@ -56,6 +60,8 @@ __all__ = [
     "attention_flops",
     "attention_memory",
     "compulsory_traffic_bytes",
+    "decode_cost",
+    "decode_splits",
     "dtype_bytes",
     "exponential_cost",
     "find_device",

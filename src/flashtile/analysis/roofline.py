@@ -23,6 +23,7 @@ class Device:
         on_chip_bytes: Shared memory that one thread block may use; None when not known.
         hbm_capacity_bytes: Size of the device memory; None when not known.
         peak_element_bytes: Element size the peak was stated for; None when it holds for any size.
+        num_sms: Streaming multiprocessors; None when not known.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Device:
     on_chip_bytes: int | None = None
     hbm_capacity_bytes: int | None = None
     peak_element_bytes: int | None = None
+    num_sms: int | None = None
 
     def __post_init__(self) -> None:
         require_positive(peak_flops_per_s=self.peak_flops_per_s, hbm_bytes_per_s=self.hbm_bytes_per_s)
@@ -40,6 +42,7 @@ class Device:
             "on_chip_bytes": self.on_chip_bytes,
             "hbm_capacity_bytes": self.hbm_capacity_bytes,
             "peak_element_bytes": self.peak_element_bytes,
+            "num_sms": self.num_sms,
         }
         require_positive(**{name: value for name, value in optional.items() if value is not None})
 
@@ -76,6 +79,7 @@ def _from_sm(
         on_chip_bytes=smem_kib * 1024,
         hbm_capacity_bytes=hbm_gb * 10**9,
         peak_element_bytes=2,
+        num_sms=num_sms,
     )
 
 

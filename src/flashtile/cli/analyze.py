@@ -16,7 +16,7 @@ from flashtile.analysis import AttentionShape, Blocks, Device, LoopOrder
 from flashtile.cli.tables import number_table
 from flashtile.errors import InvalidInputError
 
-app = typer.Typer(help="What attention costs: memory, traffic, FLOPs, roofline, tiles.", no_args_is_help=True)
+app = typer.Typer(help="What attention costs: memory, traffic, FLOPs, roofline, tiles, decoding.", no_args_is_help=True)
 
 P = ParamSpec("P")
 
@@ -27,6 +27,8 @@ _MAX_SIZE = 2**24
 _LENGTH = ["4096"]
 _GROWING_LENGTHS = ["512,4096,16384"]
 _CONTEXT_LENGTHS = ["4k,32k"]
+_CACHE_LENGTHS = ["1k,4k,8k,32k,128k"]
+_HEADS_KV = ["8"]
 
 
 Records = Sequence[dict[str, Any]]
@@ -70,8 +72,8 @@ def _positive_int(text: str, option: str) -> int:
     return value
 
 
-def _seqlens(texts: Sequence[str]) -> list[int]:
-    return [_positive_int(part.strip(), "--seqlen") for text in texts for part in text.split(",")]
+def _integers(texts: Sequence[str], option: str = "--seqlen") -> list[int]:
+    return [_positive_int(part.strip(), option) for text in texts for part in text.split(",")]
 
 
 def _blocks(text: str) -> Blocks:
@@ -93,7 +95,7 @@ def _units(unit: float, digits: int) -> Callable[[float], str]:
     return lambda number: f"{number / unit:,.{digits}f}"
 
 
-_mb, _gb, _kib = _units(1e6, 2), _units(1e9, 2), _units(1024, 1)
+_mb, _gb, _kib, _us = _units(1e6, 2), _units(1e9, 2), _units(1024, 1), _units(1e-6, 1)
 
 
 def _facts(record: Any, *properties: str) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def memory(
 ) -> None:
     """Bytes that standard and tiled attention need beyond Q, K and V."""
     rows, records = [], []
-    for n in _seqlens(seqlen):
+    for n in _integers(seqlen):
         result = analysis.attention_memory(_shape(n, head_dim, heads, batch, dtype), _blocks(block))
         rows.append([f"{n:,}", _mb(result.standard_bytes), _mb(result.tiled_bytes), f"{result.ratio:,.1f}x"])
         records.append({"seqlen": n, **_facts(result, "standard_bytes", "tiled_bytes", "ratio")})
@@ -152,7 +154,7 @@ def traffic(
 ) -> None:
     """HBM bytes of a forward: standard attention, and tiled attention under both loop orders."""
     rows, records = [], []
-    for n in _seqlens(seqlen):
+    for n in _integers(seqlen):
         shape = _shape(n, head_dim, heads, batch, dtype, causal)
         standard = analysis.standard_traffic(shape)
         parts = [standard.inputs_read_bytes, standard.scores_probs_bytes, standard.out_write_bytes]
@@ -186,7 +188,7 @@ def flops(
     """Matrix FLOPs and exponentials, and how the two balance on a device."""
     accelerator = analysis.find_device(device)
     rows, records = [], []
-    for n in _seqlens(seqlen):
+    for n in _integers(seqlen):
         shape = _shape(n, head_dim, heads, batch, dtype, causal)
         result = analysis.attention_flops(shape)
         cost = analysis.exponential_cost(shape, accelerator) if accelerator.states_peak_for(dtype) else None
@@ -230,7 +232,7 @@ def roofline(
     accelerator = _device(device, peak_tflops, bandwidth_tbps)
     accelerator.check_dtype(dtype)
     rows, records = [], []
-    for n in _seqlens(seqlen):
+    for n in _integers(seqlen):
         shape = _shape(n, head_dim, heads, batch, dtype, causal)
         tiled = analysis.tiled_traffic(shape, _blocks(block), LoopOrder.Q_OUTSIDE)
         work = analysis.attention_flops(shape).forward_flops
@@ -296,7 +298,7 @@ def peak(
 ) -> None:
     """The most numbers between inputs and output that are alive at once."""
     rows, records = [], []
-    for n in _seqlens(seqlen):
+    for n in _integers(seqlen):
         result = analysis.peak_intermediates(AttentionShape(n, n, head_dim), _blocks(block))
         rows.append([f"{n:,}", f"{result.standard_numbers:,}", f"{result.tiled_numbers:,}", f"{result.ratio:,.1f}x"])
         records.append({"seqlen": n, **_facts(result, "ratio")})
@@ -324,7 +326,7 @@ def transformer(
     """A decoder transformer's memory at a context length, part by part."""
     config = analysis.TransformerConfig(d_model, layers, vocab, heads, heads_kv or heads, dtype=dtype)
     rows, records = [], []
-    for n in _seqlens(seqlen):
+    for n in _integers(seqlen):
         result = analysis.transformer_memory(config, n, batch)
         parts = [result.embedding_bytes, result.attention_weights_bytes, result.mlp_weights_bytes]
         parts += [result.kv_cache_bytes, result.activations_bytes, result.total_bytes, result.scores_bytes_per_layer]
@@ -337,3 +339,46 @@ def transformer(
     columns = ["seqlen", "embedding", "attention", "MLP", "KV cache", "kept", "total", "S a layer"]
     title = f"Transformer memory, GB, {dtype}, d_model {d_model}, {layers} layers"
     _show(as_json, title, caption, columns, rows, records)
+
+
+@_command
+def decode(
+    seqlen: Annotated[list[str], typer.Option(help="Keys of a sequence; commas; 4k is 4096.")] = _CACHE_LENGTHS,
+    head_dim: HeadDim = 128,
+    heads: Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Query heads.")] = 32,
+    heads_kv: Annotated[list[str], typer.Option(help="Key-value heads; one count, or several by commas.")] = _HEADS_KV,
+    batch: Batch = 1,
+    seqlen_q: Annotated[int, typer.Option(min=1, max=_MAX_SIZE, help="Queries of a sequence.")] = 1,
+    dtype: Dtype = "bfloat16",
+    cache_dtype: Annotated[str | None, typer.Option(help="Of keys and values, if not --dtype; float8.")] = None,
+    page_size: Annotated[int, typer.Option(min=0, max=_MAX_SIZE, help="Keys a page; 0 is no pages.")] = 0,
+    block: Block = "64x128",
+    device: DeviceName = "H200",
+    as_json: AsJson = False,
+) -> None:
+    """A decode step over a cache: bytes, shortest time, and whether splitting the keys pays."""
+    accelerator = analysis.find_device(device)
+    rows, records = [], []
+    for kv_heads in _integers(heads_kv, "--heads-kv"):
+        for n in _integers(seqlen):
+            sizes = (n, heads, kv_heads, head_dim, batch, seqlen_q)
+            shape = analysis.DecodeShape(*sizes, dtype, cache_dtype, page_size)
+            cost = analysis.decode_cost(shape, accelerator)
+            split = analysis.decode_splits(shape, accelerator, _blocks(block))
+            point = cost.roofline
+            facts = [f"{cost.kv_bytes / 1e6:,.1f}", f"{point.intensity_flops_per_byte:,.1f}", _us(point.time_s)]
+            facts += [f"{split.programs:,}", _us(split.unsplit_s), f"{split.splits:,}", _us(split.split_s)]
+            rows.append([f"{n:,}", str(shape.group_size), *facts])
+            names = {"seqlen": n, "num_heads_kv": kv_heads, "group_size": shape.group_size, "device": accelerator.name}
+            records.append({**names, **_facts(cost, "total_bytes", "page_table_share"), **_facts(split, "gain")})
+    caption = (
+        f"{accelerator.name}, {accelerator.hbm_bytes_per_s / 1e12:g} TB/s; MB = 1e6 bytes. Floor: each byte once. "
+        f"Grid: programs, one for {block} rows by keys, sequence and key head; fewer than {accelerator.num_sms} "
+        "multiprocessors leave memory idle, unless the keys are split. No split, split: bounds of a model, without "
+        "launches."
+    )
+    if page_size:
+        ids, spare = (max(one[name] for one in records) for name in ("page_table_share", "spare_bytes"))
+        caption += f" Page ids add {ids:.2%} to the bytes; ends of last pages lose {_mb(spare)} MB on average."
+    columns = ["keys", "group", "KV MB", "FLOP /byte", "floor us", "grid", "no split us", "splits", "split us"]
+    _show(as_json, f"Decode, {batch} x {seqlen_q} queries, head_dim {head_dim}", caption, columns, rows, records)
