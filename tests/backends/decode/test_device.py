@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.decode import append, kernel
+from flashtile.backends.decode import append, call, eight_bit, work
 from flashtile.backends.decode.config import Splitting
 
 
@@ -17,7 +17,7 @@ def _cut(keys_ptr, rows_ptr, out_ptr, heads, BLOCK_N: tl.constexpr, A: tl.conste
          C: tl.constexpr, D: tl.constexpr, E: tl.constexpr, N: tl.constexpr):  # fmt: skip
     n = tl.arange(0, N)
     keys, rows = tl.load(keys_ptr + n), tl.load(rows_ptr + n)
-    splits, chunk = kernel.cut(keys, rows, (rows + 63) // 64, heads, BLOCK_N, kernel.Splitting(A, B, C, D, E))
+    splits, chunk = work.cut(keys, rows, (rows + 63) // 64, heads, BLOCK_N, call.Splitting(A, B, C, D, E))
     tl.store(out_ptr + n, splits)
     tl.store(out_ptr + N + n, chunk)
 
@@ -49,7 +49,7 @@ def _encode(x_ptr, out_ptr, N: tl.constexpr):
 @triton.jit
 def _decode(x_ptr, out_ptr, N: tl.constexpr):
     n = tl.arange(0, N)
-    tl.store(out_ptr + n, kernel.decoded(tl.load(x_ptr + n), True))
+    tl.store(out_ptr + n, eight_bit.decoded(tl.load(x_ptr + n).to(tl.uint16)))
 
 
 def _launched(function: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -78,10 +78,11 @@ def test_numbers_are_rounded_to_e4m3_as_pytorch_rounds_them() -> None:
 
 
 @triton.jit
-def _halves(x_ptr, half_ptr, power_ptr, M: tl.constexpr, N: tl.constexpr):
+def _scaled(x_ptr, half_ptr, power_ptr, M: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-    half, power = kernel.as_half(tl.load(x_ptr + at))
-    tl.store(half_ptr + at, half)
+    q = tl.load(x_ptr + at)
+    power = eight_bit.power_of_rows(q, q)
+    tl.store(half_ptr + at, eight_bit.scaled(q, power))
     tl.store(power_ptr + tl.arange(0, M), power)
 
 
@@ -91,7 +92,7 @@ def test_rows_become_float16_without_loss() -> None:
     rows = rows.bfloat16().float()
     rows[3] = 0
     half, power = torch.zeros(16, 32, dtype=torch.float16), torch.zeros(16)
-    _halves[(1,)](rows, half, power, 16, 32)
+    _scaled[(1,)](rows, half, power, 16, 32)
     back, top = half.double() * power.double()[:, None], rows.abs().amax(1, keepdim=True).double()
     exact = rows.double().abs() >= top * 2.0**-14
     assert torch.equal(back[exact], rows.double()[exact])

@@ -85,10 +85,11 @@ class Bounds:
     """The most that a call may need, whatever its lengths turn out to be.
 
     Attributes:
-        items: Work items.
+        tiles: Tiles of rows.
+        items: Work items: their splits.
         slots: Rows of splits in the workspace; 0 if nothing is ever split.
         floats: Size of the workspace.
-        counters: Of tiles.
+        counters: One for each tile, 0 if nothing is ever split.
     """
 
     def __init__(self, problem: Problem, tensors: CacheTensors, config: Config) -> None:
@@ -98,49 +99,50 @@ class Bounds:
             rows = tensors.q.shape[0] * group
             splits = cut.bound(capacity, group, 1, heads)
             most = p.batch * max(cut.most_rows, cut.most_splits)
-            self.items = heads * (
-                -(-rows // config.block_m) + p.batch + 1 + p.batch * (cut.most_rows // config.block_m + splits)
-            )
+            self.tiles = heads * (-(-rows // config.block_m) + p.batch + 1)
+            self.items = self.tiles + heads * p.batch * (cut.most_rows // config.block_m + splits)
             slots = heads * min(rows * splits, most)
         else:
             rows = p.seqlen_q * group
             tiles = -(-rows // config.block_m)
             splits = cut.bound(capacity, rows, tiles, heads)
-            self.items = p.batch * heads * tiles * splits
+            self.tiles = p.batch * heads * tiles
+            self.items = self.tiles * splits
             slots = p.batch * heads * rows * splits
         self.slots = slots if splits > 1 else 0
         # The sums and maxima begin on 16 bytes.
         self.slots = -(-self.slots // 4) * 4
         self.floats = self.slots * (p.head_dim_v + 2)
-        self.counters = self.items if self.slots else 0
+        self.counters = self.tiles if self.slots else 0
 
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 20
 _counters: dict[tuple[torch.device, int], Tensor] = {}
-_spare: dict[torch.device, list[Tensor]] = {}
+# What is left of the last chunk, and all chunks, since graphs keep addresses and no tensors.
+_spare: dict[torch.device, Tensor] = {}
+_chunks: list[Tensor] = []
 
 
 def zeros(device: torch.device, count: int) -> Tensor:
     """Counters of 0, which every launch leaves at 0, so that no other kernel need set them.
 
     Launches on one stream follow one another and share them. A captured launch gets its own, since graphs may be
-    replayed on any stream.
+    replayed on any stream: from a chunk that calls outside captures renew, or else zeroed by a node of the graph.
     """
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    stream, spare = torch._C._cuda_getCurrentRawStream(device.index), _spare.get(device)
     if torch._C._cuda_isCurrentStreamCapturing():
-        spare = _spare.get(device)
-        if not spare or len(spare[0]) < count:
+        if spare is None or len(spare) < count:
             return torch.zeros(count, dtype=torch.int32, device=device)
-        found, spare[0] = spare[0][:count], spare[0][-(-count // 4) * 4 :]
-        return found
-    key = (device, stream)
-    counters = _counters.get(key)
+        _spare[device] = spare[-(-count // 4) * 4 :]
+        return spare[:count]
+    if spare is None or len(spare) < _CHUNK // 2:
+        _chunks.append(torch.zeros(_CHUNK, dtype=torch.int32, device=device))
+        _spare[device] = _chunks[-1]
+    counters = _counters.get((device, stream))
     if counters is None or len(counters) < count:
-        counters = _counters[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-    if device not in _spare:
-        _spare[device] = [torch.zeros(_CHUNK, dtype=torch.int32, device=device)]
+        counters = _counters[device, stream] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
     return counters
 
 

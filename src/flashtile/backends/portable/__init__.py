@@ -67,9 +67,11 @@ class PortableBackend:
     def capabilities(self, direction: Direction) -> Capabilities | None:
         """The same in both directions of regular calls; CPU tensors too where Triton's interpreter is on."""
         able = _DECODE if direction == "decode" else _CAPABILITIES
-        if settings.TRITON_INTERPRET.enabled():
-            return dataclasses.replace(able, device_types=("cuda", "cpu"))
-        return able
+        if not settings.TRITON_INTERPRET.enabled():
+            return able
+        able = dataclasses.replace(able, device_types=("cuda", "cpu"))
+        # The interpreter multiplies bfloat16 numbers as integers; a cache cannot be widened.
+        return able if direction != "decode" else dataclasses.replace(able, dtypes=(torch.float16, torch.float32))
 
     def missing(self) -> str | None:
         """Triton, where it is not installed."""

@@ -1,0 +1,82 @@
+"""e4m3 keys and values: as float16 operands of products, and their scales."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decoded(codes):
+    """e4m3 codes in uint16 as float16, 2^-8 times their values: the two formats differ in the exponent's bias alone."""
+    half = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), half)
+
+
+@triton.jit
+def halves(pairs, BITS: tl.constexpr):
+    """The first and the second e4m3 number of int16 pairs, as float16; see ``Sizes.BITS``."""
+    if BITS:
+        codes = pairs.to(tl.uint16, bitcast=True)
+        first, second = decoded(codes & 0xFF), decoded(codes >> 8)
+    else:
+        # One register holds two pairs. Its bytes 0 and 2 are first numbers, 1 and 3 second ones.
+        first, second = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes;
+            .reg .b16 firsts, seconds;
+            prmt.b32 bytes, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return first, second
+
+
+@triton.jit
+def power_of_rows(q, q_odd):
+    """For each row a power of two that brings its largest element between 1 and 2.
+
+    Divided by it, bfloat16 elements are float16 ones, exactly but for those below 2^-14 of their row's largest, whose
+    error is 2^-25 of it.
+    """
+    top = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), tl.max(tl.abs(q_odd.to(tl.float32)), 1))
+    return tl.exp2(tl.floor(tl.log2(tl.where(top > 0.0, top, 1.0))))
+
+
+@triton.jit
+def scaled(q, power):
+    """Rows divided by their powers of two, as float16."""
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16)
+
+
+@triton.jit
+def scale_of(cache, place, call):
+    """The factor of all keys (or values) of an item, float32; scales that differ from page to page are left out."""
+    factor = 1.0
+    if call.sizes.BITS:
+        factor = 256.0
+    if cache.scale_ptr is not None and not call.sizes.BY_PAGE:
+        factor *= tl.load(cache.scale_ptr + tl.cast(place.entry, tl.int64) * cache.scale_stride_b + place.h_kv)
+    return factor
+
+
+@triton.jit
+def page_scales(cache, page, h_kv, inside):
+    """The scale of every key of a block, [BLOCK_N] float32; 0 for those not ``inside``."""
+    at = cache.scale_ptr + page * cache.scale_stride_b + h_kv + tl.zeros(inside.shape, tl.int64)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def joined(acc, acc_odd, EIGHT_BIT: tl.constexpr):
+    """A state's columns in their order."""
+    return tl.interleave(acc, acc_odd) if EIGHT_BIT else acc

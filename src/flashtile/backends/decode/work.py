@@ -1,0 +1,161 @@
+"""What each sequence costs, which items a program computes, and where their rows and keys are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Shape(NamedTuple):
+    """Lengths of one sequence, or of many.
+
+    Attributes:
+        first_row: Of a packed sequence.
+        num_rows: Queries.
+        low: First key that some row may keep.
+        high: The end of the keys: new ones included.
+        num_tiles: Tiles of a key head.
+        num_splits: Splits of a tile.
+        chunk: Keys of a split, a multiple of BLOCK_N; the first begins at low, rounded down to such a multiple.
+    """
+
+    first_row: Any
+    num_rows: Any
+    low: Any
+    high: Any
+    num_tiles: Any
+    num_splits: Any
+    chunk: Any
+
+
+@triton.jit
+def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
+    """Splits of a tile and keys of each; ``config.Splitting.cut`` is the same in Python.
+
+    Args:
+        keys: That some row may keep.
+        rows: Packed rows: queries times group size.
+        num_tiles: Tiles of these rows.
+        num_heads_kv: Key heads.
+        BLOCK_N: Keys of a block.
+        splitting: ``Splitting``.
+    """
+    most = tl.minimum(tl.maximum(splitting.MOST_ROWS // tl.maximum(rows, 1), 1), splitting.MOST_SPLITS)
+    wanted = tl.maximum(splitting.PROGRAMS // tl.maximum(num_tiles * num_heads_kv, 1), 1)
+    chunk = tl.minimum(tl.maximum((keys + wanted - 1) // wanted, splitting.FEWEST_KEYS), splitting.MOST_KEYS)
+    chunk = tl.maximum(chunk, (keys + most - 1) // most)
+    chunk = (chunk + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    return tl.maximum((keys + chunk - 1) // chunk, 1), chunk
+
+
+@triton.jit
+def shape_of(b, call):
+    """The ``Shape`` of sequence b, a number or a tensor; beyond the batch there are no keys.
+
+    For packed queries, b == batch stands for the rows past the last sequence.
+    """
+    BLOCK_M: tl.constexpr = call.sizes.BLOCK_M
+    BLOCK_N: tl.constexpr = call.sizes.BLOCK_N
+    exists = b < call.sizes.batch
+    first_row, num_rows = b * 0, tl.where(exists, call.queries.length, 0)
+    if call.queries.cu_seqlens_ptr is not None:
+        first_row = tl.load(call.queries.cu_seqlens_ptr + b, mask=b <= call.sizes.batch, other=0)
+        stop = tl.load(call.queries.cu_seqlens_ptr + b + 1, mask=exists, other=0)
+        num_rows = tl.where(exists, stop, tl.where(b == call.sizes.batch, call.queries.length, first_row)) - first_row
+    cached = tl.load(call.lengths.cached_ptr + b, mask=exists, other=-1)
+    num_new = call.lengths.num_new
+    if call.lengths.cu_seqlens_new_ptr is not None:
+        num_new = tl.load(call.lengths.cu_seqlens_new_ptr + b + 1, mask=exists, other=0)
+        num_new -= tl.load(call.lengths.cu_seqlens_new_ptr + b, mask=exists, other=0)
+    # A negative length stands for a sequence that is not there.
+    high = tl.where(cached < 0, 0, tl.minimum(cached + num_new, call.sizes.capacity))
+    low = b * 0
+    if call.lengths.leftpad_ptr is not None:
+        low = tl.maximum(tl.load(call.lengths.leftpad_ptr + b, mask=exists, other=0), 0)
+    if call.terms.band.left is not None:
+        low = tl.maximum(low, high - num_rows - call.terms.band.left)
+    rows = num_rows * call.sizes.GROUP
+    num_tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
+    num_splits, chunk = cut(keys, rows, num_tiles, call.sizes.num_heads_kv, BLOCK_N, call.sizes.splitting)
+    return Shape(first_row, num_rows, low, high, num_tiles, num_splits, chunk)
+
+
+@triton.jit
+def work_of(shape, call):
+    """The items of sequences, their slots (rows of the workspace), and the tiles that may need a counter."""
+    items = shape.num_tiles * shape.num_splits * call.sizes.num_heads_kv
+    slots = tl.where(shape.num_splits > 1, shape.num_splits * shape.num_rows, 0).to(tl.int64)
+    return items, slots * (call.sizes.GROUP * call.sizes.num_heads_kv), shape.num_tiles * call.sizes.num_heads_kv
+
+
+@triton.jit
+def count_sequences(call):
+    """The sequences of a call; the rows past the last packed one count as one more."""
+    count = call.sizes.batch
+    if call.queries.cu_seqlens_ptr is not None:
+        count += 1
+    return count
+
+
+@triton.jit
+def find_item(item, call):
+    """Where an item lies among those of all sequences.
+
+    Returns:
+        Its sequence; the items, the slots and the tiles before that sequence; and the items of all sequences.
+    """
+    SEARCH: tl.constexpr = call.sizes.SEARCH
+    found, before, slots_before = tl.full((), 0, tl.int32), 0, tl.full((), 0, tl.int64)
+    tiles_before = 0
+    if SEARCH == 1:
+        total, _slots, _tiles = work_of(shape_of(found, call), call)
+    else:
+        total = 0
+        for first in range(0, count_sequences(call), SEARCH):
+            items, slots, tiles = work_of(shape_of(first + tl.arange(0, SEARCH), call), call)
+            earlier = total + tl.cumsum(items, 0) <= item
+            found += tl.sum(earlier.to(tl.int32))
+            before += tl.sum(tl.where(earlier, items, 0))
+            slots_before += tl.sum(tl.where(earlier, slots, 0))
+            tiles_before += tl.sum(tl.where(earlier, tiles, 0))
+            total += tl.sum(items)
+    return found, before, slots_before, tiles_before, total
+
+
+@triton.jit
+def rows_of_tile(first, h_kv, num_rows, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Row and query head of the packed rows of a tile, and which exist; a row that does not is given as 0."""
+    packed = first + tl.arange(0, BLOCK)
+    row, h = packed // GROUP, h_kv * GROUP + packed % GROUP
+    exists = row < num_rows
+    return tl.where(exists, row, 0), h, exists
+
+
+@triton.jit
+def entry_of(b, call):
+    """The entry of the cache that is a sequence's; 0 where it is in call.pages."""
+    entry = b
+    if call.lengths.entries_ptr is not None:
+        entry = tl.load(call.lengths.entries_ptr + b)
+    if call.pages.ptr is not None:
+        entry = 0
+    return entry
+
+
+@triton.jit
+def blocks_of(first, split, stop_split, shape, call):
+    """First block and end of the blocks of splits; a tile that is not split needs only those that its rows may keep."""
+    BLOCK_N: tl.constexpr = call.sizes.BLOCK_N
+    start = shape.low // BLOCK_N * BLOCK_N + split * shape.chunk
+    stop = tl.minimum(shape.low // BLOCK_N * BLOCK_N + stop_split * shape.chunk, shape.high)
+    if shape.num_splits == 1:
+        shift = shape.high - shape.num_rows
+        if call.terms.band.right is not None:
+            last = tl.minimum((first + call.sizes.BLOCK_M - 1) // call.sizes.GROUP, shape.num_rows - 1)
+            stop = tl.minimum(stop, last + shift + call.terms.band.right + 1)
+        if call.terms.band.left is not None:
+            start = tl.maximum(start, (first // call.sizes.GROUP + shift - call.terms.band.left) // BLOCK_N * BLOCK_N)
+    return start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N
