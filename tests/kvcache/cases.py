@@ -193,6 +193,8 @@ _FLOAT8 = (
     CacheCase("float8_append_pages", _same(12, 5, new=6), float8="eh", appends=True, page_size=4),
     CacheCase("float8_rotary", _same(12, 5, rows=2, new=2), float8="eh", appends=True, rotary=16),
     CacheCase("float8_stacked", _same(12, 5, new=1), float8="h", appends=True, layout="heads_first_stacked"),
+    CacheCase("float8_odd_dims", _same(37, 5, new=2), float8="h", appends=True, head_dim=33, head_dim_v=7),
+    CacheCase("float8_sliced", _same(37, 5, new=2), float8="eh", appends=True, layout="sliced", page_size=3),
     CacheCase("float8_empty", _same(0, 7), float8="h", sinks=True),
 )
 
