@@ -48,6 +48,10 @@ class Feature:
     directions: tuple[Direction, ...] = _REGULAR
 
 
+def _is_odd_float8(p: Problem) -> bool:
+    return p.precision.kv == FLOAT8 and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("causal", "causal", lambda p: p.band.right is not None, _ALL),
     Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), _ALL),
@@ -65,6 +69,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, _ALL),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
     Feature("float8_cache", "float8 caches", lambda p: p.precision.kv == FLOAT8, _DECODE),
+    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8, _DECODE),
 )
 
 
@@ -103,6 +108,7 @@ class Capabilities:
     unaligned: bool = False
     pages: bool = False
     float8_cache: bool = False
+    odd_float8_cache: bool = False
 
     def reasons(self, problem: Problem) -> list[str]:
         """Every reason why the problem cannot run here, empty if it can."""

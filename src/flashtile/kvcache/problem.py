@@ -51,7 +51,8 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
         mask_mod=MaskMod(Band(o.window_left, o.window_right)),
         sinks=t.sinks is not None,
-        aligned=q.device.type == "cpu" or all(is_aligned(x) for x in (q, t.k_cache, t.v_cache)),
+        aligned=(q.device.type == "cpu" and t.k_cache.dtype != FLOAT8)
+        or all(is_aligned(x) for x in (q, t.k_cache, t.v_cache)),
         rotary_interleaved=o.rotary_interleaved,
     )
 
