@@ -19,7 +19,7 @@ WORKERS ?= auto --maxprocesses 8
 # Neighbours stay in one process for what they share, until another process runs out of work.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
-INTERPRETED := tests/backends/portable tests/backends/vocab
+INTERPRETED := tests/backends/portable tests/backends/vocab tests/backends/decode
 
 .PHONY: demo test test-all check docs wheel kernels gpu clean
 

@@ -155,6 +155,9 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
     lengths = []
     for b, rows in enumerate(_spans(problem, t.k, t.cu_seqlens_k_new)):
         k, v = _rows(t.k, b, rows), _rows(t.v, b, rows)
+        if old[b] < 0:  # rule 13
+            lengths.append(0)
+            continue
         for i in range(k.shape[0]):  # rule 14
             page, row = _place(t, b, old[b] + i)
             for new, (cache, scale) in zip((_rotated(problem, t, k[i], firsts[b] + i), v[i]), caches, strict=True):
@@ -162,7 +165,7 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
         lengths.append(old[b] + k.shape[0])
     for b, rows in enumerate(_spans(problem, q, t.cu_seqlens_q)):
         queries = _rows(q, b, rows)
-        for i in range(queries.shape[0]):  # rule 15
+        for i in range(queries.shape[0] if old[b] >= 0 else 0):  # rule 15
             place = firsts[b] if problem.band.unbounded else firsts[b] + i
             queries[i] = _rotated(problem, t, queries[i], place)
     grown = torch.tensor(lengths, dtype=torch.int32, device=q.device)

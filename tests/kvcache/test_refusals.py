@@ -91,7 +91,6 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "cache_seqlens int64": ("cache_seqlens", {"cache_seqlens": LENGTHS.long()}),
     "cache_seqlens batch": ("cache_seqlens", {"cache_seqlens": index(1, 2, 3)}),
     "cache_seqlens of rank 2": ("cache_seqlens", {"cache_seqlens": LENGTHS[None]}),
-    "cache_seqlens below 0": ("cache_seqlens", {"cache_seqlens": index(5, -1)}),
     "cache_seqlens past the cache": ("cache_seqlens", {"cache_seqlens": index(5, 17)}),
     "cache_seqlens past the cache with new": ("cache_seqlens", new(cache_seqlens=index(5, 14))),
     "page_table a list": ("page_table", paged(page_table=[[0]])),

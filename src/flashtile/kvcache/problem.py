@@ -153,11 +153,8 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
     """
     t, batch, capacity = tensors, problem.batch, problem.seqlen_k
     rows = _row_counts(problem, t)
-    new = new_counts(t, batch)
-    lengths = t.cache_seqlens.tolist()
+    lengths, new = lengths_of(t, batch)
     for b, length in enumerate(lengths):
-        if length < 0:
-            raise InvalidInputError("cache_seqlens", f"is {length} for sequence {b}, must be at least 0")
         if length + new[b] > capacity:
             more = f" and {new[b]} new keys do" if new[b] else " does"
             raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into sequence {b}'s cache of {capacity}")
@@ -189,6 +186,16 @@ def _row_counts(problem: Problem, t: CacheTensors) -> list[int]:
     return rows
 
 
+def lengths_of(t: CacheTensors, batch: int) -> tuple[list[int], list[int]]:
+    """The keys of each sequence before appending, and its new ones: none where cache_seqlens is negative.
+
+    Raises:
+        InvalidInputError: The values of cu_seqlens_k_new are no bounds of packed sequences.
+    """
+    old, new = t.cache_seqlens.tolist(), new_counts(t, batch)
+    return [max(length, 0) for length in old], [n if m >= 0 else 0 for m, n in zip(old, new, strict=True)]
+
+
 def new_counts(t: CacheTensors, batch: int) -> list[int]:
     """The number of new keys of each sequence, from the values of cu_seqlens_k_new where they are packed.
 
@@ -211,7 +218,9 @@ def _check_range(name: str, values: list[int], count: int, what: str) -> None:
 def _check_positions(problem: Problem, t: CacheTensors, rows: list[int], new: list[int], lengths: list[int]) -> None:
     assert t.rotary_cos is not None
     firsts = lengths if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
-    for b, first in enumerate(firsts):
+    for b, (first, cached) in enumerate(zip(firsts, t.cache_seqlens.tolist(), strict=True)):
+        if cached < 0:
+            continue
         if first < 0:
             raise InvalidInputError("rotary_seqlens", f"is {first} for sequence {b}, must be at least 0")
         of_rows = min(rows[b], 1) if problem.band.unbounded else rows[b]

@@ -47,6 +47,7 @@ _DECODE = dataclasses.replace(
     deterministic=False,
     pages=True,
     float8_cache=True,
+    odd_float8_cache=True,
 )
 
 

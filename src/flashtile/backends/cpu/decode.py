@@ -15,7 +15,7 @@ from torch import Tensor
 from flashtile.arguments import Options
 from flashtile.backends.cpu import forward
 from flashtile.kvcache.arguments import FLOAT8, CacheTensors
-from flashtile.kvcache.problem import new_counts
+from flashtile.kvcache.problem import lengths_of
 from flashtile.problem import Problem, SequenceLayout, Tensors
 from flashtile.rotary import apply_rotary
 
@@ -38,7 +38,7 @@ def single(problem: Problem) -> Problem:
 
 def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
     """See ``backends.base.Decode``; ``one`` is ``single(problem)``."""
-    old, new = t.cache_seqlens.tolist(), new_counts(t, problem.batch)
+    old, new = lengths_of(t, problem.batch)
     firsts = old if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
     if t.k is not None:
         _append(problem, t, old, new, firsts)
@@ -58,7 +58,7 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
             start = max(start, stop - q.shape[0] - problem.band.left)
         k, v = (_keys(problem, one, t, x, scale, b, (min(start, stop), stop)) for x, scale in _caches(t))
         places = 1 if problem.band.unbounded else q.shape[0]
-        q = _rotated(problem, t, q, firsts[b], places).to(one.dtype)
+        q = (_rotated(problem, t, q, firsts[b], places) if stop else q).to(one.dtype)
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         call = Tensors(q[None], k, v, slopes, sinks=t.sinks)
@@ -83,10 +83,9 @@ def _rotated(problem: Problem, t: CacheTensors, x: Tensor, first: int, places: i
 def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence[int], firsts: Sequence[int]) -> None:
     """Writes the new keys and values into the caches."""
     assert t.k is not None and t.v is not None
-    row = 0
+    bounds = None if t.cu_seqlens_k_new is None else t.cu_seqlens_k_new.tolist()
     for b, count in enumerate(new):
-        rows = b if t.cu_seqlens_k_new is None else slice(row, row + count)
-        row += count
+        rows = b if bounds is None else slice(bounds[b], bounds[b + 1])
         if count:
             k = _rotated(problem, t, t.k[rows], firsts[b], count)
             for x, (cache, scale) in zip((k, t.v[rows]), _caches(t), strict=True):
