@@ -1,4 +1,4 @@
-"""Records what the roles of a Hopper kernel do in the emulator: events in each role's order, with barriers and lines."""
+"""Records what the roles of a Hopper kernel do in the emulator: each one's events in order, with barriers and lines."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ def data() -> dict[str, Any]:
         "devices": {name: dataclasses.asdict(device) for name, device in analysis.DEVICES.items()},
         "multiprocessors": _MULTIPROCESSORS,
         "dtypeBytes": analysis.DTYPE_BYTES,
+        "tileSides": analysis.TILE_SIDES,
         "timeline": timeline,
         "ladder": _saved("ladder"),
         "explain": choices.table(),

@@ -17,9 +17,11 @@ explore.model = (() => {
 
   // Blocks of Q and of K, the tiles with a kept score, and in how many of them the last block of K takes part.
   const visits = (s, blockQ, blockK) => {
-    const numQ = Math.ceil(s.n / blockQ), numK = Math.ceil(s.m / blockK);
+    const numQ = Math.ceil(s.n / blockQ),
+      numK = Math.ceil(s.m / blockK);
     if (!s.causal) return { numQ, numK, tiles: numQ * numK, lastK: numQ };
-    let tiles = 0, lastK = 0;
+    let tiles = 0,
+      lastK = 0;
     for (let i = 0; i < numQ; i += 1) {
       const stop = Math.min(s.m, Math.min(s.n, (i + 1) * blockQ) + s.m - s.n);
       const seen = Math.max(0, Math.ceil(stop / blockK));
@@ -35,7 +37,9 @@ explore.model = (() => {
   };
 
   const standardTraffic = (s) => {
-    const inputs = qBytes(s) + 2 * kBytes(s), scores = 4 * scoresBytes(s), out = qBytes(s);
+    const inputs = qBytes(s) + 2 * kBytes(s),
+      scores = 4 * scoresBytes(s),
+      out = qBytes(s);
     return { inputs, scores, out, own: inputs + scores + out };
   };
 
@@ -43,13 +47,16 @@ explore.model = (() => {
     const { numQ, numK, tiles, lastK } = visits(s, blockQ, blockK);
     const row = s.d * s.bytes;
     if (order === "kv-outside") {
-      const rows = tiles * blockQ - numK * (numQ * blockQ - s.n), state = row + 2 * STATE_BYTES;
+      const rows = tiles * blockQ - numK * (numQ * blockQ - s.n),
+        state = row + 2 * STATE_BYTES;
       const inputs = 2 * kBytes(s) + s.problems * rows * row;
-      const stateRead = s.problems * rows * state, write = s.problems * (rows + s.n) * state;
+      const stateRead = s.problems * rows * state,
+        write = s.problems * (rows + s.n) * state;
       return { inputs, stateRead, write, total: inputs + stateRead + write, rescales: s.problems * tiles };
     }
     const rows = tiles * blockK - lastK * (numK * blockK - s.m);
-    const inputs = qBytes(s) + 2 * s.problems * rows * row, write = qBytes(s) + s.problems * s.n * STATE_BYTES;
+    const inputs = qBytes(s) + 2 * s.problems * rows * row,
+      write = qBytes(s) + s.problems * s.n * STATE_BYTES;
     return { inputs, stateRead: 0, write, total: inputs + write, rescales: s.problems * numQ };
   };
 
@@ -57,9 +64,23 @@ explore.model = (() => {
 
   const tileMemory = (blockQ, blockK, d, bytes) => {
     const state = Math.max(STATE_BYTES, bytes);
-    const parts = { q: blockQ * d * bytes, k: blockK * d * bytes, v: blockK * d * bytes, probs: blockQ * blockK * bytes,
-      acc: blockQ * d * state, stats: 2 * blockQ * state };
+    const parts = {
+      q: blockQ * d * bytes,
+      k: blockK * d * bytes,
+      v: blockK * d * bytes,
+      probs: blockQ * blockK * bytes,
+      acc: blockQ * d * state,
+      stats: 2 * blockQ * state,
+    };
     return { ...parts, total: Object.values(parts).reduce((a, b) => a + b) };
+  };
+
+  // Of the sides that flashtile.analysis tries, the tile that fits and moves the fewest bytes: tallest, then widest.
+  const fittingTile = (onChip, d, bytes) => {
+    const sides = explore.data.tileSides.slice().reverse();
+    for (const blockQ of sides)
+      for (const blockK of sides) if (tileMemory(blockQ, blockK, d, bytes).total <= onChip) return { blockQ, blockK };
+    return null;
   };
 
   const exponentialCost = (s, device) => {
@@ -70,8 +91,12 @@ explore.model = (() => {
   const roofline = (flops, bytes, device) => {
     const { peak_flops_per_s: peak, hbm_bytes_per_s: bandwidth } = devices[device];
     const intensity = flops / bytes;
-    return { intensity, attainable: Math.min(peak, intensity * bandwidth), time: Math.max(flops / peak, bytes / bandwidth),
-      bound: intensity >= peak / bandwidth ? "compute" : "memory" };
+    return {
+      intensity,
+      attainable: Math.min(peak, intensity * bandwidth),
+      time: Math.max(flops / peak, bytes / bandwidth),
+      bound: intensity >= peak / bandwidth ? "compute" : "memory",
+    };
   };
 
   const attentionMemory = (s, blockQ, blockK) => {
@@ -94,12 +119,19 @@ explore.model = (() => {
   // Kept pairs, and tiles that are whole, cut by the mask's edge, or skipped. Both ends grow with the row in all masks.
   const maskCounts = (mask, n, block) => {
     const num = Math.ceil(n / block);
-    let kept = 0, full = 0, cut = 0;
-    for (let i = 0; i < n; i += 1) { const [start, stop] = rowKeys(mask, i, n); kept += stop - start; }
+    let kept = 0,
+      full = 0,
+      cut = 0;
+    for (let i = 0; i < n; i += 1) {
+      const [start, stop] = rowKeys(mask, i, n);
+      kept += stop - start;
+    }
     for (let b = 0; b < num; b += 1) {
-      const first = rowKeys(mask, b * block, n), last = rowKeys(mask, Math.min(n, (b + 1) * block) - 1, n);
+      const first = rowKeys(mask, b * block, n),
+        last = rowKeys(mask, Math.min(n, (b + 1) * block) - 1, n);
       const any = Math.ceil(last[1] / block) - Math.floor(first[0] / block);
-      const allFrom = Math.ceil(last[0] / block), allTo = first[1] >= n ? num : Math.floor(first[1] / block);
+      const allFrom = Math.ceil(last[0] / block),
+        allTo = first[1] >= n ? num : Math.floor(first[1] / block);
       full += Math.max(0, allTo - allFrom);
       cut += any - Math.max(0, allTo - allFrom);
     }
@@ -108,13 +140,39 @@ explore.model = (() => {
 
   // Splits of one decode step: programs, how many multiprocessors they reach, and the least time of reading K and V.
   const decode = (length, headsKv, batch, d, bytes, splits, device) => {
-    const sms = explore.data.multiprocessors[device], programs = batch * headsKv * splits;
+    const sms = explore.data.multiprocessors[device],
+      programs = batch * headsKv * splits;
     const read = 2 * batch * headsKv * length * d * bytes;
     const busy = Math.min(1, programs / sms);
-    return { sms, programs, busy, read, least: read / devices[device].hbm_bytes_per_s,
-      filling: Math.ceil(sms / (batch * headsKv)) };
+    return {
+      sms,
+      programs,
+      busy,
+      read,
+      least: read / devices[device].hbm_bytes_per_s,
+      filling: Math.ceil(sms / (batch * headsKv)),
+    };
   };
 
-  return { devices, dtypeBytes, qBytes, kBytes, scoresBytes, keptScores, visits, attentionFlops, standardTraffic, tiledTraffic,
-    compulsoryTraffic, tileMemory, exponentialCost, roofline, attentionMemory, rowKeys, maskCounts, decode };
+  return {
+    devices,
+    dtypeBytes,
+    qBytes,
+    kBytes,
+    scoresBytes,
+    keptScores,
+    visits,
+    attentionFlops,
+    standardTraffic,
+    tiledTraffic,
+    compulsoryTraffic,
+    tileMemory,
+    fittingTile,
+    exponentialCost,
+    roofline,
+    attentionMemory,
+    rowKeys,
+    maskCounts,
+    decode,
+  };
 })();

@@ -5,8 +5,10 @@
   explore.figure({
     name: "backward",
     title: "Backward: one number a row",
-    see: "Keeping P costs a matrix and its way through the memory; keeping lse, one number a row, costs one more product of five, and "
-      + "from some length on computing P again takes less time than reading it.",
+    see:
+      "Keeping P costs a matrix and its way through the memory; keeping lse, one number a row, costs one more " +
+      "product of five, and " +
+      "from some length on computing P again takes less time than reading it.",
     controls: [
       { name: "log", label: "length", range: [9, 17], value: 13, show: (v) => length(2 ** v) },
       { name: "d", label: "head_dim", choices: [64, 128, 256], value: 128 },
@@ -15,28 +17,53 @@
       { name: "causal", label: "causal", check: true, value: false },
     ],
     draw(state, plot) {
-      const n = 2 ** state.log, device = model.devices[state.device];
+      const n = 2 ** state.log,
+        device = model.devices[state.device];
       const s = { n, m: n, d: state.d, problems: state.heads, bytes: 2, causal: state.causal };
-      const flops = model.attentionFlops(s), kept = model.attentionMemory(s, 128, 128), product = flops.forward / 2;
-      const numbers = { forward: flops.forward, recomputed: flops.backward, stored: 4 * product, lse: kept.lse, out: kept.out,
-        probs: kept.standard, readTime: kept.standard / device.hbm_bytes_per_s, productTime: product / device.peak_flops_per_s,
-        expTime: flops.exps / device.exp_per_s };
+      const flops = model.attentionFlops(s),
+        kept = model.attentionMemory(s, 128, 128),
+        product = flops.forward / 2;
+      const numbers = {
+        forward: flops.forward,
+        recomputed: flops.backward,
+        stored: 4 * product,
+        lse: kept.lse,
+        out: kept.out,
+        probs: kept.standard,
+        readTime: kept.standard / device.hbm_bytes_per_s,
+        productTime: product / device.peak_flops_per_s,
+        expTime: flops.exps / device.exp_per_s,
+      };
       const panes = plot.appendChild(explore.element("div", { className: "panes" }));
       const [left, right] = [0, 1].map(() => panes.appendChild(explore.element("div")));
       explore.note(left, "Kept between forward and backward, besides Q, K and V");
-      explore.bars(left, "Bytes kept", [["P, standard", numbers.probs, "var(--standard)", bytes(numbers.probs)],
-        ["out, both", numbers.out, "var(--grey)", bytes(numbers.out)], ["lse, tiled", numbers.lse, "var(--tiled)", bytes(numbers.lse)]]);
-      explore.note(right, "Matrix products of the backward");
-      explore.bars(right, "FLOPs", [["forward: S, O", numbers.forward, "var(--grey)", quantity(numbers.forward, "FLOP")],
-        ["with P: dP, dV, dQ, dK", numbers.stored, "var(--standard)", quantity(numbers.stored, "FLOP")],
-        ["with lse: S again too", numbers.recomputed, "var(--tiled)", quantity(numbers.recomputed, "FLOP")]]);
-      explore.table(plot, `P again, or P from memory, on a ${state.device}`, ["way to P", "work", "least time"], [
-        ["read it (standard also wrote it)", bytes(numbers.probs), seconds(numbers.readTime)],
-        ["product S = Q K^T", quantity(product, "FLOP"), seconds(numbers.productTime)],
-        ["exponential of S - lse", `${quantity(flops.exps, "exp")}`, seconds(numbers.expTime)],
+      explore.bars(left, "Bytes kept", [
+        ["P, standard", numbers.probs, "var(--standard)", bytes(numbers.probs)],
+        ["out, both", numbers.out, "var(--grey)", bytes(numbers.out)],
+        ["lse, tiled", numbers.lse, "var(--tiled)", bytes(numbers.lse)],
       ]);
-      explore.note(plot, "P = exp(S - lse) is normalised already. The second number a row, D = sum of dO * O, is computed when the backward starts: "
-        + "dS = P * (dP - D), with dP = dO V^T.");
+      explore.note(right, "Matrix products of the backward");
+      explore.bars(right, "FLOPs", [
+        ["forward: S, O", numbers.forward, "var(--grey)", quantity(numbers.forward, "FLOP")],
+        ["with P: dP, dV, dQ, dK", numbers.stored, "var(--standard)", quantity(numbers.stored, "FLOP")],
+        ["with lse: S again too", numbers.recomputed, "var(--tiled)", quantity(numbers.recomputed, "FLOP")],
+      ]);
+      explore.table(
+        plot,
+        `P again, or P from memory, on a ${state.device}`,
+        ["way to P", "work", "least time"],
+        [
+          ["read it (standard also wrote it)", bytes(numbers.probs), seconds(numbers.readTime)],
+          ["product S = Q K^T", quantity(product, "FLOP"), seconds(numbers.productTime)],
+          ["exponential of S - lse", `${quantity(flops.exps, "exp")}`, seconds(numbers.expTime)],
+        ],
+      );
+      explore.note(
+        plot,
+        "P = exp(S - lse) is normalised already. The second number a row, D = sum of dO * O, is computed when " +
+          "the backward starts: " +
+          "dS = P * (dP - D), with dP = dO V^T.",
+      );
       return numbers;
     },
   });

@@ -5,8 +5,11 @@
   explore.figure({
     name: "time",
     title: "Where the time goes",
-    see: "Standard attention waits for the memory, because it writes and reads the whole score matrix; tiled attention does the "
-      + "same arithmetic, and as far as the cache catches repeated reads of K and V the tensor cores are what takes longest.",
+    see:
+      "Standard attention waits for the memory, because it writes and reads the whole score matrix; tiled " +
+      "attention does the " +
+      "same arithmetic, and as far as the cache catches repeated reads of K and V the tensor cores are what " +
+      "takes longest.",
     controls: [
       { name: "device", label: "GPU", choices: Object.keys(model.devices), value: "H100" },
       { name: "log", label: "length", range: [9, 17], value: 13, show: (v) => length(2 ** v) },
@@ -25,8 +28,11 @@
       // Standard attention computes all scores, of which a mask hides some afterwards.
       const all = model.exponentialCost({ ...s, causal: false }, state.device);
       const numbers = {
-        standardProduct: all.product, standardExp: all.exp, standardMemory: model.standardTraffic(s).own / bandwidth,
-        tiledProduct: cost.product, tiledExp: cost.exp,
+        standardProduct: all.product,
+        standardExp: all.exp,
+        standardMemory: model.standardTraffic(s).own / bandwidth,
+        tiledProduct: cost.product,
+        tiledExp: cost.exp,
         tiledMemory: model.tiledTraffic(s, state.blockQ, 128, "q-outside").total / bandwidth,
         compulsory: model.compulsoryTraffic(s) / bandwidth,
       };
@@ -42,9 +48,14 @@
       ]);
       const standard = Math.max(numbers.standardProduct, numbers.standardExp, numbers.standardMemory);
       const tiled = Math.max(numbers.tiledProduct, numbers.tiledExp, numbers.tiledMemory);
-      explore.note(plot, `Forward of one layer's attention in 16 bits: ${state.batch} x ${state.heads} heads. Each part alone at its peak; with `
-        + `perfect overlap the longest bar is the time: ${seconds(standard)} against ${seconds(tiled)}, ${(standard / tiled).toFixed(1)} times. `
-        + "The last bar is what remains of the memory's time if a cache catches every repeated read of K and V.");
+      explore.note(
+        plot,
+        `Forward of one layer's attention in 16 bits: ${state.batch} x ${state.heads} heads. Each part alone ` +
+          "at its peak; with " +
+          `perfect overlap the longest bar is the time: ${seconds(standard)} against ${seconds(tiled)}, ` +
+          `${(standard / tiled).toFixed(1)} times. ` +
+          "The last bar is what remains of the memory's time if a cache catches every repeated read of K and V.",
+      );
       return numbers;
     },
   });
