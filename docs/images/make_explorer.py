@@ -27,6 +27,7 @@ def main() -> None:
         page = write(Path(folder) / "explore.html").as_uri()
         for name, width, scheme, figures in PICTURES:
             tab.open(page, width=width, scheme=scheme)
+            tab.run("explore.ready")
             place = (
                 "(s => [s.top + scrollY, s.bottom + scrollY])(document.getElementById('{}').getBoundingClientRect())"
             )

@@ -24,4 +24,5 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 @pytest.fixture
 def opened(tab: Tab, address: str) -> Tab:
     tab.open(address)
+    assert tab.run("explore.ready")
     return tab

@@ -35,8 +35,8 @@ def test_the_models_are_those_of_analysis(opened: Tab) -> None:
       kept: m.keptScores(s), flops: m.attentionFlops(s), standard: m.standardTraffic(s),
       kv: m.tiledTraffic(s, s.q, s.k, 'kv-outside'), qo: m.tiledTraffic(s, s.q, s.k, 'q-outside'),
       once: m.compulsoryTraffic(s), tile: m.tileMemory(s.q, s.k, s.d, s.bytes),
-      fitting: m.fittingTile(65536, s.d, s.bytes), memory: m.attentionMemory(s, s.q, s.k), cost: m.exponentialCost(s, 'H100'),
-      roof: m.roofline(1e12, 1e9 * s.d, 'H200') }; })"""
+      fitting: m.fittingTile(65536, s.d, s.bytes), memory: m.attentionMemory(s, s.q, s.k),
+      cost: m.exponentialCost(s, 'H100'), roof: m.roofline(1e12, 1e9 * s.d, 'H200') }; })"""
     found = evaluated(opened, script, grid)
     for s, got in zip(grid, found, strict=True):
         dtype = {2: "bfloat16", 4: "float32"}[s["bytes"]]
@@ -121,6 +121,13 @@ def test_times_and_bytes_are_shown_as_python_has_them(opened: Tab, log: int, d: 
     assert (kept["lse"], kept["probs"]) == (memory.tiled_lse_bytes, memory.standard_scores_bytes)
     assert (kept["forward"], kept["recomputed"]) == (flops.forward_flops, flops.backward_flops)
     assert kept["stored"] == flops.backward_flops * 4 // 5
+    # What the figure's sentence says, on every device and at every width.
+    for name, width in itertools.product(analysis.DEVICES, (64, 128, 256)):
+        times = put(opened, "backward", device=name, d=width)
+        assert times["productTime"] < times["wayTime"]
+        moved_bytes = 2 * 8 * n * n * 2
+        assert times["wayTime"] == pytest.approx(moved_bytes / analysis.DEVICES[name].hbm_bytes_per_s, rel=1e-12)
+    put(opened, "backward", device="H200", d=d)
     bars = opened.run("[...document.querySelectorAll('#backward .plot svg text')].map(each => each.textContent)")
     assert bars[5] == shown(memory.tiled_lse_bytes, "B") and bars[11] == shown(flops.backward_flops, "FLOP")
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.browser import Tab
 from tests.explore.moving import evaluated
+from tests.test_site import _FAULTS as FAULTS
 from tests.test_site import VIEWS, faults
 
 pytestmark = pytest.mark.slow
@@ -20,6 +21,10 @@ FIGURES = ("time", "matrix", "traffic", "tiles", "online", "backward", "timeline
 @pytest.mark.parametrize(("width", "scheme"), VIEWS)
 def test_the_page_is_shown_without_faults(tab: Tab, address: str, width: int, scheme: str) -> None:
     assert faults(tab, address, width, scheme) == []
+    # Most figures are drawn after the page has loaded: once more, with all of them.
+    assert tab.run("explore.ready") and tab.run(FAULTS) == []
+    bad = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+    assert [event for event in tab.events if event.get("method") in bad] == []
     asked = [e["params"]["request"]["url"] for e in tab.events if e.get("method") == "Network.requestWillBeSent"]
     assert [each for each in asked if not each.startswith("data:")] == [address]
     assert tab.run("Object.keys(explore.numbers)") == list(FIGURES)
@@ -37,6 +42,7 @@ def test_axe_finds_nothing(tab: Tab, address: str, scheme: str) -> None:
     assert found is not None and found.origin is not None, "pip install axe-core-python, or '.[dev]'"
     axe = (Path(found.origin).parent / "axe.min.js").read_text(encoding="utf-8")
     tab.open(address, scheme=scheme)
+    tab.run("explore.ready")
     tab.run("document.querySelectorAll('details').forEach(each => { each.open = true })")
     tab.run(axe + "; 0")
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]

@@ -124,7 +124,7 @@ explore.axes = (
 // A horizontal bar for each row [label, value, colour, text behind it].
 explore.bars = (parent, label, rows, { top = null, lineHeight = 26 } = {}) => {
   const { svg, width } = explore.svg(parent, rows.length * lineHeight + 4, label);
-  const left = Math.min(190, width * 0.42),
+  const left = Math.min(190, width * 0.46),
     room = width - left - 92;
   const most = top ?? d3.max(rows, (row) => row[1]);
   rows.forEach(([name, value, colour, text], i) => {
@@ -250,6 +250,24 @@ const _sources = (spec, number) => {
   );
 };
 
+// Figures below the first screen are drawn once the page has loaded, one after the other, so that it opens at once.
+const EAGER = 2;
+const _later = [];
+explore.ready = new Promise((done) => {
+  const next = () => {
+    const draw = _later.shift();
+    if (draw) {
+      draw();
+      setTimeout(next);
+      return;
+    }
+    // What was drawn has moved the figure that the address names.
+    if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
+    done(true);
+  };
+  addEventListener("load", () => setTimeout(next));
+});
+
 /* spec: name; title; see, the one sentence; controls; draw(state, plot, figure), which returns numbers. */
 explore.figure = (spec) => {
   const { element } = explore;
@@ -290,7 +308,8 @@ explore.figure = (spec) => {
   made = spec.controls.map((each) => _control(each, state, draw));
   controls.append(...made.map((each) => each.node));
   explore.figures[spec.name] = figure;
-  draw();
+  if (number <= EAGER) draw();
+  else _later.push(draw);
   let width = plot.clientWidth;
   new ResizeObserver(() => {
     if (plot.clientWidth !== width) {

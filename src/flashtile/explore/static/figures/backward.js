@@ -6,9 +6,8 @@
     name: "backward",
     title: "Backward: one number a row",
     see:
-      "Keeping P costs a matrix and its way through the memory; keeping lse, one number a row, costs one more " +
-      "product of five, and " +
-      "from some length on computing P again takes less time than reading it.",
+      "Keeping P costs a matrix and its way through the memory; keeping lse, one number a row, costs a fifth product " +
+      "instead, which takes less time than P's way there and back.",
     controls: [
       { name: "log", label: "length", range: [9, 17], value: 13, show: (v) => length(2 ** v) },
       { name: "d", label: "head_dim", choices: [64, 128, 256], value: 128 },
@@ -30,7 +29,7 @@
         lse: kept.lse,
         out: kept.out,
         probs: kept.standard,
-        readTime: kept.standard / device.hbm_bytes_per_s,
+        wayTime: (2 * kept.standard) / device.hbm_bytes_per_s,
         productTime: product / device.peak_flops_per_s,
         expTime: flops.exps / device.exp_per_s,
       };
@@ -53,7 +52,7 @@
         `P again, or P from memory, on a ${state.device}`,
         ["way to P", "work", "least time"],
         [
-          ["read it (standard also wrote it)", bytes(numbers.probs), seconds(numbers.readTime)],
+          ["write it and read it", bytes(2 * numbers.probs), seconds(numbers.wayTime)],
           ["product S = Q K^T", quantity(product, "FLOP"), seconds(numbers.productTime)],
           ["exponential of S - lse", `${quantity(flops.exps, "exp")}`, seconds(numbers.expTime)],
         ],

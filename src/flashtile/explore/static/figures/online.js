@@ -57,8 +57,8 @@
       rows.push([
         `block ${b + 1}`,
         part.join(" "),
-        digits(now.max, 6),
-        now.max > old && old !== -Infinity ? `${digits(now.factor, 6)}, a new maximum` : digits(now.factor, 6),
+        now.max > old && old !== -Infinity ? `${digits(now.max, 5)}, new` : digits(now.max, 5),
+        digits(now.factor, 6),
         digits(now.sum, places),
         digits(now.acc[0], places),
       ]);

@@ -44,7 +44,7 @@
         row("tiled: products", numbers.tiledProduct, "var(--tiled)"),
         row("tiled: exponentials", numbers.tiledExp, "var(--third)"),
         row("tiled: memory, no cache", numbers.tiledMemory, "var(--standard)"),
-        row("tiled: memory, each once", numbers.compulsory, "var(--standard)"),
+        row("tiled: memory, once", numbers.compulsory, "var(--standard)"),
       ]);
       const standard = Math.max(numbers.standardProduct, numbers.standardExp, numbers.standardMemory);
       const tiled = Math.max(numbers.tiledProduct, numbers.tiledExp, numbers.tiledMemory);

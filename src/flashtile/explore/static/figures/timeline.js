@@ -165,13 +165,57 @@
       );
   };
 
+  // When the tensor cores of each kernel work, all on one scale of cycles.
+  const drawStrips = (plot, all, current) => {
+    const { svg, width } = explore.svg(plot, all.length * 22 + 22, "Tensor cores of each kernel over time");
+    const left = Math.min(190, width * 0.46),
+      x = d3.scaleLinear([0, d3.max(all, (each) => each.played.cycles)], [left, width - 6]);
+    all.forEach(({ name, text, played }, i) => {
+      const y = i * 22;
+      const label = svg
+        .append("text")
+        .attr("x", left - 8)
+        .attr("y", y + 15)
+        .attr("text-anchor", "end")
+        .text(text);
+      if (name === current) label.attr("font-weight", 700);
+      svg
+        .append("rect")
+        .attr("x", left)
+        .attr("y", y + 3)
+        .attr("width", x(played.cycles) - left)
+        .attr("height", 16)
+        .attr("fill", "var(--skip)");
+      const busy = played.events.filter((e) => e.op === "product");
+      for (const e of busy)
+        svg
+          .append("rect")
+          .attr("x", x(e.busyFrom))
+          .attr("y", y + 3)
+          .attr("width", Math.max(0.5, x(e.end) - x(e.busyFrom) - 0.3))
+          .attr("height", 16)
+          .attr("fill", e.role ? "var(--edge)" : "var(--tiled)");
+    });
+    svg
+      .append("g")
+      .attr("class", "axis")
+      .attr("transform", `translate(0,${all.length * 22})`)
+      .call(
+        d3
+          .axisBottom(x)
+          .ticks(width < 420 ? 3 : 8)
+          .tickFormat((v) => integer(v)),
+      );
+  };
+
   explore.figure({
     name: "timeline",
     title: "Inside a Hopper kernel",
     see:
       "While one warpgroup computes exponentials the tensor cores multiply for the other, and the producer has " +
-      "the next keys and values " +
-      "in shared memory before anyone asks; take one of these away and the tensor cores wait.",
+      "the next " +
+      "keys and values in shared memory before anyone asks; take the second stage or the separate producer away, and " +
+      "the tensor cores wait.",
     controls: [
       { name: "variant", label: "kernel", choices: VARIANTS.map(([name, text]) => [name, text]), value: "chosen" },
       {
@@ -245,6 +289,8 @@
       );
       const code = drawCode(plot, run, current);
       const base = all[0].played.cycles;
+      explore.note(plot, "The tensor cores of the same work, with one thing taken away, in replayed cycles:");
+      drawStrips(plot, all, state.variant);
       explore.table(
         plot,
         "The same work, with one thing taken away",
@@ -266,7 +312,8 @@
           `and lines are the run's. The emulator has no clock, so "turns" counts its events; ` +
           `"cycles" replays them at ${rates.flops} FLOPs and ${rates.exps} exponentials a cycle, ` +
           `${rates.issue} cycles to start anything, and the copies' rate and latency above, and leaves other ` +
-          "arithmetic out: a model, not a measurement. The second and third kernels are runs of their own; in " +
+          "arithmetic out, so that what hides the end of a tile does not show: a model, not a measurement. The " +
+          "second and third kernels are runs of their own; in " +
           "the fourth every product is waited for where it starts, and in the last the " +
           "producer's and scheduler's events happen in the first consumer's stream, in the recorded order: " +
           "replays of the first run, not kernels of flashtile.",

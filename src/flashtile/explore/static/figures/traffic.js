@@ -65,15 +65,10 @@
       peak = device.peak_flops_per_s / 1e12;
     const y = d3.scaleLog([1, peak * 2], [256, 10]);
     const ticks = d3.range(0, 17, 2).map((p) => 2 ** p);
-    explore.axes(
-      size.svg,
-      x,
-      y,
-      size,
-      ["FLOP per byte", "attainable TFLOPS"],
-      [(v) => explore.integer(v), (v) => explore.integer(v)],
-      { x: ticks, y: [1, 10, 100, 1000].filter((v) => v <= peak * 2) },
-    );
+    explore.axes(size.svg, x, y, size, ["FLOP per byte", "attainable TFLOPS"], [length, (v) => explore.integer(v)], {
+      x: ticks,
+      y: [1, 10, 100, 1000].filter((v) => v <= peak * 2),
+    });
     const ridge = device.peak_flops_per_s / device.hbm_bytes_per_s;
     const roof = [
       [1, device.hbm_bytes_per_s / 1e12],
