@@ -37,7 +37,9 @@ def record(config: tiles.Config) -> dict[str, Any]:
     q, k, v = (torch.randn(1, SEQLEN, 1, HEAD_DIM, generator=draw).bfloat16() for _ in range(3))
     with recording() as recorder, on_cpu(seed=SEED, num_sms=1, forward=config):
         out = flashtile.attention(q, k, v, backend="hopper")
+    assert isinstance(out, torch.Tensor)
     exact = flashtile.attention(q.double(), k.double(), v.double(), backend="cpu")
+    assert isinstance(exact, torch.Tensor)
     error = float((out.double() - exact).abs().max() / exact.abs().max())
     if not error < 2 * torch.finfo(torch.bfloat16).eps:
         raise RuntimeError(f"the recorded run is wrong: relative error {error}")

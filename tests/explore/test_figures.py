@@ -40,7 +40,7 @@ def test_the_models_are_those_of_analysis(opened: Tab) -> None:
     found = evaluated(opened, script, grid)
     for s, got in zip(grid, found, strict=True):
         dtype = {2: "bfloat16", 4: "float32"}[s["bytes"]]
-        shape = AttentionShape(s["n"], s["m"], s["d"], s["problems"], 1, dtype, s["causal"])
+        shape = AttentionShape(s["n"], s["m"], s["d"], s["problems"], 1, dtype, bool(s["causal"]))
         blocks = Blocks(s["q"], s["k"])
         flops, standard = analysis.attention_flops(shape), analysis.standard_traffic(shape)
         assert got["kept"] == shape.kept_scores

@@ -143,7 +143,12 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_command_opens_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)) or True)
+
+    def open_page(address: str) -> bool:
+        opened.append(address)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", open_page)
     assert main(["explore", "--out", str(tmp_path / "page.html")]) == 0
     assert opened == [(tmp_path / "page.html").as_uri()]
 

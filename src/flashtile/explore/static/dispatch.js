@@ -6,13 +6,13 @@
 explore.dispatch = (() => {
   const { backends, features, tiles } = explore.data.explain;
 
-  // A call, from the form. Names are those of flashtile.problem.Problem.
+  // Whether a call of the form uses a feature, by the names of FEATURES; the form offers no others. A window with keys
+  // on both sides has a right bound too, which is what "causal" asks for.
   const used = {
-    causal: (c) => c.mask !== "full" && c.mask !== "window",
+    causal: (c) => c.mask !== "full",
     window: (c) => c.mask.includes("window"),
     grouped_heads: (c) => c.grouped,
     varlen: (c) => c.varlen,
-    head_dim_v: () => false,
     softcap: (c) => c.softcap,
     alibi: (c) => c.alibi,
     mask: (c) => c.attn_mask,
@@ -21,11 +21,7 @@ explore.dispatch = (() => {
     sinks: (c) => c.sinks,
     dropout: (c) => c.dropout,
     deterministic: (c) => c.deterministic,
-    unaligned: () => false,
   };
-  // A window with keys on both sides has a right bound too, which is what "causal" asks for.
-  used.causal = (c) => c.mask !== "full";
-
   const less = (a, b) => a[0] < b[0] || (a[0] === b[0] && a[1] < b[1]);
   const deviceReasons = (caps, c) => {
     const type = c.device === "cpu" ? "cpu" : "cuda";
@@ -56,7 +52,7 @@ explore.dispatch = (() => {
     return [
       ...deviceReasons(caps, c),
       ...shapeReasons(caps, c),
-      ...features.filter((f) => !caps[f.name] && used[f.name](c)).map((f) => `no ${f.label}`),
+      ...features.filter((f) => !caps[f.name] && used[f.name]?.(c)).map((f) => `no ${f.label}`),
     ];
   };
 

@@ -120,7 +120,7 @@
       "into the scores; a scale for each block changes " +
       "little, and a rotation, which changes no product of Q and K, spreads an outlier over all lanes: the " +
       "largest error falls, and that of the output.",
-    sourcesTitle: "The lines that do it: this page's own, since flashtile has no FP8 kernel yet",
+    sourcesTitle: "The lines that do it, this page's own",
     controls: [
       {
         name: "scheme",

@@ -169,7 +169,6 @@
         ["least time at full bandwidth", explore.seconds(d.least)],
       ],
     );
-    explore.note(plot, "This is arithmetic: splitting a decode step is not a kernel of this version of flashtile.");
     return { ...numbers, decode: d, parts: parts.length };
   };
 
