@@ -73,7 +73,8 @@ def kernels_commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    places = ("--", "src/flashtile/backends", "tests/emulator", "tests/machine")
+    kernels = [f"src/flashtile/backends/{name}" for name in ("hopper", "vocab")]
+    places = ("--", *kernels, "tests/emulator", "tests/machine")
     return git("log", "-1", "--format=%h", "--abbrev=12", *places) + (
         "-dirty" if git("status", "--porcelain", *places) else ""
     )

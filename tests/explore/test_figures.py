@@ -15,6 +15,7 @@ import flashtile
 from flashtile import analysis, reference
 from flashtile.analysis import AttentionShape, Blocks, LoopOrder
 from flashtile.arguments import band_of
+from flashtile.backends.decode import config as decode
 from flashtile.cli import main
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
@@ -262,6 +263,10 @@ def test_a_decode_step_needs_splits(opened: Tab) -> None:
     assert got["read"] == 2 * 8 * 2**15 * 128 * 2
     assert got["least"] == pytest.approx(got["read"] / 4.8e12, rel=1e-15)
     assert put(opened, "online", splits=1)["decode"]["busy"] == 8 / 132
+    config = decode.choose(Problem.build(Tensors(*[torch.empty(1, 1, 1, 128, device="meta").bfloat16()] * 3), Band()))
+    for log, heads in itertools.product((9, 12, 15, 20), (1, 8, 64)):
+        splits, chunk = config.splitting.cut(2**log, 1, 1, heads, config.block_n)
+        assert put(opened, "online", log=log, headsKv=heads)["rule"] == {"splits": splits, "chunk": chunk}
 
 
 def test_e4m3_is_that_of_torch(opened: Tab) -> None:

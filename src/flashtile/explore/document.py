@@ -7,8 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flashtile import __version__, analysis
+from flashtile.backends.decode import config as decode
 from flashtile.explore import choices, sources
+from flashtile.problem import described
 
 STATIC = Path(__file__).parent / "static"
 
@@ -27,6 +31,13 @@ def _saved(name: str) -> Any:
     return json.loads((STATIC / "data" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def _splitting() -> dict[str, int]:
+    """The rule that cuts the keys of a decode step, for one query of 16 bits and head_dim 128 on a GPU."""
+    call = described(device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, head_dim=128, head_dim_v=128)
+    config = decode.choose(call)
+    return {**dataclasses.asdict(config.splitting), "block_n": config.block_n}
+
+
 def data() -> dict[str, Any]:
     """What the page's scripts read, as JSON values."""
     timeline = _saved("timeline")
@@ -35,6 +46,7 @@ def data() -> dict[str, Any]:
         "multiprocessors": _MULTIPROCESSORS,
         "dtypeBytes": analysis.DTYPE_BYTES,
         "tileSides": analysis.TILE_SIDES,
+        "decode": _splitting(),
         "timeline": timeline,
         "ladder": _saved("ladder"),
         "explain": choices.table(),

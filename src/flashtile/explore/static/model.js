@@ -138,6 +138,16 @@ explore.model = (() => {
     return { kept, full, cut, skipped: num * num - full - cut, tiles: num * num };
   };
 
+  // How flashtile cuts the keys of a decode step of one query: backends/decode/config.py, Splitting.cut.
+  const cutOf = (keys, headsKv) => {
+    const rule = explore.data.decode;
+    const wanted = Math.max(1, Math.floor(rule.programs / headsKv));
+    const most = Math.min(rule.most_rows, rule.most_splits);
+    const longest = Math.min(Math.max(Math.ceil(keys / wanted), rule.fewest_keys), rule.most_keys);
+    const chunk = Math.ceil(Math.max(longest, Math.ceil(keys / most)) / rule.block_n) * rule.block_n;
+    return { splits: Math.max(1, Math.ceil(keys / chunk)), chunk };
+  };
+
   // Splits of one decode step: programs, how many multiprocessors they reach, and the least time of reading K and V.
   const decode = (length, headsKv, batch, d, bytes, splits, device) => {
     const sms = explore.data.multiprocessors[device],
@@ -174,5 +184,6 @@ explore.model = (() => {
     rowKeys,
     maskCounts,
     decode,
+    cutOf,
   };
 })();

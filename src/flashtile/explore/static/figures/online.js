@@ -156,6 +156,7 @@
       [...parts.map((p, s) => rowOf(`split ${s + 1}`, p, places)), rowOf("merged", merged, places)],
     );
     const numbers = ending(plot, state, attention.finish(merged, round), scores, values, round, places);
+    const rule = model.cutOf(2 ** state.log, state.headsKv);
     const d = model.decode(2 ** state.log, state.headsKv, 1, 128, 2, state.splits, state.device);
     explore.table(
       plot,
@@ -165,11 +166,12 @@
         ["programs: KV heads x splits", `${state.headsKv} x ${state.splits} = ${d.programs}`],
         ["multiprocessors with work", `${Math.min(d.sms, d.programs)} of ${d.sms}`],
         ["splits that give all of them work", String(d.filling)],
+        ["flashtile's rule cuts the keys into", `${rule.splits} splits of ${explore.integer(rule.chunk)}`],
         ["K and V to read", explore.bytes(d.read)],
         ["least time at full bandwidth", explore.seconds(d.least)],
       ],
     );
-    return { ...numbers, decode: d, parts: parts.length };
+    return { ...numbers, decode: d, rule, parts: parts.length };
   };
 
   const VIEWS = { stream, halves, ring, splits };
