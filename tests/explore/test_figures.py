@@ -415,6 +415,9 @@ def test_the_ladder_shows_the_rows(opened: Tab) -> None:
             first = opened.run("document.querySelector('#ladder tbody tr').cells[1].textContent")
             speed = wanted[0][1]["flashtile-hopper"]
             assert float(first.rstrip("%")) == pytest.approx(
+    # Shares of published figures that their papers do not state.
+    shares = opened.run("[...document.querySelectorAll('#ladder table:last-of-type')].at(-1).innerText")
+    assert all(each in shares for each in ("58.8%", "57.6%", "66.8%", "60.6%", "25-40%", "75%"))
                 speed if unit == "tflops" else 100 * speed / peak, abs=0.51
             )
 

@@ -88,7 +88,7 @@
       explore.legend(left, [
         ["every pair kept", colour.full],
         ["some kept", colour.cut],
-        ["skipped", colour.skipped],
+        ["none kept", colour.skipped],
       ]);
       explore.note(left, block > 1 ? `A cell is ${block} x ${block} pairs.` : "A cell is one pair.");
       const perHead = n * n * state.bytes,
@@ -111,7 +111,10 @@
           [`tiles of ${Math.min(128, n)} x ${Math.min(128, n)}`, integer(tile.tiles)],
           ["visited, whole", integer(tile.full)],
           ["visited, cut by the mask", integer(tile.cut)],
-          ["skipped", `${integer(tile.skipped)} (${((100 * tile.skipped) / tile.tiles).toFixed(1)}%)`],
+          [
+            state.kind === "prefix" ? "without a kept pair" : "skipped",
+            `${integer(tile.skipped)} (${((100 * tile.skipped) / tile.tiles).toFixed(1)}%)`,
+          ],
         ],
       );
       const how = {

@@ -71,7 +71,8 @@
       held = replay.buffers(run, played, span);
     const rows = [
       ...names.filter((n) => n !== "scheduler"),
-      "copies",
+      "copies in",
+      "copies out",
       "tensor cores",
       "exponentials",
       ...held.map((each) => `${each.name} full`),
@@ -126,7 +127,7 @@
     for (const e of order) {
       if (names[e.role] === "scheduler") continue;
       const [a, b] = span(e),
-        engine = { load: "copies", store: "copies", product: "tensor cores", exp: "exponentials" }[e.op];
+        engine = { load: "copies in", store: "copies out", product: "tensor cores", exp: "exponentials" }[e.op];
       // A role is busy with an asynchronous operation only while it starts it.
       box(
         names[e.role],
