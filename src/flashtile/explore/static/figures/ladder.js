@@ -120,9 +120,9 @@
       plot.append(element("h3", {}, "Published, as the papers' text states it"));
       explore.note(
         plot,
-        "Of other machines, not measured by us. FA2 paper: arXiv 2307.08691; FA3 paper: arXiv 2407.08608, which gives " +
-          "cuDNN's speed in charts alone, not read off here. Where a paper gives no share, it is that of the chip's " +
-          "dense peak, twice as high in FP8.",
+        "Of other machines, not measured by us. FA2 paper: arXiv 2307.08691; FA3 paper: arXiv 2407.08608, which " +
+          "gives cuDNN's speed in charts alone, not read off here. Where a paper gives no share, it is that of the " +
+          "chip's dense peak, twice as high in FP8.",
       );
       explore.table(
         plot,
