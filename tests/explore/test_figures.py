@@ -14,6 +14,7 @@ import torch
 import flashtile
 from flashtile import analysis, reference
 from flashtile.analysis import AttentionShape, Blocks, LoopOrder
+from flashtile.analysis.decode import DecodeShape, decode_cost, decode_splits
 from flashtile.arguments import band_of
 from flashtile.backends.decode import config as decode
 from flashtile.cli import main
@@ -258,15 +259,31 @@ def test_equal_to_the_last_digit_shown(opened: Tab) -> None:
 
 
 def test_a_decode_step_needs_splits(opened: Tab) -> None:
-    got = put(opened, "online", view="splits", headsKv=8, splits=17, log=15, device="H200")["decode"]
+    got = put(opened, "online", view="splits", headsKv=8, group=1, splits=17, log=15, device="H200")["decode"]
     assert (got["sms"], got["filling"], got["programs"], got["busy"]) == (132, 17, 136, 1)
     assert got["read"] == 2 * 8 * 2**15 * 128 * 2
-    assert got["least"] == pytest.approx(got["read"] / 4.8e12, rel=1e-15)
     assert put(opened, "online", splits=1)["decode"]["busy"] == 8 / 132
-    config = decode.choose(Problem.build(Tensors(*[torch.empty(1, 1, 1, 128, device="meta").bfloat16()] * 3), Band()))
-    for log, heads in itertools.product((9, 12, 15, 20), (1, 8, 64)):
-        splits, chunk = config.splitting.cut(2**log, 1, 1, heads, config.block_n)
-        assert put(opened, "online", log=log, headsKv=heads)["rule"] == {"splits": splits, "chunk": chunk}
+
+
+@pytest.mark.parametrize("device", analysis.DEVICES)
+def test_a_decode_step_costs_what_analysis_says(opened: Tab, device: str) -> None:
+    tensors = Tensors(*[torch.empty(1, 1, 1, 128, device="meta").bfloat16()] * 3)
+    config = decode.choose(Problem.build(tensors, Band()))
+    blocks, record = Blocks(config.block_m, config.block_n), analysis.DEVICES[device]
+    for log, heads, group in itertools.product((9, 15, 20), (1, 8, 64), (1, 4, 16)):
+        values = {"log": log, "headsKv": heads, "group": group, "device": device}
+        shape = DecodeShape(2**log, heads * group, heads, 128)
+        cost, best = decode_cost(shape, record), decode_splits(shape, record, blocks)
+        got = put(opened, "online", view="splits", **values, splits=min(64, best.splits))
+        splits, chunk = config.splitting.cut(2**log, group, 1, heads, config.block_n)
+        assert got["rule"] == {"splits": splits, "chunk": chunk}
+        made = got["decode"]
+        assert (made["read"], made["best"]) == (cost.kv_bytes, best.splits)
+        assert made["least"] == pytest.approx(cost.roofline.time_s, rel=1e-12)
+        assert made["unsplit"] == pytest.approx(best.unsplit_s, rel=1e-12)
+        assert dict(map(tuple, made["curve"]))[best.splits] == pytest.approx(best.split_s, rel=1e-12)
+        cells = opened.run("[...document.querySelectorAll('#online table:last-of-type')].at(-1).innerText")
+        assert shown(made["unsplit"], "s") in cells and shown(made["time"], "s") in cells
 
 
 def test_e4m3_is_that_of_torch(opened: Tab) -> None:

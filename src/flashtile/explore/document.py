@@ -23,9 +23,6 @@ _SCRIPTS = (
     "figures/timeline", "figures/fp8", "figures/ladder", "figures/explain",
 )  # fmt: skip
 
-# Multiprocessors of the SXM modules, from the same data sheets as ``analysis.roofline``.
-_MULTIPROCESSORS = {"A100": 108, "H100": 132, "H200": 132}
-
 
 def _saved(name: str) -> Any:
     return json.loads((STATIC / "data" / f"{name}.json").read_text(encoding="utf-8"))
@@ -35,7 +32,7 @@ def _splitting() -> dict[str, int]:
     """The rule that cuts the keys of a decode step, for one query of 16 bits and head_dim 128 on a GPU."""
     call = described(device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, head_dim=128, head_dim_v=128)
     config = decode.choose(call)
-    return {**dataclasses.asdict(config.splitting), "block_n": config.block_n}
+    return {**dataclasses.asdict(config.splitting), "block_m": config.block_m, "block_n": config.block_n}
 
 
 def data() -> dict[str, Any]:
@@ -43,7 +40,6 @@ def data() -> dict[str, Any]:
     timeline = _saved("timeline")
     return {
         "devices": {name: dataclasses.asdict(device) for name, device in analysis.DEVICES.items()},
-        "multiprocessors": _MULTIPROCESSORS,
         "dtypeBytes": analysis.DTYPE_BYTES,
         "tileSides": analysis.TILE_SIDES,
         "decode": _splitting(),

@@ -28,7 +28,7 @@ _FIGURES: dict[str, tuple[tuple[str, str | None], ...]] = {
     "online": (
         ("backends/vocab/softmax.py", "update"), ("backends/vocab/softmax.py", "raise_max"),
         ("backends/vocab/softmax.py", "finalise"), ("backends/vocab/softmax.py", "merge"), ("states.py", "merge"),
-        ("backends/decode/config.py", "Splitting.cut"),
+        ("backends/decode/config.py", "Splitting.cut"), ("analysis/decode.py", "decode_splits"),
     ),
     "backward": (
         ("backends/vocab/softmax.py", "backward_origin"), ("backends/cpu/backward.py", "_add_tile_shares"),

@@ -139,28 +139,46 @@ explore.model = (() => {
   };
 
   // How flashtile cuts the keys of a decode step of one query: backends/decode/config.py, Splitting.cut.
-  const cutOf = (keys, headsKv) => {
+  const cutOf = ({ keys, headsKv, group }) => {
     const rule = explore.data.decode;
-    const wanted = Math.max(1, Math.floor(rule.programs / headsKv));
-    const most = Math.min(rule.most_rows, rule.most_splits);
+    const tiles = Math.ceil(group / rule.block_m);
+    const wanted = Math.max(1, Math.floor(rule.programs / (tiles * headsKv)));
+    const most = Math.min(Math.max(1, Math.floor(rule.most_rows / group)), rule.most_splits);
     const longest = Math.min(Math.max(Math.ceil(keys / wanted), rule.fewest_keys), rule.most_keys);
     const chunk = Math.ceil(Math.max(longest, Math.ceil(keys / most)) / rule.block_n) * rule.block_n;
     return { splits: Math.max(1, Math.ceil(keys / chunk)), chunk };
   };
 
-  // Splits of one decode step: programs, how many multiprocessors they reach, and the least time of reading K and V.
-  const decode = (length, headsKv, batch, d, bytes, splits, device) => {
-    const sms = explore.data.multiprocessors[device],
-      programs = batch * headsKv * splits;
-    const read = 2 * batch * headsKv * length * d * bytes;
-    const busy = Math.min(1, programs / sms);
+  /* A decode step of one query and one sequence: call is {keys, headsKv, group, d, bytes}, in the conventions of
+     flashtile.analysis.decode. A program takes one key head; a multiprocessor reads at its share of the memory's
+     rate. */
+  const decode = (call, splits, device) => {
+    const { num_sms: sms, hbm_bytes_per_s: bandwidth } = devices[device];
+    const { block_m: blockQ, block_n: blockK } = explore.data.decode;
+    const programs = call.headsKv * Math.ceil(call.group / blockQ);
+    const headsQ = call.headsKv * call.group,
+      keyBytes = 2 * call.d * call.bytes,
+      keyBlocks = Math.ceil(call.keys / blockK);
+    const time = (count) => {
+      const keys = Math.min(call.keys, Math.ceil(keyBlocks / count) * blockK);
+      const partial = count > 1 ? 2 * count * headsQ * (call.d + 1) * STATE_BYTES : 0;
+      return (Math.ceil((programs * count) / sms) * keys * keyBytes * sms + partial) / bandwidth;
+    };
+    const counts = Array.from({ length: Math.min(keyBlocks, sms) }, (_, i) => i + 1);
+    const enough = 1.05 * Math.min(...counts.map(time));
+    const read = call.headsKv * call.keys * keyBytes;
+    const moved = read + headsQ * (2 * call.d * call.bytes + STATE_BYTES);
     return {
       sms,
-      programs,
-      busy,
+      programs: programs * splits,
+      busy: Math.min(1, (programs * splits) / sms),
+      filling: Math.ceil(sms / programs),
+      best: counts.find((count) => time(count) <= enough),
+      unsplit: time(1),
+      time: time(splits),
+      curve: counts.map((count) => [count, time(count)]),
       read,
-      least: read / devices[device].hbm_bytes_per_s,
-      filling: Math.ceil(sms / (batch * headsKv)),
+      least: roofline(4 * call.d * headsQ * call.keys, moved, device).time,
     };
   };
 

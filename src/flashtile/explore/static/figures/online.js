@@ -2,7 +2,8 @@
 /* Figure 5: the online softmax on the reader's own scores: streamed, merged, in a ring, in splits. */
 {
   const { attention, digits, model } = explore;
-  const DEVICES = 4;
+  const DEVICES = 4,
+    MOST_SPLITS = 64;
   const ROUND = { float64: (x) => x, float32: Math.fround };
   const DIGITS = { float64: 15, float32: 8 };
 
@@ -141,6 +142,34 @@
     return { ends };
   };
 
+  // The time of a decode step by the number of splits.
+  const drawSplits = (plot, d, splits) => {
+    const size = { ...explore.svg(plot, 200, "Time of a decode step by splits"), left: 62, right: 12 };
+    const shown = d.curve.filter(([count]) => count <= MOST_SPLITS);
+    const x = d3.scaleLog([1, MOST_SPLITS], [size.left, size.width - 14]).base(2),
+      y = d3.scaleLinear([0, d3.max(shown, (p) => p[1]) * 1.1], [166, 8]);
+    const ticks = [1, 2, 4, 8, 16, 32, 64].filter((count) => count <= MOST_SPLITS);
+    explore.axes(size.svg, x, y, size, ["splits", "time"], [String, explore.seconds], { x: ticks });
+    size.svg
+      .append("path")
+      .attr("fill", "none")
+      .attr("stroke", "var(--tiled)")
+      .attr("stroke-width", 2)
+      .attr(
+        "d",
+        d3.line(
+          (p) => x(p[0]),
+          (p) => y(p[1]),
+        )(shown),
+      );
+    size.svg
+      .append("circle")
+      .attr("r", 5)
+      .attr("fill", "var(--standard)")
+      .attr("cx", x(splits))
+      .attr("cy", y(Math.min(y.domain()[1], d.time)));
+  };
+
   const splits = (plot, state, scores, values, round, places) => {
     const count = Math.min(state.splits, scores.length),
       parts = [];
@@ -156,20 +185,30 @@
       [...parts.map((p, s) => rowOf(`split ${s + 1}`, p, places)), rowOf("merged", merged, places)],
     );
     const numbers = ending(plot, state, attention.finish(merged, round), scores, values, round, places);
-    const rule = model.cutOf(2 ** state.log, state.headsKv);
-    const d = model.decode(2 ** state.log, state.headsKv, 1, 128, 2, state.splits, state.device);
+    const call = { keys: 2 ** state.log, headsKv: state.headsKv, group: state.group, d: 128, bytes: 2 };
+    const rule = model.cutOf(call),
+      d = model.decode(call, state.splits, state.device);
+    drawSplits(plot, d, state.splits);
     explore.table(
       plot,
-      `A decode step: one query, ${explore.length(2 ** state.log)} keys, head_dim 128, 16 bits, on a ${state.device}`,
+      `A decode step: one query, ${explore.length(call.keys)} keys, head_dim 128, 16 bits, on a ${state.device}`,
       ["", ""],
       [
-        ["programs: KV heads x splits", `${state.headsKv} x ${state.splits} = ${d.programs}`],
+        ["programs", String(d.programs)],
         ["multiprocessors with work", `${Math.min(d.sms, d.programs)} of ${d.sms}`],
         ["splits that give all of them work", String(d.filling)],
+        ["fewest splits within 5% of the shortest time", String(d.best)],
         ["flashtile's rule cuts the keys into", `${rule.splits} splits of ${explore.integer(rule.chunk)}`],
         ["K and V to read", explore.bytes(d.read)],
         ["least time at full bandwidth", explore.seconds(d.least)],
+        ["time without splits", explore.seconds(d.unsplit)],
+        [`time with ${state.splits}`, explore.seconds(d.time)],
       ],
+    );
+    explore.note(
+      plot,
+      "Times by the model of flashtile.analysis.decode: a multiprocessor reads at its share of the memory's rate, so " +
+        "a call takes as long as the one with the most keys.",
     );
     return { ...numbers, decode: d, rule, parts: parts.length };
   };
@@ -213,7 +252,14 @@
         value: 3,
         when: (s) => s.view === "halves",
       },
-      { name: "splits", label: "splits", range: [1, 32], value: 4, when: (s) => s.view === "splits" },
+      { name: "splits", label: "splits", range: [1, MOST_SPLITS], value: 4, when: (s) => s.view === "splits" },
+      {
+        name: "group",
+        label: "query heads a KV head",
+        range: [1, 16],
+        value: 4,
+        when: (s) => s.view === "splits",
+      },
       { name: "headsKv", label: "KV heads", range: [1, 64], value: 8, when: (s) => s.view === "splits" },
       {
         name: "log",
