@@ -68,16 +68,19 @@ def timeline() -> dict[str, Any]:
 
 
 def kernels_commit() -> str:
-    """The last commit that changed the kernels or the emulator, with a mark if they differ from it."""
+    """The last commit that changed the kernels or the emulator, with a mark if they differ; unknown without git."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     kernels = [f"src/flashtile/backends/{name}" for name in ("hopper", "vocab")]
     places = ("--", *kernels, "tests/emulator", "tests/machine")
-    return git("log", "-1", "--format=%h", "--abbrev=12", *places) + (
-        "-dirty" if git("status", "--porcelain", *places) else ""
-    )
+    try:
+        return git("log", "-1", "--format=%h", "--abbrev=12", *places) + (
+            "-dirty" if git("status", "--porcelain", *places) else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def ladder() -> dict[str, Any]:
