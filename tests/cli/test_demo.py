@@ -25,6 +25,7 @@ pytest.importorskip("matplotlib")
 import torch
 from torch import Tensor
 
+from flashtile import explore
 from flashtile.cli import main
 from flashtile.cli.demo import command, exactness, probe, scaling, training
 from flashtile.cli.demo.probe import Point, Setting
@@ -107,6 +108,9 @@ def test_the_report_holds_everything_by_itself(demo: Demo) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
     assert "http" not in re.sub(r'src="[^"]*"', "", page)
     assert "<link" not in page and "<script" not in page
+    assert (
+        'href="explore.html"' in page and (demo.folder / "explore.html").read_text(encoding="utf-8") == explore.page()
+    )
     assert str(demo.folder / "report.html") in demo.printed.replace("\n", "")
     assert f"{demo.facts['runs'][1]['held_out_loss']:.3f}" in page
 

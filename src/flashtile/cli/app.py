@@ -9,7 +9,7 @@ import torch
 import typer
 
 from flashtile import __version__
-from flashtile.cli import analyze, explain, info, kernels
+from flashtile.cli import analyze, explain, explore, info, kernels
 from flashtile.cli.demo.command import demo
 from flashtile.errors import InvalidInputError, UnsupportedError
 
@@ -34,6 +34,7 @@ app = typer.Typer(
         "flashtile info                    what this machine can run",
         "flashtile explain --seqlen 4096   which backend and tiles a call would take",
         "flashtile analyze memory          what attention costs, and why",
+        "flashtile explore                 attention at work, in a browser",
     ),
 )
 app.command(
@@ -59,6 +60,10 @@ app.command(
     ),
 )(explain.explain)
 app.add_typer(analyze.app, name="analyze", short_help="What attention costs, in tables.")
+app.command(
+    short_help="Attention at work, on a page in a browser.",
+    epilog=_examples("Examples", "flashtile explore", "flashtile explore --serve --no-open --port 8000"),
+)(explore.explore)
 app.command(
     short_help="What the compiler makes of GPU kernels.",
     epilog=_examples("Examples", "flashtile kernels --arch sm_90a --quick"),

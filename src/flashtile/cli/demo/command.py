@@ -89,7 +89,8 @@ def demo(
 
     Compares flashtile and PyTorch with attention in float64; measures memory and time of standard attention and
     flashtile for growing lengths, until standard attention no longer fits the budget; trains a small GPT on Shakespeare
-    twice from one seed, with either attention. Leaves three PNG plots, results.json and a self-contained report.html.
+    twice from one seed, with either attention. Leaves three PNG plots, results.json, a self-contained report.html, and
+    the explorer's page.
     """
     start = time.monotonic()
     # Here, because matplotlib takes long to load; and if it is missing, that is found before a minute's work.

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from flashtile import explore
 from flashtile.cli.demo import plots
 from flashtile.cli.demo.exactness import Row
 from flashtile.cli.demo.probe import Point
@@ -126,7 +127,7 @@ def show(results: Results, console: Console) -> None:
 
 
 def write(results: Results, folder: Path) -> Path:
-    """Writes the pictures, ``results.json`` and ``report.html``.
+    """Writes the pictures, ``results.json``, ``explore.html``, which is the explorer, and ``report.html``.
 
     Returns:
         The path of the HTML page.
@@ -137,6 +138,7 @@ def write(results: Results, folder: Path) -> Path:
     plots.draw_training(results.runs, results.unknowing_loss, pictures["training"])
     facts = {**dataclasses.asdict(results), "passed": results.passed, "loss_gap": results.loss_gap}
     (folder / "results.json").write_text(json.dumps(_finite(facts), indent=1) + "\n", encoding="utf-8")
+    explore.write(folder / "explore.html")
     page = folder / "report.html"
     page.write_text(_page(results, pictures), encoding="utf-8")
     return page
@@ -243,6 +245,7 @@ _TEMPLATE = """<!DOCTYPE html>
 <body>
 <h1>flashtile demo</h1>
 <p class="machine">{machine}. Took {seconds:.0f} s.</p>
+<p><a href="explore.html">The explorer</a> shows how it works, step by step.</p>
 {body}
 </body>
 </html>

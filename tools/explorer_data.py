@@ -1,0 +1,114 @@
+"""Makes what the explorer's page ships: a recording of the Hopper forward in the emulator, and the saved rows.
+
+``python tools/explorer_data.py`` writes ``timeline.json`` and ``ladder.json``; a test makes both anew and compares.
+
+The recording holds, for every role, what it did in program order (waits, arrivals, copies, products, exponentials), at
+which lines of the kernel, and in which turn of the emulator. The emulator has no clock: durations are the page's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+import torch  # noqa: E402
+
+import flashtile  # noqa: E402
+from benchmarks import page, results, table  # noqa: E402
+from flashtile.backends.hopper.forward import config as tiles  # noqa: E402
+from flashtile.problem import described  # noqa: E402
+from tests.backends.hopper.emulated import on_cpu  # noqa: E402
+from tests.explore.recording import OPS, recording  # noqa: E402
+
+DATA = ROOT / "src" / "flashtile" / "explore" / "static" / "data"
+SEQLEN, HEAD_DIM, SEED = 512, 128, 0
+
+
+def record(config: tiles.Config) -> dict[str, Any]:
+    """One head of SEQLEN queries and keys, on one multiprocessor; the output is checked against float64."""
+    draw = torch.Generator().manual_seed(SEED)
+    q, k, v = (torch.randn(1, SEQLEN, 1, HEAD_DIM, generator=draw).bfloat16() for _ in range(3))
+    with recording() as recorder, on_cpu(seed=SEED, num_sms=1, forward=config):
+        out = flashtile.attention(q, k, v, backend="hopper")
+    assert isinstance(out, torch.Tensor)
+    exact = flashtile.attention(q.double(), k.double(), v.double(), backend="cpu")
+    assert isinstance(exact, torch.Tensor)
+    error = float((out.double() - exact).abs().max() / exact.abs().max())
+    if not error < 2 * torch.finfo(torch.bfloat16).eps:
+        raise RuntimeError(f"the recorded run is wrong: relative error {error}")
+    return recorder.to_json()
+
+
+def variants() -> dict[str, tiles.Config]:
+    """The configuration that such a call gets, and the same with one thing taken away."""
+    problem = described(
+        device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, seqlen_q=SEQLEN, seqlen_k=SEQLEN,
+        head_dim=HEAD_DIM, head_dim_v=HEAD_DIM, softmax_scale=HEAD_DIM**-0.5,
+    )  # fmt: skip
+    chosen = tiles.choose(problem)
+    return {
+        "chosen": chosen,
+        "no tile overlap": dataclasses.replace(chosen, overlap=False),
+        "one stage": dataclasses.replace(chosen, stages=1),
+    }
+
+
+def timeline() -> dict[str, Any]:
+    """The recordings of all variants, for the page's seventh figure."""
+    made = {name: {"config": str(config), **record(config)} for name, config in variants().items()}
+    facts = {"commit": kernels_commit(), "seqlen": SEQLEN, "head_dim": HEAD_DIM, "seed": SEED}
+    return {**facts, "ops": list(OPS), "runs": made}
+
+
+def kernels_commit() -> str:
+    """The last commit that changed the kernels or the emulator, with a mark if they differ; unknown without git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    kernels = [f"src/flashtile/backends/{name}" for name in ("hopper", "vocab")]
+    places = ("--", *kernels, "tests/emulator", "tests/machine")
+    try:
+        return git("log", "-1", "--format=%h", "--abbrev=12", *places) + (
+            "-dirty" if git("status", "--porcelain", *places) else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def ladder() -> dict[str, Any]:
+    """The saved speed of every attention, as the tables of docs/performance-tables.md show it."""
+    rows = results.saved()
+    cells = []
+    for suite in ("forward", "backward"):
+        for cell in table.cells(page.of_suite(rows, suite)):
+            case = cell.case
+            if case.dtype != "bfloat16" or case.lengths is not None or case.window is not None:
+                continue
+            timed = {name: row for name, row in cell.rows.items() if row.tflops is not None}
+            if not timed:
+                continue
+            run = next(iter(timed.values())).run
+            speed = {name: round(row.tflops, 1) for name, row in timed.items() if row.tflops is not None}
+            cells.append([suite, case.head_dim, case.causal, case.seqlen_q, run[:8], speed])
+    device = page.of_suite(rows, "forward")[-1].device
+    return {"device": device, "columns": ["direction", "head_dim", "causal", "seqlen", "day", "tflops"], "cells": cells}
+
+
+def main() -> None:
+    """Writes both files."""
+    for name, made in (("timeline", timeline()), ("ladder", ladder())):
+        path = DATA / f"{name}.json"
+        path.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
