@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -172,8 +173,23 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Source: docs/algorithm.md, "The monoid"; Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     _check_states(out_a, lse_a, out_b, lse_b)
+    found = _merged_by_kernel(out_a, lse_a, out_b, lse_b)
+    if found is not None:
+        return found
     out, lse = states.merge(out_a.transpose(-2, -3), lse_a, out_b.transpose(-2, -3), lse_b)
     return out.transpose(-2, -3).to(out_a.dtype), lse
+
+
+def _merged_by_kernel(*given: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The merged state from a kernel: on GPUs, where nothing watches the operations and no gradient is needed."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if not given[0].is_cuda or needs_grad or ops.is_watched(*given[:3]) or type(given[3]) is not Tensor:
+        return None
+    if not importlib.util.find_spec("triton"):
+        return None
+    from flashtile.backends.decode import merge
+
+    return merge.merge(*given) if merge.can_merge(*given) else None
 
 
 def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

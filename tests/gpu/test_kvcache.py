@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flashtile
-from flashtile import dispatch
+from flashtile import dispatch, states
 from flashtile.kvcache.arguments import FLOAT8
 from tests.cases import assert_close
 from tests.kvcache.alone import invariance_cases, judge_alone
@@ -386,3 +386,23 @@ def test_compiles_whole(name: str, compiler: str, backend: str) -> None:
     got = torch.compile(layer, fullgraph=True, backend=compiler)(q, rest, copies[1])
     torch.testing.assert_close(got, want)
     assert all(torch.equal(_bits(copies[0][name]), _bits(copies[1][name])) for name in fixed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=_id)
+def test_states_are_merged_by_a_kernel(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    outs = [torch.randn(3, 70, 8, 128, device="cuda").to(dtype) for _ in range(2)]
+    sums = [torch.randn(3, 8, 70, device="cuda") * 9 for _ in range(2)]
+    sums[0][0] = sums[1][0, :, 5] = -torch.inf
+    outs[0][0] = torch.nan
+    from flashtile.backends.decode import merge  # needs Triton
+
+    assert merge.can_merge(outs[0], sums[0], outs[1], sums[1])
+    out, lse = flashtile.merge_states(outs[0], sums[0], outs[1], sums[1])
+    want, want_lse = states.merge(
+        *(x for o, s in zip(outs, sums, strict=True) for x in (o.double().transpose(1, 2), s.double()))
+    )
+    plain = want.transpose(1, 2).to(dtype).double()
+    error, floor = (out.double() - want.transpose(1, 2)).abs().max(), (plain - want.transpose(1, 2)).abs().max()
+    assert error <= 2 * floor + 1e-6
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-5)
