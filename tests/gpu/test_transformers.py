@@ -27,7 +27,8 @@ DEVICE = "cuda"
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "bert", "t5"])
 def test_float32(name: str, padding: str) -> None:
     given = {key: x.to(DEVICE) for key, x in inputs(name, padding).items()}
-    judge(make(name).to(DEVICE), given, MODELS[name][2])
+    # Together: a gradient of four elements, such as a router's bias, may come out exact by chance.
+    judge(make(name).to(DEVICE), given, MODELS[name][2], by=compare_together)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "bert", "t5"])

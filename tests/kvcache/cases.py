@@ -196,7 +196,9 @@ _FLOAT8 = (
     CacheCase("float8_odd_dims", _same(37, 5, new=2), float8="h", appends=True, head_dim=33, head_dim_v=7),
     CacheCase("float8_sliced", _same(37, 5, new=2), float8="eh", appends=True, layout="sliced", page_size=3),
     CacheCase("not_there", ((-1, 1, 1), (20, 1, 1), (-5, 1, 1)), page_size=16, appends=True, rotary=16, capacity=32),
-    CacheCase("not_there_packed", ((-1, 2, 3), (20, 1, 2)), packed=True, packed_new=True, appends=True, rotary=8, sinks=True),
+    CacheCase(
+        "not_there_packed", ((-1, 2, 3), (20, 1, 2)), packed=True, packed_new=True, appends=True, rotary=8, sinks=True
+    ),
     CacheCase("float8_empty", _same(0, 7), float8="h", sinks=True),
 )
 

@@ -34,8 +34,10 @@ _MUTABLE = {
     "k_cache": dataclasses.replace(TENSORS["k_cache"], schema="Tensor(b!)"),
     "v_cache": dataclasses.replace(TENSORS["v_cache"], schema="Tensor(c!)"),
 }
-torch.library.define(ATTEND, f"({arguments.schema(TENSORS, OPTIONS)}) -> Tensor")
-torch.library.define(APPEND, f"({arguments.schema(_MUTABLE, OPTIONS)}) -> Tensor")
+# Kernels take any strides of caches, and Inductor of PyTorch 2.11 fails on a mutating operator that needs exact ones.
+_TAGS = (torch.Tag.needs_fixed_stride_order,)
+torch.library.define(ATTEND, f"({arguments.schema(TENSORS, OPTIONS)}) -> Tensor", tags=_TAGS)
+torch.library.define(APPEND, f"({arguments.schema(_MUTABLE, OPTIONS)}) -> Tensor", tags=_TAGS)
 
 
 def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
