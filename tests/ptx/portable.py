@@ -29,6 +29,8 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (portable, "_CAPABILITIES", dataclasses.replace(
             portable._CAPABILITIES, device_types=("cpu",), min_compute_capability=None)),
+        (portable, "_DECODE", dataclasses.replace(
+            portable._DECODE, device_types=("cpu",), min_compute_capability=None)),
         (portable, "_needs_widening", lambda problem: False),
         (tiles, "arch_of", lambda problem: arch),
         (host, "launch_by_triton", run),

@@ -14,7 +14,7 @@ from flashtile.backends.decode.launch import Bounds
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import SequenceLayout, described
 
-RULES = [Splitting(), Splitting(264, 128, 1024), Splitting(8, 16, 64, 8), Splitting(132, 64, 2048, 16, 64)]
+RULES = [Splitting(), Splitting(264, 128, 1024), Splitting(8, 16, 64, 8), Splitting(132, 64, 2048, 16, 640)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -28,7 +28,7 @@ def test_cut_covers_the_keys_and_keeps_its_bound(rule: Splitting, rows: int, hea
             assert chunk % block_n == 0
             assert (splits - 1) * chunk < max(keys, 1) <= splits * chunk
             assert 1 <= splits <= bound
-            assert splits == 1 or splits * rows <= rule.most_rows
+            assert splits == 1 or splits * rows * heads <= rule.most_slots
 
 
 @given(

@@ -105,7 +105,7 @@ class Splitting(NamedTuple):
     FEWEST_KEYS: Any
     MOST_KEYS: Any
     MOST_SPLITS: Any
-    MOST_ROWS: Any
+    MOST_SLOTS: Any
 
 
 class Sizes(NamedTuple):

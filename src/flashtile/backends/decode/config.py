@@ -31,22 +31,22 @@ class Splitting:
         fewest_keys: Of a split, unless the sequence has fewer.
         most_keys: Of a split, unless most_splits forbids it: many sequences of different lengths balance better.
         most_splits: Of a tile.
-        most_rows: Packed rows times splits that a key head of a sequence may have. It bounds the workspace.
+        most_slots: Packed rows times splits that a sequence may have, over all key heads. It bounds the workspace.
     """
 
     programs: int = 132
     fewest_keys: int = 64
     most_keys: int = 1024
     most_splits: int = 64
-    most_rows: int = 512
+    most_slots: int = 4096
 
-    def most(self, rows: int) -> int:
-        """The most splits of a sequence with so many packed rows."""
-        return min(max(self.most_rows // max(rows, 1), 1), self.most_splits)
+    def most(self, rows: int, num_heads_kv: int) -> int:
+        """The most splits of a sequence with so many packed rows of each key head."""
+        return min(max(self.most_slots // max(rows * num_heads_kv, 1), 1), self.most_splits)
 
     def cut(self, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
         """Splits of a tile and keys of each, as ``kernel.cut``."""
-        most, wanted = self.most(rows), max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
+        most, wanted = self.most(rows, num_heads_kv), max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
         chunk = min(max(-(-keys // wanted), self.fewest_keys), self.most_keys)
         chunk = -(-max(chunk, -(-keys // most)) // block_n) * block_n
         return max(-(-keys // chunk), 1), chunk
@@ -55,7 +55,7 @@ class Splitting:
         """The most splits that a tile may have with at most ``capacity`` keys."""
         wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
         by_keys = max(wanted, -(-capacity // self.most_keys))
-        return max(1, min(self.most(rows), by_keys, -(-capacity // self.fewest_keys)))
+        return max(1, min(self.most(rows, num_heads_kv), by_keys, -(-capacity // self.fewest_keys)))
 
 
 @dataclass(frozen=True)
@@ -135,5 +135,6 @@ def rows_of_tile(problem: Problem) -> int:
     if problem.varlen:
         return 64
     # Tiles of 128 rows where registers need hold one softmax state, or narrow ones.
-    wide = rows > Splitting.most_rows // 2 or (64 < rows <= 128 and dim <= 64)
+    is_whole = Splitting.most_slots // (rows * problem.num_heads_kv) < 2 if rows else False
+    wide = is_whole or (64 < rows <= 128 and dim <= 64)
     return 16 if rows <= 16 else 32 if rows <= 32 else 128 if wide else 64

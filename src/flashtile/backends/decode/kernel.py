@@ -5,8 +5,8 @@ splits by a rule that looks at the sequence alone. The softmax state of every sp
 tile's states are folded in their order, first to last. So a result does not depend on who computes which split: one
 program that does all of a tile's splits folds in registers; where several programs share a tile, states go through
 memory, and the program that stores the last of them folds. The splits of all tiles form one row of work items, of which
-every program takes an equal, contiguous part. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza, Massa and
-Sizov 2023, "Flash-Decoding"; Milakov and Gimelshein 2018, arXiv:1805.02867.
+every program takes a contiguous part of the same cost. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza,
+Massa and Sizov 2023, "Flash-Decoding"; Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
 
 from __future__ import annotations
@@ -321,13 +321,27 @@ def share_tile(acc, row_max, row_sum, b, base, counter, place, shape, part, call
 
 
 @triton.jit
-def run_part(item, stop, call):
-    """Computes the items from ``item`` on that are of the same tile; returns their number."""
-    BLOCK_M: tl.constexpr = call.sizes.BLOCK_M
-    b, before, slots_before, tiles_before, _total = work.find_item(item, call)
+def run_part(at, stop, call):
+    """Computes the items of the next tile that begin between costs ``at`` and ``stop``; returns the cost after them."""
+    b, before, slots_before, tiles_before = work.find_sequence(at, call)
     shape = work.shape_of(b, call)
-    tile, split = (item - before) // shape.num_splits, (item - before) % shape.num_splits
-    stop_split = tl.minimum(shape.num_splits, split + stop - item)
+    cost, count = work.cost_of(shape, call), shape.num_tiles * shape.num_splits * call.sizes.num_heads_kv
+    # The first item that begins here, and the end of those that do.
+    item = ((at - before + cost - 1) // cost).to(tl.int32)
+    stop_item = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), count)
+    reached = tl.minimum(before + count.to(tl.int64) * cost, stop)
+    if item < stop_item:
+        tile, split = item // shape.num_splits, item % shape.num_splits
+        stop_split = tl.minimum(shape.num_splits, split + stop_item - item)
+        run_splits(tile, split, stop_split, b, slots_before, tiles_before, shape, call)
+        reached = before + (item + stop_split - split).to(tl.int64) * cost
+    return reached
+
+
+@triton.jit
+def run_splits(tile, split, stop_split, b, slots_before, tiles_before, shape, call):
+    """Computes splits of a tile, and finishes the tile if no other split of it is still to be stored."""
+    BLOCK_M: tl.constexpr = call.sizes.BLOCK_M
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b = tl.minimum(b, call.sizes.batch - 1)
     h_kv, first = tile // shape.num_tiles, tile % shape.num_tiles * BLOCK_M
@@ -347,18 +361,20 @@ def run_part(item, stop, call):
     else:
         counter = call.results.counters_ptr + tiles_before + tile
         share_tile(acc, row_max, row_sum, b, base, counter, place, shape, part, call)
-    return stop_split - split
 
 
 @triton.jit
 def run_items(call):
-    """This program's part of the items."""
-    _b, _before, _slots, _tiles, total = work.find_item(0, call)
-    program, share, more = tl.program_id(0), total // tl.num_programs(0), total % tl.num_programs(0)
-    item = program * share + tl.minimum(program, more)
-    stop = item + share + (program < more).to(tl.int32)
-    while item < stop:
-        item += run_part(item, stop, call)
+    """This program's part of the items: those that begin in its share of the cost of all.
+
+    Of fewer items than programs, each goes to a program of its own as far as they cost the same.
+    """
+    cost, items = work.all_work(call)
+    programs, program = tl.minimum(tl.num_programs(0), items), tl.program_id(0)
+    if program < programs:
+        at, stop = cost * program // programs, cost * (program + 1) // programs
+        while at < stop:
+            at = run_part(at, stop, call)
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"])
@@ -372,7 +388,7 @@ def cache_attention(
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, FEWEST_KEYS: tl.constexpr,
-    MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_ROWS: tl.constexpr, SEARCH: tl.constexpr,
+    MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_SLOTS: tl.constexpr, SEARCH: tl.constexpr,
     BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -391,7 +407,7 @@ def cache_attention(
             Sizes(
                 batch, num_heads_kv, GROUP, capacity, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M,
                 BLOCK_N, MERGE_ROWS, MERGE_SPLITS,
-                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_ROWS), SEARCH, BITS, BY_PAGE,
+                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS), SEARCH, BITS, BY_PAGE,
             ),
             Terms(
                 scale, SCALE_FIRST, INPUT_PRECISION,

@@ -98,10 +98,9 @@ class Bounds:
         if p.varlen:
             rows = tensors.q.shape[0] * group
             splits = cut.bound(capacity, group, 1, heads)
-            most = p.batch * max(cut.most_rows, cut.most_splits)
             self.tiles = heads * (-(-rows // config.block_m) + p.batch + 1)
-            self.items = self.tiles + heads * p.batch * (cut.most_rows // config.block_m + splits)
-            slots = heads * min(rows * splits, most)
+            self.items = self.tiles + p.batch * (cut.most_slots // config.block_m + heads * splits)
+            slots = min(heads * rows * splits, p.batch * cut.most_slots)
         else:
             rows = p.seqlen_q * group
             tiles = -(-rows // config.block_m)
@@ -262,7 +261,7 @@ def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
         "FEWEST_KEYS": cut.fewest_keys,
         "MOST_KEYS": cut.most_keys,
         "MOST_SPLITS": cut.most_splits,
-        "MOST_ROWS": cut.most_rows,
+        "MOST_SLOTS": cut.most_slots,
         "HAS_LEFT": p.band.left is not None,
         "HAS_RIGHT": p.band.right is not None,
         "SCORE_MOD": scores.softcap if p.softcap > 0 else None,

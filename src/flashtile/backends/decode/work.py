@@ -42,7 +42,8 @@ def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
         BLOCK_N: Keys of a block.
         splitting: ``Splitting``.
     """
-    most = tl.minimum(tl.maximum(splitting.MOST_ROWS // tl.maximum(rows, 1), 1), splitting.MOST_SPLITS)
+    most = splitting.MOST_SLOTS // tl.maximum(rows * num_heads_kv, 1)
+    most = tl.minimum(tl.maximum(most, 1), splitting.MOST_SPLITS)
     wanted = tl.maximum(splitting.PROGRAMS // tl.maximum(num_tiles * num_heads_kv, 1), 1)
     chunk = tl.minimum(tl.maximum((keys + wanted - 1) // wanted, splitting.FEWEST_KEYS), splitting.MOST_KEYS)
     chunk = tl.maximum(chunk, (keys + most - 1) // most)
@@ -84,11 +85,19 @@ def shape_of(b, call):
 
 
 @triton.jit
+def cost_of(shape, call):
+    """What an item of a sequence costs, in blocks of keys: its own, and about one more to begin and to end."""
+    return shape.chunk // call.sizes.BLOCK_N + 1
+
+
+@triton.jit
 def work_of(shape, call):
-    """The items of sequences, their slots (rows of the workspace), and the tiles that may need a counter."""
-    items = shape.num_tiles * shape.num_splits * call.sizes.num_heads_kv
+    """The cost of sequences, their slots (rows of the workspace), their tiles and their items."""
+    tiles = shape.num_tiles * call.sizes.num_heads_kv
+    items = tiles * shape.num_splits
     slots = tl.where(shape.num_splits > 1, shape.num_splits * shape.num_rows, 0).to(tl.int64)
-    return items, slots * (call.sizes.GROUP * call.sizes.num_heads_kv), shape.num_tiles * call.sizes.num_heads_kv
+    cost = items.to(tl.int64) * cost_of(shape, call)
+    return cost, slots * (call.sizes.GROUP * call.sizes.num_heads_kv), tiles, items
 
 
 @triton.jit
@@ -101,28 +110,37 @@ def count_sequences(call):
 
 
 @triton.jit
-def find_item(item, call):
-    """Where an item lies among those of all sequences.
-
-    Returns:
-        Its sequence; the items, the slots and the tiles before that sequence; and the items of all sequences.
-    """
+def all_work(call):
+    """The cost of all sequences together, and their items."""
     SEARCH: tl.constexpr = call.sizes.SEARCH
-    found, before, slots_before = tl.full((), 0, tl.int32), 0, tl.full((), 0, tl.int64)
-    tiles_before = 0
     if SEARCH == 1:
-        total, _slots, _tiles = work_of(shape_of(found, call), call)
+        cost, _slots, _tiles, items = work_of(shape_of(tl.full((), 0, tl.int32), call), call)
     else:
-        total = 0
+        cost, items = tl.full((), 0, tl.int64), 0
         for first in range(0, count_sequences(call), SEARCH):
-            items, slots, tiles = work_of(shape_of(first + tl.arange(0, SEARCH), call), call)
-            earlier = total + tl.cumsum(items, 0) <= item
+            costs, _slots, _tiles, counts = work_of(shape_of(first + tl.arange(0, SEARCH), call), call)
+            cost += tl.sum(costs)
+            items += tl.sum(counts)
+    return cost, items
+
+
+@triton.jit
+def find_sequence(at, call):
+    """The sequence in which the work stands at a cost of ``at``; and the cost, the slots and the tiles before it."""
+    SEARCH: tl.constexpr = call.sizes.SEARCH
+    found, tiles_before = tl.full((), 0, tl.int32), 0
+    cost_before, slots_before = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    if SEARCH > 1:
+        end = tl.full((), 0, tl.int64)
+        for first in range(0, count_sequences(call), SEARCH):
+            costs, slots, tiles, _items = work_of(shape_of(first + tl.arange(0, SEARCH), call), call)
+            earlier = end + tl.cumsum(costs, 0) <= at
             found += tl.sum(earlier.to(tl.int32))
-            before += tl.sum(tl.where(earlier, items, 0))
+            cost_before += tl.sum(tl.where(earlier, costs, 0))
             slots_before += tl.sum(tl.where(earlier, slots, 0))
             tiles_before += tl.sum(tl.where(earlier, tiles, 0))
-            total += tl.sum(items)
-    return found, before, slots_before, tiles_before, total
+            end += tl.sum(costs)
+    return found, cost_before, slots_before, tiles_before
 
 
 @triton.jit
