@@ -26,7 +26,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert batch.page_table.tolist() == [[0, 1]]
     assert buffers.page_table[:2, :2].tolist() == [list(cache.pages(each)) for each in (parent, child)]
-    assert buffers.cache_seqlens.tolist() == [6, 6, 0, 0] and buffers.cu_seqlens_q.tolist() == [0, 1, 2, 2, 2]
+    assert buffers.cache_seqlens.tolist() == [6, 6, -1, -1] and buffers.cu_seqlens_q.tolist() == [0, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("fixed", [False, True])

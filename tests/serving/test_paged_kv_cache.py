@@ -49,7 +49,7 @@ class Pages(RuleBasedStateMachine):
         self.cache = PagedKVCache(LAYERS, num_pages, HEADS, 2, page_size=page_size, head_dim_v=3, dtype=torch.float64)
         for x in (self.cache.k, self.cache.v):
             x.fill_(torch.nan)
-        self.buffers = self.cache.buffers(4, num_pages, 20) if fixed else None
+        self.buffers = self.cache.buffers(4, 100, 20) if fixed else None
         self.tokens: dict[int, list[float]] = {}
         self.next = 1
 
@@ -89,7 +89,7 @@ class Pages(RuleBasedStateMachine):
         bounds = [sum(counts[:b]) for b in range(len(counts) + 1)]
         for tensor in (batch.page_table, batch.cache_seqlens, batch.cu_seqlens_q):
             assert tensor.dtype == torch.int32 and tensor.is_contiguous()
-        assert batch.cache_seqlens.tolist() == before + [0] * spare
+        assert batch.cache_seqlens.tolist() == before + [-1] * spare
         assert batch.cu_seqlens_q.tolist() == bounds + [sum(counts)] * spare
         assert batch.max_seqlen_q == (max(counts, default=0) if self.buffers is None else 20)
         assert batch is self.buffers or self.buffers is None
@@ -207,6 +207,25 @@ def test_attention_over_the_pages_is_attention_over_the_tokens(fixed: bool) -> N
             torch.testing.assert_close(out[rows], expected[0], rtol=1e-12, atol=1e-13)
             start += count
         assert (out[total:] == 0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences_that_are_not_there_append_nothing(packed: bool) -> None:
+    cache = PagedKVCache(1, 4, 1, 8, page_size=4, dtype=torch.float64)
+    for x in (cache.k, cache.v):
+        x.fill_(torch.nan)
+    buffers = cache.buffers(3, 2)
+
+    def call() -> torch.Tensor:
+        rows = (3,) if packed else (3, 1)
+        q, k, v = (torch.ones(*rows, 1, 8, dtype=torch.float64) for _ in range(3))
+        places = vars(buffers) if packed else {name: getattr(buffers, name) for name in ("page_table", "cache_seqlens")}
+        return flashtile.attention_with_kvcache(q, cache.k[0], cache.v[0], k=k, v=v, **places).view(3, 8)
+
+    assert (call() == 0).all() and cache.k.isnan().all() and cache.v.isnan().all()
+    cache.append({cache.allocate(): 1}, out=buffers)
+    assert (call() == torch.tensor([[1.0], [0.0], [0.0]])).all()
+    assert cache.k.isfinite().sum() == cache.v.isfinite().sum() == 8
 
 
 def test_missing_pages_are_counted_and_change_nothing() -> None:

@@ -40,7 +40,7 @@ class PagedBatch:
 
     Attributes:
         page_table: ``(batch, max_pages)`` int32; -1, or anything in fixed buffers, past a sequence's last page.
-        cache_seqlens: ``(batch,)`` int32, lengths before the append.
+        cache_seqlens: ``(batch,)`` int32, lengths before the append; in fixed buffers -1 where there is no sequence.
         cu_seqlens_q: ``(batch + 1,)`` int32, bounds of the appended tokens, packed in the order of the sequences.
         max_seqlen_q: The most tokens that a sequence appends; in fixed buffers, that one may append.
     """
@@ -187,7 +187,7 @@ class PagedKVCache:
         Args:
             counts: For each sequence of the batch, in its order, how many tokens follow; 0 is allowed.
             out: Fixed buffers from ``buffers`` to write into. Sequences that they have room for beyond those in
-                counts get length 0 and no tokens.
+                counts get length -1, by which a call knows that they are not there, and no tokens.
 
         Returns:
             The arguments of this step's calls; ``out`` itself if given. ``max_pages`` is a power of two otherwise, so
@@ -214,14 +214,14 @@ class PagedKVCache:
             return PagedBatch(table, lengths, cu_seqlens_q, most)
         spare = out.cache_seqlens.shape[0] - len(counts)
         out.page_table[: len(counts), :longest].copy_(self._table(counts, longest), non_blocking=True)
-        out.cache_seqlens.copy_(self._host(before + [0] * spare), non_blocking=True)
+        out.cache_seqlens.copy_(self._host(before + [-1] * spare), non_blocking=True)
         out.cu_seqlens_q.copy_(self._host(bounds + bounds[-1:] * spare), non_blocking=True)
         return out
 
     def buffers(self, max_batch: int, max_pages: int, max_seqlen_q: int = 1) -> PagedBatch:
         """A batch whose tensors stay where they are, for calls that a CUDA graph replays; ``append`` fills it.
 
-        Pass its cu_seqlens_q to the call: sequences that it does not use then have no queries and append nothing.
+        It begins without sequences, so that the calls of a capture append nothing.
 
         Args:
             max_batch: The most sequences.
@@ -230,8 +230,8 @@ class PagedKVCache:
         """
         batch, pages = integer("max_batch", max_batch), integer("max_pages", max_pages)
         table, lengths, bounds = (
-            torch.zeros(shape, dtype=torch.int32, device=self.k.device)
-            for shape in ((batch, pages), (batch,), (batch + 1,))
+            torch.full(shape, value, dtype=torch.int32, device=self.k.device)
+            for shape, value in (((batch, pages), -1), ((batch,), -1), ((batch + 1,), 0))
         )
         return PagedBatch(table, lengths, bounds, integer("max_seqlen_q", max_seqlen_q))
 
