@@ -34,7 +34,7 @@ def unchanged_modules() -> Iterator[None]:
 
 
 def test_pages_with_code_are_found() -> None:
-    use = {f"docs/{name}.md" for name in ("from-flash-attn", "from-flexattention", "from-sdpa", "training")}
+    use = {f"docs/{name}.md" for name in ("from-flash-attn", "from-flexattention", "from-sdpa", "serving", "training")}
     learn = {"README.md", "docs/algorithm.md", "docs/index.md", "docs/quickstart.md", "docs/semantics.md"}
     assert use | learn <= set(map(_name, _CODE_PAGES))
 

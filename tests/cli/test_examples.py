@@ -56,6 +56,17 @@ def test_training_example_learns(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "JULIET" in out
 
 
+def test_serving_example_writes_what_recomputing_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["06", "--requests", "2", "--steps", "4"])
+    out = _printed("06_serve_char_gpt.py", capsys)
+    found = re.findall(r"^(.+): ([\d,]+) tokens/s, (\d) of 2 texts as when recomputed", out, re.MULTILINE)
+    assert [name for name, _, _ in found] == ["recomputed", "static cache, SDPA", "served"]
+    assert all(rate != "0" for _, rate, _ in found)
+    assert torch.cuda.is_available() or all(same == "2" for _, _, same in found)
+
+
 def test_both_attentions_agree_in_output_and_gradients() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 33, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))

@@ -6,7 +6,7 @@ flashtile would change, so two models that differ in nothing else can be trained
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
@@ -64,10 +64,11 @@ class Block(nn.Module):
         self.up = nn.Linear(config.d_model, 4 * config.d_model)
         self.down = nn.Linear(4 * config.d_model, config.d_model)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps the stream ``(batch, seqlen, d_model)`` to itself."""
+    def forward(self, x: Tensor, cached: Attention | None = None) -> Tensor:
+        """Maps the stream ``(..., d_model)`` to itself; ``cached`` is as in ``CharGPT.forward``, for this block."""
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
-        x = x + self.out(self.attention(self.rotate(q), self.rotate(k), v).flatten(-2))
+        attended = cached(q, k, v) if cached else self.attention(self.rotate(q), self.rotate(k), v)
+        x = x + self.out(attended.flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
 
 
@@ -83,11 +84,15 @@ class CharGPT(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits ``(batch, seqlen, vocab_size)`` of each next character, from tokens ``(batch, seqlen)`` int64."""
+    def forward(self, tokens: Tensor, cached: Sequence[Attention] | None = None) -> Tensor:
+        """Logits ``(batch, seqlen, vocab_size)`` of each next character, from tokens ``(batch, seqlen)`` int64.
+
+        To go on from tokens whose keys and values are kept, ``cached`` has a function for each block that rotates q and
+        k, adds k and v to what is kept and attends to it all. Tokens may be packed then: ``(total,)``.
+        """
         x = self.characters(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cached[i] if cached else None)
         return self.head(self.norm(x))
 
     def _initialise(self) -> None:
