@@ -1,12 +1,14 @@
 """Cached calls on the CPU: new keys are appended, then each sequence is a regular call on a view of its keys.
 
-Nothing is computed for several sequences at once, so a sequence's bits do not depend on the others. Keys in pages, and
-those of 8 bits, are copied for one sequence at a time.
+New rows are rotated and written for all sequences at once, each element by itself. Nothing else is computed for
+several at once, so a sequence's bits do not depend on the others. Keys in pages, and those of 8 bits, are copied for
+one sequence at a time.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +24,8 @@ from flashtile.rotary import apply_rotary
 # Conversion makes NaN of what is greater.
 _LARGEST_8_BIT = torch.finfo(FLOAT8).max
 _NO_OPTIONS = Options()
+# Named wherever a tensor is made: torch.set_default_device may say something else.
+_CPU = torch.device("cpu")
 
 
 def describe(problem: Problem) -> str:
@@ -42,6 +46,7 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
     firsts = old if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
     if t.k is not None:
         _append(problem, t, old, new, firsts)
+    queries = _queries(problem, t, firsts)
     lse = t.q.new_full(problem.lse_shape(t.q), -torch.inf, dtype=problem.lse_dtype)
     bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
     leftpad = [0] * problem.batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
@@ -49,7 +54,7 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         t.out[bounds[-1] :].zero_()
     for b in range(problem.batch):
         rows = b if bounds is None else slice(bounds[b], bounds[b + 1])
-        q, stop = t.q[rows], old[b] + new[b]
+        q, stop = queries[rows], old[b] + new[b]
         if not q.shape[0]:
             continue
         # The first key that the first row sees: what is before it is not read.
@@ -57,11 +62,9 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         if problem.band.left is not None:
             start = max(start, stop - q.shape[0] - problem.band.left)
         k, v = (_keys(problem, one, t, x, scale, b, (min(start, stop), stop)) for x, scale in _caches(t))
-        places = 1 if problem.band.unbounded else q.shape[0]
-        q = (_rotated(problem, t, q, firsts[b], places) if stop else q).to(one.dtype)
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        call = Tensors(q[None], k, v, slopes, sinks=t.sinks)
+        call = Tensors(q[None].to(one.dtype), k, v, slopes, sinks=t.sinks)
         out, sums = forward.forward(one.resized(call, _NO_OPTIONS), call)
         t.out[rows].copy_(out[0])
         lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
@@ -72,42 +75,63 @@ def _caches(t: CacheTensors) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor
     return (t.k_cache, t.k_scale), (t.v_cache, t.v_scale)
 
 
-def _rotated(problem: Problem, t: CacheTensors, x: Tensor, first: int, places: int) -> Tensor:
-    """Rows ``(seqlen, heads, head_dim)`` at as many positions from ``first`` on, or all at that one."""
-    if t.rotary_cos is None or t.rotary_sin is None:
-        return x
-    angles = slice(first, first + places)
-    return apply_rotary(x, t.rotary_cos[angles], t.rotary_sin[angles], interleaved=problem.rotary_interleaved)
+def _rows(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of so many rows of each sequence, one after another: their sequence, and which of its rows they are."""
+    lengths = _numbers(counts)
+    sequence = torch.repeat_interleave(lengths)
+    return sequence, torch.arange(len(sequence), device=_CPU) - (lengths.cumsum(0) - lengths)[sequence]
+
+
+def _numbers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=_CPU)
+
+
+def _rotated(problem: Problem, t: CacheTensors, x: Tensor, positions: Tensor) -> Tensor:
+    """Rows ``(total, heads, head_dim)`` at positions ``(total,)``."""
+    assert t.rotary_cos is not None and t.rotary_sin is not None
+    cos, sin = t.rotary_cos[positions], t.rotary_sin[positions]
+    return apply_rotary(x, cos, sin, interleaved=problem.rotary_interleaved)
+
+
+def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int]) -> Tensor:
+    """q, rotated if there are tables; packed without the rows past the last bound."""
+    if t.rotary_cos is None or not len(t.rotary_cos):
+        return t.q
+    bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
+    counts = [t.q.shape[1]] * problem.batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
+    sequence, nth = _rows(counts)
+    positions = _numbers(firsts)[sequence] + (0 if problem.band.unbounded else nth)
+    rows = t.q.flatten(0, 1) if bounds is None else t.q[: len(sequence)]
+    # Sequences without keys may stand anywhere.
+    rotated = _rotated(problem, t, rows, positions.clamp(0, len(t.rotary_cos) - 1))
+    return rotated.view(t.q.shape) if bounds is None else rotated
 
 
 def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence[int], firsts: Sequence[int]) -> None:
     """Writes the new keys and values into the caches."""
     assert t.k is not None and t.v is not None
-    bounds = None if t.cu_seqlens_k_new is None else t.cu_seqlens_k_new.tolist()
-    for b, count in enumerate(new):
-        rows = b if bounds is None else slice(bounds[b], bounds[b + 1])
-        if count:
-            k = _rotated(problem, t, t.k[rows], firsts[b], count)
-            for x, (cache, scale) in zip((k, t.v[rows]), _caches(t), strict=True):
-                _write(problem, t, cache, scale, b, old[b], x)
-
-
-def _write(
-    problem: Problem, t: CacheTensors, cache: Tensor, scale: Tensor | None, b: int, start: int, x: Tensor
-) -> None:
-    """Writes rows ``(count, num_heads_kv, dim)`` of sequence b from a position on."""
-    stop = start + x.shape[0]
-    if cache.dtype == FLOAT8:
-        x = x.to(problem.lse_dtype)
-        if scale is not None:
-            x = x / _scales(problem, t, scale, b, (start, stop)).to(x.dtype)
-        x = x.clamp(-_LARGEST_8_BIT, _LARGEST_8_BIT).to(FLOAT8).view(torch.uint8)
-        cache = cache.view(torch.uint8)
-    if t.page_table is None:
-        cache[_entry(t, b), start:stop] = x
-        return
-    positions, size = torch.arange(start, stop, device=x.device), problem.keys.page_size
-    cache[t.page_table[b, positions // size].long(), positions % size] = x
+    sequence, nth = _rows(new)
+    if t.cu_seqlens_k_new is None:
+        k, v = (x[sequence, nth] for x in (t.k, t.v))
+    else:
+        given = t.cu_seqlens_k_new[sequence] + nth
+        k, v = t.k[given], t.v[given]
+    if t.rotary_cos is not None:
+        k = _rotated(problem, t, k, _numbers(firsts)[sequence] + nth)
+    places = _numbers(old)[sequence] + nth
+    if t.page_table is not None:
+        size = problem.keys.page_size
+        entries, places = t.page_table[sequence, places // size].long(), places % size
+    else:
+        entries = sequence if t.cache_batch_idx is None else t.cache_batch_idx[sequence].long()
+    for x, (cache, scale) in zip((k, v), _caches(t), strict=True):
+        if cache.dtype == FLOAT8:
+            x = x.to(problem.lse_dtype)
+            if scale is not None:
+                x = x / (scale if scale.dim() == 1 else scale[entries])[..., None].to(x.dtype)
+            x = x.clamp(-_LARGEST_8_BIT, _LARGEST_8_BIT).to(FLOAT8).view(torch.uint8)
+            cache = cache.view(torch.uint8)
+        cache[entries, places] = x
 
 
 def _keys(
