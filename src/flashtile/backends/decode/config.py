@@ -37,7 +37,7 @@ class Splitting:
     programs: int = 132
     fewest_keys: int = 64
     most_keys: int = 1024
-    most_splits: int = 64
+    most_splits: int = 32
     most_slots: int = 4096
 
     def most(self, rows: int, num_heads_kv: int) -> int:
