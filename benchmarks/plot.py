@@ -20,6 +20,7 @@ PLOTS = ROOT / "docs" / "plots"
 _STYLES: dict[str, dict[str, Any]] = {
     "flashtile-portable": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "flashtile-hopper": {"color": "#D55E00", "marker": "D", "linewidth": 2.2, "zorder": 6},
+    "flashtile": {"color": "#D55E00", "marker": "D", "linewidth": 2.2, "zorder": 6},
     "flashtile-cpu": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "fa3": {"color": "#009E73", "marker": "s", "linestyle": "--"},
     "cudnn": {"color": "#CC79A7", "marker": "^", "linestyle": "--"},
@@ -104,6 +105,8 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
             axes[i, j].set_ylabel(unit)
         if i == len(down) - 1:
             axes[i, j].set_xlabel("sequence length")
+    for row, column in {(row, column) for row in down for column in across} - places.keys():
+        axes[down.index(row), across.index(column)].axis("off")
     return _save(figure, axes, f"{suite}, bf16, {chosen[-1].device}", path)
 
 
