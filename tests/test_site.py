@@ -16,12 +16,12 @@ from urllib.parse import urldefrag, urlsplit
 import pytest
 
 from docs.blocks import ROOT
-from tests.browser import Tab, browser
+from tests.browser import Scheme, Tab, browser
 
 pytestmark = pytest.mark.slow
 
 PAGES = sorted("" if page.stem == "index" else f"{page.stem}/" for page in (ROOT / "docs").glob("*.md"))
-VIEWS = [(1280, "light"), (390, "dark")]
+VIEWS: list[tuple[int, Scheme]] = [(1280, "light"), (390, "dark")]
 # Between text and what is behind it, as WCAG 2.2 asks for text of usual size.
 LEAST_CONTRAST = 4.5
 
@@ -65,24 +65,12 @@ _FAULTS = r"""
 """.replace("LEAST", str(LEAST_CONTRAST))
 
 
-def faults(tab: Tab, url: str, width: int = 1280, scheme: str = "light") -> list[str]:
+def faults(tab: Tab, url: str, width: int = 1280, scheme: Scheme = "light") -> list[str]:
     """Opens a page and says what is wrong with it: what it shows, what it asked for, what it complained about."""
     tab.open(url, width=width, scheme=scheme)
-    found = list(tab.run(_FAULTS))
-    for event in tab.events:
-        params = event.get("params", {})
-        match event.get("method"):
-            case "Runtime.exceptionThrown":
-                found.append(f"exception: {params['exceptionDetails']['text']}")
-            case "Runtime.consoleAPICalled" if params["type"] == "error":
-                found.append(f"console: {params['args']}")
-            case "Log.entryAdded" if params["entry"]["level"] == "error":
-                found.append(f"log: {params['entry']['text']} {params['entry'].get('url', '')}")
-            case "Network.requestWillBeSent":
-                asked = urlsplit(params["request"]["url"])
-                if asked.scheme not in ("data", "blob") and asked.netloc != urlsplit(url).netloc:
-                    found.append(f"asks for {asked.geturl()}")
-    return found
+    found = [*tab.run(_FAULTS), *(f"{kind}: {text}" for kind, text in tab.said if kind in ("error", "exception"))]
+    theirs = [e for e in map(urlsplit, tab.asked) if e.scheme != "blob" and e.netloc != urlsplit(url).netloc]
+    return [*found, *(f"asks for {each.geturl()}" for each in theirs)]
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -112,8 +100,8 @@ def site(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
+def tab() -> Iterator[Tab]:
+    with browser() as opened:
         yield opened
 
 
@@ -123,7 +111,7 @@ def test_a_page_is_shown_without_faults(site: str, tab: Tab, page: str, tmp_path
     for width, scheme in VIEWS:
         if wrong := faults(tab, site + page, width, scheme):
             picture = tmp_path / f"{width}-{scheme}.png"
-            tab.picture(picture)
+            tab.page.screenshot(path=picture, full_page=True)
             found[f"{width} {scheme}, see {picture}"] = wrong
     assert found == {}
 
@@ -188,9 +176,7 @@ def test_the_faults_of_a_bad_page_are_seen(tab: Tab, tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text(BAD_PAGE)
     for address in serve(tmp_path):
         found = "\n".join(faults(tab, f"{address}bad.html", 390))
-        tab.picture(tmp_path / "bad.png")
-    assert (tmp_path / "bad.png").read_bytes().startswith(b"\x89PNG")
     for word in ("is 3", "raw TeX: \\(e^s\\)", "contrast 1.", "no image", "no MathML", "not drawn", "asks for http://localhost:1",
-                 "console", "exception", "404"):  # fmt: skip
+                 "error: complaint", "exception: Cannot read", "404"):  # fmt: skip
         assert word in found, f"{word} is not in\n{found}"
     assert "raw TeX: \\frac" not in found

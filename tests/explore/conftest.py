@@ -16,8 +16,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
+def tab() -> Iterator[Tab]:
+    with browser() as opened:
         yield opened
 
 

@@ -365,8 +365,11 @@ def test_an_outlier_can_be_dragged(opened: Tab) -> None:
     x, y = opened.run(
         "(r => [r.x + r.width / 2, r.y + r.height / 2])(document.querySelector('#fp8 .grip').getBoundingClientRect())"
     )
-    for kind, down in (("mousePressed", 0), ("mouseMoved", 40), ("mouseReleased", 40)):
-        opened.call("Input.dispatchMouseEvent", type=kind, x=x, y=y + down, button="left", buttons=1, clickCount=1)
+    mouse = opened.page.mouse
+    mouse.move(x, y)
+    mouse.down()
+    mouse.move(x, y + 40)
+    mouse.up()
     dragged = opened.run("explore.figures.fp8.state.outlier")
     assert 0 < dragged < 40
     assert opened.run("explore.numbers.fp8.inputs.q[5][20]") == dragged
