@@ -1,0 +1,59 @@
+"""What is said of interfaces, tried on the installed PyTorch and on ``flashtile.compat``."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashtile
+from flashtile import dispatch
+from flashtile.compat import flash_attn_3
+from flashtile.problem import described
+from flashtile.reproduce._softmax import apart, draws
+
+
+def backends(capability: tuple[int, int] | None, head_dim: int = 128) -> list[str]:
+    """The backends that declare a bfloat16 forward on such a device, fastest first."""
+    facts: dict[str, Any] = {"device_type": "cuda" if capability else "cpu", "compute_capability": capability}
+    call = described(**facts, dtype=torch.bfloat16, head_dim=head_dim, head_dim_v=head_dim)
+    declared = {name: dispatch.backend(name).capabilities("forward") for name in dispatch.NAMES}
+    return [name for name, can in declared.items() if can is not None and not can.reasons(call)]
+
+
+def sdpa(*tensors: Any, **options: Any) -> Any:
+    """PyTorch's function in our layout."""
+    return scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors), **options).transpose(1, 2)
+
+
+def fp8_function() -> tuple[bool, str]:
+    names = [name for name in inspect.signature(flash_attn_3.flash_attn_func).parameters if name.endswith("descale")]
+    return hasattr(flash_attn_3, "flash_attn_func_fp8"), f"FA3's flash_attn_func has {', '.join(names)}"
+
+
+def choice() -> tuple[bool, str]:
+    hopper, ampere, none = (backends(each)[0] for each in ((9, 0), (8, 0), None))
+    return len({hopper, ampere, none}) == 3, f"9.0: {hopper}; 8.0: {ampere}; no GPU: {none}"
+
+
+def deprecated() -> tuple[bool, str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.backends.cuda.sdp_kernel(enable_flash=True):
+            told = any(issubclass(each.category, FutureWarning) for each in caught)
+    return not told, "it warns that it is deprecated" if told else "no warning"
+
+
+def head_dims() -> tuple[bool, str]:
+    others = [d for d in range(8, 257, 8) if d not in (8, 16, 32, 64, 128, 256) and backends((9, 0), d)]
+    return not others, f"our GPU backends take {len(others)} other multiples of 8"
+
+
+def sdpa_flash() -> list[float]:
+    q, k, v = draws(3, 1, 60, 2, 32)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return [apart(sdpa(q, k, v, is_causal=True), flashtile.attention(q, k, v, causal=True))]  # type: ignore[arg-type]
