@@ -7,7 +7,8 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from flashtile import reproduce as figures
 from flashtile.errors import InvalidInputError
@@ -27,9 +28,10 @@ def reproduce(name: Name = None, markdown: Markdown = False) -> None:
     for title, results in figures.reproduce(name):
         good = good and all(result.good for result in results)
         if not markdown:
-            table = Table("", "what", "published", "ours", "verdict", title=title, title_justify="left")
+            headers = (Column(name, overflow="fold") for name in ("", "what", "published", "ours", "verdict"))
+            table = Table(*headers, title=title, title_justify="left")
             for result in results:
-                table.add_row(*result.cells())
+                table.add_row(*map(escape, result.cells()))
             console.print(table)
     if markdown:
         typer.echo(figures.markdown())
