@@ -35,11 +35,6 @@ def fp8_function() -> tuple[bool, str]:
     return hasattr(flash_attn_3, "flash_attn_func_fp8"), f"FA3's flash_attn_func has {', '.join(names)}"
 
 
-def choice() -> tuple[bool, str]:
-    hopper, ampere, none = (backends(each)[0] for each in ((9, 0), (8, 0), None))
-    return len({hopper, ampere, none}) == 3, f"9.0: {hopper}; 8.0: {ampere}; no GPU: {none}"
-
-
 def deprecated() -> tuple[bool, str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

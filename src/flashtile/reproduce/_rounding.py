@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flashtile.reproduce._softmax import apart, draws
+from flashtile.reproduce._softmax import draws
 
 _FP8 = torch.float8_e4m3fn
 _SEQLEN, _ROWS, _DIM = 8192, 512, 128
@@ -71,18 +71,3 @@ def rms_errors(seeds: int = 3) -> dict[str, float]:
         }.items():
             found.setdefault(name, []).append(float((out.double() - exact).square().mean().sqrt()))
     return {name: sum(errors) / seeds for name, errors in found.items()}
-
-
-def both_needed() -> tuple[bool, str]:
-    found = rms_errors()
-    blocks = found["rotation"] / found["both"] - 1
-    return (
-        blocks > 0.1,
-        f"{found['tensor'] / found['both']:.1f}x less error in all, blocks are {max(blocks, 0):.0%} of it",
-    )
-
-
-def rotated_products() -> tuple[bool, str]:
-    (q, k), turn = draws(2, 256, _DIM), rotation(_DIM)
-    additions = _DIM * (_DIM.bit_length() - 1)
-    return apart((q @ turn) @ (k @ turn).T, q @ k.T) < 1e-14, f"{additions} additions a row, not {_DIM**2} products"

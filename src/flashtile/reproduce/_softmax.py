@@ -67,12 +67,6 @@ def apart(x: Tensor, y: Tensor) -> float:
     return float((x - y).norm() / y.norm())
 
 
-def denominators() -> list[float]:
-    scores = torch.tensor([1, 3, 2, 5, 4, 3.5], dtype=torch.float64)
-    alone = [torch.exp(part - part.max()).sum().item() for part in (scores, scores[:3], scores[3:])]
-    return [*alone, online(scores, scores[:, None], 3)[-1][2].item()]
-
-
 def approximations() -> tuple[bool, str]:
     q, k, v = (x / 8**0.5 for x in draws(3, 1024, 64))
     exact, distance = standard(q, k, v), torch.arange(1024)[:, None] - torch.arange(1024)
@@ -112,12 +106,6 @@ def long_rows() -> list[float]:
     out: Any = flashtile.attention(*(x[None, :, None] for x in (q, k, v)), backend="cpu")
     exact = standard(q / 8, k, v)
     return [float((out[0, :, 0] - exact).abs().max()), apart(out[0, :, 0], exact)]
-
-
-def bits() -> tuple[bool, str]:
-    q, k, v = (x.float() for x in draws(3, 512, 64))
-    made, exact = tiled(q / 8, k, v, 128), standard(q / 8, k, v)
-    return torch.equal(made, exact), f"bits differ, by {'under 1e-5' if apart(made, exact) < 1e-5 else 'much'}"
 
 
 def gradients_of_one_tile() -> tuple[bool, str]:

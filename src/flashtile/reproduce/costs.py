@@ -13,6 +13,7 @@ from flashtile.analysis import A100, H100, AttentionShape, Blocks, LoopOrder
 from flashtile.explore.document import saved
 
 KB, MB, GB, KIB, MIB, GIB = 1e3, 1e6, 1e9, 2**10, 2**20, 2**30
+B64, B128 = Blocks(64, 64), Blocks(128, 128)
 PEAK_A100, PEAK_H100 = A100.peak_flops_per_s / 1e12, H100.peak_flops_per_s / 1e12
 
 
@@ -24,16 +25,6 @@ def square(seqlen: int, dtype: str = "float16", head_dim: int = 64, heads: int =
 def flops(seqlen: int, **more: Any) -> int:
     """FLOPs of a forward."""
     return analysis.attention_flops(square(seqlen, **more)).forward_flops
-
-
-def memory(seqlen: int) -> analysis.AttentionMemory:
-    """Memory with tiles of 64."""
-    return analysis.attention_memory(square(seqlen), Blocks(64, 64))
-
-
-def peak(seqlen: int) -> analysis.PeakIntermediates:
-    """Numbers alive at once with tiles of 128."""
-    return analysis.peak_intermediates(square(seqlen), Blocks(128, 128))
 
 
 def traffic(seqlen: int, block: int = 64, order: LoopOrder = LoopOrder.Q_OUTSIDE) -> analysis.TiledTraffic:

@@ -34,21 +34,7 @@ _HALF_UNIT = 0.5 + 1e-6
 
 @dataclass(frozen=True)
 class Entry:
-    """One published figure.
-
-    Attributes:
-        name: Its short name.
-        what: What is computed.
-        check: What ours must be: "equal" to the digits published, "within N%", "below N"; "differs" (from what was
-            published, and equal to ``right``); "implies" or "ours alone" (equal to ``right``); a sentence that "holds"
-            or "fails"; "left out".
-        published: Numbers or words; empty if only the question is published.
-        ours: The expression that computes ours: numbers, or for a sentence whether it holds and the finding. If the
-            check is "implies", ``p`` are the published numbers; no other expression sees them.
-        right: What ``ours`` must be, worked out by hand.
-        unit: Of the numbers.
-        why: The reason of a difference, or a note.
-    """
+    """One published figure, as the head of ``published.toml`` explains it."""
 
     name: str
     what: str
