@@ -1,7 +1,6 @@
 """Published figures about exact attention, computed again: theirs, ours, and a verdict.
 
-``published.toml`` holds what was published, the expression that computes ours, the check that it must pass, and the
-reason where they differ. Expressions name functions of this package's modules and of ``flashtile.analysis``.
+``published.toml`` holds both, with the check that ours must pass, and the reason where they differ.
 """
 
 from flashtile.reproduce.costs import live

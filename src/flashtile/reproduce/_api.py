@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
 from flashtile import dispatch
-from flashtile.compat import flash_attn_3
 from flashtile.problem import described
 from flashtile.reproduce._softmax import apart, draws
 
@@ -30,22 +28,12 @@ def sdpa(*tensors: Any, **options: Any) -> Any:
     return scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors), **options).transpose(1, 2)
 
 
-def fp8_function() -> tuple[bool, str]:
-    names = [name for name in inspect.signature(flash_attn_3.flash_attn_func).parameters if name.endswith("descale")]
-    return hasattr(flash_attn_3, "flash_attn_func_fp8"), f"FA3's flash_attn_func has {', '.join(names)}"
-
-
 def deprecated() -> tuple[bool, str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with torch.backends.cuda.sdp_kernel(enable_flash=True):
             told = any(issubclass(each.category, FutureWarning) for each in caught)
     return not told, "it warns that it is deprecated" if told else "no warning"
-
-
-def head_dims() -> tuple[bool, str]:
-    others = [d for d in range(8, 257, 8) if d not in (8, 16, 32, 64, 128, 256) and backends((9, 0), d)]
-    return not others, f"our GPU backends take {len(others)} other multiples of 8"
 
 
 def sdpa_flash() -> list[float]:

@@ -79,7 +79,7 @@ def approximations() -> tuple[bool, str]:
     return min(errors.values()) > 0.01, ", ".join(f"{name} off by {error:.0%}" for name, error in errors.items())
 
 
-def _in_order(values: Tensor) -> Tensor:
+def in_order(values: Tensor) -> Tensor:
     """Sums of the last dimension, one addition after another in the values' dtype."""
     return reduce(torch.add, values.unbind(-1))
 
@@ -89,23 +89,9 @@ def orders_of_a_sum() -> list[float]:
     sums = []
     for x in (values, values.flip(0), values.sort().values):
         # As numpy.sum has it: eight sums side by side, then the rest.
-        a, b, c, d, e, f, g, h = _in_order(x[:96].reshape(-1, 8).T)
-        sums.append(_in_order(torch.stack([((a + b) + (c + d)) + ((e + f) + (g + h)), *x[96:]])).item())
+        a, b, c, d, e, f, g, h = in_order(x[:96].reshape(-1, 8).T)
+        sums.append(in_order(torch.stack([((a + b) + (c + d)) + ((e + f) + (g + h)), *x[96:]])).item())
     return [*sums, max(sums) - min(sums)]
-
-
-def order_errors() -> tuple[bool, str]:
-    values = draws(1000, 100)
-    forward, backward = (_in_order(torch.stack(values).float().flip(dims)).double() for dims in ((), (1,)))
-    above = ((forward - backward).abs() > 1e-5 * forward.abs()).double().mean().item()
-    return 0 < above < 0.05, f"{above:.1%} are above"
-
-
-def long_rows() -> list[float]:
-    q, k, v = draws(3, 4096, 64)
-    out: Any = flashtile.attention(*(x[None, :, None] for x in (q, k, v)), backend="cpu")
-    exact = standard(q / 8, k, v)
-    return [float((out[0, :, 0] - exact).abs().max()), apart(out[0, :, 0], exact)]
 
 
 def gradients_of_one_tile() -> tuple[bool, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import tomllib
@@ -15,19 +16,15 @@ import torch
 
 import flashtile
 from flashtile import analysis, states
-from flashtile.compat import flash_attn_2
+from flashtile.compat import flash_attn_2, flash_attn_3
 from flashtile.errors import InvalidInputError
 from flashtile.reproduce import _api, _rounding, _softmax, costs
 
 # What expressions may name.
 _MODULES = (math, itertools, analysis, _softmax, _rounding, _api, costs)
 _NAMES = {name: value for module in _MODULES for name, value in vars(module).items()}
-_NAMES |= {
-    "attention": flashtile.attention,
-    "merge": states.merge,
-    "softmax": torch.softmax,
-    "flash_attn_2": flash_attn_2,
-}
+_NAMES |= {"attention": flashtile.attention, "merge": states.merge, "softmax": torch.softmax, "inspect": inspect}
+_NAMES |= {"flash_attn_2": flash_attn_2, "flash_attn_3": flash_attn_3}
 # A rounded decimal lies up to half a unit of its last place away, and a little more in binary.
 _HALF_UNIT = 0.5 + 1e-6
 
@@ -117,10 +114,7 @@ def _text(made: Sequence[float], like: Sequence[Decimal] = ()) -> str:
 
 
 def reproduce(name: str | None = None) -> Iterator[tuple[str, list[Result]]]:
-    """Titles of sections with their results, computed one section after another.
-
-    Args:
-        name: An entry or a section, in any case; everything by default.
+    """Titles of sections with their results; ``name`` is an entry or a section, in any case.
 
     Raises:
         InvalidInputError: There is neither.
