@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import flashtile
+from flashtile import reproduce
 from flashtile.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +32,19 @@ def settings_table() -> str:
     return "\n".join(["| variable | default | meaning |", "| --- | --- | --- |", *rows])
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"support_table": flashtile.support_table, "settings_table": settings_table}
+def derivation() -> str:
+    """The cells of docs/derivation.ipynb as Markdown."""
+    cells = json.loads((ROOT / "docs" / "derivation.ipynb").read_text(encoding="utf-8"))["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in texts)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "support_table": flashtile.support_table,
+    "settings_table": settings_table,
+    "reproduced": reproduce.markdown,
+    "derivation": derivation,
+}
 
 _BLOCK = re.compile(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 

@@ -95,11 +95,12 @@ def ladder() -> dict[str, Any]:
             timed = {name: row for name, row in cell.rows.items() if row.tflops is not None}
             if not timed:
                 continue
-            run = next(iter(timed.values())).run
+            first = next(iter(timed.values()))
             speed = {name: round(row.tflops, 1) for name, row in timed.items() if row.tflops is not None}
-            cells.append([suite, case.head_dim, case.causal, case.seqlen_q, run[:8], speed])
+            cells.append([suite, case.head_dim, case.causal, case.seqlen_q, first.run[:8], speed, first.commit])
     device = page.of_suite(rows, "forward")[-1].device
-    return {"device": device, "columns": ["direction", "head_dim", "causal", "seqlen", "day", "tflops"], "cells": cells}
+    columns = ["direction", "head_dim", "causal", "seqlen", "day", "tflops", "commit"]
+    return {"device": device, "columns": columns, "cells": cells}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from flashtile import __version__
-from flashtile.cli import analyze, explain, explore, info, kernels
+from flashtile.cli import analyze, explain, explore, info, kernels, reproduce
 from flashtile.cli.demo.command import demo
 from flashtile.errors import InvalidInputError, UnsupportedError
 
@@ -35,6 +35,7 @@ app = typer.Typer(
         "flashtile explain --seqlen 4096   which backend and tiles a call would take",
         "flashtile analyze memory          what attention costs, and why",
         "flashtile explore                 attention at work, in a browser",
+        "flashtile reproduce               published figures beside ours",
     ),
 )
 app.command(
@@ -64,6 +65,10 @@ app.command(
     short_help="Attention at work, on a page in a browser.",
     epilog=_examples("Examples", "flashtile explore", "flashtile explore --serve --no-open --port 8000"),
 )(explore.explore)
+app.command(
+    short_help="Published figures beside ours.",
+    epilog=_examples("Examples", "flashtile reproduce", "flashtile reproduce fp8", "flashtile reproduce D15"),
+)(reproduce.reproduce)
 app.command(
     short_help="What the compiler makes of GPU kernels.",
     epilog=_examples("Examples", "flashtile kernels --arch sm_90a --quick"),

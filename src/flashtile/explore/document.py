@@ -24,7 +24,8 @@ _SCRIPTS = (
 )  # fmt: skip
 
 
-def _saved(name: str) -> Any:
+def saved(name: str) -> Any:
+    """What ``static/data`` has by this name: ``ladder``, the saved rows, or ``timeline``."""
     return json.loads((STATIC / "data" / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -37,14 +38,14 @@ def _splitting() -> dict[str, int]:
 
 def data() -> dict[str, Any]:
     """What the page's scripts read, as JSON values."""
-    timeline = _saved("timeline")
+    timeline = saved("timeline")
     return {
         "devices": {name: dataclasses.asdict(device) for name, device in analysis.DEVICES.items()},
         "dtypeBytes": analysis.DTYPE_BYTES,
         "tileSides": analysis.TILE_SIDES,
         "decode": _splitting(),
         "timeline": timeline,
-        "ladder": _saved("ladder"),
+        "ladder": saved("ladder"),
         "explain": choices.table(),
         "sources": sources.of_figures(),
         "kernel": sources.of_lines(timeline),
