@@ -121,7 +121,15 @@ def choose(problem: Problem) -> Config:
         block_n *= 2
     is_gathered = problem.keys.page_size > 0 and problem.keys.page_size % block_n != 0
     stages = 2 if dim > 128 and block_m > 16 else 3
+    if _has_little_shared_memory(problem):
+        return Config(block_m, block_n // 2, 4 if block_m <= 16 else 8, 2)
     return Config(block_m, block_n, 4 if block_m <= 16 else 8, stages + 2 * is_gathered)
+
+
+def _has_little_shared_memory(problem: Problem) -> bool:
+    """AMD, with 64 KB, and NVIDIA's GPUs other than those for data centres, with 99 KB."""
+    have = problem.compute_capability
+    return have is None or have[0] >= 12 or (have[0] == 8 and have[1] > 0)
 
 
 def rows_of_tile(problem: Problem) -> int:
