@@ -19,7 +19,7 @@ from flashtile.arguments import band_of
 from flashtile.backends.decode import config as decode
 from flashtile.cli import main
 from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors
+from flashtile.problem import Problem, Tensors, described
 from flashtile.states import merge
 from tests.browser import Tab
 from tests.explore.moving import evaluated, put
@@ -267,8 +267,7 @@ def test_a_decode_step_needs_splits(opened: Tab) -> None:
 
 @pytest.mark.parametrize("device", analysis.DEVICES)
 def test_a_decode_step_costs_what_analysis_says(opened: Tab, device: str) -> None:
-    tensors = Tensors(*[torch.empty(1, 1, 1, 128, device="meta").bfloat16()] * 3)
-    config = decode.choose(Problem.build(tensors, Band()))
+    config = decode.choose(described(device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, head_dim=128))
     blocks, record = Blocks(config.block_m, config.block_n), analysis.DEVICES[device]
     for log, heads, group in itertools.product((9, 15, 20), (1, 8, 64), (1, 4, 16)):
         values = {"log": log, "headsKv": heads, "group": group, "device": device}

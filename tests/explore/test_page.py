@@ -161,7 +161,13 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytes
 
 def test_the_page_is_served_until_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "flashtile", "explore", "--serve", "--no-open", "--port", "0"]
-    server = subprocess.Popen([*command, "--out", str(tmp_path / "page.html")], stdout=subprocess.PIPE, text=True)
+    # A shell's background jobs ignore the signal, and so would what they start.
+    server = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "page.html")],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert server.stdout is not None
     try:
         assert "page.html" in server.stdout.readline()
