@@ -29,7 +29,7 @@ def unchanged_modules() -> Iterator[None]:
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "flash_attn":
+        if name.partition(".")[0] in ("flash_attn", "flash_attn_interface"):
             del sys.modules[name]
 
 
