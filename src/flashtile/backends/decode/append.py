@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 class Angles(NamedTuple):
     """Cosines and sines, contiguous (rows, DIM / 2); only passed as an argument, never assigned.
 
-    DIM features turn, 0 for none, in pairs, as many as BLOCK at most.
+    DIM features are rotated, 0 for none, in pairs, as many as BLOCK at most.
     """
 
     cos_ptr: Any
@@ -61,8 +61,8 @@ def place_of(t, rows, SEARCH: tl.constexpr):
 
 
 @triton.jit
-def turn(a, b, position, angles, pair, exists):
-    """A pair of features, float32, turned by the angles of a position."""
+def rotate(a, b, position, angles, pair, exists):
+    """A pair of features, float32, rotated by the angles of a position."""
     inside = exists & (position >= 0) & (position < angles.rows)
     at = tl.cast(position, tl.int64) * (angles.DIM // 2) + pair
     cos = tl.load(angles.cos_ptr + at, mask=inside, other=1.0).to(tl.float32)
@@ -97,7 +97,7 @@ def store(at, x, mask, scale, LIKE: tl.constexpr):
 
 @triton.jit
 def move(source, target, position, exists, scale, angles, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Moves rows of new tokens, turned by the angles of their position.
+    """Moves rows of new tokens, rotated by the angles of their position.
 
     Args:
         source: [HEADS, 1] addresses.
@@ -118,7 +118,7 @@ def move(source, target, position, exists, scale, angles, DIM: tl.constexpr, BLO
         inside = exists & (pair < angles.DIM // 2)
         a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
-        a, b = turn(a, b, position, angles, pair, inside)
+        a, b = rotate(a, b, position, angles, pair, inside)
         store(target + first, a, inside, scale, LIKE)
         store(target + second, b, inside, scale, LIKE)
     if angles.DIM < DIM:
@@ -191,7 +191,7 @@ def append_token(token, h, new, rows, caches, scales, tables, angles, dims, num_
     do_not_specialize=["batch", "num_new", "seqlen_q", "num_tokens", "num_heads_q", "num_heads_kv", "capacity", "rows"]
 )
 def cache_append(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, q_ptr, turned_ptr, cached_ptr, starts_ptr, entries_ptr, pages_ptr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, q_ptr, rotated_ptr, cached_ptr, starts_ptr, entries_ptr, pages_ptr,
     cu_seqlens_new_ptr, cu_seqlens_q_ptr, cos_ptr, sin_ptr, k_scale_ptr, v_scale_ptr,
     k_stride_b, k_stride_row, k_stride_head, v_stride_b, v_stride_row, v_stride_head,
     k_cache_stride_b, k_cache_stride_row, k_cache_stride_head,
@@ -202,9 +202,9 @@ def cache_append(
     ROTARY_DIM: tl.constexpr, ROTARY_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, EACH_ROW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Appends num_tokens new tokens; if ROTARY_DIM is not 0, further programs turn the queries into ``turned``.
+    """Appends num_tokens new tokens; if ROTARY_DIM is not 0, further programs rotate the queries into ``rotated``.
 
-    A program moves HEADS heads of one token. With EACH_ROW query i turns by the i-th position, else all by the first.
+    A program moves HEADS heads of one token. With EACH_ROW query i has the i-th position, else all have the first.
     """
     pid = tl.program_id(0)
     head_blocks = (num_heads_kv + HEADS - 1) // HEADS
@@ -239,7 +239,7 @@ def cache_append(
         pitch = num_heads_q * HEAD_DIM  # of a contiguous row
         move(
             at_heads(Tokens(q_ptr, q_stride_b, q_stride_row, q_stride_head), b, token, i, h, PACKED),
-            at_heads(Tokens(turned_ptr, seqlen_q * pitch, pitch, HEAD_DIM), b, token, i, h, PACKED),
+            at_heads(Tokens(rotated_ptr, seqlen_q * pitch, pitch, HEAD_DIM), b, token, i, h, PACKED),
             position, valid & (h < num_heads_q), tl.full(h.shape, 1.0, tl.float32),
             Angles(cos_ptr, sin_ptr, rows, ROTARY_DIM, ROTARY_BLOCK, INTERLEAVED), HEAD_DIM, BLOCK_D,
         )  # fmt: skip

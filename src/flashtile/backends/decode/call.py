@@ -126,7 +126,7 @@ class Sizes(NamedTuple):
         MERGE_ROWS: Rows of a tile that can exist, a power of two.
         MERGE_SPLITS: Splits that are merged at once, a power of two.
         splitting: ``Splitting``.
-        SEARCH: Sequences looked at together when an item's is looked for.
+        SEARCH: Sequences whose work is summed at once, a power of two.
         BITS: Whether the kernel decodes 8-bit numbers by their bits; then they are 2^-8 times their values.
         BY_PAGE: Whether scales differ from page to page.
     """

@@ -142,7 +142,6 @@ def rows_of_tile(problem: Problem) -> int:
         return 16 if rows <= 16 and not problem.varlen else 32
     if problem.varlen:
         return 64
-    # Tiles of 128 rows where registers need hold one softmax state, or narrow ones.
-    is_whole = Splitting.most_slots // (rows * problem.num_heads_kv) < 2 if rows else False
-    wide = is_whole or (64 < rows <= 128 and dim <= 64)
+    # 128 where a thread's registers need not hold a second softmax state, or where states are narrow.
+    wide = Splitting().most(rows, problem.num_heads_kv) == 1 or (64 < rows <= 128 and dim <= 64)
     return 16 if rows <= 16 else 32 if rows <= 32 else 128 if wide else 64

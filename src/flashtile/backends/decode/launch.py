@@ -23,7 +23,7 @@ _OPERANDS = (
     "sinks", "k_scale", "v_scale", "acc", "counters",
 )  # fmt: skip
 _APPEND_OPERANDS = (
-    "k", "v", "k_cache", "v_cache", "q", "turned", "cached", "starts", "entries", "pages", "cu_seqlens_new",
+    "k", "v", "k_cache", "v_cache", "q", "rotated", "cached", "starts", "entries", "pages", "cu_seqlens_new",
     "cu_seqlens_q", "cos", "sin", "k_scale", "v_scale",
 )  # fmt: skip
 _HEADS_AT_ONCE = 16
@@ -43,7 +43,7 @@ class DecodePlan:
         t = tensors
         self._problem, self._known = problem, known
         self._like_lse = like_floats(t.q, problem.lse_shape(t.q))
-        self._turns = t.rotary_cos is not None
+        self._rotates = t.rotary_cos is not None
         self._append: tuple[Step] | None = None
         if t.k is not None:
             launch = append_launch(problem, t)
@@ -53,10 +53,10 @@ class DecodePlan:
     def __call__(self, tensors: CacheTensors) -> Tensor:
         """Appends if there are new keys, writes ``tensors.out``, returns lse."""
         t, q = tensors, tensors.q
-        turned = torch.empty_like(q, memory_format=torch.contiguous_format) if self._turns else None
+        rotated = torch.empty_like(q, memory_format=torch.contiguous_format) if self._rotates else None
         if self._append is not None:
             run(self._append, (
-                t.k, t.v, t.k_cache, t.v_cache, q, turned, t.cache_seqlens,
+                t.k, t.v, t.k_cache, t.v_cache, q, rotated, t.cache_seqlens,
                 t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens, t.cache_batch_idx, t.page_table,
                 t.cu_seqlens_k_new, t.cu_seqlens_q, t.rotary_cos, t.rotary_sin, t.k_scale, t.v_scale,
             ))  # fmt: skip
@@ -68,7 +68,7 @@ class DecodePlan:
         step, floats, counters = found
         workspace = None if not floats else torch.empty(floats, dtype=torch.float32, device=q.device)
         run((step,), (
-            t.out, lse, q if turned is None else turned, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
+            t.out, lse, q if rotated is None else rotated, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
             t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, t.k_scale,
             t.v_scale, workspace, zeros(q.device, counters) if counters else None,
         ))  # fmt: skip
@@ -276,10 +276,10 @@ def padded(dim: int, least: int = 16) -> int:
 
 
 def append_launch(problem: Problem, tensors: CacheTensors) -> Launch:
-    """The launch that appends keys and values and turns the queries."""
+    """The launch that appends keys and values and rotates the queries."""
     p, t = problem, tensors
     assert t.k is not None and t.v is not None
-    turns = t.rotary_cos is not None
+    rotates = t.rotary_cos is not None
     rotary_dim = 2 * t.rotary_cos.shape[-1] if t.rotary_cos is not None else 0
     num_tokens = t.k.shape[0] if t.cu_seqlens_k_new is not None else t.k.shape[0] * t.k.shape[1]
     search = min(max(_power_of_two(p.batch), 32), 1024)
@@ -320,19 +320,19 @@ def append_launch(problem: Problem, tensors: CacheTensors) -> Launch:
 
     head_blocks, q_blocks = (-(-n // _HEADS_AT_ONCE) for n in (p.num_heads_kv, p.num_heads_q))
     rows_q = t.q.shape[0] if p.varlen else t.q.shape[0] * t.q.shape[1]
-    programs = num_tokens * head_blocks + (rows_q * q_blocks if turns else 0)
+    programs = num_tokens * head_blocks + (rows_q * q_blocks if rotates else 0)
     return Launch(cache_append, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, ("append", search))
 
 
 def _append_tensors(t: CacheTensors) -> dict[str, Any]:
-    turns = t.rotary_cos is not None
+    rotates = t.rotary_cos is not None
     return {
         "k_ptr": t.k,
         "v_ptr": t.v,
         "k_cache_ptr": _as(torch.uint8, t.k_cache),
         "v_cache_ptr": _as(torch.uint8, t.v_cache),
-        "q_ptr": t.q if turns else None,
-        "turned_ptr": Pointer(t.q.dtype) if turns else None,
+        "q_ptr": t.q if rotates else None,
+        "rotated_ptr": Pointer(t.q.dtype) if rotates else None,
         "cached_ptr": t.cache_seqlens,
         "starts_ptr": t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens,
         "entries_ptr": t.cache_batch_idx,

@@ -154,7 +154,7 @@ def rows_of_tile(first, h_kv, num_rows, BLOCK: tl.constexpr, GROUP: tl.constexpr
 
 @triton.jit
 def entry_of(b, call):
-    """The entry of the cache that is a sequence's; 0 where it is in call.pages."""
+    """The entry of the cache that is a sequence's; 0 for a cache in pages."""
     entry = b
     if call.lengths.entries_ptr is not None:
         entry = tl.load(call.lengths.entries_ptr + b)

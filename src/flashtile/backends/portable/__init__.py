@@ -37,22 +37,13 @@ _CAPABILITIES = Capabilities(
     deterministic=True,
     unaligned=True,
 )
-
-
-_DECODE = Capabilities(
-    device_types=("cuda",),
-    dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    max_head_dim=256,
-    min_compute_capability=(8, 0),
-    causal=True,
-    window=True,
-    grouped_heads=True,
-    varlen=True,
-    head_dim_v=True,
-    softcap=True,
-    alibi=True,
-    sinks=True,
-    unaligned=True,
+_DECODE = dataclasses.replace(
+    _CAPABILITIES,
+    mask=False,
+    bias=False,
+    bias_grad=False,
+    dropout=False,
+    deterministic=False,
     pages=True,
     float8_cache=True,
 )
