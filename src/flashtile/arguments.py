@@ -23,6 +23,7 @@ from flashtile.settings import BACKENDS as BACKENDS
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Dtypes that a tensor may have, and their names in error messages.
 _FLOAT = (DTYPES, "float16, bfloat16, float32 or float64")
+FLOAT8 = torch.float8_e4m3fn
 FLOAT32, INT32 = ((torch.float32,), "float32"), ((torch.int32,), "int32")
 _BOOL, _INT64 = ((torch.bool,), "bool; attn_bias takes floats"), ((torch.int64,), "int64")
 

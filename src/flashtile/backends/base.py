@@ -13,14 +13,18 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from flashtile.kvcache.arguments import FLOAT8, CacheTensors
+from flashtile.arguments import FLOAT8
+from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
 from flashtile.states import Partial
 
 # decode: cached calls, those of ``attention_with_kvcache``, whatever the number of their queries.
-Direction = Literal["forward", "backward", "decode"]
+# quantized: the forward of a ``flashtile.Quantized``.
+Direction = Literal["forward", "backward", "decode", "quantized"]
 _REGULAR: tuple[Direction, ...] = ("forward", "backward")
-_ALL: tuple[Direction, ...] = ("forward", "backward", "decode")
+_BUT_QUANTIZED: tuple[Direction, ...] = ("forward", "backward", "decode")
+_ALL: tuple[Direction, ...] = ("forward", "backward", "decode", "quantized")
 _DECODE: tuple[Direction, ...] = ("decode",)
 
 
@@ -28,6 +32,8 @@ def directions_of(problem: Problem) -> tuple[Direction, ...]:
     """The directions that a call of the problem runs."""
     if problem.keys.used:
         return _DECODE
+    if problem.dtype == FLOAT8:
+        return ("quantized",)
     return ("forward", "backward") if problem.needs_grad else ("forward",)
 
 
@@ -59,7 +65,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, _ALL),
     Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, _ALL),
     Feature("softcap", "softcap", lambda p: p.softcap > 0, _ALL),
-    Feature("alibi", "ALiBi", lambda p: p.alibi, _ALL),
+    Feature("alibi", "ALiBi", lambda p: p.alibi, _BUT_QUANTIZED),
     Feature("mask", "boolean attn_mask", lambda p: p.mask),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
@@ -179,6 +185,11 @@ Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None], Gradients]
 # rotary_cos, rotary_sin and page_table are contiguous in their last dimension, the other tensors in all.
 Decode = Callable[[CacheTensors], Tensor]
 
+# The plan of a quantized call: returns out and lse as ``Forward`` does, out in ``problem.out_dtype``. All tensors are
+# contiguous; strides of the scales, 0 where one scale serves several blocks, heads or sequences, are those of
+# ``quantization.problem.scale_strides``.
+QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
+
 # What the plans of a direction of one family of calls share.
 Known = dict[Any, Any]
 
@@ -230,6 +241,11 @@ class Backend(Protocol):
 
     def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
         """A function that runs this cached call; asked of backends whose ``capabilities("decode")`` is not None."""
+
+    def plan_quantized(
+        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
+    ) -> QuantizedForward:
+        """A function that runs this quantized call; asked of backends whose ``capabilities`` have it."""
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The kernels that a call of this problem on the current device would build; dout is contiguous, dlse absent.
