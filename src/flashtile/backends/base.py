@@ -22,9 +22,8 @@ from flashtile.states import Partial
 # decode: cached calls, those of ``attention_with_kvcache``, whatever the number of their queries.
 # quantized: the forward of a ``flashtile.Quantized``.
 Direction = Literal["forward", "backward", "decode", "quantized"]
-_REGULAR: tuple[Direction, ...] = ("forward", "backward")
-_BUT_QUANTIZED: tuple[Direction, ...] = ("forward", "backward", "decode")
-_ALL: tuple[Direction, ...] = ("forward", "backward", "decode", "quantized")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "decode", "quantized")
+_REGULAR, _BUT_QUANTIZED = DIRECTIONS[:2], DIRECTIONS[:3]
 _DECODE: tuple[Direction, ...] = ("decode",)
 
 
@@ -59,20 +58,20 @@ def _is_odd_float8(p: Problem) -> bool:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("causal", "causal", lambda p: p.band.right is not None, _ALL),
-    Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), _ALL),
-    Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1, _ALL),
-    Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, _ALL),
-    Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, _ALL),
-    Feature("softcap", "softcap", lambda p: p.softcap > 0, _ALL),
+    Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
+    Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
+    Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1, DIRECTIONS),
+    Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, DIRECTIONS),
+    Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, DIRECTIONS),
+    Feature("softcap", "softcap", lambda p: p.softcap > 0, DIRECTIONS),
     Feature("alibi", "ALiBi", lambda p: p.alibi, _BUT_QUANTIZED),
     Feature("mask", "boolean attn_mask", lambda p: p.mask),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
-    Feature("sinks", "sinks", lambda p: p.sinks, _ALL),
+    Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
-    Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, _ALL),
+    Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
     Feature("float8_cache", "float8 caches", lambda p: p.precision.kv == FLOAT8, _DECODE),
     Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8, _DECODE),
@@ -90,6 +89,7 @@ class Capabilities:
         head_dim_multiple: head_dim and head_dim_v must be multiples of it.
         min_compute_capability: Lowest NVIDIA compute capability, None where that does not apply.
         max_compute_capability: Highest, None for any.
+        nvidia: Whether of GPUs only NVIDIA's will do.
     """
 
     device_types: tuple[str, ...]
@@ -98,6 +98,7 @@ class Capabilities:
     head_dim_multiple: int = 1
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
+    nvidia: bool = False
     causal: bool = False
     window: bool = False
     grouped_heads: bool = False
@@ -126,7 +127,7 @@ class Capabilities:
             return [f"needs {' or '.join(self.device_types)} tensors, these are on {problem.device_type}"]
         have = problem.compute_capability
         if have is None:
-            return []
+            return ["needs an NVIDIA GPU"] if self.nvidia and problem.device_type == "cuda" else []
         low, high = self.min_compute_capability, self.max_compute_capability
         if (low and have < low) or (high and have > high):
             needed = ".".join(map(str, low)) if low else ""

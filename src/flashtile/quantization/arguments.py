@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile import arguments
-from flashtile.arguments import FLOAT8, FLOAT32, Argument, fields_of
+from flashtile.arguments import FLOAT8, FLOAT32, Argument, Options, fields_of
 from flashtile.errors import InvalidInputError, shown
 
 _E4M3 = ((FLOAT8,), "float8_e4m3fn")
@@ -83,30 +83,14 @@ def unflatten(args: Sequence[Any]) -> tuple[QuantizedTensors, QuantizedOptions]:
     return QuantizedTensors(*args[: len(TENSORS)]), QuantizedOptions(*args[len(TENSORS) :])
 
 
-def read(
-    causal: object, window_size: Sequence[int | None] | None, return_lse: object, plain: tuple[object, ...]
-) -> QuantizedOptions:
-    """Makes the options of a call from its keywords; ``plain`` holds those from max_seqlen_q on, in that order.
-
-    The same arguments give the same object, unless one is unhashable.
+@functools.lru_cache(maxsize=4096)
+def options_of(o: Options, dtype: torch.dtype) -> QuantizedOptions:
+    """The options of a quantized call whose output has a dtype, from those of a regular one.
 
     Raises:
-        InvalidInputError: Naming the argument that is wrong.
+        InvalidInputError: The dtype is neither bfloat16 nor float16.
     """
-    left, right = (None, None) if window_size is None else arguments.window_bounds(window_size)
-    if torch.compiler.is_compiling():
-        return _make(causal, return_lse, left, right, *plain)
-    try:
-        return _made(causal, return_lse, left, right, *plain)
-    except TypeError:  # a list or a symbolic number, which have no hash
-        return _make(causal, return_lse, left, right, *plain)
-
-
-def _make(causal: object, return_lse: object, *plain: object) -> QuantizedOptions:
-    causal, _ = arguments.flag("causal", causal), arguments.flag("return_lse", return_lse)
-    left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
-    return QuantizedOptions(left, 0 if causal else right, *others)
-
-
-# Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
-_made = functools.lru_cache(maxsize=4096, typed=True)(_make)
+    return QuantizedOptions(
+        o.window_left, o.window_right, o.max_seqlen_q, o.max_seqlen_k, _out_dtype("dtype", dtype), o.softmax_scale,
+        o.softcap, o.backend,
+    )  # fmt: skip

@@ -20,6 +20,8 @@ from flashtile.quantization.arguments import TENSORS, QuantizedOptions, Quantize
 
 # Rows of q, or keys, that share a scale. v's columns are padded to it.
 BLOCK = 128
+# Position p of each 16 columns of v holds key ORDER[p]: so probabilities are operands where the scores' product left them.
+ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 _DIM_MULTIPLE, _MAX_DIM = 16, 256
 
 

@@ -9,10 +9,11 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known
+from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
 from flashtile.backends.decode import config as decode
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
 
 _FORWARD = Capabilities(
     device_types=("cuda",),
@@ -55,7 +56,7 @@ class _Backend:
     summary = "NVIDIA Hopper (compute capability 9.0)"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        return {"forward": _FORWARD, "backward": _BACKWARD, "decode": _DECODE}[direction]
+        return {"forward": _FORWARD, "backward": _BACKWARD, "decode": _DECODE}.get(direction)
 
     def missing(self) -> str | None:
         return _missing()
@@ -85,6 +86,11 @@ class _Backend:
         from flashtile.backends.decode.launch import DecodePlan
 
         return DecodePlan(problem, tensors, known)
+
+    def plan_quantized(
+        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
+    ) -> QuantizedForward:
+        raise NotImplementedError  # declared by no capabilities
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         from flashtile.backends import host

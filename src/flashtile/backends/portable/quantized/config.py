@@ -1,0 +1,25 @@
+"""The quantized forward's tiles; a block of keys is at most the 128 that share a scale."""
+
+from __future__ import annotations
+
+from flashtile.backends.portable.config import Config, Tables, select
+from flashtile.problem import Problem
+
+
+def choose(problem: Problem, arch: str | None = None) -> Config:
+    """The tiles for a problem, or for an architecture other than its device's."""
+    return select(problem, "quantized", _TABLES, arch)
+
+
+_SM_86 = dict.fromkeys((16, 32, 64, 128), Config(64, 64, 4, 2)) | {256: Config(64, 32, 8, 2)}
+_SM_90 = {64: Config(128, 128, 8, 3), 128: Config(128, 128, 8, 3), 256: Config(64, 64, 4, 2)}
+_KINDS = {
+    "sm_90 dense": _SM_90,
+    "sm_90 banded": _SM_90,
+    "sm_90 short": _SM_90,
+    "sm_90 packed": _SM_90,
+    "sm_90 featured": _SM_90,
+    "sm_86": _SM_86,
+    "sm_86 featured": _SM_86,
+}
+_TABLES: Tables = {kind: {"quantized": tiles} for kind, tiles in _KINDS.items()}
