@@ -1,7 +1,7 @@
 """Where the blocks of 128 rows of each sequence lie, and the order of keys in V, in plain PyTorch.
 
-A packed tensor of ``total`` rows in ``batch`` sequences has ``total // BLOCK + batch`` blocks. Those of sequence b begin
-at ``cu_seqlens[b] // BLOCK + b``, which leaves room for each one's last, shorter block and needs no sums of lengths.
+A packed tensor of ``total`` rows in ``batch`` sequences has ``total // BLOCK + batch`` blocks. Those of sequence b
+begin at ``cu_seqlens[b] // BLOCK + b``: there is room for each one's last, shorter block, and no lengths are summed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _places_of_rows(bounds: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def split(x: Tensor, bounds: Tensor | None) -> Tensor:
-    """Rows ``(batch, rows, ...)`` or packed ``(total, ...)`` as ``([batch,] blocks, BLOCK, ...)``, 0 at places of none."""
+    """Rows ``(batch, rows, ...)`` or packed ``(total, ...)`` as ``([batch,] blocks, BLOCK, ...)``, 0 where is none."""
     if bounds is None:
         padding = [0, 0] * (x.dim() - 2) + [0, -x.shape[1] % BLOCK]
         return functional.pad(x, padding).unflatten(1, (-1, BLOCK))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flashtile import settings
-from flashtile.arguments import check_tensor, checked, flag, integer
+from flashtile.arguments import Options, check_tensor, checked, flag, integer
 from flashtile.errors import InvalidInputError
-from flashtile.problem import Options, Problem, Tensors, check_values
+from flashtile.problem import Problem, Tensors, check_values
 from flashtile.quantization.plain import Choices, Inputs, quantized
 from flashtile.quantization.record import Quantized, Scales, check_widths
 

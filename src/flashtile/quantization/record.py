@@ -39,9 +39,9 @@ class Quantized:
         q: ``(batch, seqlen_q, num_heads_q, head_dim)``, packed ``(total_q, num_heads_q, head_dim)``, float8_e4m3fn,
             contiguous.
         k: The same with seqlen_k or total_k, and num_heads_kv.
-        v: ``(batch, num_heads_kv, head_dim_v, columns)``, packed ``(num_heads_kv, head_dim_v, columns)``, float8_e4m3fn:
-            V transposed, with 128 columns a block. Of each 16 columns, column p holds key ``ORDER[p]``; columns that
-            hold no key are 0.
+        v: ``(batch, num_heads_kv, head_dim_v, columns)``, packed ``(num_heads_kv, head_dim_v, columns)``, of the same
+            dtype, contiguous: V transposed, with 128 columns a block. Of each 16 columns, column p holds key
+            ``ORDER[p]``; columns that hold no key are 0.
         q_scale: float32 ``(batch, num_heads_q, blocks)``, packed ``(num_heads_q, blocks)``. Scales that are one for
             a head have the shape (batch, num_heads_q, 1) if dense, and one for a tensor (1, 1, 1), packed (1, 1).
         k_scale: The same with num_heads_kv and blocks of keys.
@@ -127,7 +127,7 @@ class Quantized:
         check_widths(sizes)
         if dtype not in (torch.bfloat16, torch.float16):
             raise InvalidInputError("dtype", f"is {dtype}, must be torch.bfloat16 or torch.float16")
-        found = []
+        scales = []
         for x, scale, bounds, heads in (
             (q, q_descale, cu_seqlens_q, sizes["num_heads_q"]),
             (k, k_descale, cu_seqlens_k, sizes["num_heads_kv"]),
@@ -136,11 +136,12 @@ class Quantized:
             if scale is None:
                 scale = torch.ones(sizes["batch"], sizes["num_heads_kv"], device=q.device)
             scale = scale.repeat_interleave(heads // sizes["num_heads_kv"], dim=1)
-            found.append(scale[..., None] if bounds is None else spread_scales(scale.T, bounds, x.shape[0]))
+            scales.append(scale[..., None] if bounds is None else spread_scales(scale.T, bounds, x.shape[0]))
+        q_scale, k_scale, v_scale = scales
         columns = as_columns(split(v.contiguous().view(torch.uint8), cu_seqlens_k)).view(E4M3)
         return cls(
-            q.contiguous(), k.contiguous(), columns, *found, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, dtype, "head",
+            q.contiguous(), k.contiguous(), columns, q_scale, k_scale, v_scale, None, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, dtype, "head",
         )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def signs(dim: int, seed: int) -> tuple[int, ...]:
 
 
 def rotate(x: Tensor, seed: int = 0) -> Tensor:
-    """x M for ``(..., head_dim)`` in float32 or float64, in head_dim times log(head_dim) additions a row."""
+    """Rows times M, for ``(..., head_dim)`` in float32 or float64, in head_dim times log(head_dim) additions a row."""
     x = x * torch.tensor(signs(x.shape[-1], seed), dtype=x.dtype, device=x.device)
     return torch.cat([_hadamard(part) for part in x.split(parts(x.shape[-1]), dim=-1)], dim=-1)
 
