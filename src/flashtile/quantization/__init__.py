@@ -1,1 +1,1 @@
-"""8-bit attention: quantised tensors, how they are made, and the forward that takes them."""
+"""8-bit attention: ``flashtile.quantize``, the record that it makes, ``flashtile.Quantized``, and calls that take it."""

@@ -29,7 +29,7 @@ def _out_dtype(name: str, value: Any) -> torch.dtype:
 class QuantizedTensors:
     """The tensors of one quantized call, those of a ``Quantized`` and sinks; absent ones are None. Immutable.
 
-    ``quantization.record`` says how v lies in memory and which block a scale is of. Axes of scales may be 1, where one
+    ``quantization.blocks`` says how v lies in memory and which block a scale is of. Axes of scales may be 1, where one
     scale serves all; a packed call has ``num_heads_kv head_dim_v columns``, ``num_heads blocks`` and ``num_heads_q
     total_q`` in place of the axes of v, of scales and of shift.
     """

@@ -17,13 +17,8 @@ from flashtile.problem import (
     is_aligned,
 )
 from flashtile.quantization.arguments import TENSORS, QuantizedOptions, QuantizedTensors
-
-# Rows of q, or keys, that share a scale. v's columns are padded to it.
-BLOCK = 128
-# Position p of each 16 columns of v holds key ORDER[p]: so probabilities are operands where the scores' product left them.
-ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-_DIM_MULTIPLE, _MAX_DIM = 16, 256
-
+from flashtile.quantization.blocks import BLOCK, num_blocks
+from flashtile.quantization.record import check_widths
 
 def problem_of(tensors: QuantizedTensors, options: QuantizedOptions) -> Problem:
     """Checks the tensors of a quantized call against one another and records the call.
@@ -70,11 +65,6 @@ def scale_strides(scale: Tensor) -> tuple[int, int, int]:
     return batch, head, block
 
 
-def num_blocks(length: int, batch: int, packed: bool) -> int:
-    """Blocks of each sequence of ``length`` rows, or of all sequences that are packed into ``length`` rows."""
-    return length // BLOCK + batch if packed else -(-length // BLOCK)
-
-
 # A packed call's axes in place of a dense one's.
 _PACKED = {"batch seqlen": "total", "batch num_heads": "num_heads", "num_heads_q seqlen_q": "num_heads_q total_q"}
 
@@ -94,13 +84,8 @@ def _check_tensors(t: QuantizedTensors, o: QuantizedOptions) -> dict[str, int]:
         elif longest is not None:
             raise InvalidInputError(f"max_seqlen_{side}", "is given, but goes with cu_seqlens alone")
     axes.check_heads()
-    for name in ("head_dim", "head_dim_v"):
-        if sizes[name] % _DIM_MULTIPLE or sizes[name] > _MAX_DIM:
-            must = f"must be a multiple of {_DIM_MULTIPLE} and at most {_MAX_DIM} in 8 bits"
-            raise InvalidInputError(axes.owners[name], f"{name} is {sizes[name]}, {must}")
-    blocks_q, blocks_k = (
-        num_blocks(sizes[f"total_{side}" if packed else f"seqlen_{side}"], sizes["batch"], packed) for side in "qk"
-    )
+    check_widths(sizes)
+    blocks_q, blocks_k = num_blocks(t.q.shape[-3], t.cu_seqlens_q), num_blocks(t.k.shape[-3], t.cu_seqlens_k)
     if sizes["columns"] != blocks_k * BLOCK:
         must = f"must have {blocks_k * BLOCK}: whole blocks of {BLOCK} keys"
         raise InvalidInputError("v", f"has {sizes['columns']} columns, {must}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtile.backends.cpu import forward
 from flashtile.problem import Problem, Tensors
 from flashtile.quantization.arguments import QuantizedTensors
-from flashtile.quantization.problem import BLOCK, ORDER
+from flashtile.quantization.record import Quantized
 
 
 def describe(problem: Problem) -> str:
@@ -21,9 +21,9 @@ def describe(problem: Problem) -> str:
 
 def quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
     """See ``backends.base.QuantizedForward``."""
-    q = _scaled(t.q, t.q_scale, t.cu_seqlens_q)
-    k = _scaled(t.k, t.k_scale, t.cu_seqlens_k)
-    v = _scaled(_rows_of_values(t), t.v_scale, t.cu_seqlens_k)
+    scales = t.q_scale, t.k_scale, t.v_scale
+    record = Quantized(t.q, t.k, t.v, *scales, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
+    q, k, v = record.dequantized()
     call = Tensors(q, k, v, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
     out, lse = forward.forward(_wide(problem), call)
     if t.shift is not None:
@@ -38,32 +38,3 @@ def quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
 def _wide(problem: Problem) -> Problem:
     """The regular call; sinks join when the mean of the keys is back in lse."""
     return problem.but(dtype=torch.float32, sinks=False)
-
-
-def _places(length: int, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of each row, the block whose scale it has, and its place in that block."""
-    rows = torch.arange(length, device="cpu")
-    if bounds is None:
-        return rows // BLOCK, rows % BLOCK
-    sequence = torch.searchsorted(bounds[1:].long(), rows, right=True)
-    starts = bounds[sequence].long()
-    return starts // BLOCK + sequence + (rows - starts) // BLOCK, (rows - starts) % BLOCK
-
-
-def _scaled(x: Tensor, scale: Tensor, bounds: Tensor | None) -> Tensor:
-    """8-bit rows ``(..., rows, heads, dim)`` times their blocks' scales, in float32."""
-    blocks, _ = _places(x.shape[-3], bounds)
-    # Rows past the last bound have no block.
-    each = scale[..., blocks.clamp(max=scale.shape[-1] - 1) if scale.shape[-1] else blocks]
-    return x.float() * each.transpose(-1, -2)[..., None]
-
-
-def _rows_of_values(t: QuantizedTensors) -> Tensor:
-    """v as rows in their order: ``(..., rows, heads, dim)``."""
-    length = t.k.shape[-3]
-    blocks, places = _places(length, t.cu_seqlens_k)
-    position = torch.tensor(ORDER, device="cpu").argsort()
-    columns = blocks * BLOCK + places // 16 * 16 + position[places % 16]
-    columns = columns.clamp(max=t.v.shape[-1] - 1) if t.v.shape[-1] else columns
-    bits = t.v.view(torch.uint8).index_select(-1, columns)
-    return bits.view(t.v.dtype).movedim(-1, -3)

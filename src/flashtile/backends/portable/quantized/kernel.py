@@ -62,7 +62,7 @@ class Quantized(NamedTuple):
 
 @triton.jit
 def key_of(position):
-    """The key that column ``position`` of v holds: ``quantization.problem.ORDER`` within each 16."""
+    """The key that column ``position`` of v holds: ``quantization.blocks.ORDER`` within each 16."""
     return (position & -15) | ((position & 2) << 2) | ((position & 12) >> 1)
 
 
