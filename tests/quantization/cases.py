@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile import UnsupportedError, dispatch, reference
-from flashtile.masks import Band
+from flashtile import UnsupportedError, dispatch
 from flashtile.problem import Problem, Tensors
 from flashtile.quantization import ops
-from flashtile.quantization.arguments import FLOAT8, QuantizedOptions, QuantizedTensors, tensor_values
+from flashtile.quantization.arguments import FLOAT8, QuantizedOptions, QuantizedTensors
 from flashtile.quantization.problem import problem_of
 from tests.poison import poisoned_memory
 
+# Of a row: its sequence, the number of its block, and its place there.
+Place = tuple[int, int, int]
 BLOCK, ORDER = 128, (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 
@@ -95,9 +97,11 @@ CASES: tuple[QuantizedCase, ...] = (
     QuantizedCase("no_keys_sinks", ((9, 0),), sinks=True, shifted=True),
     QuantizedCase("no_batch", ()),
     QuantizedCase("packed", ((13, 13), (1, 1), (29, 29)), packed=True),
-    QuantizedCase("packed_blocks", ((130, 257), (1, 128), (127, 129), (5, 300)), packed=True, causal=True, shifted=True),
+    QuantizedCase("packed_blocks", ((130, 257), (1, 128), (127, 129), (5, 300)), packed=True, causal=True,
+                  shifted=True),
     QuantizedCase("packed_empty", ((0, 5), (7, 0), (0, 0), (11, 11)), packed=True, causal=True, sinks=True),
-    QuantizedCase("packed_spare", ((8, 8), (15, 150)), packed=True, spare=5, sinks=True, shifted=True, say_longest=False),
+    QuantizedCase("packed_spare", ((8, 8), (15, 150)), packed=True, spare=5, sinks=True, shifted=True,
+                  say_longest=False),
     QuantizedCase("packed_window", ((140, 140), (9, 33)), packed=True, window=(60, 3), heads=4, kv_heads=2),
     QuantizedCase("packed_by_tensor", ((140, 140), (9, 33)), packed=True, scales=("tensor", "head", "tensor")),
     QuantizedCase("packed_no_sequences", (), packed=True, spare=3),
@@ -107,7 +111,10 @@ CASES: tuple[QuantizedCase, ...] = (
 )  # fmt: skip
 
 
-def random_case(number: int, longest: int = 700, head_dims: tuple[int, ...] = tuple(range(16, 257, 16))) -> QuantizedCase:
+_HEAD_DIMS = tuple(range(16, 257, 16))
+
+
+def random_case(number: int, longest: int = 700, head_dims: tuple[int, ...] = _HEAD_DIMS) -> QuantizedCase:
     """Case ``number`` of an endless list of random ones."""
     draw = random.Random(number)
     packed = draw.random() < 0.4
@@ -178,11 +185,11 @@ def build(case: QuantizedCase, device: str = "cpu", seed: int = 0) -> QuantizedC
         ("v", rows_k, case.kv_heads, dim_v, case.scales[2]),
     ):
         scale = _scale(case, kind, heads, rows, make)
-        each = torch.stack([scale[..., block] for _, block, _ in rows], -2) if rows else scale.new_empty(0, heads)
-        values = torch.randn(len(rows), heads, dim, generator=make).mul(100).to(FLOAT8)
+        values = torch.randn(len(rows), heads, dim, generator=make).mul(100).clamp(-448, 448)
+        values[len(rows) - case.spare :] = torch.nan
+        values = values.to(FLOAT8)
         codes[name], scales[f"{name}_scale"] = values, scale
         wide[name] = values.double() * _by_row(case, scale, rows)[..., None]
-        del each
     batch = len(case.lengths)
     tensors = {name: codes[name] if case.packed else _dense(codes[name], batch) for name in ("q", "k")}
     tensors |= scales | {"v": _transposed(case, codes["v"], rows_k)}
@@ -190,6 +197,7 @@ def build(case: QuantizedCase, device: str = "cpu", seed: int = 0) -> QuantizedC
         shape = (len(rows_q),) if case.packed else (batch, len(rows_q) // max(batch, 1))
         shape = (*shape[:-1], case.heads, shape[-1])
         tensors["shift"] = torch.randn(shape, generator=make) * case.head_dim**0.5
+        tensors["shift"][..., len(rows_q) - case.spare if case.packed else shape[-1] :] = torch.nan
     if case.sinks:
         tensors["sinks"] = torch.randn(case.heads, generator=make)
     if case.packed:
@@ -206,9 +214,7 @@ def build(case: QuantizedCase, device: str = "cpu", seed: int = 0) -> QuantizedC
     )
     made = QuantizedTensors(**{name: x.to(device) for name, x in tensors.items()})
     shaped = {name: x if case.packed else _dense(x, batch) for name, x in wide.items()}
-    rows = Tensors(
-        *shaped.values(), cu_seqlens_q=tensors.get("cu_seqlens_q"), cu_seqlens_k=tensors.get("cu_seqlens_k")
-    )
+    rows = Tensors(*shaped.values(), cu_seqlens_q=tensors.get("cu_seqlens_q"), cu_seqlens_k=tensors.get("cu_seqlens_k"))
     return QuantizedCall(case, problem_of(made, options), made, options, rows)
 
 
@@ -216,7 +222,7 @@ def _bounds(case: QuantizedCase, side: int) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(pair[side] for pair in case.lengths)], dtype=torch.int32)
 
 
-def _rows(case: QuantizedCase, side: int) -> list[tuple[int, int, int]]:
+def _rows(case: QuantizedCase, side: int) -> list[Place]:
     """Of each row its sequence, the number of its block, and its place there; -1 for rows past the last bound."""
     found, start = [], 0
     for b, pair in enumerate(case.lengths):
@@ -226,12 +232,12 @@ def _rows(case: QuantizedCase, side: int) -> list[tuple[int, int, int]]:
     return found + [(-1, -1, -1)] * case.spare
 
 
-def _num_blocks(case: QuantizedCase, rows: list[tuple[int, int, int]]) -> int:
+def _num_blocks(case: QuantizedCase, rows: list[Place]) -> int:
     batch = len(case.lengths)
     return len(rows) // BLOCK + batch if case.packed else -(-(len(rows) // max(batch, 1)) // BLOCK)
 
 
-def _scale(case: QuantizedCase, kind: str, heads: int, rows: list[tuple[int, int, int]], make: torch.Generator) -> Tensor:
+def _scale(case: QuantizedCase, kind: str, heads: int, rows: list[Place], make: torch.Generator) -> Tensor:
     """Scales of which numbers of size 100 become about 1, each by another factor; 1 for blocks that nobody has."""
     batch, blocks = len(case.lengths), _num_blocks(case, rows)
     used = torch.zeros(max(batch, 1), blocks, dtype=torch.bool)
@@ -247,12 +253,12 @@ def _scale(case: QuantizedCase, kind: str, heads: int, rows: list[tuple[int, int
     return scale
 
 
-def _by_row(case: QuantizedCase, scale: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:
+def _by_row(case: QuantizedCase, scale: Tensor, rows: list[Place]) -> Tensor:
     """``(rows, heads or 1)`` float64; 1 past the last bound."""
     found = []
     for b, block, _ in rows:
         of = scale if case.packed else scale[b if scale.shape[0] > 1 else 0]
-        one = torch.ones_like(of[..., 0]) if b < 0 else of[..., block if of.shape[-1] > 1 else 0]
+        one = of.new_ones(of.shape[0]) if b < 0 else of[..., block if of.shape[-1] > 1 else 0]
         found.append(one)
     return torch.stack(found).double() if found else torch.ones(0, 1).double()
 
@@ -261,7 +267,7 @@ def _dense(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, len(x) // batch)) if batch else x[None, :0].expand(0, 0, *x.shape[1:])
 
 
-def _transposed(case: QuantizedCase, values: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:
+def _transposed(case: QuantizedCase, values: Tensor, rows: list[Place]) -> Tensor:
     """v as a call takes it, from ``(rows, heads, dim)``."""
     batch, columns = len(case.lengths), _num_blocks(case, rows) * BLOCK
     bits = torch.zeros(max(batch, 1) if not case.packed else 1, *values.shape[1:], columns, dtype=torch.uint8)
@@ -270,3 +276,133 @@ def _transposed(case: QuantizedCase, values: Tensor, rows: list[tuple[int, int, 
             column = block * BLOCK + place // 16 * 16 + ORDER.index(place % 16)
             bits[0 if case.packed else b, :, :, column] = row
     return (bits[0] if case.packed else bits[:batch]).view(FLOAT8)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """The reference of a call, float64, and how far rounding may take a result from it.
+
+    Attributes:
+        out: ``(rows, num_heads_q, head_dim_v)``, or the same after batch: attention over the dequantised numbers.
+        lse: ``(num_heads_q, rows)``, or the same after batch: its lse, of the true scores.
+        worst: Like out: how far one output may be off.
+        usual: Like out: its standard deviation if roundings are independent.
+        worst_lse: Like lse.
+        usual_lse: Like lse.
+    """
+
+    out: Tensor
+    lse: Tensor
+    worst: Tensor
+    usual: Tensor
+    worst_lse: Tensor
+    usual_lse: Tensor
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a backend rounds.
+
+    Attributes:
+        most: The largest relative error of a probability.
+        mean: The root of the mean of its square.
+        lost: What a probability may lose, against the largest of its row.
+        sums: The error of a product's sum, against the sum of its terms' magnitudes.
+    """
+
+    most: float
+    mean: float
+    lost: float
+    sums: float
+
+
+# e4m3 has 3 bits after the first: half a step is at most 2^-4 of a number, and 0.0265 on average if the logarithms of
+# numbers are spread evenly. The smallest number is 2^-9, and the largest probability is rounded as 2^8. Hopper's
+# products keep 13 bits of their sums.
+EIGHT_BIT, WIDE = Rounding(2**-4, 0.0265, 2**-18, 2**-11), Rounding(0.0, 0.0, 0.0, 2**-19)
+
+
+def exact(call: QuantizedCall, rounding: Rounding) -> Exact:
+    """Attention by definition, one sequence at a time."""
+    p, t, packed = call.problem, call.wide, call.case.packed
+    shape = (*t.q.shape[:-1], p.head_dim_v)
+    wide = [torch.zeros(shape, dtype=torch.float64) for _ in range(3)]
+    narrow = [torch.zeros(shape[:-1], dtype=torch.float64).transpose(-1, -2) for _ in range(3)]
+    narrow[0].fill_(-torch.inf)
+    starts = [_bounds(call.case, side).tolist() for side in (0, 1)]
+    for b in range(p.batch):
+        rows, keys = (slice(*start[b : b + 2]) if packed else b for start in starts)
+        of_rows = (slice(None), rows) if packed else b
+        logits = (_own(x, of) for x, of in ((call.tensors.shift, of_rows), (call.tensors.sinks, slice(None))))
+        found = _attend(p, (t.q[rows], t.k[keys], t.v[keys]), *logits, rounding)
+        for places, values in ((wide, found[:3]), (narrow, found[3:])):
+            for place, value in zip(places, values, strict=True):
+                place[rows if places is wide else of_rows] = value
+    return Exact(wide[0], narrow[0], wide[1], wide[2], narrow[1], narrow[2])
+
+
+def _own(x: Tensor | None, place: Any) -> Tensor | None:
+    return None if x is None else x.detach().cpu().double()[place]
+
+
+def _attend(
+    p: Problem, rows: tuple[Tensor, Tensor, Tensor], shift: Tensor | None, sinks: Tensor | None, r: Rounding
+) -> tuple[Tensor, ...]:
+    """out, worst and usual ``(rows, heads, dim)``, then lse, worst_lse and usual_lse ``(heads, rows)``."""
+    q, k, v = (x.transpose(0, 1) for x in rows)
+    k, v = (x.repeat_interleave(p.group_size, 0) for x in (k, v))
+    scores = (q @ k.mT + (0.0 if shift is None else shift[..., None])) * p.softmax_scale
+    if p.softcap:
+        scores = p.softcap * torch.tanh(scores / p.softcap)
+    keep = p.band.dense(q.shape[1], k.shape[1])
+    scores = torch.where(keep, scores, -torch.inf)
+    columns = [scores, *([] if sinks is None else [sinks[:, None, None].expand(*scores.shape[:2], 1)])]
+    lse = torch.cat(columns, -1).logsumexp(-1) if sum(x.shape[-1] for x in columns) else scores.sum(-1) - torch.inf
+    origin = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+    weights = torch.exp(scores - origin)
+    out, size, squares = weights @ v, weights @ v.abs(), weights**2
+    spread = (squares @ v**2 - 2 * out * (squares @ v) + out**2 * squares.sum(-1, keepdim=True)).clamp(min=0).sqrt()
+    # Of the largest probability of a row; and what the sum of a score's terms is off by.
+    top = weights.amax(-1, keepdim=True) if weights.shape[-1] else origin * 0
+    terms = torch.where(keep, q.abs() @ k.abs().mT, 0.0) * abs(p.softmax_scale)
+    off = r.sums * (terms.amax(-1, keepdim=True) if terms.shape[-1] else origin * 0)
+    lost = r.lost * top * keep.double().sum(-1, keepdim=True)
+    lost_out = r.lost * top * (keep.double() @ v.abs()) + lost * out.abs()
+    step = torch.finfo(p.out_dtype).eps
+    others = (off + r.sums) * (size + out.abs()) + 1.1 * lost_out + 0.51 * step * out.abs() + 1e-6
+    worst = 1.1 * r.most / (1 - r.most) * (size + out.abs()) + others
+    others_lse = off + 1.1 * lost + 2e-6 * (1 + origin.abs())
+    worst_lse = 1.1 * r.most / (1 - r.most) + others_lse
+    usual_lse = r.mean * squares.sum(-1, keepdim=True).sqrt() + others_lse
+    by_row = (x.transpose(0, 1) for x in (out, worst, r.mean * spread + others))
+    return *by_row, lse, worst_lse[..., 0], usual_lse[..., 0]
+
+
+def judge(call: QuantizedCall, backend: str, rounding: Rounding = EIGHT_BIT, watched: bool = False) -> None:
+    """Checks a backend against the reference, or that it refuses with the reasons it declares. Never skips.
+
+    ``watched``: a tool checks the device's memory, which is then not filled beforehand.
+    """
+    against = dispatch.reasons(backend, call.problem, "quantized")
+    if against:
+        with pytest.raises(UnsupportedError) as caught:
+            call.run(backend)
+        assert all(reason in str(caught.value) for reason in against)
+        return
+    with nullcontext() if watched else poisoned_memory():
+        out, lse = (x.cpu() for x in call.run(backend))
+    want = exact(call, rounding)
+    assert out.dtype == call.options.dtype and lse.dtype == torch.float32
+    assert out.is_contiguous() and lse.is_contiguous() and out.shape == want.out.shape and lse.shape == want.lse.shape
+    _assert_within("out", out, want.out, want.worst, want.usual)
+    _assert_within("lse", lse, want.lse, want.worst_lse, want.usual_lse)
+
+
+def _assert_within(name: str, got: Tensor, want: Tensor, worst: Tensor, usual: Tensor) -> None:
+    assert torch.equal(want == -torch.inf, got == -torch.inf), f"{name}: rows without keys differ"
+    off = torch.where(want == -torch.inf, 0.0, got.double() - want).abs()
+    assert (off <= worst).all(), f"{name}: off by {(off / worst).max():.2f} of what an element may be"
+    if got.numel():
+        # The largest error of one rounding is 2.4 times the mean.
+        found, most = off.square().mean().sqrt(), 2.5 * usual.square().mean().sqrt()
+        assert found <= most, f"{name}: {found:.2e} off on average, at most {most:.2e}"

@@ -53,8 +53,12 @@ class Feature:
     directions: tuple[Direction, ...] = _REGULAR
 
 
-def _is_odd_float8(p: Problem) -> bool:
-    return p.precision.kv == FLOAT8 and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
+def _is_float8_cache(p: Problem) -> bool:
+    return p.keys.used and p.precision.kv == FLOAT8
+
+
+def _is_odd_float8_cache(p: Problem) -> bool:
+    return _is_float8_cache(p) and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -73,8 +77,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
-    Feature("float8_cache", "float8 caches", lambda p: p.precision.kv == FLOAT8, _DECODE),
-    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8, _DECODE),
+    Feature("float8_cache", "float8 caches", _is_float8_cache, _DECODE),
+    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8_cache, _DECODE),
 )
 
 

@@ -1,1 +1,1 @@
-"""8-bit attention: ``flashtile.quantize``, the record that it makes, ``flashtile.Quantized``, and calls that take it."""
+"""8-bit attention: ``flashtile.quantize``, its record ``flashtile.Quantized``, and the calls that take it."""

@@ -1,4 +1,4 @@
-"""The operator of quantized calls, and the way past the dispatcher with plans kept by layout, as in ``flashtile.ops``."""
+"""The operator of quantized calls, and the way past the dispatcher with plans by layout, as in ``flashtile.ops``."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from flashtile.quantization.arguments import TENSORS, QuantizedOptions, Quantize
 from flashtile.quantization.blocks import BLOCK, num_blocks
 from flashtile.quantization.record import check_widths
 
+
 def problem_of(tensors: QuantizedTensors, options: QuantizedOptions) -> Problem:
     """Checks the tensors of a quantized call against one another and records the call.
 

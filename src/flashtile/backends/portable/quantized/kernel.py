@@ -1,9 +1,9 @@
 """The forward over e4m3 tensors in Triton, with both products in 8 bits and each block's own scales.
 
-A program owns BLOCK_M query rows of one head, as in ``portable.forward.kernel``. Probabilities are rounded to e4m3 after
-a factor of 2^8, which brings the largest of a row to 256 of 448, and what was rounded is summed in float32. The product
-of a block of at most 128 keys starts from 0 and is added to the output in float32, where v's scale meets it: an 8-bit
-product of Hopper keeps about 13 bits of its sum. Source: Shah et al. 2024, arXiv:2407.08608, section 3.3.
+A program owns BLOCK_M query rows of one head, as in ``portable.forward.kernel``. Probabilities are rounded to e4m3
+after a factor of 2^8, which brings the largest of a row to 256 of 448, and what was rounded is summed in float32. The
+product of a block of at most 128 keys starts from 0 and is added to the output in float32, where v's scale meets it: an
+8-bit product of Hopper keeps about 13 bits of its sum. Source: Shah et al. 2024, arXiv:2407.08608, section 3.3.
 """
 
 from __future__ import annotations
@@ -102,11 +102,7 @@ def load_values(v, b, head, first, BLOCK_N: tl.constexpr):
     row, col = tl.arange(0, v.BLOCK_DIM)[:, None], tl.arange(0, BLOCK_N)[None, :]
     at = sequence.base(v.data.ptr, b, 0, head, v.data.stride_b, v.data.stride_row, v.data.stride_head) + first
     at = at + (row.to(tl.int64) * v.data.stride_row + col)
-    if v.DIM == v.BLOCK_DIM:
-        tile = tl.load(at)
-    else:
-        tile = tl.load(at, mask=row < v.DIM, other=0.0)
-    return tile
+    return tl.load(at) if v.DIM == v.BLOCK_DIM else tl.load(at, mask=row < v.DIM, other=0.0)
 
 
 @triton.jit
@@ -183,7 +179,8 @@ def quantized_tile(call, more):
     exists = rows < queries.length
     lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads + h) * call.q.layout.total + queries.start
     if more.shift_ptr is not None:
-        row_max += tl.load(more.shift_ptr + lse_at + rows, mask=exists, other=0.0) * call.terms.scale * softmax.LOG2_E
+        shift = tl.load(more.shift_ptr + lse_at + rows, mask=exists & in_sequence, other=0.0)
+        row_max += shift * call.terms.scale * softmax.LOG2_E
     down = 0.00390625  # 2^-PROBS_LOG2
     out, lse = finish(acc * down, row_max, row_sum * down, more.sinks_ptr, h, in_sequence, 1.0)
     store_contiguous(more.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM)
