@@ -106,6 +106,19 @@ def load_values(v, b, head, first, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def rounded(probs, like):
+    """Probabilities up to 2^8 as e4m3 numbers, rounded to nearest, in the dtype of ``like``: e4m3 or float32.
+
+    In float32 by bits and sums: Triton's interpreter, which has float32 operands, would cut digits off.
+    """
+    if like.dtype == tl.float32:
+        bits = probs.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+        probs = tl.where(probs < 0.015625, (probs + 24576.0) - 24576.0, normal)
+    return probs.to(like.dtype)
+
+
+@triton.jit
 def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, more, MASKED: tl.constexpr):
     """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
 
@@ -133,7 +146,7 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, mor
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
         row_max, origin, rescale = softmax.raise_max(row_max, tl.max(x, 1) * scale_log2, True)
-        probs = softmax.exponentials(x, scale_log2, origin - PROBS_LOG2).to(tl.float8e4nv)
+        probs = rounded(softmax.exponentials(x, scale_log2, origin - PROBS_LOG2), q)
         row_sum = row_sum * rescale + tl.sum(probs.to(tl.float32), 1)
         column = block * SCALE_BLOCK + first % SCALE_BLOCK
         v = load_values(call.v, keys.batch_index, head_kv, column, BLOCK_N)
