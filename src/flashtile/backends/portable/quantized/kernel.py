@@ -61,12 +61,6 @@ class Quantized(NamedTuple):
 
 
 @triton.jit
-def key_of(position):
-    """The key that column ``position`` of v holds: ``quantization.blocks.ORDER`` within each 16."""
-    return (position & -15) | ((position & 2) << 2) | ((position & 12) >> 1)
-
-
-@triton.jit
 def block_of(layout, seq, b, first):
     """The number of the scale of row ``first`` of sequence b."""
     block = first // SCALE_BLOCK
@@ -83,26 +77,19 @@ def load_scale(scale, b, head, block, exists):
 
 
 @triton.jit
-def load_keys(k, head, seq, first, order, CHECK: tl.constexpr):
-    """A tile [BLOCK_N, BLOCK_DIM] of the keys ``first + order``; 0 past DIM, and with CHECK past the sequence's end."""
-    row, col = order[:, None], tl.arange(0, k.BLOCK_DIM)[None, :]
-    at = sequence.addresses(Rows(k, head, seq), first, row, col)
-    if CHECK:
-        tile = tl.load(at, mask=(first + row < seq.length) & (col < k.DIM), other=0.0)
-    elif k.DIM == k.BLOCK_DIM:
-        tile = tl.load(at)
-    else:
-        tile = tl.load(at, mask=col < k.DIM, other=0.0)
-    return tile
-
-
-@triton.jit
 def load_values(v, b, head, first, BLOCK_N: tl.constexpr):
     """A tile [BLOCK_DIM, BLOCK_N] of v's columns from ``first``, all of which exist; 0 past DIM."""
     row, col = tl.arange(0, v.BLOCK_DIM)[:, None], tl.arange(0, BLOCK_N)[None, :]
     at = sequence.base(v.data.ptr, b, 0, head, v.data.stride_b, v.data.stride_row, v.data.stride_head) + first
     at = at + (row.to(tl.int64) * v.data.stride_row + col)
     return tl.load(at) if v.DIM == v.BLOCK_DIM else tl.load(at, mask=row < v.DIM, other=0.0)
+
+
+@triton.jit
+def in_order_of_values(probs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The columns of probabilities [BLOCK_M, BLOCK_N] in the order of v's: ``quantization.blocks.ORDER`` of each 16."""
+    halves = probs.reshape(BLOCK_M, BLOCK_N // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
+    return halves.reshape(BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -128,12 +115,11 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, mor
     SCALE_FIRST: tl.constexpr = call.terms.SCALE_FIRST
     head_kv = head.h // call.group_size
     i = rows[:, None] + head.shift
-    order = key_of(tl.arange(0, BLOCK_N))
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
-        cols = first + order[None, :]
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
         block = block_of(call.k.layout, keys, head.b, first)
-        k = load_keys(call.k, head_kv, keys, first, order, MASKED)
+        k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
         product = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N] float32
         scale = q_scale * load_scale(more.k_scale, keys.batch_index, head_kv, block, True)
         if SCALE_FIRST:
@@ -151,7 +137,7 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, mor
         column = block * SCALE_BLOCK + first % SCALE_BLOCK
         v = load_values(call.v, keys.batch_index, head_kv, column, BLOCK_N)
         v_scale = load_scale(more.v_scale, keys.batch_index, head_kv, block, True)
-        acc = acc * rescale[:, None] + tl.dot(probs, tl.trans(v)) * v_scale
+        acc = acc * rescale[:, None] + tl.dot(in_order_of_values(probs, call.BLOCK_M, BLOCK_N), tl.trans(v)) * v_scale
     return acc, row_max, row_sum
 
 

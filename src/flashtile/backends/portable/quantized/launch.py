@@ -12,7 +12,7 @@ from flashtile.backends.base import Known
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer
 from flashtile.backends.portable.arguments import band_sizes, heads_at_once, num_programs, tile_arguments
-from flashtile.backends.portable.config import Config, overridden
+from flashtile.backends.portable.config import Config, overridden, padded_dims
 from flashtile.backends.portable.quantized.config import choose
 from flashtile.backends.portable.quantized.kernel import attention_quantized
 from flashtile.problem import Problem
@@ -68,6 +68,9 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
         strides = zip(("b", "head", "block"), scale_strides(getattr(t, name)), strict=True)
         sizes |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
 
+    # 8-bit products are over 32 numbers at least.
+    block_d, block_dv = padded_dims(max(problem.head_dim, 32), max(problem.head_dim_v, 32))
+
     def others() -> dict[str, Any]:
         return {
             **{f"{name}_ptr": getattr(t, name) for name in _OPERANDS if name not in ("out", "lse")},
@@ -76,6 +79,8 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
             **tile_arguments(problem, config),
             "ONE_LOOP": config.one_loop,
             "MASK_ALL": config.mask_all,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
         }
 
     programs, key = num_programs(problem, t, config.block_m), (config, problem.out_dtype)
