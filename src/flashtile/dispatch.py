@@ -83,10 +83,10 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
     return backend(name)
 
 
-def explain(problem: Problem, name: str | None = None) -> str:
-    """Which backend runs each direction of a problem, with which tiles, and why the others do not."""
+def explain(problem: Problem, name: str | None = None, only: Direction | None = None) -> str:
+    """Which backend runs each direction of a problem, or only one, with which tiles, and why the others do not."""
     lines = [describe_problem(problem)]
-    for direction in directions_of(problem):
+    for direction in directions_of(problem) if only is None else (only,):
         chosen = select(problem, direction, name)
         lines.append(f"{direction}: {chosen.name}: {chosen.describe(problem, direction)}")
         for other in NAMES:

@@ -57,7 +57,7 @@ def _is_float8_cache(p: Problem) -> bool:
     return p.keys.used and p.precision.kv == FLOAT8
 
 
-def _is_odd_float8_cache(p: Problem) -> bool:
+def _is_odd_cache(p: Problem) -> bool:
     return _is_float8_cache(p) and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
 
 
@@ -78,7 +78,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
     Feature("float8_cache", "float8 caches", _is_float8_cache, _DECODE),
-    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8_cache, _DECODE),
+    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_cache, _DECODE),
 )
 
 

@@ -83,14 +83,20 @@ def unflatten(args: Sequence[Any]) -> tuple[QuantizedTensors, QuantizedOptions]:
     return QuantizedTensors(*args[: len(TENSORS)]), QuantizedOptions(*args[len(TENSORS) :])
 
 
-@functools.lru_cache(maxsize=4096)
 def options_of(o: Options, dtype: torch.dtype) -> QuantizedOptions:
     """The options of a quantized call whose output has a dtype, from those of a regular one.
 
     Raises:
         InvalidInputError: The dtype is neither bfloat16 nor float16.
     """
+    return _make(o, dtype) if torch.compiler.is_compiling() else _made(o, dtype)
+
+
+def _make(o: Options, dtype: torch.dtype) -> QuantizedOptions:
     return QuantizedOptions(
         o.window_left, o.window_right, o.max_seqlen_q, o.max_seqlen_k, _out_dtype("dtype", dtype), o.softmax_scale,
         o.softcap, o.backend,
     )  # fmt: skip
+
+
+_made = functools.lru_cache(maxsize=4096)(_make)

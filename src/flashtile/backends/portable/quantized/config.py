@@ -11,7 +11,7 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
     return select(problem, "quantized", _TABLES, arch)
 
 
-# Chosen from compiler reports (Triton 3.7.1), not timings: the largest tiles whose registers do not spill, or by 16 bytes.
+# Chosen from compiler reports (Triton 3.7.1), not timings: large tiles whose registers do not spill, or by 16 bytes.
 _SM_86 = dict.fromkeys((16, 32, 64), Config(64, 64, 4, 2)) | {128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 2)}
 _SM_90 = {64: Config(64, 64, 4, 3), 128: Config(128, 128, 8, 2), 256: Config(64, 128, 8, 2)}
 _KINDS = {
