@@ -25,8 +25,6 @@ from flashtile.quantization.arguments import FLOAT8, QuantizedOptions, Quantized
 from flashtile.quantization.problem import problem_of
 from tests.poison import poisoned_memory
 
-# Of a row: its sequence, the number of its block, and its place there.
-Place = tuple[int, int, int]
 BLOCK, ORDER = 128, (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 
@@ -222,60 +220,58 @@ def _bounds(case: QuantizedCase, side: int) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(pair[side] for pair in case.lengths)], dtype=torch.int32)
 
 
-def _rows(case: QuantizedCase, side: int) -> list[Place]:
+def _rows(case: QuantizedCase, side: int) -> Tensor:
     """Of each row its sequence, the number of its block, and its place there; -1 for rows past the last bound."""
     found, start = [], 0
     for b, pair in enumerate(case.lengths):
         first = start // BLOCK + b if case.packed else 0
         found += [(b, first + j // BLOCK, j % BLOCK) for j in range(pair[side])]
         start += pair[side]
-    return found + [(-1, -1, -1)] * case.spare
+    return torch.tensor([*found, *[(-1, -1, -1)] * case.spare], dtype=torch.int64).view(-1, 3)
 
 
-def _num_blocks(case: QuantizedCase, rows: list[Place]) -> int:
+def _num_blocks(case: QuantizedCase, rows: Tensor) -> int:
     batch = len(case.lengths)
     return len(rows) // BLOCK + batch if case.packed else -(-(len(rows) // max(batch, 1)) // BLOCK)
 
 
-def _scale(case: QuantizedCase, kind: str, heads: int, rows: list[Place], make: torch.Generator) -> Tensor:
+def _scale(case: QuantizedCase, kind: str, heads: int, rows: Tensor, make: torch.Generator) -> Tensor:
     """Scales of which numbers of size 100 become about 1, each by another factor; 1 for blocks that nobody has."""
     batch, blocks = len(case.lengths), _num_blocks(case, rows)
-    used = torch.zeros(max(batch, 1), blocks, dtype=torch.bool)
-    for b, block, _ in rows:
-        if b >= 0:
-            used[b, block] = True
     lead: tuple[int, ...] = () if case.packed else (batch,)
     shape = {"block": (*lead, heads, blocks), "head": (*lead, heads, 1), "tensor": (1,) * (len(lead) + 2)}[kind]
     scale = (torch.rand(shape, generator=make) + 0.5) / 100
     if kind == "block":
-        some = used.any(0) if case.packed else used[:batch, None]
-        scale = torch.where(some.expand(shape), scale, 1.0)
+        nobody = [n for n in range(blocks) if not (rows[:, 1] == n).any()]
+        scale[..., nobody] = 1.0
     return scale
 
 
-def _by_row(case: QuantizedCase, scale: Tensor, rows: list[Place]) -> Tensor:
+def _by_row(case: QuantizedCase, scale: Tensor, rows: Tensor) -> Tensor:
     """``(rows, heads or 1)`` float64; 1 past the last bound."""
-    found = []
-    for b, block, _ in rows:
-        of = scale if case.packed else scale[b if scale.shape[0] > 1 else 0]
-        one = of.new_ones(of.shape[0]) if b < 0 else of[..., block if of.shape[-1] > 1 else 0]
-        found.append(one)
-    return torch.stack(found).double() if found else torch.ones(0, 1).double()
+    b, block, _ = rows.clamp(min=0).unbind(1)
+    block = block if scale.shape[-1] > 1 else block * 0
+    if not scale.numel():
+        return torch.ones(len(rows), 1, dtype=torch.float64)
+    found = scale[:, block].T if case.packed else scale[b if scale.shape[0] > 1 else b * 0, :, block]
+    return torch.where(rows[:, :1] < 0, 1.0, found.double())
 
 
 def _dense(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, len(x) // batch)) if batch else x[None, :0].expand(0, 0, *x.shape[1:])
 
 
-def _transposed(case: QuantizedCase, values: Tensor, rows: list[Place]) -> Tensor:
+def _transposed(case: QuantizedCase, values: Tensor, rows: Tensor) -> Tensor:
     """v as a call takes it, from ``(rows, heads, dim)``."""
     batch, columns = len(case.lengths), _num_blocks(case, rows) * BLOCK
-    bits = torch.zeros(max(batch, 1) if not case.packed else 1, *values.shape[1:], columns, dtype=torch.uint8)
-    for row, (b, block, place) in zip(values.view(torch.uint8), rows, strict=True):
-        if b >= 0:
-            column = block * BLOCK + place // 16 * 16 + ORDER.index(place % 16)
-            bits[0 if case.packed else b, :, :, column] = row
-    return (bits[0] if case.packed else bits[:batch]).view(FLOAT8)
+    bits = torch.zeros(1 if case.packed else batch, *values.shape[1:], columns, dtype=torch.uint8)
+    exist = rows[:, 0] >= 0
+    b, block, place = rows[exist].unbind(1)
+    position = torch.tensor([ORDER.index(j) for j in range(16)])[place % 16]
+    bits[b * 0 if case.packed else b, :, :, block * BLOCK + place // 16 * 16 + position] = values.view(torch.uint8)[
+        exist
+    ]
+    return (bits[0] if case.packed else bits).view(FLOAT8)
 
 
 @dataclass(frozen=True, eq=False)

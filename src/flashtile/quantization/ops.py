@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile import arguments, dispatch, ops, settings, transforms
+from flashtile import arguments, dispatch, flops, ops, settings, transforms
 from flashtile.backends.base import QuantizedForward
 from flashtile.families import Family
+from flashtile.late import when_imported
 from flashtile.problem import Problem, SequenceLayout
 from flashtile.quantization.arguments import (
     OPTIONS,
@@ -115,6 +117,18 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(problem.lse_shape(q), dtype=problem.lse_dtype)
 
 
+def flops_of(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """As ``flops.forward_flops``: two products; v is transposed."""
+    shapes: Any
+    shapes, options = unflatten(args)
+    return 2 * flops.kept_pairs(shapes.q, shapes.k, options) * (shapes.q[-1] + shapes.v[-2])
+
+
+def _register(counter: ModuleType) -> None:
+    counter.register_flop_formula(torch.ops.flashtile.attention_quantized)(flops_of)
+
+
+when_imported("torch.utils.flop_counter", _register)
 torch.library.impl(OPERATOR, ("cpu", "cuda"))(_attend)
 torch.library.register_fake(OPERATOR)(_fake)
 transforms.register_without_derivative(OPERATOR, TENSORS, _CALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from flashtile.problem import Problem, Tensors
 from flashtile.quantization.arguments import QuantizedTensors
 from flashtile.states import Partial
 
+T = TypeVar("T", Tensors, QuantizedTensors)
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
@@ -150,7 +152,16 @@ class PortableBackend:
         """One kernel."""
         from flashtile.backends.portable.quantized.launch import QuantizedPlan
 
-        return QuantizedPlan(problem, tensors, known)
+        if problem.device_type != "cpu":
+            return QuantizedPlan(problem, tensors, known)
+        # Triton's interpreter has no NaN of 8 bits, and cuts digits off where numbers lose some.
+        plan = QuantizedPlan(problem.but(out_dtype=torch.float32), tensors, known)
+
+        def widened(tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
+            out, lse = plan(_widened(tensors))
+            return out.to(problem.out_dtype), lse
+
+        return widened
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""
@@ -165,8 +176,9 @@ def _needs_widening(problem: Problem) -> bool:
     return problem.device_type == "cpu" and problem.dtype == torch.bfloat16
 
 
-def _widened(tensors: Tensors) -> Tensors:
-    return dataclasses.replace(tensors, **{name: getattr(tensors, name).float() for name in ("q", "k", "v")})
+def _widened(tensors: T) -> T:
+    wide: Any = {name: getattr(tensors, name).float() for name in ("q", "k", "v")}
+    return dataclasses.replace(tensors, **wide)
 
 
 BACKEND = PortableBackend()

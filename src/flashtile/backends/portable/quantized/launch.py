@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -38,9 +37,6 @@ class QuantizedPlan:
     def __call__(self, tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp."""
         t = tensors
-        if t.q.device.type == "cpu":
-            # Triton's interpreter has no NaN in 8 bits, and cuts digits off where numbers become e4m3.
-            t = dataclasses.replace(t, q=t.q.float(), k=t.k.float(), v=t.v.float())
         out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
         lse = torch.empty_like(self._like_lse)
         steps = self._steps.get(overridden())
