@@ -57,7 +57,7 @@ def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
         UnsupportedError: No backend can run the call.
     """
     tensors, options = read(given, asked)
-    if any(options.grads):
+    if any(options.grads) and not isinstance(given.q, Quantized):
         out, lse = training.attend(tensors, options)
     else:
         out, lse = ops.attend(*quantized_call(given, tensors, options))

@@ -40,8 +40,12 @@ def attend(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tens
     if ops.is_watched(t.q, t.k, t.v):
         found: tuple[Tensor, Tensor] = ops.overload(OPERATOR)(*flatten(t, options))
         return found
-    if torch.is_grad_enabled():
-        transforms.refuse_gradients(TENSORS, tensor_values(t), _CALL)
+    for x in tensor_values(t):
+        if x is not None and (type(x) is not Tensor or x.requires_grad):
+            arguments.given(t, TENSORS)  # names what is no tensor, and not of a subclass either
+            if torch.is_grad_enabled():
+                transforms.refuse_gradients(TENSORS, tensor_values(t), _CALL)
+            break
     return _run(t, options)
 
 
