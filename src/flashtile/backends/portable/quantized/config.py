@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from flashtile.backends.portable.config import Config, Tables, select
 from flashtile.problem import Problem
+from flashtile.quantization.blocks import BLOCK
 
 
 def choose(problem: Problem, arch: str | None = None) -> Config:
-    """The tiles for a problem, or for an architecture other than its device's."""
-    return select(problem, "quantized", _TABLES, arch)
+    """The tiles for a problem, or for an architecture other than its device's.
+
+    Raises:
+        ValueError: An override's tiles are longer than a block.
+    """
+    config = select(problem, "quantized", _TABLES, arch)
+    if max(config.block_m, config.block_n) > BLOCK:
+        raise ValueError(f"tiles are {config.block_m}x{config.block_n}, at most {BLOCK} share a scale")
+    return config
 
 
 # Chosen from compiler reports (Triton 3.7.1), not timings: large tiles whose registers do not spill, or by 16 bytes.
