@@ -280,9 +280,9 @@ def zero_halves(M: gl.constexpr, DIM_V: gl.constexpr):
 @gluon.jit
 def product_with(probs, values, like):
     """Starts the product of probabilities with values, from 0."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, like.type.layout, 4)
-    zeros = gl.zeros(like.shape, gl.float32, like.type.layout)
-    probs = gl.convert_layout(probs, layout, assert_trivial=True)
+    acc_layout: gl.constexpr = like.type.layout
+    zeros = gl.zeros([like.shape[0], like.shape[1]], gl.float32, acc_layout)
+    probs = gl.convert_layout(probs, gl.DotOperandLayout(0, acc_layout, 4), assert_trivial=True)
     return warpgroup_mma(probs, values.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
