@@ -12,7 +12,15 @@ from flashtile.problem import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Config(forward.Config):
-    """``forward.Config``, for operands of one byte and an output of two."""
+    """``forward.Config``, for operands of one byte and an output of two.
+
+    Attributes:
+        width: Columns of values of one product.
+        early: Whether the next block's scores start before a block's last product ends; takes registers.
+    """
+
+    width: int
+    early: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -22,10 +30,11 @@ class Config(forward.Config):
         return keys + rows * (self.q_stages * self.block_d + 2 * self.out_stages * self.out_cols) + forward.OTHER_BYTES
 
 
-_TILES = {
-    64: Config(block_d=64, block_dv=64, out_cols=64, stages=4),
-    128: Config(block_d=128, block_dv=128, out_cols=128, stages=4),
-    256: Config(block_d=256, block_dv=256, out_cols=128, block_n=64, stages=3, q_stages=2),
+_TILES = {  # fmt: skip
+    64: Config(block_d=64, block_dv=64, out_cols=64, stages=4, num_warpgroups=3, registers=160, max_registers=128,
+               width=64),
+    128: Config(block_d=128, block_dv=128, out_cols=128, stages=4, width=128, early=True),
+    256: Config(block_d=256, block_dv=256, out_cols=64, width=64),
 }
 _trial: list[Config] = []
 

@@ -37,7 +37,7 @@ class QuantizedPlan:
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
         self._like_lse = like_floats(q, problem.lse_shape(q))
         # TMA has no map of an empty tensor.
-        self._is_empty = q.numel() == 0 or tensors.k.numel() == 0
+        self._is_empty = q.numel() == 0 or tensors.k.numel() == 0 or tensors.v.numel() == 0
         if self._is_empty:
             return
         config = configs.choose(problem)
@@ -87,6 +87,8 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
             **tensor_maps.bounds(p),
             **forward.constants(p, config),
             "HAS_EDGES": has_edges,
+            "WIDTH": config.width,
+            "EARLY": config.early,
         }
 
     out_shape = (*t.q.shape[:-1], p.head_dim_v)

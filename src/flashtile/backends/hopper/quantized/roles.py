@@ -76,7 +76,7 @@ class TileScales:
 class State:
     """The online softmax of a warpgroup's rows after some blocks of keys.
 
-    ``accs`` [block_m, at most 128] are in units of ``unit``, the last block's v_scale; they and ``row_sum`` [block_m, 4],
+    ``accs`` [block_m, WIDTH] are in units of ``unit``, the last block's v_scale; they and ``row_sum`` [block_m, 4],
     each thread's share, are 2^8 times too large. ``row_max`` is in base 2.
     """
 
@@ -182,7 +182,7 @@ def tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP: gl.constexpr):
 def fetch_block(scales, own, n_block, sizes):
     """The scale of a block's products, and that of its values."""
     row = n_block * sizes.block_n
-    exists = row < own.num_keys
+    exists = (row < own.num_keys) & (own.num_keys > 0)
     return own.score * scales.k.fetch(own.k, row, exists), scales.v.fetch(own.v, row, exists)
 
 
@@ -197,11 +197,12 @@ def operand(e, DIM_V: gl.constexpr):
 
 
 @gluon.jit
-def consumer(channels, output, sizes, mod, scales, WARPGROUP: gl.constexpr):
+def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, EARLY: gl.constexpr, WARPGROUP: gl.constexpr):
     """One warpgroup: ``block_m`` rows of every tile.
 
-    For each block it makes probabilities of the scores, starts their product with the values and the next block's
-    scores, and adds up the output while those run. The other warpgroup's products run under its softmax.
+    For each block it makes probabilities of the scores, multiplies them with the values, WIDTH columns at a time, and
+    adds that to the output; the next block's scores start before the last of these products ends if EARLY, after it
+    where registers are short. The other warpgroups' products run under its softmax.
     """
     BLOCK_M: gl.constexpr = sizes.block_m
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 32])
@@ -215,14 +216,14 @@ def consumer(channels, output, sizes, mod, scales, WARPGROUP: gl.constexpr):
     used += loop.skipped
     while loop.is_tile:
         state = State(
-            zero_halves(BLOCK_M, output.block_dv),
+            zero_parts(BLOCK_M, output.block_dv, WIDTH),
             gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout)),
             thread_sums(zeros), gl.to_tensor(1.0),
         )  # fmt: skip
         n_block = loop.n_block
         while n_block > loop.n_block_min:
             state, block = step(channels, tiles, used, state, block, zeros, loop, n_block, sizes, mod, scales, own,
-                                WARPGROUP)  # fmt: skip
+                                EARLY, WARPGROUP)  # fmt: skip
             n_block -= 1
             used += 1
         probs, factor, row_max, row_sum = update(channels, tiles, state, block, loop, n_block, sizes, mod, WARPGROUP)
@@ -235,11 +236,11 @@ def consumer(channels, output, sizes, mod, scales, WARPGROUP: gl.constexpr):
         loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, sizes, WARPGROUP)
         score, unit = fetch_block(scales, own, loop.n_block, sizes)
-        if len(accs) > 1:
+        if not EARLY:
             t = warpgroup_mma_wait(0, deps=[t])
             accs = add_product(t, accs, factor)
         s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros)
-        if len(accs) == 1:
+        if EARLY:
             t = warpgroup_mma_wait(1, deps=[t])
             accs = add_product(t, accs, factor)
         channels.values[0].release(used)
@@ -267,9 +268,8 @@ def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
 
 
 @gluon.jit
-def zero_halves(M: gl.constexpr, DIM_V: gl.constexpr):
-    """Accumulators [M, DIM_V] in tensors of at most 128 columns, 0: a product beside them must fit the registers."""
-    WIDTH: gl.constexpr = min(DIM_V, 128)
+def zero_parts(M: gl.constexpr, DIM_V: gl.constexpr, WIDTH: gl.constexpr):
+    """Accumulators [M, DIM_V] in tensors of WIDTH columns, 0: a product beside them must fit the registers."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     accs = ()
     for _ in gl.static_range(DIM_V // WIDTH):
@@ -290,8 +290,8 @@ def product_with(probs, values, like):
 def add_first_products(probs, channels, used, accs, factor):
     """The accumulators, all but the last one complete, each product added before the next one starts."""
     done = ()
+    width: gl.constexpr = accs[0].shape[1]
     for i in gl.static_range(len(accs) - 1):
-        width: gl.constexpr = accs[i].shape[1]
         t = product_with(probs, channels.values[0].at(used).slice(i * width, width, 0), accs[i])
         t = warpgroup_mma_wait(0, deps=[t])
         done = also(done, times_rows(accs[i], factor) + t)
@@ -343,7 +343,8 @@ def update(channels, tiles, state, block, loop, n_block, sizes, mod, WARPGROUP: 
 
 
 @gluon.jit
-def step(channels, tiles, used, state, block, zeros, loop, n_block, sizes, mod, scales, own, WARPGROUP: gl.constexpr):
+def step(channels, tiles, used, state, block, zeros, loop, n_block, sizes, mod, scales, own, EARLY: gl.constexpr,
+         WARPGROUP: gl.constexpr):  # fmt: skip
     """Adds block ``n_block``, of use ``used``, to the state; returns that and the block before it, the next use."""
     probs, factor, row_max, row_sum = update(channels, tiles, state, block, loop, n_block, sizes, mod, WARPGROUP)
     factor = factor * (state.unit / block.unit)
@@ -351,13 +352,12 @@ def step(channels, tiles, used, state, block, zeros, loop, n_block, sizes, mod, 
     accs = add_first_products(probs, channels, used, state.accs, factor)
     t = start_product(probs, channels, used, accs)
     score, unit = fetch_block(scales, own, n_block - 1, sizes)
-    if len(accs) > 1:
-        # Accumulators, a product and scores together would not fit the registers.
+    if not EARLY:
         t = warpgroup_mma_wait(0, deps=[t])
         accs = add_product(t, accs, factor)
     channels.keys[0].wait(used + 1)
     s = start_scores(channels.queries, tiles, channels.keys, used + 1, zeros)
-    if len(accs) == 1:
+    if EARLY:
         t = warpgroup_mma_wait(1, deps=[t])
         accs = add_product(t, accs, factor)
     channels.values[0].release(used)
@@ -374,7 +374,9 @@ def finish_tile(accs, unit, row_max, row_sum, channels, tiles, output, sizes, sc
         where = query_rows(channels.tiles, tiles, sizes)
         row = channels.tiles.get(tiles, "row") + WARPGROUP * sizes.block_m
         rows = row + gl.arange(0, sizes.block_m, row_max.type.layout)
-        shift = gl.load(scales.shift_ptr + lse_offset(where, sizes) + rows, mask=rows < where.length, other=0.0)
+        # The rows past the last packed sequence have none.
+        exists = (rows < where.length) & (where.b < sizes.batch)
+        shift = gl.load(scales.shift_ptr + lse_offset(where, sizes) + rows, mask=exists, other=0.0)
         row_max += shift * scales.shift_scale
     scaled_accs = ()
     for i in gl.static_range(len(accs)):
