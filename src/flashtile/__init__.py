@@ -1,7 +1,7 @@
 """flashtile: exact attention in pure Python."""
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flashtile.api import (
     attention,
@@ -15,13 +15,19 @@ from flashtile.api import (
 )
 from flashtile.errors import InvalidInputError, UnsupportedError
 
+if TYPE_CHECKING:
+    from flashtile.quantization.quantize import quantize
+    from flashtile.quantization.record import Quantized
+
 __version__ = "0.1.0"
 
 # Loaded on first use, so that `import flashtile` stays fast.
 _SUBMODULES = ("analysis", "compat", "nn", "serving")
+_OTHERS = {"Quantized": "flashtile.quantization.record", "quantize": "flashtile.quantization.quantize"}
 
 __all__ = [
     "InvalidInputError",
+    "Quantized",
     "UnsupportedError",
     "attention",
     "attention_varlen",
@@ -29,12 +35,15 @@ __all__ = [
     "backends",
     "explain",
     "merge_states",
+    "quantize",
     "support_table",
     "warm_up",
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"flashtile.{name}")
+    if name in _OTHERS:
+        return getattr(importlib.import_module(_OTHERS[name]), name)
     raise AttributeError(f"module 'flashtile' has no attribute {name!r}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from flashtile import dispatch
 from flashtile.arguments import Options, is_plain, option_values
-from flashtile.backends.base import Backend, directions_of
+from flashtile.backends.base import DIRECTIONS, Backend, directions_of
 from flashtile.problem import Problem, Tensors, is_aligned
 
 
@@ -24,7 +24,7 @@ class Family:
     def __init__(self) -> None:
         self.problem: Problem | None = None
         self.backends: dict[str, Backend] = {}
-        self.known: dict[str, dict[Any, Any]] = {"forward": {}, "backward": {}, "decode": {}}
+        self.known: dict[str, dict[Any, Any]] = {name: {} for name in DIRECTIONS}
 
     def problem_of(self, t: Tensors, options: Options) -> Problem:
         """The problem of a call, whose backends are then in ``backends``."""

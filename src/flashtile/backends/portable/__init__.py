@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtile import settings
-from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Gradients, Known
+from flashtile.arguments import FLOAT8
+from flashtile.backends.base import (
+    Backward,
+    Build,
+    Capabilities,
+    Decode,
+    Direction,
+    Forward,
+    Gradients,
+    Known,
+    QuantizedForward,
+)
 from flashtile.backends.decode import config as decode
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
+from flashtile.backends.portable.quantized import config as quantized
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
 from flashtile.states import Partial
 
+T = TypeVar("T", Tensors, QuantizedTensors)
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
@@ -47,6 +62,20 @@ _DECODE = dataclasses.replace(
     pages=True,
     float8_cache=True,
 )
+# Products of e4m3 numbers.
+_QUANTIZED = dataclasses.replace(
+    _CAPABILITIES,
+    dtypes=(FLOAT8,),
+    head_dim_multiple=16,
+    min_compute_capability=(8, 9),
+    nvidia=True,
+    alibi=False,
+    mask=False,
+    bias=False,
+    bias_grad=False,
+    dropout=False,
+    deterministic=False,
+)
 
 
 class PortableBackend:
@@ -57,7 +86,7 @@ class PortableBackend:
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
         """The same in both directions of regular calls; CPU tensors too where Triton's interpreter is on."""
-        able = _DECODE if direction == "decode" else _CAPABILITIES
+        able = {"decode": _DECODE, "quantized": _QUANTIZED}.get(direction, _CAPABILITIES)
         if not settings.TRITON_INTERPRET.enabled():
             return able
         able = dataclasses.replace(able, device_types=("cuda", "cpu"))
@@ -72,8 +101,8 @@ class PortableBackend:
         """The tiles of the direction's kernels."""
         if direction == "decode":
             return f"Triton, tiles {decode.choose(problem)}; splits merged in the same launch"
-        if direction == "forward":
-            return f"Triton, tiles {forward.choose(problem)}"
+        if direction in ("forward", "quantized"):
+            return f"Triton, tiles {(forward if direction == 'forward' else quantized).choose(problem)}"
         kernels: list[backward.Kernel] = [*backward.key_kernels(problem), "dq"]
         if problem.bias_grad:
             kernels.append("dbias")
@@ -117,6 +146,23 @@ class PortableBackend:
 
         return DecodePlan(problem, tensors, known)
 
+    def plan_quantized(
+        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
+    ) -> QuantizedForward:
+        """One kernel."""
+        from flashtile.backends.portable.quantized.launch import QuantizedPlan
+
+        if problem.device_type != "cpu":
+            return QuantizedPlan(problem, tensors, known)
+        # Triton's interpreter has no NaN of 8 bits, and cuts digits off where numbers lose some.
+        plan = QuantizedPlan(problem.but(out_dtype=torch.float32), tensors, known)
+
+        def widened(tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
+            out, lse = plan(_widened(tensors))
+            return out.to(problem.out_dtype), lse
+
+        return widened
+
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""
         from flashtile.backends import host
@@ -130,8 +176,9 @@ def _needs_widening(problem: Problem) -> bool:
     return problem.device_type == "cpu" and problem.dtype == torch.bfloat16
 
 
-def _widened(tensors: Tensors) -> Tensors:
-    return dataclasses.replace(tensors, **{name: getattr(tensors, name).float() for name in ("q", "k", "v")})
+def _widened(tensors: T) -> T:
+    wide: Any = {name: getattr(tensors, name).float() for name in ("q", "k", "v")}
+    return dataclasses.replace(tensors, **wide)
 
 
 BACKEND = PortableBackend()

@@ -1,0 +1,1 @@
+"""8-bit attention: ``flashtile.quantize``, its record ``flashtile.Quantized``, and the calls that take it."""

@@ -1,0 +1,128 @@
+"""Quantisation in plain PyTorch, for any device, and what the kernels are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flashtile.quantization.blocks import as_columns, joined, sequence_of_blocks, sequence_of_rows, split
+from flashtile.quantization.record import E4M3, LARGEST, Quantized, Scales, spread_scales
+from flashtile.quantization.rotation import rotate
+from flashtile.rotary import apply_rotary, row_positions
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What ``quantize`` is asked to do; its arguments of the same names."""
+
+    scales: Scales = "block"
+    rotate: bool = True
+    smooth_k: bool = True
+    rotary_interleaved: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The tensors that ``quantize`` is given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+
+
+def quantized(given: Inputs, choices: Choices, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Quantized:
+    """``quantize`` for arguments that are right."""
+    bounds_q, bounds_k = given.cu_seqlens_q, given.cu_seqlens_k
+    q, k, v = given.q.float(), given.k.float(), given.v.float()
+    if given.rotary_cos is not None:
+        at_q, at_k = _positions(given)
+        q, k = _turned(q, at_q, given, choices), _turned(k, at_k, given, choices)
+    shift = None
+    if choices.smooth_k:
+        mean = _mean(k, bounds_k)
+        k = k - _by_row(mean, bounds_k, k)
+        group = q.shape[-2] // k.shape[-2]
+        shift = (q * _by_row(mean.repeat_interleave(group, dim=1), bounds_q, q)).sum(-1).movedim(-1, -2).contiguous()
+    if choices.rotate:
+        q, k = rotate(q, choices.seed), rotate(k, choices.seed)
+    q8, q_scale = _rounded(q, bounds_q, choices.scales)
+    k8, k_scale = _rounded(k, bounds_k, choices.scales)
+    v8, v_scale = _rounded(v, bounds_k, choices.scales)
+    q8, k8 = joined(q8, bounds_q, q.shape[-3]).contiguous(), joined(k8, bounds_k, k.shape[-3]).contiguous()
+    return Quantized(
+        q8.view(E4M3), k8.view(E4M3), as_columns(v8).view(E4M3), q_scale, k_scale, v_scale, shift, bounds_q, bounds_k,
+        max_seqlen_q, max_seqlen_k, torch.float16 if given.q.dtype == torch.float16 else torch.bfloat16,
+        choices.scales, choices.rotate, choices.smooth_k, choices.seed,
+    )  # fmt: skip
+
+
+def _positions(given: Inputs) -> tuple[Tensor, Tensor]:
+    """The position of each row of q and of k: the last query of a sequence is where its last key is."""
+    rows_q, rows_k, device = given.q.shape[-3], given.k.shape[-3], given.q.device
+    if given.cu_seqlens_q is None or given.cu_seqlens_k is None:
+        return row_positions(rows_q, rows_k - rows_q, device=device), row_positions(rows_k, device=device)
+    offsets = given.cu_seqlens_k.diff() - given.cu_seqlens_q.diff()
+    at_q = row_positions(rows_q, offsets, given.cu_seqlens_q, device)
+    return at_q, row_positions(rows_k, 0, given.cu_seqlens_k, device)
+
+
+def _turned(x: Tensor, positions: Tensor, given: Inputs, choices: Choices) -> Tensor:
+    """Rows rotated by the angles of their positions; those that the table does not have are left as they are."""
+    assert given.rotary_cos is not None and given.rotary_sin is not None
+    inside = ((positions >= 0) & (positions < given.rotary_cos.shape[0]))[:, None]
+    at = torch.where(inside[:, 0], positions, 0)
+    cos = torch.where(inside, given.rotary_cos.float()[at], 1.0)
+    sin = torch.where(inside, given.rotary_sin.float()[at], 0.0)
+    return apply_rotary(x, cos, sin, interleaved=choices.rotary_interleaved)
+
+
+def _mean(k: Tensor, bounds: Tensor | None) -> Tensor:
+    """The mean of the keys of each sequence and head, ``(batch, heads, head_dim)``; 0 of no keys."""
+    if bounds is None:
+        return k.sum(1) / max(k.shape[1], 1)
+    sequence, exists = sequence_of_rows(bounds, len(k))
+    sums = k.new_zeros(bounds.shape[0] - 1, *k.shape[1:])
+    sums.index_add_(0, sequence, torch.where(exists[:, None, None], k, 0.0))
+    return sums / bounds.diff().clamp(min=1)[:, None, None]
+
+
+def _by_row(of_sequences: Tensor, bounds: Tensor | None, like: Tensor) -> Tensor:
+    """What belongs to a sequence, for each of its rows; 0 for rows of none."""
+    if bounds is None:
+        return of_sequences[:, None]
+    sequence, exists = sequence_of_rows(bounds, len(like))
+    return torch.where(exists[:, None, None], of_sequences[sequence], 0.0)
+
+
+def _rounded(x: Tensor, bounds: Tensor | None, scales: Scales) -> tuple[Tensor, Tensor]:
+    """Blocks of rows as the bytes of e4m3 numbers, and their scales in the form of ``Quantized``."""
+    blocks = split(x, bounds)
+    largest = blocks.abs().amax((-3, -1)).movedim(-1, -2)  # ([batch,] heads, blocks)
+    if scales != "block":
+        largest = functional.pad(largest, (0, 1))  # There may be no block.
+    if scales == "tensor":
+        largest = largest.amax().expand([1] * largest.dim())
+    elif scales == "head" and bounds is None:
+        largest = largest.amax(-1, keepdim=True)
+    elif scales == "head" and bounds is not None:
+        largest = largest[:, :-1]
+        sequence = sequence_of_blocks(bounds, len(x)).expand_as(largest)
+        largest = largest.new_zeros(largest.shape[0], bounds.shape[0] - 1).scatter_reduce(1, sequence, largest, "amax")
+        largest = spread_scales(largest, bounds, len(x))
+    scale = scale_of(largest)
+    factor = (1.0 / scale).movedim(-1, -2)[..., None, :, None]
+    return (blocks * factor).to(E4M3).view(torch.uint8), scale.contiguous()
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The scale that makes the largest number e4m3's largest; 1 if all are 0."""
+    # Not below float32's smallest normal number, whose inverse float32 has too.
+    return torch.where(largest > 0, (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
