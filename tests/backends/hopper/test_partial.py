@@ -8,9 +8,10 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends import hopper
+from flashtile.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
-from tests.partials import CHAINS, judge_chain
+from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory
 
 
@@ -18,3 +19,9 @@ from tests.poison import poisoned_memory
 def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...]) -> None:
     with on_cpu(len(cuts), 2), poisoned_memory(), torch.no_grad():
         judge_chain(hopper.BACKEND.plan_forward, case, cuts, torch.bfloat16)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
+    with on_cpu(3, 2), poisoned_memory():
+        judge_rows_without_keys(hopper.BACKEND.plan_forward, torch.bfloat16, band)
