@@ -194,7 +194,9 @@ def _dkdv_launch(
         return {**_loop_arguments(problem, tensors, config), "dk_ptr": dk, "dv_ptr": dv, "ADDS": wanted[2]}
 
     programs = num_programs(problem, tensors, config.block_n, over_keys=True)
-    return Launch(attention_backward_dkdv, programs, sizes, config.options(), others, (config, wanted, problem.grad_dtype))
+    return Launch(
+        attention_backward_dkdv, programs, sizes, config.options(), others, (config, wanted, problem.grad_dtype)
+    )
 
 
 def _dq_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any], adds: bool) -> Launch:
