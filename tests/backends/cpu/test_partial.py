@@ -14,7 +14,7 @@ from tests.poison import poisoned_memory
 from tests.sums import judge_sums
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("case", "cuts"), CHAINS, ids=str)
 def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     with poisoned_memory(), torch.no_grad():

@@ -19,10 +19,11 @@ from tests.sums import judge_sums
 BACKWARD_CHAINS = [each for each in CHAINS if each[0].head_dim_v is None]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("case", "cuts"), CHAINS, ids=str)
-def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...]) -> None:
+def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     with on_cpu(len(cuts), 2), poisoned_memory(), torch.no_grad():
-        judge_chain(hopper.BACKEND.plan_forward, case, cuts, torch.bfloat16)
+        judge_chain(hopper.BACKEND.plan_forward, case, cuts, dtype)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
