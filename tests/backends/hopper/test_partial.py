@@ -14,7 +14,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
 from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory
-from tests.sums import judge_sums
+from tests.sums import judge_gaps, judge_sums
 
 BACKWARD_CHAINS = [each for each in CHAINS if each[0].head_dim_v is None]
 
@@ -54,3 +54,9 @@ def test_every_variant_adds(name: str) -> None:
     )
     with on_cpu(5, 2, backward=config), poisoned_memory():
         judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False)
+
+
+@pytest.mark.parametrize(("head_dim", "band"), zip((128, 256, 64), BANDS, strict=True), ids=str)
+def test_gaps_keep_their_sums(band: Band, head_dim: int) -> None:
+    with on_cpu(7, 2), poisoned_memory():
+        judge_gaps(hopper.BACKEND, torch.float16, band, head_dim=head_dim)
