@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashtile.backends.launch import Launch, specialise
+from flashtile.masks import Origin
 from flashtile.problem import Problem, Tensors
 from flashtile.quantization.arguments import QuantizedTensors
 from flashtile.quantization.blocks import BLOCK, num_blocks
@@ -94,6 +95,7 @@ def kernel_builds(
     problem: Problem,
     launches: Mapping[str, Launch],
     spill_limits: Mapping[str, int] | None = None,
+    more: tuple[str, ...] = (),
 ) -> list[KernelBuild]:
     """The builds of a problem's launches.
 
@@ -103,6 +105,7 @@ def kernel_builds(
         problem: The call that is launched.
         launches: The launches by kernel name.
         spill_limits: By kernel name; None for no limits.
+        more: Features of the launches that the problem does not name.
     """
     made = []
     for name, launch in launches.items():
@@ -113,7 +116,7 @@ def kernel_builds(
                 name=name,
                 backend=backend,
                 direction=direction,
-                config=traits(problem) | {"tiles": "x".join(map(str, tiles.values())), **launch.options},
+                config=traits(problem, more) | {"tiles": "x".join(map(str, tiles.values())), **launch.options},
                 kernel=launch.kernel,
                 signature=what.signature,
                 constexprs=what.constexprs,
@@ -146,6 +149,7 @@ def described_tensors(problem: Problem) -> Tensors:
         cu_seqlens_q=bounds,
         cu_seqlens_k=bounds,
         rng_state=empty(2, dtype=torch.int64) if p.dropout_p > 0 else None,
+        origins=empty(p.batch, len(Origin._fields), dtype=torch.int32) if p.origins else None,
     )
 
 
@@ -167,7 +171,7 @@ def described_quantized(problem: Problem, *, shifted: bool = True) -> QuantizedT
     )  # fmt: skip
 
 
-def traits(problem: Problem) -> dict[str, object]:
+def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:
     """Values that identify a problem's rows in the report: dtype, head dims, mask, features."""
     p = problem
     about: dict[str, object] = {
@@ -187,10 +191,12 @@ def traits(problem: Problem) -> dict[str, object]:
         "sinks": p.sinks,
         "dropout": p.dropout_p > 0,
         "varlen": p.varlen,
+        "origins": p.origins,
         "deterministic": p.deterministic,
         "float32 out": p.out_dtype == torch.float32 != p.dtype,
+        "float32 gradients": p.grad_dtype != p.dtype,
     }
-    features = [name for name, is_used in used.items() if is_used]
+    features = [*(name for name, is_used in used.items() if is_used), *more]
     wanted = [name for name, is_wanted in zip(("dq", "dk", "dv"), p.grads, strict=False) if is_wanted]
     if 0 < len(wanted) < 3:
         features.append(f"only {' and '.join(wanted)}")

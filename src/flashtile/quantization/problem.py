@@ -40,7 +40,7 @@ def problem_of(tensors: QuantizedTensors, options: QuantizedOptions) -> Problem:
     return Problem(
         device_type=q.device.type,
         compute_capability=compute_capability(q.device),
-        precision=Precision(q.dtype, t.k.dtype, o.dtype),
+        precision=Precision(q.dtype, t.k.dtype, o.dtype, q.dtype),
         queries=SequenceLayout(sizes["seqlen_q"], packed),
         keys=SequenceLayout(sizes["seqlen_k"], packed),
         batch=sizes["batch"],

@@ -54,6 +54,7 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 128, _CAUSAL, varlen=True, num_heads_q=32),
         _problem(arch, 64, _FULL, mask=True, bias_dtype=torch.bfloat16, bias_grad=True, sinks=True),
         _problem(arch, 64, _CAUSAL, softcap=30.0, alibi=True, dropout_p=0.1),
+        _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
     ]
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)
     made = [
@@ -62,12 +63,12 @@ def builds(arch: str) -> list[KernelBuild]:
         for direction in ("forward", "backward")
         for build in builds_of(problem, direction)
     ]
-    made += builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
+    made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
     return made + _quantized(arch) if (_CAPABILITIES[arch] or (0, 0)) >= (8, 9) else made
 
 
 def _quantized(arch: str) -> list[KernelBuild]:
-    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16), "needs_grad": False}
+    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16, FLOAT8), "needs_grad": False}
     problems = [_problem(arch, dim, band, **precision) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
     problems += [
         _problem(arch, 96, _WINDOW, head_dim_v=80, sinks=True, **precision),
@@ -75,6 +76,20 @@ def _quantized(arch: str) -> list[KernelBuild]:
         _problem(arch, 64, _CAUSAL, softcap=30.0, **precision),
     ]
     return [build for problem in problems for build in builds_of(problem, "quantized")]
+
+
+def _adding_builds(arch: str) -> list[KernelBuild]:
+    """The backward of packed sequences to sums in float32."""
+    from flashtile.backends.portable.backward import launch
+
+    made = []
+    for dim in (128, 64):
+        problem = _problem(arch, dim, _CAUSAL, varlen=True).but(grad_dtype=torch.float32)
+        tensors = described_tensors(problem)
+        sums = launch.launches(problem, tensors, tensors.q, None, adds=True)
+        del sums["prepare_rows"]
+        made += kernel_builds("portable", "backward", problem, sums, more=("sums",))
+    return made
 
 
 def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
