@@ -1,0 +1,230 @@
+"""What ranks send one another: rows around a ring, heads for rows, and first of all what the call is.
+
+Nothing here waits for a GPU, but for ``agree``. A wait for NCCL orders streams; a wait for gloo blocks the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashtile.errors import ExchangeError, InvalidInputError, shown
+
+T = TypeVar("T")
+# PyTorch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Line(NamedTuple):
+    """The ranks along one dimension of a mesh, in order.
+
+    Attributes:
+        group: Their process group; None if there is no such dimension.
+        rank: This process's place.
+        members: Their ranks among all processes.
+    """
+
+    group: Any
+    rank: int
+    members: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.members)
+
+
+class Ranks(NamedTuple):
+    """The lines that this process is on: keys travel along the ring, heads are exchanged along ulysses."""
+
+    ring: Line
+    ulysses: Line
+
+    @property
+    def world(self) -> int:
+        """The ranks that share a sequence."""
+        return self.ring.size * self.ulysses.size
+
+    @property
+    def rank(self) -> int:
+        """This process's shard: ranks that exchange heads have neighbouring ones."""
+        return self.ring.rank * self.ulysses.size + self.ulysses.rank
+
+
+_known: dict[int, tuple[weakref.ref[DeviceMesh], Ranks]] = {}
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The lines of a mesh; one of a single dimension is a ring, unless that is called "ulysses".
+
+    Raises:
+        InvalidInputError: It has other dimensions, or this process is not in it.
+    """
+    found = _known.get(id(mesh))
+    if found is None or found[0]() is not mesh:
+        if not isinstance(mesh, DeviceMesh):
+            raise InvalidInputError("mesh", f"is {shown(mesh)}, must be a DeviceMesh")
+        found = _known[id(mesh)] = (weakref.ref(mesh, lambda _, key=id(mesh): _known.pop(key, None)), _read(mesh))
+    return found[1]
+
+
+def _read(mesh: DeviceMesh) -> Ranks:
+    names = mesh.mesh_dim_names or (("ring",) if mesh.ndim == 1 else ())
+    if mesh.ndim == 1 and names[0] != "ulysses":
+        names = ("ring",)
+    if not (names and set(names) <= {"ring", "ulysses"}):
+        have = f"the dimensions {', '.join(names)}" if names else f"{mesh.ndim} dimensions without names"
+        must = "must have one, or two named ring and ulysses; of a larger mesh take mesh['ring', 'ulysses']"
+        raise InvalidInputError("mesh", f"has {have}, {must}")
+    if mesh.get_coordinate() is None:
+        raise InvalidInputError("mesh", f"has no rank {dist.get_rank()}, which is this process")
+    lines = dict.fromkeys(("ring", "ulysses"), Line(None, 0, (dist.get_rank(),)))
+    for dim, name in enumerate(names):
+        group = mesh.get_group(dim)
+        lines[name] = Line(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
+    return Ranks(**lines)
+
+
+def _named(what: str, peers: Sequence[int], action: Callable[[], T]) -> T:
+    """An action's result; what the process group raises becomes an ``ExchangeError``."""
+    try:
+        return action()
+    except RuntimeError as error:
+        raise ExchangeError(what, peers, str(error)) from error
+
+
+class Transfer:
+    """Sends and receives that are under way. Their tensors must not be written, and those received not read, before
+    ``wait``.
+
+    On a GPU they run on the process group's own stream, after what was queued before and beside what is queued after.
+
+    Args:
+        line: The ranks.
+        what: The exchange, for errors.
+        sends: Contiguous tensors, each with its place on the line to send to.
+        receives: The same, to be filled from there. Between two ranks tensors arrive in the order in which they left.
+    """
+
+    __slots__ = ("_kept", "_line", "_peers", "_what", "_works")
+
+    def __init__(
+        self, line: Line, what: str, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        ops = [dist.P2POp(dist.isend, x, group=line.group, group_peer=to) for x, to in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=line.group, group_peer=start) for x, start in receives]
+        self._line, self._what, self._kept = line, what, (sends, receives)
+        self._peers = [line.members[peer] for _, peer in (*sends, *receives)]
+        self._works = _named(what, self._peers, lambda: dist.batch_isend_irecv(ops)) if ops else []
+
+    def wait(self) -> None:
+        """Waits for all of them, the GPU's stream or the process.
+
+        Raises:
+            ExchangeError: Naming the step and the peer.
+        """
+        singly = len(self._works) == len(self._peers)
+        for work, peer in zip(self._works, self._peers, strict=singly):
+            _named(self._what, [peer] if singly else sorted(set(self._peers)), work.wait)
+        self._works, self._kept = [], ((), ())
+
+
+def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
+    """Sends the first ``rows_to[0]`` rows of a contiguous tensor to the first rank, and so on.
+
+    Returns:
+        The rows received, in the order of the ranks.
+    """
+    received = sent.new_empty((sum(rows_from), *sent.shape[1:]))
+    splits = list(rows_from), list(rows_to)
+    _named(what, line.members, lambda: dist.all_to_all_single(received, sent, *splits, group=line.group))
+    return received
+
+
+def gather(line: Line, what: str, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """The contiguous tensors of all ranks, which have ``rows[i]`` rows on the i-th."""
+    most = max(rows)
+    if x.shape[0] < most:
+        x = torch.cat([x, x.new_empty((most - x.shape[0], *x.shape[1:]))])
+    found = x.new_empty((line.size * most, *x.shape[1:]))
+    _named(what, line.members, lambda: _all_gather(found, x, group=line.group))
+    return [found[i * most : i * most + n] for i, n in enumerate(rows)]
+
+
+def scatter_sums(line: Line, what: str, x: Tensor) -> Tensor:
+    """The sum over ranks of this rank's part of ``x``, ``(ranks, ...)``, contiguous."""
+    found = torch.empty_like(x[0])
+    _named(what, line.members, lambda: _reduce_scatter(found, x, group=line.group))
+    return found
+
+
+def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, in place."""
+    for line in ranks:
+        if line.size > 1:
+            _named(what, line.members, lambda line=line: dist.all_reduce(x, group=line.group))  # type: ignore[misc]
+    return x
+
+
+def share(ranks: Ranks, what: str, x: Tensor) -> Tensor:
+    """The first rank's tensor, in place."""
+    for line in ranks:
+        if line.size > 1:
+            _named(what, line.members, lambda line=line: dist.broadcast(x, group_src=0, group=line.group))  # type: ignore[misc]
+    return x
+
+
+# Bytes in which a rank says what it was called with.
+_RECORD = 2048
+
+
+def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> list[dict[str, Any]]:
+    """Tells all ranks what this one was called with; waits for theirs, and for the GPU.
+
+    Args:
+        ranks: All of them take part.
+        device: Where the process group's tensors are.
+        said: JSON values by name; long ones are shortened, but stay different.
+
+    Returns:
+        What the ranks say, in the order of their shards.
+    """
+    short = {name: _shortened(value) for name, value in said.items()}
+    text = json.dumps(short).encode()[:_RECORD].ljust(_RECORD)
+    found = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)[None]
+    for line in (ranks.ulysses, ranks.ring):
+        if line.size > 1:
+            everyone = gather(line, "the comparison of this call with theirs", found, [found.shape[0]] * line.size)
+            found = torch.cat(everyone)
+    return [json.loads(bytes(row).decode()) for row in found.cpu().numpy()]
+
+
+def _shortened(value: object) -> object:
+    text = json.dumps(value)
+    return value if len(text) <= 160 else f"{text[:100]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+def refuse_differences(ranks: Ranks, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises for what ranks were called with differently, or for what one of them refuses; on all the same.
+
+    Raises:
+        InvalidInputError: Naming the argument and two ranks.
+    """
+    world = _shards(ranks, len(everyone))
+    for rank, record in zip(world, everyone, strict=True):
+        if record.get("refused"):
+            raise InvalidInputError(record["refused"][0], f"on rank {rank}: {record['refused'][1]}")
+    first = everyone[0]
+    for name in first:
+        for rank, record in zip(world, everyone, strict=True):
+            if record[name] != first[name]:
+                raise InvalidInputError(name, f"is {record[name]} on rank {rank}, but {first[name]} on rank {world[0]}")
