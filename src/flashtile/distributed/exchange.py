@@ -102,40 +102,49 @@ def _named(what: str, peers: Sequence[int], action: Callable[[], T]) -> T:
         raise ExchangeError(what, peers, str(error)) from error
 
 
-class Transfer:
-    """Sends and receives that are under way. Their tensors must not be written, and those received not read, before
-    ``wait``.
+class Pending:
+    """Sends and receives under way. Until ``wait`` their tensors must not be written, nor what arrives be read.
 
-    On a GPU they run on the process group's own stream, after what was queued before and beside what is queued after.
-
-    Args:
-        line: The ranks.
-        what: The exchange, for errors.
-        sends: Contiguous tensors, each with its place on the line to send to.
-        receives: The same, to be filled from there. Between two ranks tensors arrive in the order in which they left.
+    On a GPU they run on the process group's own stream, after what was queued before and beside what is queued after;
+    to wait means that the current stream waits.
     """
 
-    __slots__ = ("_kept", "_line", "_peers", "_what", "_works")
+    __slots__ = ("_kept", "_waits", "_what")
 
-    def __init__(
-        self, line: Line, what: str, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> None:
-        ops = [dist.P2POp(dist.isend, x, group=line.group, group_peer=to) for x, to in sends]
-        ops += [dist.P2POp(dist.irecv, x, group=line.group, group_peer=start) for x, start in receives]
-        self._line, self._what, self._kept = line, what, (sends, receives)
-        self._peers = [line.members[peer] for _, peer in (*sends, *receives)]
-        self._works = _named(what, self._peers, lambda: dist.batch_isend_irecv(ops)) if ops else []
+    def __init__(self, what: str = "", waits: Sequence[tuple[Any, Sequence[int]]] = (), *kept: object) -> None:
+        self._what, self._waits, self._kept = what, waits, kept
 
     def wait(self) -> None:
-        """Waits for all of them, the GPU's stream or the process.
+        """Waits for all of them.
 
         Raises:
-            ExchangeError: Naming the step and the peer.
+            ExchangeError: Naming the exchange and the peers.
         """
-        singly = len(self._works) == len(self._peers)
-        for work, peer in zip(self._works, self._peers, strict=singly):
-            _named(self._what, [peer] if singly else sorted(set(self._peers)), work.wait)
-        self._works, self._kept = [], ((), ())
+        for work, peers in self._waits:
+            _named(self._what, peers, work.wait)
+        self._waits, self._kept = (), ()
+
+
+NOTHING = Pending()
+# A tensor, contiguous, and the place on a line where it goes or comes from.
+Parcel = tuple[Tensor, int]
+
+
+def transfer(line: Line, what: str, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Pending:
+    """Posts sends, and receives that fill tensors. Between two ranks, tensors arrive in the order in which they left.
+
+    Raises:
+        ExchangeError: Naming the exchange and the peers.
+    """
+    if not (sends or receives):
+        return NOTHING
+    ops = [dist.P2POp(dist.isend, x, group=line.group, group_peer=peer) for x, peer in sends]
+    ops += [dist.P2POp(dist.irecv, x, group=line.group, group_peer=peer) for x, peer in receives]
+    peers = [line.members[peer] for _, peer in (*sends, *receives)]
+    works = _named(what, peers, lambda: dist.batch_isend_irecv(ops))
+    if len(works) == len(peers):  # else they are one
+        return Pending(what, [(work, (peer,)) for work, peer in zip(works, peers, strict=True)], ops)
+    return Pending(what, [(work, sorted(set(peers))) for work in works], ops)
 
 
 def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
@@ -150,21 +159,20 @@ def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows
     return received
 
 
-def gather(line: Line, what: str, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """The contiguous tensors of all ranks, which have ``rows[i]`` rows on the i-th."""
-    most = max(rows)
+def gather(line: Line, what: str, x: Tensor, most: int) -> tuple[Tensor, Pending]:
+    """Posts the gathering of all ranks' tensors: ``(ranks, most, ...)``, of which each fills the first rows."""
     if x.shape[0] < most:
-        x = torch.cat([x, x.new_empty((most - x.shape[0], *x.shape[1:]))])
+        x = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
     found = x.new_empty((line.size * most, *x.shape[1:]))
-    _named(what, line.members, lambda: _all_gather(found, x, group=line.group))
-    return [found[i * most : i * most + n] for i, n in enumerate(rows)]
+    work = _named(what, line.members, lambda: _all_gather(found, x, group=line.group, async_op=True))
+    return found.unflatten(0, (line.size, most)), Pending(what, [(work, line.members)], x)
 
 
-def scatter_sums(line: Line, what: str, x: Tensor) -> Tensor:
-    """The sum over ranks of this rank's part of ``x``, ``(ranks, ...)``, contiguous."""
+def scatter_sums(line: Line, what: str, x: Tensor) -> tuple[Tensor, Pending]:
+    """Posts the sum over ranks of this rank's part of ``x``, ``(ranks, ...)``, contiguous."""
     found = torch.empty_like(x[0])
-    _named(what, line.members, lambda: _reduce_scatter(found, x, group=line.group))
-    return found
+    work = _named(what, line.members, lambda: _reduce_scatter(found, x.flatten(0, 1), group=line.group, async_op=True))
+    return found, Pending(what, [(work, line.members)], x)
 
 
 def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
@@ -203,8 +211,9 @@ def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> lis
     found = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)[None]
     for line in (ranks.ulysses, ranks.ring):
         if line.size > 1:
-            everyone = gather(line, "the comparison of this call with theirs", found, [found.shape[0]] * line.size)
-            found = torch.cat(everyone)
+            gathered, pending = gather(line, "the comparison of this call with theirs", found, found.shape[0])
+            pending.wait()
+            found = gathered.flatten(0, 1)
     return [json.loads(bytes(row).decode()) for row in found.cpu().numpy()]
 
 
