@@ -28,16 +28,28 @@ CHAINS: tuple[tuple[Case, tuple[int, ...]], ...] = (
 )  # fmt: skip
 
 
-def _piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tuple[Problem, Tensors]:
+def _spans(call: Call, start: int | None, stop: int) -> list[tuple[int, int]]:
+    lengths = [k for _, k in call.case.lengths] or [call.tensors.k.shape[1]]
+    return [(0 if start is None else max(0, n - start), n - stop) for n in lengths]
+
+
+def key_places(call: Call, start: int | None, stop: int) -> Tensor | slice:
+    """Where the keys of a ``piece`` are among all keys."""
+    spans = _spans(call, start, stop)
+    if call.tensors.cu_seqlens_k is None:
+        return slice(*spans[0])
+    bounds = call.tensors.cu_seqlens_k.tolist()
+    return torch.cat([torch.arange(b + i, b + j) for b, (i, j) in zip(bounds, spans, strict=False)])
+
+
+def piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tuple[Problem, Tensors]:
     """The call on the keys of each sequence from ``start`` to ``stop`` before its end."""
     t = replace(call.tensors, **{name: x.detach() for name, x in vars(call.tensors).items() if x is not None})
-    lengths = [k for _, k in call.case.lengths] or [t.k.shape[1]]
-    spans = [(0 if start is None else max(0, n - start), n - stop) for n in lengths]
+    spans = _spans(call, start, stop)
     (first, last), keys = spans[0], slice(*spans[0])
     changes: dict[str, Tensor | None] = {}
     if t.cu_seqlens_k is not None:
-        bounds = t.cu_seqlens_k.tolist()
-        rows = torch.cat([torch.arange(b + i, b + j) for b, (i, j) in zip(bounds, spans, strict=False)])
+        rows = key_places(call, start, stop)
         changes["k"], changes["v"] = t.k[rows], t.v[rows]
         changes["cu_seqlens_k"] = torch.tensor([0, *(j - i for i, j in spans)]).cumsum(0).int()
     else:
@@ -85,7 +97,7 @@ def judge_chain(
     edges = [None, *cuts, 0]
     partial: Partial | None = None
     for n, (start, stop) in enumerate(itertools.pairwise(edges)):
-        problem, tensors = _piece(call, start, stop, has_sinks=n == 1)
+        problem, tensors = piece(call, start, stop, has_sinks=n == 1)
         before = partial
         out, lse = plan(problem.but(out_dtype=torch.float32), tensors)(tensors, before)
         assert out.dtype == lse.dtype == torch.float32 and out.is_contiguous()

@@ -145,6 +145,8 @@ class Tensors:
     cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", INT32)] = None
     cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", INT32)] = None
     rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64)] = None
+    # No public function takes them: ``masks.Origin``.
+    origins: Annotated[Tensor | None, Argument("Parts of sequences.", "Tensor?", "batch origin", INT32)] = None
 
 
 class Grads(NamedTuple):

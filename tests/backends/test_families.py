@@ -91,6 +91,7 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
         "cu_seqlens_q",
         "cu_seqlens_k",
         "rng_state",
+        "origins",
     }
     assert set(TENSORS) == seen, "a new tensor: what of it is part of the family?"
 

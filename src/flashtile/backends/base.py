@@ -65,6 +65,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, _ALL),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
+    Feature("origins", "parts of sequences (origins)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, _ALL),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
@@ -104,6 +105,7 @@ class Capabilities:
     bias_grad: bool = False
     sinks: bool = False
     dropout: bool = False
+    origins: bool = False
     deterministic: bool = False
     unaligned: bool = False
     pages: bool = False
@@ -142,9 +144,11 @@ class Capabilities:
 
 @dataclass(eq=False)
 class Gradients:
-    """The result of a backward: gradients in the shapes and dtypes of their inputs. frozen=True would cost 2 us.
+    """The result of a backward: gradients in the shapes of their inputs. frozen=True would cost 2 us.
 
-    Each is None where ``problem.grads`` does not request it; a backend may compute more than was requested.
+    dq, dk and dv are in ``problem.grad_dtype``, that of q or float32 (float64 for float64 inputs), the others in the
+    dtypes of their inputs. Each is None where ``problem.grads`` does not request it; a backend may compute more than
+    was requested.
     """
 
     dq: Tensor | None = None
@@ -169,9 +173,28 @@ class Forward(Protocol):
         """Out and lse."""
 
 
-# The plan of a backward, which takes tensors, out, lse, dout, dlse: the forward's tensors, with its rng_state, its
-# results, from any backend, and their gradients. dlse is None for zero.
-Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None], Gradients]
+class Backward(Protocol):
+    """The plan of a backward: computes gradients from the forward's tensors and results, of any backend.
+
+    out and lse are those of all keys of the rows, also where the call has some of them: then what it computes is
+    these keys' share of dq, and all of their dk and dv. out and dout are in q's dtype; dlse is None for zero.
+
+    A plan of a problem whose ``grad_dtype`` is that of lse takes ``sums``: dq, dk and dv in that dtype, contiguous, on
+    16 bytes, those that ``problem.grads`` requests. It adds to them in place and returns them. Every element is added
+    to once and by nobody else, so the result is as repeatable as without. dbias and dsinks are never added to.
+    """
+
+    def __call__(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Gradients | None = None,
+    ) -> Gradients:
+        """The gradients that ``problem.grads`` requests."""
+
 
 # The plan of a cached call: appends k and v to the caches if they are given, writes tensors.out in full, and returns a
 # new lse, ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. The

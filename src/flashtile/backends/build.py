@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashtile.backends.launch import Launch, specialise
+from flashtile.masks import Origin
 from flashtile.problem import Problem, Tensors
 
 
@@ -143,6 +144,7 @@ def described_tensors(problem: Problem) -> Tensors:
         cu_seqlens_q=bounds,
         cu_seqlens_k=bounds,
         rng_state=empty(2, dtype=torch.int64) if p.dropout_p > 0 else None,
+        origins=empty(p.batch, len(Origin._fields), dtype=torch.int32) if p.origins else None,
     )
 
 
@@ -166,8 +168,10 @@ def traits(problem: Problem) -> dict[str, object]:
         "sinks": p.sinks,
         "dropout": p.dropout_p > 0,
         "varlen": p.varlen,
+        "origins": p.origins,
         "deterministic": p.deterministic,
         "float32 out": p.out_dtype != p.dtype,
+        "float32 gradients": p.grad_dtype != p.dtype,
     }
     features = [name for name, is_used in used.items() if is_used]
     wanted = [name for name, is_wanted in zip(("dq", "dk", "dv"), p.grads, strict=False) if is_wanted]

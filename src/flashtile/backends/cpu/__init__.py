@@ -35,6 +35,7 @@ _CAPABILITIES = Capabilities(
     bias_grad=True,
     sinks=True,
     dropout=True,
+    origins=True,
     deterministic=True,
     unaligned=True,
 )
@@ -44,6 +45,7 @@ _DECODE = dataclasses.replace(
     bias=False,
     bias_grad=False,
     dropout=False,
+    origins=False,
     deterministic=False,
     pages=True,
     float8_cache=True,
