@@ -94,10 +94,10 @@ def _read(mesh: DeviceMesh) -> Ranks:
     return Ranks(**lines)
 
 
-def _named(what: str, peers: Sequence[int], action: Callable[[], T]) -> T:
+def _named(what: str, peers: Sequence[int], action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """An action's result; what the process group raises becomes an ``ExchangeError``."""
     try:
-        return action()
+        return action(*args, **kwargs)
     except RuntimeError as error:
         raise ExchangeError(what, peers, str(error)) from error
 
@@ -141,7 +141,7 @@ def transfer(line: Line, what: str, sends: Sequence[Parcel], receives: Sequence[
     ops = [dist.P2POp(dist.isend, x, group=line.group, group_peer=peer) for x, peer in sends]
     ops += [dist.P2POp(dist.irecv, x, group=line.group, group_peer=peer) for x, peer in receives]
     peers = [line.members[peer] for _, peer in (*sends, *receives)]
-    works = _named(what, peers, lambda: dist.batch_isend_irecv(ops))
+    works = _named(what, peers, dist.batch_isend_irecv, ops)
     if len(works) == len(peers):  # else they are one
         return Pending(what, [(work, (peer,)) for work, peer in zip(works, peers, strict=True)], ops)
     return Pending(what, [(work, sorted(set(peers))) for work in works], ops)
@@ -155,31 +155,38 @@ def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows
     """
     received = sent.new_empty((sum(rows_from), *sent.shape[1:]))
     splits = list(rows_from), list(rows_to)
-    _named(what, line.members, lambda: dist.all_to_all_single(received, sent, *splits, group=line.group))
+    _named(what, line.members, dist.all_to_all_single, received, sent, *splits, group=line.group)
     return received
 
 
-def gather(line: Line, what: str, x: Tensor, most: int) -> tuple[Tensor, Pending]:
-    """Posts the gathering of all ranks' tensors: ``(ranks, most, ...)``, of which each fills the first rows."""
-    if x.shape[0] < most:
-        x = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
-    found = x.new_empty((line.size * most, *x.shape[1:]))
-    work = _named(what, line.members, lambda: _all_gather(found, x, group=line.group, async_op=True))
-    return found.unflatten(0, (line.size, most)), Pending(what, [(work, line.members)], x)
+def gather(line: Line, what: str, given: Sequence[Tensor], most: int) -> tuple[Any, Pending]:
+    """Posts the gathering of all ranks' tensors: each ``(ranks, most, ...)``, of which every rank fills the first rows."""
+    found, waits = [], []
+    for x in given:
+        if x.shape[0] < most:
+            x = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
+        everyone = x.new_empty((line.size * most, *x.shape[1:]))
+        waits.append((_named(what, line.members, _all_gather, everyone, x, group=line.group, async_op=True), line.members))
+        found.append(everyone.unflatten(0, (line.size, most)))
+    return tuple(found), Pending(what, waits, given)
 
 
-def scatter_sums(line: Line, what: str, x: Tensor) -> tuple[Tensor, Pending]:
-    """Posts the sum over ranks of this rank's part of ``x``, ``(ranks, ...)``, contiguous."""
-    found = torch.empty_like(x[0])
-    work = _named(what, line.members, lambda: _reduce_scatter(found, x.flatten(0, 1), group=line.group, async_op=True))
-    return found, Pending(what, [(work, line.members)], x)
+def scatter_sums(line: Line, what: str, given: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
+    """Posts the sums over ranks of this rank's part of tensors ``(ranks, ...)``, contiguous."""
+    found, waits = [], []
+    for x in given:
+        total = torch.empty_like(x[0])
+        work = _named(what, line.members, _reduce_scatter, total, x.flatten(0, 1), group=line.group, async_op=True)
+        waits.append((work, line.members))
+        found.append(total)
+    return found, Pending(what, waits, given)
 
 
 def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     """The sum of a tensor over all ranks, in place."""
     for line in ranks:
         if line.size > 1:
-            _named(what, line.members, lambda line=line: dist.all_reduce(x, group=line.group))  # type: ignore[misc]
+            _named(what, line.members, dist.all_reduce, x, group=line.group)
     return x
 
 
@@ -187,7 +194,7 @@ def share(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     """The first rank's tensor, in place."""
     for line in ranks:
         if line.size > 1:
-            _named(what, line.members, lambda line=line: dist.broadcast(x, group_src=0, group=line.group))  # type: ignore[misc]
+            _named(what, line.members, dist.broadcast, x, group_src=0, group=line.group)
     return x
 
 
@@ -211,7 +218,7 @@ def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> lis
     found = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)[None]
     for line in (ranks.ulysses, ranks.ring):
         if line.size > 1:
-            gathered, pending = gather(line, "the comparison of this call with theirs", found, found.shape[0])
+            (gathered,), pending = gather(line, "the comparison of this call with theirs", [found], found.shape[0])
             pending.wait()
             found = gathered.flatten(0, 1)
     return [json.loads(bytes(row).decode()) for row in found.cpu().numpy()]

@@ -2,14 +2,14 @@
 
 Tensors are packed here: all of a rank's rows, ``(rows, heads, head_dim)``, entries of a batch one after another. Stage s
 runs step s of the plan while the keys of step s + 1 arrive, and while the float32 dk and dv that step s - 1 added to
-leave for their next rank or their owner. A stage's sends and receives are posted at once, at the same place on all
-ranks.
+leave for their next rank or their owner. What a stage sends and receives is posted at once, in the same order on all
+ranks, and before its kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,26 +18,32 @@ from torch import Tensor
 from flashtile import dispatch, ops, settings
 from flashtile.arguments import Grads, Options, Tensors
 from flashtile.backends.base import Backward, Forward, Gradients
-from flashtile.distributed.exchange import Line, Pending, gather, scatter_sums, transfer
+from flashtile.distributed.exchange import Line, Parcel, gather, scatter_sums, transfer
 from flashtile.distributed.plan import Call, Plan, Step
 from flashtile.families import family_of
 from flashtile.masks import Origin
 from flashtile.problem import Problem
 from flashtile.states import Partial
 
-Pair = tuple[Tensor, Tensor]
+# Keys and values of a shard, or their gradients, None where one is not wanted.
+Keys = tuple[Tensor, Tensor]
+Sums = tuple[Tensor | None, Tensor | None]
 
 
 class Part(NamedTuple):
-    """Which part of the whole call a rank's tensors are.
-
-    Attributes:
-        heads: Query heads of the whole.
-        first_head: The first of this rank's.
-    """
+    """Which part of the whole call a rank's tensors are: how many query heads that has, and the first of this one's."""
 
     heads: int
     first_head: int
+
+
+class OfRows(NamedTuple):
+    """What the backward needs of the rows, contiguous; see ``backends.base.Backward``."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
 
 
 class _Launch:
@@ -60,22 +66,21 @@ class _Launch:
         if call.origins:
             rows = [Origin(o.batch * part.heads + part.first_head, *o[1:]) for o in call.origins]
             self._origins = _int32(rows, device)
-            self._entries = torch.tensor([o.batch for o in call.origins], device=device)
+            self._entries = _int32([o.batch for o in call.origins], device)
         self._is_last = is_last
         self._forward: Forward | None = None
         self._backwards: dict[Any, Backward] = {}
 
-    def _given(self, t: Tensors, k: Tensor, v: Tensor) -> Tensors:
+    def _given(self, t: Tensors, keys: Keys) -> Tensors:
         slopes = t.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.index_select(0, self._entries)
-        return Tensors(
-            t.q, k, v, slopes, None, None, None, self._bounds_q, self._bounds_k, t.rng_state, self._origins
-        )  # fmt: skip
+        bounds = self._bounds_q, self._bounds_k
+        return Tensors(t.q, *keys, slopes, None, None, None, *bounds, t.rng_state, self._origins)
 
-    def forward(self, t: Tensors, keys: Pair, state: Partial | None) -> Partial:
+    def forward(self, t: Tensors, keys: Keys, state: Partial | None) -> Partial:
         """The state after these keys; in q's dtype if the call is the last."""
-        given = self._given(t, *keys)
+        given = self._given(t, keys)
         if self._forward is None:
             problem = Problem.of(given, self.options)
             problem = problem.but(out_dtype=problem.dtype if self._is_last else problem.lse_dtype)
@@ -84,20 +89,19 @@ class _Launch:
             self._forward = chosen.plan_forward(problem, given, known)
         return Partial(*self._forward(given, state))
 
-    def backward(self, t: Tensors, keys: Pair, of_rows: _OfRows, sums: Gradients | None) -> Gradients:
+    def backward(self, t: Tensors, keys: Keys, rows: OfRows, sums: Gradients | None) -> Gradients:
         """The sums with this call's gradients added; new ones if there are none."""
-        given = self._given(t, *keys)
-        # Hooks of saved tensors may have given q other strides; keys and the rows' tensors are contiguous.
-        key = t.q.stride(), t.q.data_ptr() % 16, of_rows.dlse is None
+        given = self._given(t, keys)
+        # Hooks of saved tensors may have given q other strides; all others are contiguous.
+        key = t.q.stride(), t.q.data_ptr() % 16, rows.dlse is None
         run = self._backwards.get(key)
         if run is None:
             problem = Problem.of(given, self.options)
             problem = problem.but(grad_dtype=problem.lse_dtype)
             known = self._known(given, problem, "backward")
             chosen = dispatch.select(problem, "backward", self.options.backend)
-            run = chosen.plan_backward(problem, given, of_rows.dout, of_rows.dlse, known)
-            self._backwards[key] = run
-        return run(given, *of_rows, sums)
+            run = self._backwards[key] = chosen.plan_backward(problem, given, rows.dout, rows.dlse, known)
+        return run(given, *rows, sums)
 
     def _known(self, t: Tensors, problem: Problem, direction: str) -> dict[Any, Any] | None:
         """What plans share with those of other lengths."""
@@ -108,13 +112,10 @@ class _Launch:
         return ops.shared_family((*common, *kind)).known[direction]
 
 
-class _OfRows(NamedTuple):
-    """What the backward needs of the rows, contiguous; see ``backends.base.Backward``."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
+def _int32(values: Sequence[Any], device: torch.device) -> Tensor:
+    # A training step could not save a tensor that was made in inference mode.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @dataclasses.dataclass
@@ -125,6 +126,7 @@ class _Stage:
         number: Of the step; the number of ranks for what follows the last.
         launches: Its calls.
         source: The rank whose keys they use.
+        keys: Their rows.
         keys_to: Where keys go, and whether they are this rank's own or those of this stage.
         keys_from: Where the next stage's keys come from, None if it has none.
         next_keys: Their rows.
@@ -136,6 +138,7 @@ class _Stage:
     number: int
     launches: list[_Launch] = dataclasses.field(default_factory=list)
     source: int = 0
+    keys: int = 0
     keys_to: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
     keys_from: int | None = None
     next_keys: int = 0
@@ -149,8 +152,8 @@ class _Stage:
         return f"step {self.number} of the ring"
 
 
-def _stages(plan: Plan, launches: dict[Call, _Launch]) -> list[_Stage]:
-    """The stages of a plan, in order."""
+def _stages(plan: Plan, launch_of: Callable[[Step, Call], _Launch]) -> list[_Stage]:
+    """The stages of a plan, in order; the first is that of step 0."""
     found: dict[int, _Stage] = {}
 
     def stage(number: int) -> _Stage:
@@ -158,7 +161,8 @@ def _stages(plan: Plan, launches: dict[Call, _Launch]) -> list[_Stage]:
 
     for step in plan.steps:
         here = stage(step.number)
-        here.launches, here.source = [launches[call] for call in step.calls], step.source
+        here.launches = [launch_of(step, call) for call in step.calls]
+        here.source, here.keys = step.source, step.keys
         if step.number:
             before = stage(step.number - 1)
             before.keys_to = [(send.to, send.source == plan.rank) for send in step.sends]
@@ -169,11 +173,158 @@ def _stages(plan: Plan, launches: dict[Call, _Launch]) -> list[_Stage]:
     return [found[number] for number in sorted(found)]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Sums:
-    """The gradients that stages add to, float32 (float64 for float64 inputs), None where none is wanted.
+class Steps:
+    """The steps of one rank, with all that repeated calls of one kind share.
 
-    Attributes:
-        dq: Of the rank's rows.
-        keys: dk and dv of a stage's keys, those that are wanted.
+    Args:
+        plan: Of the ring that the line is.
+        own: The calls of step 0 in the backward: half of them are run first of all, and half last, while sums return.
+        line: The ring.
+        options: Of the call; the band is the plan's.
+        part: Which part of the whole the tensors are.
+        device: Theirs.
+        most_keys: If all keys are gathered at once and sums scattered, rows of the largest shard; None if they travel.
     """
+
+    def __init__(
+        self,
+        plan: Plan,
+        own: Sequence[Call],
+        line: Line,
+        options: Options,
+        part: Part,
+        device: torch.device,
+        most_keys: int | None = None,
+    ) -> None:
+        self._line, self._grads = line, options.grads
+        # Shards in a gathered tensor start on 16 bytes, whatever their width.
+        self._most_keys = None if most_keys is None else -(-most_keys // 8) * 8
+        last = next((step for step in reversed(plan.steps) if step.calls), None)
+        made: dict[Any, _Launch] = {}
+
+        def launch_of(step: Step, call: Call) -> _Launch:
+            is_last = step is last and call is step.calls[-1]
+            key = call, is_last, step.number == 0
+            if key not in made:
+                made[key] = _Launch(call, options, part, device, is_last)
+            return made[key]
+
+        self._stages = _stages(plan, launch_of)
+        ends = [_Launch(call, options, part, device, False) for call in own]
+        self._first, self._final = ends[: (len(ends) + 1) // 2], ends[(len(ends) + 1) // 2 :]
+
+    def forward(self, t: Tensors, state: Partial | None) -> Partial | None:
+        """Attention of the rank's rows over all keys, merged into a state; in q's dtype if there was any call."""
+        if self._most_keys is not None:
+            return self._forward_gathered(t, state)
+        own = held = t.k, t.v
+        for stage in self._stages:
+            sends, receives, arriving = _keys(stage, own, held)
+            pending = transfer(self._line, stage.what, sends, receives)
+            for launch in stage.launches:
+                state = launch.forward(t, held, state)
+            pending.wait()
+            held = arriving
+        return state
+
+    def _forward_gathered(self, t: Tensors, state: Partial | None) -> Partial | None:
+        own = t.k, t.v
+        everyone, pending = gather(self._line, "the gathering of keys", own, self._most_keys or 0)
+        for stage in self._stages:
+            keys = own if stage.number == 0 else _shard(everyone, stage)
+            for launch in stage.launches:
+                state = launch.forward(t, keys, state)
+            pending.wait()
+        return state
+
+    def backward(self, t: Tensors, rows: OfRows) -> tuple[Gradients, Sums]:
+        """The gradients of q, k and v that are wanted, in lse's dtype; to those of k and v the pair must be added."""
+        if self._most_keys is not None:
+            return self._backward_gathered(t, rows)
+        own = held = t.k, t.v
+        total = Gradients()
+        sums = left = back = _NO_SUMS
+        for stage in self._stages:
+            sends, receives, arriving = _keys(stage, own, held)
+            coming = _NO_SUMS
+            if stage.sums_to is not None:
+                sends += _parcels(left, stage.sums_to)
+            if stage.sums_from is not None:
+                coming = self._new_sums(torch.empty_like, arriving, rows)
+                receives += _parcels(coming, stage.sums_from)
+            if stage.sums_back is not None:
+                _add(total, back)
+                back = self._new_sums(torch.empty_like, own, rows)
+                receives += _parcels(back, stage.sums_back)
+            pending = transfer(self._line, stage.what, sends, receives)
+            if stage is self._stages[0]:
+                total = self._own(self._first, t, rows, None)
+            elif stage.launches:
+                left = self._new_sums(torch.zeros_like, held, rows) if sums is _NO_SUMS else sums
+                for launch in stage.launches:
+                    launch.backward(t, held, rows, Gradients(total.dq, *left))
+            if stage is self._stages[-1]:
+                total = self._own(self._final, t, rows, total)
+            pending.wait()
+            held, sums = arriving, coming
+        return total, back
+
+    def _backward_gathered(self, t: Tensors, rows: OfRows) -> tuple[Gradients, Sums]:
+        own, most = (t.k, t.v), self._most_keys or 0
+        everyone, pending = gather(self._line, "the gathering of keys", own, most)
+        total = self._own(self._first, t, rows, None)
+        pending.wait()
+        sums = self._new_sums(torch.zeros_like, everyone, rows)
+        for stage in self._stages[1:]:
+            dk, dv = (None if x is None else x[stage.source, : stage.keys] for x in sums)
+            for launch in stage.launches:
+                launch.backward(t, _shard(everyone, stage), rows, Gradients(total.dq, dk, dv))
+        back, pending = scatter_sums(self._line, "the sum of gradients", [x for x in sums if x is not None])
+        total = self._own(self._final, t, rows, total)
+        pending.wait()
+        found = iter(x[: t.k.shape[0]] for x in back)
+        return total, (None if sums[0] is None else next(found), None if sums[1] is None else next(found))
+
+    def _own(self, launches: Sequence[_Launch], t: Tensors, rows: OfRows, total: Gradients | None) -> Gradients:
+        """The sums with the gradients of some calls over the rank's own keys added; zeros if there is nothing."""
+        for launch in launches:
+            total = launch.backward(t, (t.k, t.v), rows, total)
+        if total is not None:
+            return total
+        dq = rows.out.new_zeros(t.q.shape, dtype=rows.lse.dtype) if self._grads.q else None
+        return Gradients(dq, *self._new_sums(torch.zeros_like, (t.k, t.v), rows))
+
+    def _new_sums(self, make: Callable[..., Tensor], keys: Keys, rows: OfRows) -> Sums:
+        """Tensors for the gradients of keys that are wanted."""
+        dtype, (k, v) = rows.lse.dtype, keys
+        dk = make(k, dtype=dtype) if self._grads.k else None
+        return dk, make(v, dtype=dtype) if self._grads.v else None
+
+
+_NO_SUMS: Sums = (None, None)
+
+
+def _parcels(sums: Sums, peer: int) -> list[Parcel]:
+    return [(x, peer) for x in sums if x is not None]
+
+
+def _add(total: Gradients, sums: Sums) -> None:
+    """Adds sums of a rank's own keys, those that there are, to their gradients."""
+    for x, more in zip((total.dk, total.dv), sums, strict=True):
+        if x is not None and more is not None:
+            x += more
+
+
+def _shard(everyone: Keys, stage: _Stage) -> Keys:
+    """A stage's keys among gathered ones."""
+    k, v = (x[stage.source, : stage.keys] for x in everyone)
+    return k, v
+
+
+def _keys(stage: _Stage, own: Keys, held: Keys) -> tuple[list[Parcel], list[Parcel], Keys]:
+    """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does."""
+    sends = [(x, to) for to, is_own in stage.keys_to for x in (own if is_own else held)]
+    if stage.keys_from is None:
+        return sends, [], own
+    k, v = (x.new_empty((stage.next_keys, *x.shape[1:])) for x in own)
+    return sends, [(k, stage.keys_from), (v, stage.keys_from)], (k, v)
