@@ -27,6 +27,8 @@ CHAINS: tuple[tuple[Case, tuple[int, ...]], ...] = (
     (Case("varlen_128", batch=2, lengths=((130, 150), (9, 40)), kv_heads=1, head_dim=128, sinks=True), (40,)),
 )  # fmt: skip
 
+BANDS = (Band(), Band(None, 0), Band(20, 7))
+
 
 def _spans(call: Call, start: int | None, stop: int) -> list[tuple[int, int]]:
     lengths = [k for _, k in call.case.lengths] or [call.tensors.k.shape[1]]
@@ -112,3 +114,36 @@ def judge_chain(
     short, short_lse = plan(problem, tensors)(tensors, before)
     assert short.dtype == dtype and torch.equal(short_lse, lse)
     assert not exact or torch.equal(short, out.to(dtype))
+
+
+def judge_rows_without_keys(plan: Callable[[Problem, Tensors], Forward], dtype: torch.dtype, band: Band) -> None:
+    """Asserts that sequences without keys, and rows past the last one, keep the bits of what they start from.
+
+    Their neighbours in k and v, at which a block of keys that is not there would lie, hold NaN.
+    """
+    make = torch.Generator().manual_seed(4)
+    lengths, spare = ((40, 0), (70, 130), (0, 9), (133, 0), (30, 0), (20, 40)), 5
+    bounds = [torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lengths, strict=True)]
+    rows, keys = (sum(column) + spare for column in zip(*lengths, strict=True))
+    q = torch.randn(rows, 2, 64, generator=make).to(dtype)
+    k, v = (torch.randn(keys, 1, 64, generator=make).to(dtype) for _ in range(2))
+    for x in (k, v):
+        x[130:139] = x[179:] = torch.nan
+    partial = Partial(torch.randn(rows, 2, 64, generator=make), torch.randn(2, rows, generator=make))
+    partial.lse[:, ::7] = -torch.inf
+    partial.out[::7] = torch.nan
+    without = torch.ones(rows, dtype=torch.bool)
+    without[40:110] = without[273:293] = False
+    for tensors in (
+        Tensors(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1]),
+        Tensors(q, k[:0], v[:0], cu_seqlens_q=bounds[0], cu_seqlens_k=torch.zeros_like(bounds[1])),
+    ):
+        problem = Problem.build(tensors, band).but(out_dtype=torch.float32)
+        out, lse = plan(problem, tensors)(tensors, partial)
+        kept = without if len(tensors.k) else torch.ones_like(without)
+        assert torch.equal(lse[:, kept], partial.lse[:, kept])
+        wanted = torch.where((partial.lse == -torch.inf).T[..., None], 0.0, partial.out)
+        assert torch.equal(out[kept], wanted[kept])
+        assert torch.isfinite(out).all()
+        if len(tensors.k) and band.unbounded:
+            assert not torch.isclose(lse[:, ~kept], partial.lse[:, ~kept]).any()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from flashtile.backends import cpu
+from flashtile.masks import Band
 from flashtile.states import Partial
 from tests.cases import Case
-from tests.partials import CHAINS, judge_chain
+from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory
 from tests.sums import judge_sums
 
@@ -31,3 +32,10 @@ def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...]
     # PyTorch's kernel and blocks of rows add to the sums as they come.
     with poisoned_memory():
         judge_sums(cpu.BACKEND, case, cuts, dtype, exact=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_rows_without_keys_keep_what_they_start_from(band: Band, dtype: torch.dtype) -> None:
+    with poisoned_memory():
+        judge_rows_without_keys(cpu.BACKEND.plan_forward, dtype, band)

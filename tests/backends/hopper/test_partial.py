@@ -8,13 +8,30 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends import hopper
+from flashtile.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
-from tests.partials import CHAINS, judge_chain
+from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory
+from tests.sums import judge_sums
+
+BACKWARD_CHAINS = [each for each in CHAINS if each[0].head_dim_v is None]
 
 
 @pytest.mark.parametrize(("case", "cuts"), CHAINS, ids=str)
 def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...]) -> None:
     with on_cpu(len(cuts), 2), poisoned_memory(), torch.no_grad():
         judge_chain(hopper.BACKEND.plan_forward, case, cuts, torch.bfloat16)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
+    with on_cpu(3, 2), poisoned_memory():
+        judge_rows_without_keys(hopper.BACKEND.plan_forward, torch.bfloat16, band)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("case", "cuts"), BACKWARD_CHAINS, ids=str)
+def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+    with on_cpu(len(cuts), 2), poisoned_memory():
+        judge_sums(hopper.BACKEND, case, cuts, dtype, exact=False)

@@ -34,6 +34,7 @@ _CAPABILITIES = Capabilities(
     bias_grad=True,
     sinks=True,
     dropout=True,
+    origins=True,
     deterministic=True,
     unaligned=True,
 )
@@ -43,6 +44,7 @@ _DECODE = dataclasses.replace(
     bias=False,
     bias_grad=False,
     dropout=False,
+    origins=False,
     deterministic=False,
     pages=True,
     float8_cache=True,
@@ -104,10 +106,12 @@ class PortableBackend:
             return BackwardPlan(problem, tensors, dout, dlse, known)
         plan = BackwardPlan(problem.but(dtype=torch.float32), tensors, dout, dlse, known)
 
-        def widened(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-            grads = plan(_widened(tensors), out.float(), lse, dout.float(), dlse)
-            made = {name: getattr(grads, name) for name in ("dq", "dk", "dv")}
-            return dataclasses.replace(grads, **{n: x if x is None else x.to(problem.dtype) for n, x in made.items()})
+        def widened(
+            tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, sums: Gradients | None = None
+        ) -> Gradients:
+            grads = plan(_widened(tensors), out.float(), lse, dout.float(), dlse, sums)
+            made = {n: x for n, x in vars(grads).items() if n in ("dq", "dk", "dv") and x is not None}
+            return dataclasses.replace(grads, **{n: x.to(problem.grad_dtype) for n, x in made.items()})
 
         return widened
 

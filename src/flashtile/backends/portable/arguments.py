@@ -53,6 +53,7 @@ def common_operands(tensors: Tensors) -> dict[str, Tensor | None]:
         "cu_seqlens_q_ptr": t.cu_seqlens_q,
         "cu_seqlens_k_ptr": t.cu_seqlens_k,
         "rng_state_ptr": t.rng_state,
+        "origins_ptr": t.origins,
     }
 
 

@@ -11,9 +11,9 @@ from flashtile.backends.hopper.backward.workspace import last_first, locate
 @triton.jit(do_not_specialize=["cu_seqlens_q_ptr", "batch", "seqlen_q", "num_heads_q", "scale"])
 def finish_dq(
     dq_ptr, out_ptr, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """64 rows of dq from the workspace, times ``scale``, to out: contiguous, like q."""
+    """64 rows of dq from the workspace, times ``scale``, to out, or added to it: contiguous, like q."""
     pid = last_first()
     parts: tl.constexpr = BLOCK_M // 64
     b, h, start, first, length = locate(
@@ -32,4 +32,7 @@ def finish_dq(
         row = b64 * seqlen_q + tl.cast(start, tl.int64) + at
         col = tl.arange(0, BLOCK_D)[None, :]
         out_at = out_ptr + (row * num_heads_q + h)[:, None] * HEAD_DIM + col
-        tl.store(out_at, dq, mask=(at < length)[:, None] & (col < HEAD_DIM))
+        inside = (at < length)[:, None] & (col < HEAD_DIM)
+        if ADDS:
+            dq += tl.load(out_at, mask=inside, other=0.0)
+        tl.store(out_at, dq, mask=inside)

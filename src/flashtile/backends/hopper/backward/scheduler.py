@@ -18,7 +18,8 @@ class KeyGrid:
 
     Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. A warpgroup
     has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once. ``has_dq`` and its like
-    say which gradients are computed; dq and dk need those of the scores, ``has_dscores``.
+    say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. dk and dv are added to what is
+    there if ``adds``.
     """
 
     seqlen_q: gl.tensor
@@ -44,6 +45,7 @@ class KeyGrid:
     has_dq: gl.constexpr
     has_dk: gl.constexpr
     has_dv: gl.constexpr
+    adds: gl.constexpr
 
 
 @aggregate
