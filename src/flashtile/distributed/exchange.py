@@ -43,28 +43,29 @@ class Line(NamedTuple):
         return len(self.members)
 
 
-class Ranks(NamedTuple):
-    """The lines that this process is on: keys travel along the ring, heads are exchanged along ulysses."""
+class Ranks:
+    """The ranks that share a sequence, those of one mesh; equal to itself alone.
 
-    ring: Line
-    ulysses: Line
+    Attributes:
+        ring: The line along which keys travel.
+        ulysses: The line along which heads are exchanged. Its ranks have neighbouring shards.
+        members: Their ranks among all processes, in the order of their shards.
+    """
+
+    def __init__(self, ring: Line, ulysses: Line, members: tuple[int, ...]) -> None:
+        self.ring, self.ulysses, self.members = ring, ulysses, members
 
     @property
-    def world(self) -> int:
-        """The ranks that share a sequence."""
-        return self.ring.size * self.ulysses.size
-
-    @property
-    def rank(self) -> int:
-        """This process's shard: ranks that exchange heads have neighbouring ones."""
-        return self.ring.rank * self.ulysses.size + self.ulysses.rank
+    def lines(self) -> list[Line]:
+        """Those with more than one rank."""
+        return [line for line in (self.ulysses, self.ring) if line.size > 1]
 
 
 _known: dict[int, tuple[weakref.ref[DeviceMesh], Ranks]] = {}
 
 
-def ranks_of(mesh: DeviceMesh) -> Ranks:
-    """The lines of a mesh; one of a single dimension is a ring, unless that is called "ulysses".
+def ranks_of(mesh: DeviceMesh, device_type: str) -> Ranks:
+    """The lines of a mesh of such devices; one of a single dimension is a ring, unless that is called "ulysses".
 
     Raises:
         InvalidInputError: It has other dimensions, or this process is not in it.
@@ -74,6 +75,8 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
         if not isinstance(mesh, DeviceMesh):
             raise InvalidInputError("mesh", f"is {shown(mesh)}, must be a DeviceMesh")
         found = _known[id(mesh)] = (weakref.ref(mesh, lambda _, key=id(mesh): _known.pop(key, None)), _read(mesh))
+    if mesh.device_type != device_type:
+        raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {device_type}")
     return found[1]
 
 
@@ -91,7 +94,8 @@ def _read(mesh: DeviceMesh) -> Ranks:
     for dim, name in enumerate(names):
         group = mesh.get_group(dim)
         lines[name] = Line(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
-    return Ranks(**lines)
+    members = mesh.mesh if names[0] == "ring" else mesh.mesh.t()
+    return Ranks(lines["ring"], lines["ulysses"], tuple(members.flatten().tolist()))
 
 
 def _named(what: str, peers: Sequence[int], action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -184,17 +188,15 @@ def scatter_sums(line: Line, what: str, given: Sequence[Tensor]) -> tuple[list[T
 
 def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     """The sum of a tensor over all ranks, in place."""
-    for line in ranks:
-        if line.size > 1:
-            _named(what, line.members, dist.all_reduce, x, group=line.group)
+    for line in ranks.lines:
+        _named(what, line.members, dist.all_reduce, x, group=line.group)
     return x
 
 
 def share(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     """The first rank's tensor, in place."""
-    for line in ranks:
-        if line.size > 1:
-            _named(what, line.members, dist.broadcast, x, group_src=0, group=line.group)
+    for line in ranks.lines[::-1]:
+        _named(what, line.members, dist.broadcast, x, group_src=0, group=line.group)
     return x
 
 
@@ -216,11 +218,10 @@ def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> lis
     short = {name: _shortened(value) for name, value in said.items()}
     text = json.dumps(short).encode()[:_RECORD].ljust(_RECORD)
     found = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)[None]
-    for line in (ranks.ulysses, ranks.ring):
-        if line.size > 1:
-            (gathered,), pending = gather(line, "the comparison of this call with theirs", [found], found.shape[0])
-            pending.wait()
-            found = gathered.flatten(0, 1)
+    for line in ranks.lines:
+        (gathered,), pending = gather(line, "the comparison of this call with theirs", [found], found.shape[0])
+        pending.wait()
+        found = gathered.flatten(0, 1)
     return [json.loads(bytes(row).decode()) for row in found.cpu().numpy()]
 
 
@@ -230,17 +231,14 @@ def _shortened(value: object) -> object:
 
 
 def refuse_differences(ranks: Ranks, everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raises for what ranks were called with differently, or for what one of them refuses; on all the same.
+    """Raises for what ranks were called with differently; on all the same.
 
     Raises:
         InvalidInputError: Naming the argument and two ranks.
     """
-    world = _shards(ranks, len(everyone))
-    for rank, record in zip(world, everyone, strict=True):
-        if record.get("refused"):
-            raise InvalidInputError(record["refused"][0], f"on rank {rank}: {record['refused'][1]}")
     first = everyone[0]
     for name in first:
-        for rank, record in zip(world, everyone, strict=True):
+        for rank, record in zip(ranks.members, everyone, strict=True):
             if record[name] != first[name]:
-                raise InvalidInputError(name, f"is {record[name]} on rank {rank}, but {first[name]} on rank {world[0]}")
+                message = f"is {record[name]} on rank {rank}, but {first[name]} on rank {ranks.members[0]}"
+                raise InvalidInputError(name, message)
