@@ -13,6 +13,8 @@ shards may be uneven, and empty. A rank's rows are in the order of their documen
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
@@ -31,12 +33,14 @@ class Piece(NamedTuple):
         start: Position of the first row in the document.
         stride: Positions from a row to the next.
         length: Rows, at least 1.
+        at: Which of the holder's rows is the first.
     """
 
     document: int
     start: int
     stride: int
     length: int
+    at: int
 
 
 def shard_length(total: int, world: int, rank: int) -> int:
@@ -75,19 +79,20 @@ def pieces(
         InvalidInputError: As ``check``.
     """
     check(lengths, world, rank, layout)
-    found = list(_PIECES[layout](lengths, world, rank))
-    if parts > 1:
-        check((), parts, part, layout)
-        rows = sum(piece.length for piece in found)
-        found = list(_cut(found, *_span(rows, parts, part)))
-    return tuple(found)
+    check((), parts, part, layout)
+    found = []
+    at = 0
+    for document, start, stride, length in _PIECES[layout](_starts(tuple(lengths)), world, rank):
+        found.append(Piece(document, start, stride, length, at))
+        at += length
+    return tuple(found if parts == 1 else _cut(found, *_span(at, parts, part)))
 
 
 def ranges(
     lengths: Sequence[int], world: int, rank: int, layout: Layout, part: int = 0, parts: int = 1
 ) -> tuple[range, ...]:
     """The same rows as ranges of rows of the stream: what a shard takes of the whole tensor, and gives back to it."""
-    starts = [0, *itertools.accumulate(lengths)]
+    starts = _starts(tuple(lengths))
     first = [(starts[p.document] + p.start, p) for p in pieces(lengths, world, rank, layout, part, parts)]
     return tuple(range(at, at + p.stride * (p.length - 1) + 1, p.stride) for at, p in first)
 
@@ -100,6 +105,12 @@ def positions(
     return tuple(range(p.start, p.start + p.stride * (p.length - 1) + 1, p.stride) for p in found)
 
 
+@functools.lru_cache(maxsize=64)
+def _starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """The first row of each document in the stream, and the end."""
+    return (0, *itertools.accumulate(lengths))
+
+
 def _span(total: int, parts: int, part: int) -> tuple[int, int]:
     """The half-open range of a part, of ``total`` rows cut in order into parts of shard_length."""
     start = part * (total // parts) + min(part, total % parts)
@@ -107,56 +118,55 @@ def _span(total: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def _cut(found: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """The pieces of the rows from ``start`` to ``stop`` of those that the given pieces hold in a row."""
-    at = 0
+    """What pieces hold of a rank's rows from ``start`` to ``stop``."""
     for piece in found:
-        first, last = max(start - at, 0), min(stop - at, piece.length)
+        first, last = max(start, piece.at), min(stop, piece.at + piece.length)
         if first < last:
-            yield piece._replace(start=piece.start + piece.stride * first, length=last - first)
-        at += piece.length
+            position = piece.start + piece.stride * (first - piece.at)
+            yield Piece(piece.document, position, piece.stride, last - first, first - start)
 
 
-def _contiguous(lengths: Sequence[int], world: int, rank: int) -> Iterator[Piece]:
-    documents = [Piece(document, 0, 1, length) for document, length in enumerate(lengths)]
-    return _cut(documents, *_span(sum(lengths), world, rank))
+# A rank's pieces, without the places they have among its rows, from the first rows of the documents and the end.
+_Spans = Iterator[tuple[int, int, int, int]]
 
 
-def _striped(lengths: Sequence[int], world: int, rank: int) -> Iterator[Piece]:
-    at = 0
-    for document, length in enumerate(lengths):
+def _contiguous(starts: Sequence[int], world: int, rank: int) -> _Spans:
+    start, stop = _span(starts[-1], world, rank)
+    document = bisect.bisect_right(starts, start) - 1
+    while start < stop:
+        end = min(stop, starts[document + 1])
+        if start < end:
+            yield document, start - starts[document], 1, end - start
+        start, document = end, document + 1
+
+
+def _striped(starts: Sequence[int], world: int, rank: int) -> _Spans:
+    for document, (at, end) in enumerate(itertools.pairwise(starts)):
         start = (rank - at) % world
-        if start < length:
-            yield Piece(document, start, world, (length - start - 1) // world + 1)
-        at += length
+        if start < end - at:
+            yield document, start, world, (end - at - start - 1) // world + 1
 
 
-def _zigzag(lengths: Sequence[int], world: int, rank: int) -> Iterator[Piece]:
-    at = 0
-    for document, length in enumerate(lengths):
-        bounds = [_part_start(length, at, world, part) for part in (rank, rank + 1, 2 * world - 1 - rank)]
-        bounds.append(_part_start(length, at, world, 2 * world - rank))
-        if bounds[1] == bounds[2]:
-            bounds[1:3] = []
-        for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
-            if start < stop:
-                yield Piece(document, start, 1, stop - start)
-        at += length
+def _zigzag(starts: Sequence[int], world: int, rank: int) -> _Spans:
+    first, second = [(part, part + 1) for part in (rank, 2 * world - 1 - rank)]
+    ends = first[:1] + second[1:] if rank == world - 1 else first + second
+    bounds = [[_dealt(row, world, part) for row in starts] for part in ends]
+    for document in range(len(starts) - 1):
+        for low, high in zip(bounds[::2], bounds[1::2], strict=True):
+            start = low[document + 1] - low[document]
+            length = high[document + 1] - high[document] - start
+            if length:
+                yield document, start, 1, length
 
 
-def _part_start(length: int, before: int, world: int, part: int) -> int:
-    """First position of a part, 2N for the end, of a document that begins at row ``before`` of the stream.
+def _dealt(rows: int, world: int, part: int) -> int:
+    """How many of the first rows of the stream would go to parts before this one, were rows dealt to parts in turn.
 
-    Its ``length % 2N`` rows that do not divide are dealt in turn from where the documents before it ended: turns 0 to
-    N - 1 are those of parts 0 to N - 1, and turns N to 2N - 1 those of parts 2N - 1 down to N, ranks 0 to N - 1 again.
+    Turns 0 to N - 1 are those of parts 0 to N - 1, and turns N to 2N - 1 of parts 2N - 1 down to N: ranks 0 to N - 1
+    twice. Of each document a part has as many rows as it would be dealt, though the parts follow one another.
     """
-    each, spare = divmod(length, 2 * world)
-    first = before % (2 * world)
-    more = 0
-    for start, stop in ((first, min(first + spare, 2 * world)), (0, first + spare - 2 * world)):
-        more += max(0, min(stop, world, part) - start)  # turns that are parts
-        low, high = 3 * world - max(stop, world), 3 * world - max(start, world)  # turns that are parts from the end
-        more += max(0, min(high, part) - low)
-    return each * part + more
+    rounds, turn = divmod(rows, 2 * world)
+    return rounds * part + min(turn, part, world) + max(0, turn - max(world, 3 * world - part))
 
 
 _PIECES = {"contiguous": _contiguous, "striped": _striped, "zigzag": _zigzag}
