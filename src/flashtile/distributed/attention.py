@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashtile import autocast, ops, settings
 from flashtile.arguments import Options, Tensors, integer, is_plain, other_tensors, read
 from flashtile.axes import lengths_between
+from flashtile.distributed import dtensors
+from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import LAYOUTS, Layout
@@ -94,12 +95,17 @@ def attention(
     Source: Liu et al. 2023, arXiv:2310.01889; Brandon et al. 2023, arXiv:2311.09431 (striped); Jacobs et al. 2023,
     arXiv:2309.14509 (ulysses).
     """
+    given = locals()
+    if any(map(dtensors.is_one, (q, k, v))):
+        return dtensors.run(attention, **given)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
     options = read(tensors, causal, window_size, return_lse, plain)
     if autocast.is_on():
         tensors = autocast.cast(tensors, q.device.type)
-    ranks = ranks_of(mesh, q.device.type)
+    ranks = ranks_of(mesh)
+    if mesh.device_type != q.device.type:
+        raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {q.device}")
     for name, value, known in (("layout", layout, LAYOUTS), ("comm", comm, COMMS)):
         if value not in known:
             raise InvalidInputError(name, f"is {shown(value)}, must be one of {', '.join(known)}")
@@ -189,31 +195,3 @@ def _lengths(
     if longest is not None and max(lengths, default=0) > integer(f"max_{name}", longest, 0):
         raise InvalidInputError(f"max_{name}", f"is {longest}, but cu_{name}s holds a sequence of {max(lengths)}")
     return tuple(lengths), False
-
-
-# Values of bounds on a GPU, by identity: as many as a step of training has.
-_read: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
-
-
-def bounds_of(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The values of cu_seqlens; a tensor on a GPU is waited for once, unless it is written to.
-
-    Raises:
-        InvalidInputError: They are no bounds.
-    """
-    if not isinstance(cu_seqlens, Tensor):
-        found = tuple(integer(name, x, 0) for x in cu_seqlens)
-    elif cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
-        raise InvalidInputError(name, f"is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, must be int32 (documents + 1,)")
-    elif cu_seqlens.device.type == "cpu":
-        found = tuple(cu_seqlens.tolist())
-    else:
-        version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-        known = _read.get(id(cu_seqlens))
-        if known is None or known[0]() is not cu_seqlens or known[1] != version:
-            forget = weakref.ref(cu_seqlens, lambda _, key=id(cu_seqlens): _read.pop(key, None))
-            known = _read[id(cu_seqlens)] = forget, version, tuple(cu_seqlens.tolist())
-        found = known[2]
-    if not found:
-        raise InvalidInputError(name, "is empty, must have shape (documents + 1,)")
-    return found

@@ -56,6 +56,11 @@ class Ranks:
         self.ring, self.ulysses, self.members = ring, ulysses, members
 
     @property
+    def rank(self) -> int:
+        """The number of this process's shard."""
+        return self.ring.rank * self.ulysses.size + self.ulysses.rank
+
+    @property
     def lines(self) -> list[Line]:
         """Those with more than one rank."""
         return [line for line in (self.ulysses, self.ring) if line.size > 1]
@@ -64,8 +69,8 @@ class Ranks:
 _known: dict[int, tuple[weakref.ref[DeviceMesh], Ranks]] = {}
 
 
-def ranks_of(mesh: DeviceMesh, device_type: str) -> Ranks:
-    """The lines of a mesh of such devices; one of a single dimension is a ring, unless that is called "ulysses".
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The lines of a mesh; one of a single dimension is a ring, unless that is called "ulysses".
 
     Raises:
         InvalidInputError: It has other dimensions, or this process is not in it.
@@ -75,8 +80,6 @@ def ranks_of(mesh: DeviceMesh, device_type: str) -> Ranks:
         if not isinstance(mesh, DeviceMesh):
             raise InvalidInputError("mesh", f"is {shown(mesh)}, must be a DeviceMesh")
         found = _known[id(mesh)] = (weakref.ref(mesh, lambda _, key=id(mesh): _known.pop(key, None)), _read(mesh))
-    if mesh.device_type != device_type:
-        raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {device_type}")
     return found[1]
 
 

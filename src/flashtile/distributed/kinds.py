@@ -215,7 +215,7 @@ class Kind:
     def __init__(self, spec: Spec, t: Tensors) -> None:
         bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
         problem = Problem.of(dataclasses.replace(t, cu_seqlens_q=bounds, cu_seqlens_k=bounds), spec.options)
-        self.spec, self._problem = spec, problem
+        self.spec, self._problem, self._keys = spec, problem, spec.rows(t.k)
         heads, ring = _lines(spec, problem)
         batch = 1 if spec.packed else problem.batch
         lengths_q, lengths_k = (x if batch else (0,) for x in (spec.lengths_q, spec.lengths_k))
@@ -317,7 +317,7 @@ class Kind:
             x = self._heads[1].join(x)
         if self._repeats > 1:
             x = x.unflatten(1, (-1, self._repeats)).sum(2).to(final)
-        return x if self.spec.packed else x.unflatten(0, (self._problem.batch, -1))
+        return x if self.spec.packed else x.unflatten(0, (self._problem.batch, self._keys))
 
     def _dsinks(self, sinks: Tensor, rows: OfRows) -> Tensor:
         """``-sum over rows of P_sink * delta``, where ``delta = rowsum(dout * out) - dlse``; over all ranks."""
