@@ -32,7 +32,7 @@ BANDS = (Band(), Band(None, 0), Band(20, 7))
 
 def _spans(call: Call, start: int | None, stop: int) -> list[tuple[int, int]]:
     lengths = [k for _, k in call.case.lengths] or [call.tensors.k.shape[1]]
-    return [(0 if start is None else max(0, n - start), n - stop) for n in lengths]
+    return [(0 if start is None else max(0, n - start), max(0, n - stop)) for n in lengths]
 
 
 def key_places(call: Call, start: int | None, stop: int) -> Tensor | slice:

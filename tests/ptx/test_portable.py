@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtile.backends import portable as portable_backend
 from tests.cases import Case, build, judge
+from tests.origins import judge_parts
 from tests.ptx import portable
 from tests.ptx.machine import Options
 from tests.slow import slow_but
+from tests.sums import judge_sums
 
 CASES = (
     Case("causal", batch=1, seqlen_q=140, seqlen_k=160, heads=2, kv_heads=1, head_dim=128, causal=True, lse_grad=True),
@@ -30,3 +33,18 @@ CASES = (
 def test_compiled_kernels_under_the_rule(case: Case, arch: str) -> None:
     with portable.on_cpu(Options(seed=len(case.name)), arch):
         judge(build(case, torch.bfloat16), "portable")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_gradients_of_compiled_kernels_add_up_in_float32(arch: str) -> None:
+    case = Case("varlen", batch=2, lengths=((40, 70), (20, 30)), heads=2, kv_heads=1, head_dim=40, causal=True, spare=5)
+    with portable.on_cpu(Options(seed=6), arch):
+        judge_sums(portable_backend.BACKEND, case, (21,), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_parts_of_sequences_of_compiled_kernels(arch: str) -> None:
+    with portable.on_cpu(Options(seed=7), arch):
+        judge_parts(portable_backend.BACKEND, torch.bfloat16, dropout=True, alibi=True)

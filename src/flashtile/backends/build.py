@@ -92,6 +92,7 @@ def kernel_builds(
     problem: Problem,
     launches: Mapping[str, Launch],
     spill_limits: Mapping[str, int] | None = None,
+    more: tuple[str, ...] = (),
 ) -> list[KernelBuild]:
     """The builds of a problem's launches.
 
@@ -101,6 +102,7 @@ def kernel_builds(
         problem: The call that is launched.
         launches: The launches by kernel name.
         spill_limits: By kernel name; None for no limits.
+        more: Features of the launches that the problem does not name.
     """
     made = []
     for name, launch in launches.items():
@@ -111,7 +113,7 @@ def kernel_builds(
                 name=name,
                 backend=backend,
                 direction=direction,
-                config=traits(problem) | {"tiles": "x".join(map(str, tiles.values())), **launch.options},
+                config=traits(problem, more) | {"tiles": "x".join(map(str, tiles.values())), **launch.options},
                 kernel=launch.kernel,
                 signature=what.signature,
                 constexprs=what.constexprs,
@@ -148,7 +150,7 @@ def described_tensors(problem: Problem) -> Tensors:
     )
 
 
-def traits(problem: Problem) -> dict[str, object]:
+def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:
     """Values that identify a problem's rows in the report: dtype, head dims, mask, features."""
     p = problem
     about: dict[str, object] = {
@@ -173,7 +175,7 @@ def traits(problem: Problem) -> dict[str, object]:
         "float32 out": p.out_dtype != p.dtype,
         "float32 gradients": p.grad_dtype != p.dtype,
     }
-    features = [name for name, is_used in used.items() if is_used]
+    features = [*(name for name, is_used in used.items() if is_used), *more]
     wanted = [name for name, is_wanted in zip(("dq", "dk", "dv"), p.grads, strict=False) if is_wanted]
     if 0 < len(wanted) < 3:
         features.append(f"only {' and '.join(wanted)}")

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends import hopper
+from flashtile.backends.hopper.backward import config as configs
 from flashtile.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
@@ -35,3 +36,20 @@ def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
 def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     with on_cpu(len(cuts), 2), poisoned_memory():
         judge_sums(hopper.BACKEND, case, cuts, dtype, exact=False)
+
+
+@pytest.mark.parametrize(("case", "cuts"), [BACKWARD_CHAINS[1], BACKWARD_CHAINS[2], BACKWARD_CHAINS[5]], ids=str)
+def test_a_share_in_a_fixed_order_is_added_with_one_rounding(case: Case, cuts: tuple[int, ...]) -> None:
+    with on_cpu(len(cuts), 2), poisoned_memory():
+        judge_sums(hopper.BACKEND, case, cuts, torch.bfloat16, deterministic=True)
+
+
+@pytest.mark.parametrize("name", configs.VARIANTS)
+def test_every_variant_adds(name: str) -> None:
+    config = configs.VARIANTS[name]
+    dim = config.block_d - 8
+    case = Case(
+        "varlen", batch=2, lengths=((200, 130), (70, 260)), head_dim=dim, kv_heads=1, causal=True, lse_grad=True
+    )
+    with on_cpu(5, 2, backward=config), poisoned_memory():
+        judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False)

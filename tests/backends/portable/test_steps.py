@@ -21,8 +21,20 @@ from tests.sums import judge_sums
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("case", "cuts"), slow_but(CHAINS, lambda each: each in (CHAINS[1], CHAINS[3], CHAINS[5])), ids=str)
+# The interpreter takes seconds for the shared cases.
+SMALL: tuple[tuple[Case, tuple[int, ...]], ...] = (
+    (Case("causal", seqlen_q=40, seqlen_k=50, kv_heads=1, head_dim=24, causal=True, lse_grad=True), (20, 7)),
+    (Case("wide_v", seqlen_q=30, seqlen_k=40, head_dim=16, head_dim_v=40, softcap=5.0, mask="bqk", bias="hk"), (13,)),
+    (Case("varlen", batch=3, lengths=((20, 40), (0, 16), (33, 21)), causal=True, spare=5, sinks=True), (11,)),
+)  # fmt: skip
+CASES = [
+    (case, cuts, dtype)
+    for (case, cuts), dtype in zip(SMALL, (torch.float16, torch.float32, torch.bfloat16), strict=True)
+]
+EVERY = [(case, cuts, dtype) for case, cuts in CHAINS for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+
+
+@pytest.mark.parametrize(("case", "cuts", "dtype"), slow_but([*CASES, *EVERY], CASES.__contains__), ids=str)
 def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     with poisoned_memory():
         judge_sums(portable.BACKEND, case, cuts, dtype)
@@ -35,15 +47,16 @@ def test_sums_of_kernels_apart_and_by_descriptors() -> None:
         judge_sums(portable.BACKEND, case, (33,), torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("band", BANDS, ids=str)
-def test_rows_without_keys_keep_what_they_start_from(band: Band, dtype: torch.dtype) -> None:
+def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
     with poisoned_memory():
-        judge_rows_without_keys(portable.BACKEND.plan_forward, dtype, band)
+        judge_rows_without_keys(portable.BACKEND.plan_forward, torch.float16, band)
 
 
-@pytest.mark.parametrize(("dropout", "alibi"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_parts_are_drawn_and_sloped_as_in_the_whole(dtype: torch.dtype, dropout: bool, alibi: bool) -> None:
+@pytest.mark.parametrize(
+    ("dropout", "alibi", "dtype"),
+    [(True, False, torch.float32), (False, True, torch.float32), (True, True, torch.float16)],
+)
+def test_parts_are_drawn_and_sloped_as_in_the_whole(dropout: bool, alibi: bool, dtype: torch.dtype) -> None:
     with poisoned_memory():
         judge_parts(portable.BACKEND, dtype, dropout=dropout, alibi=alibi)

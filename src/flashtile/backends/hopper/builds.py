@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, described
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq")
 _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
@@ -30,8 +30,7 @@ def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[s
 
     dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
     made = backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
-    names = ("prepare_rows", "attention_backward", "finish_dq")
-    return {name: launch for name, launch in zip(names, made, strict=True) if launch is not None}
+    return {name: launch for name, launch in zip(_BACKWARD, made, strict=True) if launch is not None}
 
 
 def builds(arch: str) -> list[KernelBuild]:
@@ -44,6 +43,7 @@ def builds(arch: str) -> list[KernelBuild]:
         return []
     made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")] + _joining_builds()
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
+    made += _adding_builds()
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
     rows.append(_wanting(128, "kv"))
@@ -91,10 +91,31 @@ def _joining_builds() -> list[KernelBuild]:
     for dim, out_dtype in ((128, torch.float32), (64, torch.float32), (256, torch.float32), (128, torch.bfloat16)):
         problem = _problem(dim, _CAUSAL).but(out_dtype=out_dtype)
         joining = launch.forward_launch(problem, described_tensors(problem), config.choose(problem), is_joined=True)
-        for build in kernel_builds("hopper", "forward", problem, {"attention_forward": joining}, _NO_SPILL):
-            features = [*filter(None, [build.config.get("features")]), "partial"]
-            made.append(dataclasses.replace(build, config={**build.config, "features": "+".join(map(str, features))}))
+        made += kernel_builds("hopper", "forward", problem, {"attention_forward": joining}, _NO_SPILL, ("partial",))
     return made + builds_of(_problem(128, _CAUSAL).but(out_dtype=torch.float32), "forward")
+
+
+def _adding_builds() -> list[KernelBuild]:
+    """The backward to float32 gradients and to sums of them, most of all of packed sequences: a step of a chain."""
+    from flashtile.backends.hopper.backward import config, launch
+
+    made = []
+    packed: list[tuple[int, Band, dict[str, Any]]] = [(dim, _CAUSAL, {"varlen": True}) for dim in (128, 64, 256)]
+    others = [
+        (128, _FULL, {"varlen": True}),
+        (128, _CAUSAL, {"varlen": True, "deterministic": True}),
+        (128, _CAUSAL, {}),
+    ]
+    for dim, band, used in packed + others:
+        problem = _problem(dim, band, **used).but(grad_dtype=torch.float32)
+        tensors, limits = described_tensors(problem), {"attention_backward": _backward_limit(problem)}
+        # prepare_rows does not know the gradients.
+        sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)[1:]
+        by_name = {name: each for name, each in zip(_BACKWARD[1:], sums, strict=True) if each is not None}
+        made += kernel_builds("hopper", "backward", problem, by_name, limits, ("sums",))
+        if used == {"varlen": True}:
+            made += builds_of(problem, "backward")[1:]
+    return made
 
 
 def _backward_problems() -> list[Problem]:

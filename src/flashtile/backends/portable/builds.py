@@ -42,6 +42,7 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 128, _CAUSAL, varlen=True, num_heads_q=32),
         _problem(arch, 64, _FULL, mask=True, bias_dtype=torch.bfloat16, bias_grad=True, sinks=True),
         _problem(arch, 64, _CAUSAL, softcap=30.0, alibi=True, dropout_p=0.1),
+        _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
     ]
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)
     made = [
@@ -50,7 +51,21 @@ def builds(arch: str) -> list[KernelBuild]:
         for direction in ("forward", "backward")
         for build in builds_of(problem, direction)
     ]
-    return made + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
+    return made + _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
+
+
+def _adding_builds(arch: str) -> list[KernelBuild]:
+    """The backward of packed sequences to sums in float32."""
+    from flashtile.backends.portable.backward import launch
+
+    made = []
+    for dim in (128, 64):
+        problem = _problem(arch, dim, _CAUSAL, varlen=True).but(grad_dtype=torch.float32)
+        tensors = described_tensors(problem)
+        sums = launch.launches(problem, tensors, tensors.q, None, adds=True)
+        del sums["prepare_rows"]
+        made += kernel_builds("portable", "backward", problem, sums, more=("sums",))
+    return made
 
 
 def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:

@@ -40,17 +40,17 @@ def attention_backward(
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, BY_GRADIENT: gl.constexpr, STAGES: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
     REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    FALLING: gl.constexpr, VARLEN: gl.constexpr, ADDS: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
-    MASK_CONTIGUOUS: gl.constexpr,
+    FALLING: gl.constexpr, VARLEN: gl.constexpr, ADDS: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr,
+    BIAS_CONTIGUOUS: gl.constexpr, MASK_CONTIGUOUS: gl.constexpr,
 ):  # fmt: skip
     """Every tile's dk and dv, and what it adds to dq; one program per SM.
 
-    Arguments, in groups: descriptors of the tensors (dk, dv None: not computed; ADDS: to what is there, in float32), of
-    the workspace's rows, and of its dq (None: add from registers); dq of the workspace (None: not computed), the turns (None: add in any order), the
+    Arguments, in groups: descriptors of the tensors (dk, dv None: not computed), of the workspace's rows, and of its dq
+    (None: add from registers); dq of the workspace (None: not computed), the turns (None: add in any order), the
     counter of tiles; cu_seqlens, None if dense; numbers of ``launch.scales``; sizes, whose lengths are rows of the
     tensors if VARLEN; the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; then
-    ``config.Config`` and what the call has. CONTIGUOUS says that a stride of keys is 1. ``preprocess.prepare_rows``
-    must have run.
+    ``config.Config`` and what the call has. ADDS says that dk and dv go to what is there, in float32; CONTIGUOUS that a
+    stride of keys is 1. ``preprocess.prepare_rows`` must have run.
     """
     dtype: gl.constexpr = q_desc.dtype
     PARTS: gl.constexpr = 1 if BY_GRADIENT else 2

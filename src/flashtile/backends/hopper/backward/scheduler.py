@@ -18,8 +18,8 @@ class KeyGrid:
 
     Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. A warpgroup
     has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once. ``has_dq`` and its like
-    say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. dk and dv are added to what is
-    there if ``adds``.
+    say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. If ``adds``, dk and dv are
+    added to what is there.
     """
 
     seqlen_q: gl.tensor

@@ -30,8 +30,8 @@ from flashtile.problem import Problem, Tensors
 _PREPARE_ROWS = 32
 _MAX_TILE = 128
 _OPERANDS = (
-    "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out", "lse", "dlse",
-    "rows", "dq", "dk", "dv", "dbias",
+    "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
+    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias",
 )  # fmt: skip
 
 

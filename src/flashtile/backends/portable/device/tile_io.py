@@ -66,5 +66,7 @@ def store_contiguous(ptr, layout, num_heads, head, seq, first, tile, DIM: tl.con
         exists = exists & (col < DIM)
     at = sequence.addresses(sequence.Rows(sequence.Operand(data, layout, DIM, DIM), head, seq), first, row, col)
     if ADDS:
-        tile += tl.load(at, mask=exists, other=0.0)
-    tl.store(at, tile.to(ptr.dtype.element_ty), mask=exists)
+        # Not loaded, which would take as many registers as the tile has.
+        tl.atomic_add(at, tile.to(ptr.dtype.element_ty), mask=exists, sem="relaxed")
+    else:
+        tl.store(at, tile.to(ptr.dtype.element_ty), mask=exists)

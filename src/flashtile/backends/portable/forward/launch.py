@@ -24,8 +24,8 @@ from flashtile.problem import Problem, Tensors
 from flashtile.states import Partial
 
 _OPERANDS = (
-    "q", "k", "v", "out", "lse", "alibi", "mask", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins",
-    "partial_out", "partial_lse",
+    "q", "k", "v", "out", "lse", "alibi", "mask", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state",
+    "origins", "partial_out", "partial_lse",
 )  # fmt: skip
 
 
