@@ -189,16 +189,15 @@ def on_ranks(
     return found | gradients(case, results, (seeds["dout"], seeds["dlse"]), leaves)
 
 
-def distance(got: Tensor, want: Tensor) -> float:
-    """The largest difference over the largest value; infinities must be equal, and NaN is far from everything."""
+def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
+    """The largest difference over the largest value of the whole; infinities must be equal, NaN is far from all."""
     if got.shape != want.shape or got.dtype != want.dtype:
         raise AssertionError(f"{got.dtype} {tuple(got.shape)}, must be {want.dtype} {tuple(want.shape)}")
-    if not want.numel():
+    apart = torch.where(got == want, 0.0, got - want).abs()
+    if not apart.numel():
         return 0.0
-    same = got == want
-    apart = torch.where(same, 0.0, got - want).abs().max().item()
-    most = torch.where(want.isinf(), 0.0, want).abs().max().item()
-    return float("inf") if apart != apart else apart / max(most, 1e-30) if apart else 0.0
+    most = torch.where(whole.isinf(), 0.0, whole).abs().max().item()
+    return float("inf") if apart.isnan().any() else apart.max().item() / max(most, 1e-30)
 
 
 def compare(mesh: DeviceMesh, case: Case, dtype: torch.dtype, ways: list[tuple[str, str]]) -> dict[str, float]:
@@ -208,7 +207,5 @@ def compare(mesh: DeviceMesh, case: Case, dtype: torch.dtype, ways: list[tuple[s
     for layout, comm in ways:
         part = parts_of(case, want, mesh, layout)
         got = on_ranks(mesh, case, dtype, layout, comm, part)
-        for name, x in got.items():
-            # Sinks' and whole gradients are compared with the size of the whole tensor's.
-            found[f"{layout} {comm} {name}"] = distance(x, part[name])
+        found |= {f"{layout} {comm} {name}": distance(x, part[name], want[name]) for name, x in got.items()}
     return found

@@ -19,8 +19,15 @@ def ways(case: Case, world: int) -> list[tuple[str, str]]:
     return [(layout, comm) for layout in LAYOUTS for comm in comms]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Every case on three ranks, which divide nothing; these also on other numbers of ranks.
+EVERYWHERE = ("causal", "window_causal", "dropout_causal", "few_rows", "packed_empty", "packed_short", "everything")
+USUAL = [(case, 3) for case in CASES] + [(NAMED[name], world) for name in EVERYWHERE for world in (2, 4, 8)]
+OTHERS = [(case, world) for case in CASES for world in (2, 4, 8) if case.name not in EVERYWHERE]
+
+
+@pytest.mark.parametrize(
+    ("case", "world"), [*USUAL, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)], ids=str
+)
 def test_ranks_equal_one(pool: Pool, case: Case, world: int) -> None:
     for found in pool.run(ranks.compare, case, torch.float64, ways(case, world), mesh=world):
         assert all(x < 1e-13 for x in found.values()), found

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile import autocast, ops, settings
@@ -19,7 +18,7 @@ from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import LAYOUTS, Layout
-from flashtile.errors import InvalidInputError, shown
+from flashtile.errors import InvalidInputError, UnsupportedError, shown
 
 
 def attention(
@@ -157,8 +156,9 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError("create_graph: attention over ranks has no second derivatives")
         saved = Saved(*ctx.saved_tensors)
         dout = saved.out.new_zeros(ctx.shape) if dout is None else dout
         return None, None, *ctx.kind.backward(saved, dout, dlse)
@@ -181,7 +181,7 @@ def _lengths(
     Raises:
         InvalidInputError: Naming what is no length, or does not go together.
     """
-    name = f"seqlen_{side}"
+    name, bounds_name = f"seqlen_{side}", f"cu_seqlens_{side}"
     if cu_seqlens is None:
         if longest is not None:
             raise InvalidInputError(f"max_{name}", "is given, but goes with cu_seqlens alone")
@@ -189,9 +189,9 @@ def _lengths(
             return ((x.shape[1] if x.dim() > 1 else 0) * len(ranks.members),), True
         return (integer(name, seqlen, 0),), False
     if seqlen is not None:
-        raise InvalidInputError(name, f"is given together with cu_{name}s, which say it")
-    bounds = bounds_of(f"cu_{name}s", cu_seqlens)
-    lengths = lengths_between(f"cu_{name}s", list(bounds), bounds[-1], side)
+        raise InvalidInputError(name, f"is given together with {bounds_name}, which says it")
+    bounds = bounds_of(bounds_name, cu_seqlens)
+    lengths = lengths_between(bounds_name, list(bounds), bounds[-1], side)
     if longest is not None and max(lengths, default=0) > integer(f"max_{name}", longest, 0):
-        raise InvalidInputError(f"max_{name}", f"is {longest}, but cu_{name}s holds a sequence of {max(lengths)}")
+        raise InvalidInputError(f"max_{name}", f"is {longest}, but {bounds_name} holds a sequence of {max(lengths)}")
     return tuple(lengths), False

@@ -161,7 +161,7 @@ def _check(spec: Spec, t: Tensors) -> None:
         varlen=True, num_heads_q=problem.num_heads_q // heads.size, num_heads_kv=each, sinks=False,
         origins=_needs_origins(spec, t), out_dtype=problem.lse_dtype, grad_dtype=problem.lse_dtype,
     )  # fmt: skip
-    for direction in directions_of(inner):
+    for direction in reversed(directions_of(inner)):
         dispatch.select(inner, direction, spec.options.backend)
 
 
@@ -230,18 +230,14 @@ class Kind:
         self._repeats = max(1, heads.size // problem.num_heads_kv)
         self._ring, each = ring, problem.num_heads_q // heads.size
         self._some = slice(heads.rank * each, (heads.rank + 1) * each)
-        make = dict(world=ring.size, rank=ring.rank, layout=layout, band=spec.band, batch=batch)
-        has_origins = _needs_origins(spec, t)
-        plan = make_plan(lengths_q, lengths_k, **make, origins=has_origins)
-        # Pieces that are not joined make two calls of a causal step.
-        own = make_plan(lengths_q, lengths_k, **make, origins=True).steps[0].calls
-        if not has_origins:
-            own = tuple(dataclasses.replace(call, origins=()) for call in own)
+        plan = make_plan(
+            lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_origins(spec, t)
+        )
         most = None
         if ring.size > 1 and spec.comm == "allgather":
             most = shard_length(sum(lengths_k), ring.size, 0) * batch
         part = Part(problem.num_heads_q, self._some.start)
-        self._steps = Steps(plan, own, ring, spec.options, part, t.q.device, most)
+        self._steps = Steps(plan, ring, spec.options, part, t.q.device, most)
 
     def _exchange(self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device) -> Heads:
         ranks, layout = self.spec.ranks, self.spec.layout

@@ -19,6 +19,7 @@ from flashtile import dispatch, ops, settings
 from flashtile.arguments import Grads, Options, Tensors
 from flashtile.backends.base import Backward, Forward, Gradients
 from flashtile.distributed.exchange import Line, Parcel, gather, scatter_sums, transfer
+from flashtile.distributed.halves import in_halves
 from flashtile.distributed.plan import Call, Plan, Step
 from flashtile.families import family_of
 from flashtile.masks import Origin
@@ -149,7 +150,7 @@ class _Stage:
     @property
     def what(self) -> str:
         """The name of its exchange in errors."""
-        return f"step {self.number} of the ring"
+        return f"the exchange during step {self.number} of the ring"
 
 
 def _stages(plan: Plan, launch_of: Callable[[Step, Call], _Launch]) -> list[_Stage]:
@@ -178,7 +179,6 @@ class Steps:
 
     Args:
         plan: Of the ring that the line is.
-        own: The calls of step 0 in the backward: half of them are run first of all, and half last, while sums return.
         line: The ring.
         options: Of the call; the band is the plan's.
         part: Which part of the whole the tensors are.
@@ -189,7 +189,6 @@ class Steps:
     def __init__(
         self,
         plan: Plan,
-        own: Sequence[Call],
         line: Line,
         options: Options,
         part: Part,
@@ -210,15 +209,18 @@ class Steps:
             return made[key]
 
         self._stages = _stages(plan, launch_of)
-        ends = [_Launch(call, options, part, device, False) for call in own]
-        self._first, self._final = ends[: (len(ends) + 1) // 2], ends[(len(ends) + 1) // 2 :]
+        self._forward_stages = [each for each in self._stages if each.launches or each.keys_to or each.next_keys]
+        # In the backward half of step 0 comes first, and half last, while sums return.
+        own = plan.steps[0].calls
+        ends = in_halves(own) if line.size > 1 else (own, ())
+        self._first, self._final = ([_Launch(call, options, part, device, False) for call in half] for half in ends)
 
     def forward(self, t: Tensors, state: Partial | None) -> Partial | None:
         """Attention of the rank's rows over all keys, merged into a state; in q's dtype if there was any call."""
         if self._most_keys is not None:
             return self._forward_gathered(t, state)
         own = held = t.k, t.v
-        for stage in self._stages:
+        for stage in self._forward_stages:
             sends, receives, arriving = _keys(stage, own, held)
             pending = transfer(self._line, stage.what, sends, receives)
             for launch in stage.launches:
