@@ -18,7 +18,7 @@ from flashtile.errors import InvalidInputError, UnsupportedError
 __version__ = "0.1.0"
 
 # Loaded on first use, so that `import flashtile` stays fast.
-_SUBMODULES = ("analysis", "compat", "nn", "serving")
+_SUBMODULES = ("analysis", "compat", "distributed", "nn", "serving")
 
 __all__ = [
     "InvalidInputError",

@@ -76,7 +76,8 @@ CASES = (
     Case("packed_window", lengths=((40, 40), (9, 33), (3, 3)), window=(6, 3)),
     Case("packed_empty", lengths=((0, 5), (7, 0), (0, 0), (11, 11)), causal=True, sinks=True, lse=True),
     Case("packed_short", lengths=tuple((n, n) for n in (1, 2, 1, 3, 1, 5, 2, 1)), causal=True),
-    Case("packed_features", lengths=((13, 21), (30, 18)), alibi="bh", softcap=4.0, dropout=0.2, sinks=True, causal=True),
+    Case("packed_features", lengths=((13, 21), (30, 18)), alibi="bh", softcap=4.0, dropout=0.2, sinks=True,
+         causal=True),
     Case("everything", causal=True, window=(20, 0), softcap=3.0, alibi="bh", sinks=True, dropout=0.2, kv_heads=1,
          lse=True, seqlen_q=29, seqlen_k=43, head_dim=6, head_dim_v=10),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,9 @@ from tests.distributed.ranks import NAMED
 BF16 = torch.bfloat16
 
 
-def qkv(rows: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def qkv(
+    rows: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     make = torch.Generator().manual_seed(0)
     return [torch.randn(1, rows, n, dim, generator=make).to(dtype) for n in (heads, kv_heads, kv_heads)]
 
@@ -176,7 +179,7 @@ def round_trip(mesh: DeviceMesh, layout: str, bounds: tuple[int, ...] | None, to
     assert torch.equal(distributed.unshard(mine.t()[None], mesh, layout, dim=-1, cu_seqlens=bounds), x.t()[None])
     length = {"seqlen": total} if bounds is None else {"cu_seqlens": bounds}
     row_positions = torch.arange(total)
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True) if bounds else ():
+    for start, stop in itertools.pairwise(bounds) if bounds else ():
         row_positions[start:stop] -= start
     want = distributed.shard(row_positions, mesh, layout, dim=0, cu_seqlens=bounds)
     assert torch.equal(distributed.positions(mesh, layout, **length), want)
@@ -264,8 +267,10 @@ def autocast_and_saved(mesh: DeviceMesh) -> None:
         assert distributed.attention(*mine, mesh=mesh).dtype is torch.bfloat16
     out = distributed.attention(*mine, mesh=mesh, causal=True)
     want = torch.autograd.grad(out.square().sum(), mine)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.t() if x.dim() == 2 else x.transpose(0, 1).contiguous(),
-                                                  lambda x: x.t() if x.dim() == 2 else x.transpose(0, 1)):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.t() if x.dim() == 2 else x.transpose(0, 1).contiguous(),
+        lambda x: x.t() if x.dim() == 2 else x.transpose(0, 1),
+    ):
         out = distributed.attention(*mine, mesh=mesh, causal=True)
     got = torch.autograd.grad(out.square().sum(), mine)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks ends in an error on every rank, which says what: not in a hang, not in wrong numbers."""
+"""What goes wrong between ranks ends in an error on every rank that says what it was: no hang, no wrong numbers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,11 @@ def die_or_stall(mesh: DeviceMesh, how: str, when: str, comm: str) -> None:
     (call(mesh, comm=comm) if out is None else out).sum().backward()
 
 
-STEPS = {"ring": r"the exchange during step \d of the ring", "allgather": "the gathering of keys", "ulysses": "the exchange of heads"}
+STEPS = {
+    "ring": r"the exchange during step \d of the ring",
+    "allgather": "the gathering of keys",
+    "ulysses": "the exchange of heads",
+}
 
 
 @pytest.mark.parametrize(("how", "when", "comm"), [
@@ -180,7 +184,7 @@ def by_name(mesh: DeviceMesh, keywords: dict[str, Any]) -> str:
     ({"max_seqlen_q": 9}, "max_seqlen_q: is given, but goes with cu_seqlens alone"),
     ({"seqlen_q": -1}, "seqlen_q: is -1, must be an integer >= 0"),
     ({"cu_seqlens_q": (0, 24), "cu_seqlens_k": (0, 5, 3)}, "cu_seqlens_k: falls somewhere"),
-    ({"cu_seqlens_q": (0, 24), "cu_seqlens_k": (0, 24), "max_seqlen_k": 9}, "max_seqlen_k: is 9, but cu_seqlens_k holds"),
+    ({"cu_seqlens_q": (0, 24), "cu_seqlens_k": (0, 24), "max_seqlen_k": 9}, "max_seqlen_k: is 9, but cu_seqlens_k"),
     ({"window_size": (1, 2, 3)}, "window_size: "),
 ])  # fmt: skip
 def test_arguments_are_refused_by_name(pool: Pool, keywords: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile import autocast, ops, settings
-from flashtile.arguments import Options, Tensors, integer, is_plain, other_tensors, read
+from flashtile.arguments import Tensors, integer, is_plain, other_tensors, read
 from flashtile.axes import lengths_between
 from flashtile.distributed import dtensors
 from flashtile.distributed.bounds import bounds_of

@@ -44,7 +44,7 @@ def attention_with_sharded_kvcache(
     """Attention of new queries over keys and values in caches that hold a part of each sequence on every rank.
 
     Each rank attends to its own part, and one exchange of outputs and log-sum-exps in float32 merges them: its bytes do
-    not depend on the lengths. No gradient. New keys are appended before the call, by the rank that holds their position.
+    not depend on the lengths. No gradient. New keys are appended before the call, by the rank that their position has.
 
     Args:
         q: ``(batch, seqlen_q, num_heads_q, head_dim)``, the same on all ranks.
@@ -102,7 +102,9 @@ def attention_with_sharded_kvcache(
         # A mask ends at other keys on each rank: every row is a sequence of its own.
         rows = q.flatten(0, 1)[:, None]
         diagonal = lengths[:, None] + torch.arange(-seqlen_q, 0, device=q.device, dtype=torch.int32)
-        here = held(_clamped(diagonal + 1 + right, lengths) if right is not None else lengths[:, None].expand_as(diagonal))
+        here = held(
+            _clamped(diagonal + 1 + right, lengths) if right is not None else lengths[:, None].expand_as(diagonal)
+        )
         if left is not None:
             keywords["cache_leftpad"] = held(_clamped(diagonal - left, lengths)).flatten()
         here = here.flatten()

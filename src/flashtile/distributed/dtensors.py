@@ -40,7 +40,9 @@ def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any
         raise InvalidInputError("q", f"is placed as {_shown(q)}, must be sharded along dimension {rows} over mesh")
     others = [placed for i, placed in enumerate(q.placements) if i not in along]
     if given["dropout_p"] and any(placed.is_shard() for placed in others):
-        raise UnsupportedError("dropout_p: of DTensors whose batch or heads are sharded; a shard does not know its place")
+        raise UnsupportedError(
+            "dropout_p: of DTensors whose batch or heads are sharded; a shard does not know its place"
+        )
     if not packed:
         given |= {"seqlen_q": q.shape[1], "seqlen_k": given["k"].shape[1]}
     local = {name: x.to_local() if name in _TENSORS and is_one(x) else x for name, x in given.items()}

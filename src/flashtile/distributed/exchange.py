@@ -75,11 +75,12 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     Raises:
         InvalidInputError: It has other dimensions, or this process is not in it.
     """
-    found = _known.get(id(mesh))
+    place = id(mesh)
+    found = _known.get(place)
     if found is None or found[0]() is not mesh:
         if not isinstance(mesh, DeviceMesh):
             raise InvalidInputError("mesh", f"is {shown(mesh)}, must be a DeviceMesh")
-        found = _known[id(mesh)] = (weakref.ref(mesh, lambda _, key=id(mesh): _known.pop(key, None)), _read(mesh))
+        found = _known[place] = weakref.ref(mesh, lambda _: _known.pop(place, None) and None), _read(mesh)
     return found[1]
 
 
@@ -167,13 +168,15 @@ def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows
 
 
 def gather(line: Line, what: str, given: Sequence[Tensor], most: int) -> tuple[Any, Pending]:
-    """Posts the gathering of all ranks' tensors: each ``(ranks, most, ...)``, of which every rank fills the first rows."""
+    """Posts the gathering of all ranks' tensors: each ``(ranks, most, ...)``, of which each fills the first rows."""
     found, waits = [], []
     for x in given:
         if x.shape[0] < most:
             x = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
         everyone = x.new_empty((line.size * most, *x.shape[1:]))
-        waits.append((_named(what, line.members, _all_gather, everyone, x, group=line.group, async_op=True), line.members))
+        waits.append(
+            (_named(what, line.members, _all_gather, everyone, x, group=line.group, async_op=True), line.members)
+        )
         found.append(everyone.unflatten(0, (line.size, most)))
     return tuple(found), Pending(what, waits, given)
 

@@ -1,4 +1,4 @@
-"""A rank's calls over its own keys in two parts: the backward runs one first, and one while gradients of keys return."""
+"""A rank's calls over its own keys in two parts: the backward runs one first, and one while dk and dv return."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ def _cut(call: Call) -> list[Call]:
         cut = _rows_of_half(call.band, count, key_stop - key)
         # With as many keys fewer as rows, the last row is still aligned with the last key.
         seen = key_stop if right is None else key + max(0, cut + shift)
-        for bound, last, where in ((row + cut, seen, origin), (row_stop, seen, Origin()), (row_stop, key_stop, Origin())):
+        for bound, last, where in (
+            (row + cut, seen, origin),
+            (row_stop, seen, Origin()),
+            (row_stop, key_stop, Origin()),
+        ):
             _append(early, bound, last, where)
         _append(late, row + cut, key, Origin())
         _append(late, row_stop, key_stop, origin._replace(i0=origin.i0 + origin.i_stride * cut))

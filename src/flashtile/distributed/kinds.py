@@ -135,7 +135,9 @@ def _check_rows(spec: Spec, everyone: list[dict[str, Any]]) -> None:
             have, want = record[f"rows_{side}"], shard_length(shard_length(total, ring, i // parts), parts, i % parts)
             if inferred and have != first:
                 must = f"give seqlen_{side}, the length of the whole, where ranks do not divide it"
-                raise InvalidInputError(side, f"has {have} rows on rank {members[i]} and {first} on rank {members[0]}: {must}")
+                raise InvalidInputError(
+                    side, f"has {have} rows on rank {members[i]} and {first} on rank {members[0]}: {must}"
+                )
             if not inferred and have != want:
                 of = f"of {total} rows in all it holds {want}"
                 raise InvalidInputError(side, f"has {have} rows on rank {members[i]}, but {of} under every layout")
@@ -152,10 +154,14 @@ def _check(spec: Spec, t: Tensors) -> None:
     heads = _lines(spec, problem)[0]
     if spec.packed and len(spec.lengths_q) != len(spec.lengths_k):
         raise InvalidInputError("cu_seqlens_k", "holds another number of documents than cu_seqlens_q")
-    uneven = problem.num_heads_q % heads.size or max(problem.num_heads_kv, heads.size) % min(problem.num_heads_kv, heads.size)
+    uneven = problem.num_heads_q % heads.size or max(problem.num_heads_kv, heads.size) % min(
+        problem.num_heads_kv, heads.size
+    )
     if uneven:
         have = f"{problem.num_heads_q} heads over {problem.num_heads_kv}"
-        raise InvalidInputError("q", f"has {have}, which the {heads.size} ranks that exchange heads do not divide evenly")
+        raise InvalidInputError(
+            "q", f"has {have}, which the {heads.size} ranks that exchange heads do not divide evenly"
+        )
     each = max(problem.num_heads_kv // heads.size, 1)
     inner = problem.but(
         varlen=True, num_heads_q=problem.num_heads_q // heads.size, num_heads_kv=each, sinks=False,
@@ -250,7 +256,7 @@ class Kind:
         return Heads(heads, shards, batch, device)
 
     def forward(self, t: Tensors) -> tuple[Tensor, Tensor | None, Saved]:
-        """out and, if it is returned, lse, in the shapes of ``api.attention``; and what the backward needs."""
+        """Returns out and, if it is wanted, lse, in the shapes of ``api.attention``; and what the backward needs."""
         q, k, v = (x if self.spec.packed else x.flatten(0, 1) for x in (t.q, t.k, t.v))
         sinks, slopes = t.sinks, t.alibi_slopes
         if self._heads is not None:

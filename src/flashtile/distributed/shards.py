@@ -28,8 +28,8 @@ def shard(
     """This rank's rows of a tensor that every rank has in full, such as the tokens of a batch; differentiable.
 
     Of a sequence of N ranks' rows, "contiguous" gives rank r the r-th of N parts, "striped" every N-th row from r on,
-    and "zigzag" the parts r and 2N - 1 - r of 2N, which is equal work under a causal mask. Rows that ranks do not divide
-    go to the first ranks; a shard may be empty. With cu_seqlens "zigzag" does it for each document, and the others for
+    and "zigzag" the parts r and 2N - 1 - r of 2N, which is equal work under a causal mask. Shards differ by at most one
+    row; they may be empty. With cu_seqlens "zigzag" does it for each document, and the others for
     all their rows as one sequence. Ranks of a dimension "ulysses" share in order what a rank of "ring" would have.
 
     Args:

@@ -1,7 +1,7 @@
 """The execution of a plan: the kernels of each step, the keys that travel beside them, and in the backward the sums.
 
-Tensors are packed here: all of a rank's rows, ``(rows, heads, head_dim)``, entries of a batch one after another. Stage s
-runs step s of the plan while the keys of step s + 1 arrive, and while the float32 dk and dv that step s - 1 added to
+Tensors are packed here: all of a rank's rows, ``(rows, heads, head_dim)``, entries of a batch one after another. Stage
+s runs step s of the plan while the keys of step s + 1 arrive, and while the float32 dk and dv that step s - 1 added to
 leave for their next rank or their owner. What a stage sends and receives is posted at once, in the same order on all
 ranks, and before its kernels.
 """
