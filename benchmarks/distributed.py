@@ -182,10 +182,11 @@ def measure(
         samples = {name: together(call, device, args.burst_ms) for name, call in calls.items()}
         times = {name: timing.summarise(x) for name, x in timing.interleaved(samples, args.rounds, deadline).items()}
     about = {**as_row(case, "distributed", what), "ranks": mesh.size(), "layout": layout_of(case)}
-    flops = case.flops() * (3.5 if what == STEP else 1) / mesh.size()
+    flops = case.flops() * (3.5 if what == STEP else 1)
     rows = []
     for name, error in errors.items():
-        measured = {**vars(times[name]), "tflops": flops / times[name].median_ms / 1e9} if name in times else {}
+        gpus = 1 if name == ONE else mesh.size()
+        measured = {**vars(times[name]), "tflops": flops / gpus / times[name].median_ms / 1e9} if name in times else {}
         rows.append(run.row(about, name, error=error, **measured))
     return rows
 
@@ -220,8 +221,7 @@ def shares(rows: Sequence[results.Row]) -> Table:
         fields = {name: x for name, x in row.case.items() if name in Case.__dataclass_fields__}
         case = Case.from_dict({**fields, "direction": "forward"})
         name = f"{case.name}-h{case.num_heads_q}/{case.num_heads_kv}"
-        rate = row.tflops * row.case["ranks"] if row.provider == ONE else row.tflops
-        table.append([name, row.case["direction"], row.provider, f"{row.median_ms:.3f}", f"{rate:.0f}", share])
+        table.append([name, row.case["direction"], row.provider, f"{row.median_ms:.3f}", f"{row.tflops:.0f}", share])
     return table
 
 

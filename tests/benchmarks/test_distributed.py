@@ -24,7 +24,7 @@ def test_a_share_is_of_one_gpus_time_over_their_number():
     ]
     table = distributed.shares(rows)
     assert len(table) == 3
-    assert table[1][2:] == [distributed.ONE, "8.000", "40", ""]
+    assert table[1][2:] == [distributed.ONE, "8.000", "10", ""]
     assert table[2][2:] == ["flashtile-ring", "2.500", "9", "0.800"]
 
 
