@@ -33,7 +33,9 @@ def test_hopper_refuses_parts_and_dense_calls_have_none() -> None:
     packed = Tensors(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, origins=origins)
     problem = Problem.build(packed, Band(), needs_grad=True)
     for direction in ("forward", "backward"):
-        assert "no parts of sequences (origins)" in dispatch.reasons("hopper", problem, direction)
+        assert "no positions of a longer sequence (context parallel with dropout or ALiBi)" in dispatch.reasons(
+            "hopper", problem, direction
+        )
         assert not dispatch.reasons("cpu", problem, direction)
     with pytest.raises(InvalidInputError, match="^origins: is given, but goes with cu_seqlens alone"):
         Problem.of(Tensors(*(x[None] for x in (q, q, q)), origins=origins), Options())

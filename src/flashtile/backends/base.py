@@ -65,7 +65,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, _ALL),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
-    Feature("origins", "parts of sequences (origins)", lambda p: p.origins),
+    Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, _ALL),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),

@@ -166,7 +166,7 @@ def _dealt(rows: int, world: int, part: int) -> int:
     twice. Of each document a part has as many rows as it would be dealt, though the parts follow one another.
     """
     rounds, turn = divmod(rows, 2 * world)
-    return rounds * part + min(turn, part, world) + max(0, turn - max(world, 3 * world - part))
+    return rounds * part + min(turn, part, world) + max(0, turn - 3 * world + part)
 
 
 _PIECES = {"contiguous": _contiguous, "striped": _striped, "zigzag": _zigzag}

@@ -110,8 +110,8 @@ def _zeros_like(problem: Problem, x: Tensor | None) -> Tensor | None:
 
 def _rounded(problem: Problem, t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
     """The sums in the dtypes of the results, and in the shapes of their inputs."""
-    made = (x if x is None else x.to(problem.grad_dtype) for x in (sums.dq, sums.dk, sums.dv))
-    return Gradients(*made, _stored(sums.dbias, t.attn_bias), _stored(dsinks, t.sinks))
+    dq, dk, dv = (x if x is None else x.to(problem.grad_dtype) for x in (sums.dq, sums.dk, sums.dv))
+    return Gradients(dq, dk, dv, _stored(sums.dbias, t.attn_bias), _stored(dsinks, t.sinks))
 
 
 def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
