@@ -285,3 +285,48 @@ def autocast_and_saved(mesh: DeviceMesh) -> None:
 
 def test_autograd_and_autocast(pool: Pool) -> None:
     pool.run(autocast_and_saved, mesh=2)
+
+
+def compiled(mesh: DeviceMesh) -> None:
+    """torch.compile leaves the call alone, in both directions, and keeps what is around it."""
+    mine = [distributed.shard(x, mesh).requires_grad_() for x in qkv(32)]
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return distributed.attention(2 * q, k, v, mesh=mesh, causal=True).sin()
+
+    want = block(*mine)
+    got = torch.compile(block, backend="aot_eager")(*mine)
+    assert torch.equal(got, want)
+    wanted, found = (torch.autograd.grad(x.sum(), mine) for x in (want, got))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.func.grad(lambda q: block(q, *mine[1:]).sum())(mine[0])
+
+
+def test_compiled_and_transformed_calls(pool: Pool) -> None:
+    pool.run(compiled, mesh=2)
+
+
+def chosen(mesh: DeviceMesh, rows: int, heads: int, kv_heads: int, **keywords: Any) -> str:
+    q, k = torch.empty(1, rows, heads, 128), torch.empty(1, rows, kv_heads, 128)
+    found = []
+
+    class Noted(kinds.Kind):
+        def __init__(self, spec: Any, t: Any) -> None:
+            found.append(kinds.chosen(spec, kinds.Problem.of(t, spec.options)))
+            raise StopIteration
+
+    with mock.patch.object(kinds, "Kind", Noted), pytest.raises(StopIteration):
+        distributed.attention(q, k, k, mesh=mesh, causal=True, **keywords)
+    return found[0]
+
+
+def test_auto_takes_the_ring_where_kernels_hide_it(pool: Pool) -> None:
+    def ways(*shape: int, **mesh: Any) -> set[str]:
+        return set(pool.run(chosen, *shape, **{"mesh": 8, **mesh}))
+
+    assert ways(16384, 16, 16) == {"ring"}
+    assert ways(512, 16, 16) == {"ulysses"}  # a sixteenth of the work for each byte
+    assert ways(512, 16, 4) == {"ring"}  # 8 ranks do not divide 4 heads
+    assert ways(16, 64, 8) == {"ring"}  # few key heads are fewer bytes than many query heads
+    assert ways(512, 16, 16, mesh=((0, 1), (2, 3)), names=("ring", "ulysses")) == {"ring"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import LAYOUTS, Layout
 from flashtile.errors import InvalidInputError, UnsupportedError, shown
+from flashtile.late import when_imported
 
 
 def attention(
@@ -94,28 +96,43 @@ def attention(
     Source: Liu et al. 2023, arXiv:2310.01889; Brandon et al. 2023, arXiv:2311.09431 (striped); Jacobs et al. 2023,
     arXiv:2309.14509 (ulysses).
     """
-    given = locals()
+    return _call(locals())
+
+
+def _call(given: dict[str, Any]) -> Any:
+    """The call of these arguments. torch.compile does not look into it: what it traces before and after stays whole."""
+    q, k, v, mesh = (given[name] for name in ("q", "k", "v", "mesh"))
     if any(map(dtensors.is_one, (q, k, v))):
         return dtensors.run(attention, **given)
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
-    options = read(tensors, causal, window_size, return_lse, plain)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError("torch.func: attention over ranks has no transforms")
+    tensors = Tensors(q, k, v, *(given[name] for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks")))
+    plain = tuple(given[name] for name in ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend"))
+    options = read(tensors, given["causal"], given["window_size"], given["return_lse"], plain)
     if autocast.is_on():
         tensors = autocast.cast(tensors, q.device.type)
     ranks = ranks_of(mesh)
     if mesh.device_type != q.device.type:
         raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {q.device}")
-    for name, value, known in (("layout", layout, LAYOUTS), ("comm", comm, COMMS)):
-        if value not in known:
-            raise InvalidInputError(name, f"is {shown(value)}, must be one of {', '.join(known)}")
-    packed = cu_seqlens_q is not None
-    if packed != (cu_seqlens_k is not None):
+    for name, known in (("layout", LAYOUTS), ("comm", COMMS)):
+        if given[name] not in known:
+            raise InvalidInputError(name, f"is {shown(given[name])}, must be one of {', '.join(known)}")
+    (lengths_q, inferred_q), (lengths_k, inferred_k) = (_lengths(side, given, ranks) for side in "qk")
+    inferred, packed = (inferred_q, inferred_k), given["cu_seqlens_q"] is not None
+    if packed != (given["cu_seqlens_k"] is not None):
         raise InvalidInputError(f"cu_seqlens_{'k' if packed else 'q'}", "is None, but the other one is given")
-    lengths_q, inferred_q = _lengths("q", q, ranks, seqlen_q, cu_seqlens_q, max_seqlen_q)
-    lengths_k, inferred_k = _lengths("k", k, ranks, seqlen_k, cu_seqlens_k, max_seqlen_k)
-    inferred = inferred_q, inferred_k
-    spec = Spec(ranks, layout, comm, lengths_q, lengths_k, inferred, packed, options, return_lse)
+    spec = Spec(
+        ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, given["return_lse"]
+    )
     return _run(_kind(spec, tensors), tensors)
+
+
+def _be_opaque(dynamo: ModuleType) -> None:
+    global _call
+    _call = dynamo.disable(_call)
+
+
+when_imported("torch._dynamo", _be_opaque)
 
 
 def _kind(spec: Spec, t: Tensors) -> Kind:
@@ -168,20 +185,14 @@ class _Attention(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _lengths(
-    side: str,
-    x: Tensor,
-    ranks: Ranks,
-    seqlen: int | None,
-    cu_seqlens: Tensor | Sequence[int] | None,
-    longest: int | None,
-) -> tuple[tuple[int, ...], bool]:
+def _lengths(side: str, given: dict[str, Any], ranks: Ranks) -> tuple[tuple[int, ...], bool]:
     """Lengths of the documents of the whole, or of its one sequence, and whether they are inferred.
 
     Raises:
         InvalidInputError: Naming what is no length, or does not go together.
     """
-    name, bounds_name = f"seqlen_{side}", f"cu_seqlens_{side}"
+    name, bounds_name, x = f"seqlen_{side}", f"cu_seqlens_{side}", given[side]
+    seqlen, longest, cu_seqlens = given[name], given[f"max_{name}"], given[bounds_name]
     if cu_seqlens is None:
         if longest is not None:
             raise InvalidInputError(f"max_{name}", "is given, but goes with cu_seqlens alone")
