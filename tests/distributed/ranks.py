@@ -64,6 +64,7 @@ CASES = (
     Case("one_group", heads=4, kv_heads=1, causal=True),
     Case("only_q", wanted="q", causal=True),
     Case("only_k", wanted="k", causal=True),
+    Case("only_v", wanted="v", head_dim_v=12),
     Case("only_sinks", wanted="s", sinks=True),
     Case("few_rows", seqlen_q=3, seqlen_k=5, causal=True),
     Case("one_row", seqlen_q=1, seqlen_k=40, causal=True),

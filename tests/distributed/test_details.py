@@ -124,19 +124,19 @@ def traffic(mesh: DeviceMesh, rows: int, keywords: dict[str, Any]) -> tuple[list
     events: list[str] = []
     sent = [0]
 
-    def transfer(line: Any, what: str, sends: Any, receives: Any) -> Any:
-        sent[-1] += sum(x.numel() for x, _ in sends)
+    def post(self: Any, number: int, sends: Any, receives: Any) -> Any:
+        sent[-1] += sum(x.numel() for parcel in sends for x in parcel.tensors)
         events.append(f"post {len(sends)} {len(receives)}")
-        pending = posted(line, what, sends, receives)
+        pending = posted(self, number, sends, receives)
         waiting = mock.Mock()
         waiting.wait.side_effect = lambda: (events.append("wait"), pending.wait())
         return waiting
 
-    posted = steps.transfer
+    posted = steps.Messages.post
     mine = [distributed.shard(x, mesh, keywords["layout"]).requires_grad_() for x in qkv(rows)]
     launch = steps._Launch
     with (
-        mock.patch.object(steps, "transfer", transfer),
+        mock.patch.object(steps.Messages, "post", post),
         mock.patch.object(launch, "forward", _noted(launch.forward, events)),
         mock.patch.object(launch, "backward", _noted(launch.backward, events)),
     ):
@@ -157,8 +157,8 @@ def _noted(function: Any, events: list[str]) -> Any:
 def test_keys_travel_while_kernels_run(pool: Pool) -> None:
     """Of two ranks: keys leave before the first kernel; dk and dv return beside a kernel over the rank's own keys."""
     for events, *_ in pool.run(traffic, 64, {"causal": True, "layout": "zigzag"}, mesh=2):
-        forward = ["post 2 2", "launch", "wait", "post 0 0", "launch", "wait"]
-        backward = ["post 2 2", "launch", "wait", "post 0 0", "launch", "wait", "post 2 2", "launch", "wait"]
+        forward = ["post 1 1", "launch", "wait", "post 0 0", "launch", "wait"]
+        backward = ["post 1 1", "launch", "wait", "post 0 0", "launch", "wait", "post 1 1", "launch", "wait"]
         assert events == forward + backward
 
 

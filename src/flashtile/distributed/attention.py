@@ -139,8 +139,8 @@ def _kind(spec: Spec, t: Tensors) -> Kind:
     """The kind of a call; a new one is compared among the ranks."""
     given = None if is_plain(t) else tuple(None if x is None else ops.layout(x) for x in other_tensors(t))
     key = (
-        "distributed", spec, settings.BACKEND.raw(), ops.products(t.q), *ops.layout(t.q), *ops.layout(t.k),
-        *ops.layout(t.v), given,
+        "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), ops.products(t.q), *ops.layout(t.q),
+        *ops.layout(t.k), *ops.layout(t.v), given,
     )  # fmt: skip
     kind: Kind | None = ops.known(key)
     if kind is None:

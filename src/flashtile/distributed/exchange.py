@@ -102,7 +102,7 @@ def _read(mesh: DeviceMesh) -> Ranks:
     return Ranks(lines["ring"], lines["ulysses"], tuple(members.flatten().tolist()))
 
 
-def _named(what: str, peers: Sequence[int], action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def named(what: str, peers: Sequence[int], action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """An action's result; what the process group raises becomes an ``ExchangeError``."""
     try:
         return action(*args, **kwargs)
@@ -129,30 +129,76 @@ class Pending:
             ExchangeError: Naming the exchange and the peers.
         """
         for work, peers in self._waits:
-            _named(self._what, peers, work.wait)
+            named(self._what, peers, work.wait)
         self._waits, self._kept = (), ()
 
 
 NOTHING = Pending()
-# A tensor, contiguous, and the place on a line where it goes or comes from.
-Parcel = tuple[Tensor, int]
 
 
-def transfer(line: Line, what: str, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Pending:
-    """Posts sends, and receives that fill tensors. Between two ranks, tensors arrive in the order in which they left.
+class Parcel(NamedTuple):
+    """Contiguous tensors that travel together.
 
-    Raises:
-        ExchangeError: Naming the exchange and the peers.
+    Attributes:
+        tensors: Of keys and of values; None for one that does not travel.
+        peer: The place on the line where they go or come from.
+        kind: "keys", "sums" or "back": those of keys on their way, or home at their owner.
     """
-    if not (sends or receives):
-        return NOTHING
-    ops = [dist.P2POp(dist.isend, x, group=line.group, group_peer=peer) for x, peer in sends]
-    ops += [dist.P2POp(dist.irecv, x, group=line.group, group_peer=peer) for x, peer in receives]
-    peers = [line.members[peer] for _, peer in (*sends, *receives)]
-    works = _named(what, peers, dist.batch_isend_irecv, ops)
-    if len(works) == len(peers):  # else they are one
-        return Pending(what, [(work, (peer,)) for work, peer in zip(works, peers, strict=True)], ops)
-    return Pending(what, [(work, sorted(set(peers))) for work in works], ops)
+
+    tensors: tuple[Tensor | None, Tensor | None]
+    peer: int
+    kind: str
+
+
+class Messages:
+    """The sends and receives of a ring's stages, through the process group.
+
+    Args:
+        line: The ring.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def room(self, kind: str, number: int, part: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor for what a stage receives.
+
+        Args:
+            kind: As in ``Parcel``.
+            number: Of the stage.
+            part: The place of the tensor in the parcel.
+            shape: Its shape.
+            like: A tensor on its device.
+            dtype: Its dtype.
+        """
+        return torch.empty(shape, dtype=dtype, device=like.device)
+
+    def post(self, number: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Pending:
+        """Posts all of a stage. Between two ranks, tensors arrive in the order in which they left.
+
+        Raises:
+            ExchangeError: Naming the stage and the peers.
+        """
+        if not (sends or receives):
+            return NOTHING
+        group, what = self._line.group, stage_name(number)
+        ops = [
+            dist.P2POp(operation, x, group=group, group_peer=parcel.peer)
+            for operation, parcels in ((dist.isend, sends), (dist.irecv, receives))
+            for parcel in parcels
+            for x in parcel.tensors
+            if x is not None
+        ]
+        peers = [self._line.members[op.group_peer] for op in ops]
+        works = named(what, peers, dist.batch_isend_irecv, ops)
+        if len(works) == len(peers):  # else they are one
+            return Pending(what, [(work, (peer,)) for work, peer in zip(works, peers, strict=True)], ops)
+        return Pending(what, [(work, sorted(set(peers))) for work in works], ops)
+
+
+def stage_name(number: int) -> str:
+    """The name of a stage's exchange in errors."""
+    return f"the exchange during step {number} of the ring"
 
 
 def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
@@ -163,7 +209,7 @@ def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows
     """
     received = sent.new_empty((sum(rows_from), *sent.shape[1:]))
     splits = list(rows_from), list(rows_to)
-    _named(what, line.members, dist.all_to_all_single, received, sent, *splits, group=line.group)
+    named(what, line.members, dist.all_to_all_single, received, sent, *splits, group=line.group)
     return received
 
 
@@ -175,7 +221,7 @@ def gather(line: Line, what: str, given: Sequence[Tensor], most: int) -> tuple[A
             x = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
         everyone = x.new_empty((line.size * most, *x.shape[1:]))
         waits.append(
-            (_named(what, line.members, _all_gather, everyone, x, group=line.group, async_op=True), line.members)
+            (named(what, line.members, _all_gather, everyone, x, group=line.group, async_op=True), line.members)
         )
         found.append(everyone.unflatten(0, (line.size, most)))
     return tuple(found), Pending(what, waits, given)
@@ -186,7 +232,7 @@ def scatter_sums(line: Line, what: str, given: Sequence[Tensor]) -> tuple[list[T
     found, waits = [], []
     for x in given:
         total = torch.empty_like(x[0])
-        work = _named(what, line.members, _reduce_scatter, total, x.flatten(0, 1), group=line.group, async_op=True)
+        work = named(what, line.members, _reduce_scatter, total, x.flatten(0, 1), group=line.group, async_op=True)
         waits.append((work, line.members))
         found.append(total)
     return found, Pending(what, waits, given)
@@ -195,14 +241,14 @@ def scatter_sums(line: Line, what: str, given: Sequence[Tensor]) -> tuple[list[T
 def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     """The sum of a tensor over all ranks, in place."""
     for line in ranks.lines:
-        _named(what, line.members, dist.all_reduce, x, group=line.group)
+        named(what, line.members, dist.all_reduce, x, group=line.group)
     return x
 
 
 def share(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     """The first rank's tensor, in place."""
     for line in ranks.lines[::-1]:
-        _named(what, line.members, dist.broadcast, x, group_src=0, group=line.group)
+        named(what, line.members, dist.broadcast, x, group_src=0, group=line.group)
     return x
 
 

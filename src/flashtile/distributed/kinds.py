@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile import dispatch
+from flashtile import dispatch, settings
 from flashtile.arguments import Options, Tensors
 from flashtile.backends.base import directions_of
-from flashtile.distributed.exchange import Line, Ranks, add_up, agree, refuse_differences
+from flashtile.distributed.copies import Copies, may_copy
+from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, refuse_differences
 from flashtile.distributed.heads import Heads
 from flashtile.distributed.layouts import Layout, ranges, shard_length
 from flashtile.distributed.plan import make_plan
@@ -120,6 +121,7 @@ def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
         "window_size, causal": [o.window_left, o.window_right],
         "requires_grad": list(o.grads),
         "return_lse": spec.with_lse,
+        settings.COPIES.name: settings.COPIES.enabled(),
         **{each: getattr(o, each) for each in ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend")},
         "rows_q": spec.rows(t.q),
         "rows_k": spec.rows(t.k),
@@ -210,6 +212,29 @@ def chosen(spec: Spec, problem: Problem) -> str:
     return "ring" if is_hidden or around <= across else "ulysses"
 
 
+def _messages(
+    spec: Spec, ring: Line, problem: Problem, heads_q: int, keys: int, device: torch.device
+) -> Messages | Copies:
+    """What sends keys: the process group, or copy engines if the setting says so.
+
+    Args:
+        spec: The call.
+        ring: Its ring.
+        problem: The whole call's.
+        heads_q: Query heads of a rank.
+        keys: Keys of the largest shard.
+        device: A rank's.
+    """
+    if ring.size == 1 or spec.comm == "allgather" or not may_copy(device):
+        return Messages(ring)
+    heads = max(1, problem.num_heads_kv * heads_q // problem.num_heads_q)
+    elements = keys * heads * max(problem.head_dim, problem.head_dim_v)
+    sizes = {"keys": elements * problem.dtype.itemsize}
+    if any(spec.options.grads[1:3]):
+        sizes |= dict.fromkeys(("sums", "back") if ring.size > 3 else ("back",), elements * problem.lse_dtype.itemsize)
+    return Copies(ring, device, sizes)
+
+
 class Kind:
     """What repeated calls of the same layouts and options share; the ranks have agreed on it.
 
@@ -243,7 +268,8 @@ class Kind:
         if ring.size > 1 and spec.comm == "allgather":
             most = shard_length(sum(lengths_k), ring.size, 0) * batch
         part = Part(problem.num_heads_q, self._some.start)
-        self._steps = Steps(plan, ring, spec.options, part, t.q.device, most)
+        messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q.device)
+        self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most)
 
     def _exchange(self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device) -> Heads:
         ranks, layout = self.spec.ranks, self.spec.layout

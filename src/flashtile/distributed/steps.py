@@ -18,7 +18,8 @@ from torch import Tensor
 from flashtile import dispatch, ops, settings
 from flashtile.arguments import Grads, Options, Tensors
 from flashtile.backends.base import Backward, Forward, Gradients
-from flashtile.distributed.exchange import Line, Parcel, gather, scatter_sums, transfer
+from flashtile.distributed.copies import Copies
+from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
 from flashtile.distributed.halves import in_halves
 from flashtile.distributed.plan import Call, Plan, Step
 from flashtile.families import family_of
@@ -132,6 +133,7 @@ class _Stage:
         keys_from: Where the next stage's keys come from, None if it has none.
         next_keys: Their rows.
         sums_to: Where the sums go that the stage before added to.
+        is_home: Whether that is the owner of the keys.
         sums_from: Where the next stage's sums come from.
         sums_back: Where sums of this rank's own keys come from.
     """
@@ -144,13 +146,9 @@ class _Stage:
     keys_from: int | None = None
     next_keys: int = 0
     sums_to: int | None = None
+    is_home: bool = False
     sums_from: int | None = None
     sums_back: int | None = None
-
-    @property
-    def what(self) -> str:
-        """The name of its exchange in errors."""
-        return f"the exchange during step {self.number} of the ring"
 
 
 def _stages(plan: Plan, launch_of: Callable[[Step, Call], _Launch]) -> list[_Stage]:
@@ -170,7 +168,7 @@ def _stages(plan: Plan, launch_of: Callable[[Step, Call], _Launch]) -> list[_Sta
             before.keys_from, before.next_keys, before.sums_from = step.receive_from, step.keys, step.sums_from
         if step.sums_to is not None or step.sums_back is not None:
             after = stage(step.number + 1)
-            after.sums_to, after.sums_back = step.sums_to, step.sums_back
+            after.sums_to, after.sums_back, after.is_home = step.sums_to, step.sums_back, step.sums_to == step.source
     return [found[number] for number in sorted(found)]
 
 
@@ -183,6 +181,7 @@ class Steps:
         options: Of the call; the band is the plan's.
         part: Which part of the whole the tensors are.
         device: Theirs.
+        messages: What sends and receives.
         most_keys: If all keys are gathered at once and sums scattered, rows of the largest shard; None if they travel.
     """
 
@@ -193,9 +192,10 @@ class Steps:
         options: Options,
         part: Part,
         device: torch.device,
+        messages: Messages | Copies,
         most_keys: int | None = None,
     ) -> None:
-        self._line, self._grads = line, options.grads
+        self._line, self._grads, self._messages = line, options.grads, messages
         # Shards in a gathered tensor start on 16 bytes, whatever their width.
         self._most_keys = None if most_keys is None else -(-most_keys // 8) * 8
         last = next((step for step in reversed(plan.steps) if step.calls), None)
@@ -221,8 +221,8 @@ class Steps:
             return self._forward_gathered(t, state)
         own = held = t.k, t.v
         for stage in self._forward_stages:
-            sends, receives, arriving = _keys(stage, own, held)
-            pending = transfer(self._line, stage.what, sends, receives)
+            sends, receives, arriving = self._keys(stage, own, held)
+            pending = self._messages.post(stage.number, sends, receives)
             for launch in stage.launches:
                 state = launch.forward(t, held, state)
             pending.wait()
@@ -247,22 +247,22 @@ class Steps:
         total = Gradients()
         sums = left = back = _NO_SUMS
         for stage in self._stages:
-            sends, receives, arriving = _keys(stage, own, held)
+            sends, receives, arriving = self._keys(stage, own, held)
             coming = _NO_SUMS
             if stage.sums_to is not None:
-                sends += _parcels(left, stage.sums_to)
+                sends += _parcels(left, stage.sums_to, "back" if stage.is_home else "sums")
             if stage.sums_from is not None:
-                coming = self._new_sums(torch.empty_like, arriving, rows)
-                receives += _parcels(coming, stage.sums_from)
+                coming = self._room_for_sums("sums", stage, arriving, rows)
+                receives += _parcels(coming, stage.sums_from, "sums")
             if stage.sums_back is not None:
                 _add(total, back)
-                back = self._new_sums(torch.empty_like, own, rows)
-                receives += _parcels(back, stage.sums_back)
-            pending = transfer(self._line, stage.what, sends, receives)
+                back = self._room_for_sums("back", stage, own, rows)
+                receives += _parcels(back, stage.sums_back, "back")
+            pending = self._messages.post(stage.number, sends, receives)
             if stage is self._stages[0]:
                 total = self._own(self._first, t, rows, None)
             elif stage.launches:
-                left = self._new_sums(torch.zeros_like, held, rows) if sums is _NO_SUMS else sums
+                left = self._zero_sums(held, rows) if sums is _NO_SUMS else sums
                 for launch in stage.launches:
                     launch.backward(t, held, rows, Gradients(total.dq, *left))
             if stage is self._stages[-1]:
@@ -276,7 +276,7 @@ class Steps:
         everyone, pending = gather(self._line, "the gathering of keys", own, most)
         total = self._own(self._first, t, rows, None)
         pending.wait()
-        sums = self._new_sums(torch.zeros_like, everyone, rows)
+        sums = self._zero_sums(everyone, rows)
         for stage in self._stages[1:]:
             dk, dv = (None if x is None else x[stage.source, : stage.keys] for x in sums)
             for launch in stage.launches:
@@ -294,20 +294,41 @@ class Steps:
         if total is not None:
             return total
         dq = rows.out.new_zeros(t.q.shape, dtype=rows.lse.dtype) if self._grads.q else None
-        return Gradients(dq, *self._new_sums(torch.zeros_like, (t.k, t.v), rows))
+        return Gradients(dq, *self._zero_sums((t.k, t.v), rows))
 
-    def _new_sums(self, make: Callable[..., Tensor], keys: Keys, rows: OfRows) -> Sums:
-        """Tensors for the gradients of keys that are wanted."""
-        dtype, (k, v) = rows.lse.dtype, keys
-        dk = make(k, dtype=dtype) if self._grads.k else None
-        return dk, make(v, dtype=dtype) if self._grads.v else None
+    def _zero_sums(self, keys: Keys, rows: OfRows) -> Sums:
+        """Zeros for the gradients of keys that are wanted."""
+        dk, dv = (
+            torch.zeros_like(x, dtype=rows.lse.dtype) if is_wanted else None
+            for x, is_wanted in zip(keys, self._grads[1:3], strict=True)
+        )
+        return dk, dv
+
+    def _room_for_sums(self, kind: str, stage: _Stage, keys: Keys, rows: OfRows) -> Sums:
+        """Tensors to receive the gradients of keys that are wanted."""
+        dk, dv = (
+            self._messages.room(kind, stage.number, part, x.shape, x, rows.lse.dtype) if is_wanted else None
+            for part, (x, is_wanted) in enumerate(zip(keys, self._grads[1:3], strict=True))
+        )
+        return dk, dv
+
+    def _keys(self, stage: _Stage, own: Keys, held: Keys) -> tuple[list[Parcel], list[Parcel], Keys]:
+        """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does."""
+        sends = [Parcel(own if is_own else held, to, "keys") for to, is_own in stage.keys_to]
+        if stage.keys_from is None:
+            return sends, [], own
+        k, v = (
+            self._messages.room("keys", stage.number, part, (stage.next_keys, *x.shape[1:]), x, x.dtype)
+            for part, x in enumerate(own)
+        )
+        return sends, [Parcel((k, v), stage.keys_from, "keys")], (k, v)
 
 
 _NO_SUMS: Sums = (None, None)
 
 
-def _parcels(sums: Sums, peer: int) -> list[Parcel]:
-    return [(x, peer) for x in sums if x is not None]
+def _parcels(sums: Sums, peer: int, kind: str) -> list[Parcel]:
+    return [Parcel(sums, peer, kind)] if any(x is not None for x in sums) else []
 
 
 def _add(total: Gradients, sums: Sums) -> None:
@@ -321,12 +342,3 @@ def _shard(everyone: Keys, stage: _Stage) -> Keys:
     """A stage's keys among gathered ones."""
     k, v = (x[stage.source, : stage.keys] for x in everyone)
     return k, v
-
-
-def _keys(stage: _Stage, own: Keys, held: Keys) -> tuple[list[Parcel], list[Parcel], Keys]:
-    """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does."""
-    sends = [(x, to) for to, is_own in stage.keys_to for x in (own if is_own else held)]
-    if stage.keys_from is None:
-        return sends, [], own
-    k, v = (x.new_empty((stage.next_keys, *x.shape[1:])) for x in own)
-    return sends, [(k, stage.keys_from), (v, stage.keys_from)], (k, v)
