@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashtile import reference
 from flashtile.backends.base import Backend, Gradients
+from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 from tests.cases import Call, Case, assert_close, build, results
 from tests.partials import key_places, piece
@@ -80,6 +81,42 @@ def judge_sums(
             _assert_rounded(name, getattr(alone, name), of_whole[rows] if problem.varlen else of_whole[:, rows], False)
     assert dq is not None and whole.dq is not None
     _assert_rounded("dq", dq, whole.dq, False)
+
+
+def judge_gaps(backend: Backend, dtype: torch.dtype, band: Band, *, head_dim: int = 64, device: str = "cpu") -> None:
+    """Asserts that rows without keys and keys without rows keep the bits of their sums, and that others get theirs.
+
+    Sequences that have one side alone stand for gaps: in q, where rows have no keys in this call, and in k. The NaN
+    that dout, k and v hold there reach nobody.
+    """
+    make = torch.Generator().manual_seed(8)
+    lengths, spare = ((40, 0), (0, 9), (70, 133), (0, 64), (130, 0), (20, 40), (0, 77)), 5
+    bounds = [torch.tensor([0, *column]).cumsum(0).to(device, torch.int32) for column in zip(*lengths, strict=True)]
+    rows, keys = (sum(column) + spare for column in zip(*lengths, strict=True))
+    is_row, is_key = torch.zeros(rows, dtype=torch.bool), torch.zeros(keys, dtype=torch.bool)
+    is_row[40:110] = is_row[240:260] = is_key[9:142] = is_key[206:246] = True
+    is_row, is_key = is_row.to(device), is_key.to(device)
+
+    def normal(count: int, heads: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(count, heads, head_dim, generator=make).to(device, dtype)
+
+    q, k, v, dout = normal(rows, 4, dtype), normal(keys, 2, dtype), normal(keys, 2, dtype), normal(rows, 4, dtype)
+    dout[~is_row] = k[~is_key] = v[~is_key] = torch.nan
+    t = Tensors(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
+    problem = Problem.build(t, band, needs_grad=True, deterministic=True)
+    out, lse = backend.plan_forward(problem, t)(t)
+    # Of all keys: the rows have others in other calls.
+    lse = torch.where(lse == -torch.inf, 0.5, lse)
+    saved = out, lse, dout, None
+    alone = _float32(backend, problem, t, saved)
+    before = Gradients(*(normal(len(x), x.shape[1], torch.float32) for x in (q, k, v)))
+    given = Gradients(*(None if x is None else x.clone() for x in vars(before).values()))
+    _float32(backend, problem, t, saved, given)
+    for name, some in (("dq", is_row), ("dk", is_key), ("dv", is_key)):
+        had, share, total = getattr(before, name), getattr(alone, name), getattr(given, name)
+        assert torch.equal(total[~some], had[~some]), name
+        _assert_rounded(name, total[some], (had + share)[some], False)
+        assert share[some].abs().max() > 0.01 and share[some].isfinite().all(), name
 
 
 def _assert_right(call: Call, got: Gradients, dout: Tensor, dlse: Tensor | None) -> None:

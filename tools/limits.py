@@ -24,6 +24,7 @@ PUBLIC = (
     "src/flashtile/nn.py",
     "src/flashtile/compat/",
     "src/flashtile/cli/explain.py",
+    "src/flashtile/cli/ring.py",
 )
 # Kernels that the host launches and that ``is_entry`` does not recognise.
 ENTRY_KERNELS = {"prepare_rows"}

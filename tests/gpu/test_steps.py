@@ -13,7 +13,7 @@ from tests.gpu.test_gpu import BACKENDS, SHORT
 from tests.origins import judge_parts
 from tests.partials import BANDS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory
-from tests.sums import judge_sums
+from tests.sums import judge_gaps, judge_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -68,6 +68,13 @@ def test_gradients_of_pieces_add_up_in_float32(
 def test_rows_without_keys_keep_what_they_start_from(backend: Backend, band: Band) -> None:
     with poisoned_memory():
         judge_rows_without_keys(backend.plan_forward, torch.bfloat16, band, "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_gaps_keep_their_sums(backend: Backend, band: Band, head_dim: int) -> None:
+    with poisoned_memory():
+        judge_gaps(backend, torch.bfloat16, band, head_dim=head_dim, device="cuda")
 
 
 @pytest.mark.parametrize(("dropout", "alibi"), [(True, False), (False, True), (True, True)])

@@ -14,15 +14,16 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
 from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory
-from tests.sums import judge_sums
+from tests.sums import judge_gaps, judge_sums
 
 BACKWARD_CHAINS = [each for each in CHAINS if each[0].head_dim_v is None]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("case", "cuts"), CHAINS, ids=str)
-def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...]) -> None:
+def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     with on_cpu(len(cuts), 2), poisoned_memory(), torch.no_grad():
-        judge_chain(hopper.BACKEND.plan_forward, case, cuts, torch.bfloat16)
+        judge_chain(hopper.BACKEND.plan_forward, case, cuts, dtype)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
@@ -53,3 +54,9 @@ def test_every_variant_adds(name: str) -> None:
     )
     with on_cpu(5, 2, backward=config), poisoned_memory():
         judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False)
+
+
+@pytest.mark.parametrize(("head_dim", "band"), zip((128, 256, 64), BANDS, strict=True), ids=str)
+def test_gaps_keep_their_sums(band: Band, head_dim: int) -> None:
+    with on_cpu(7, 2), poisoned_memory():
+        judge_gaps(hopper.BACKEND, torch.float16, band, head_dim=head_dim)

@@ -16,7 +16,7 @@ from tests.origins import judge_parts
 from tests.partials import BANDS, CHAINS, judge_rows_without_keys
 from tests.poison import poisoned_memory
 from tests.slow import slow_but
-from tests.sums import judge_sums
+from tests.sums import judge_gaps, judge_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -60,3 +60,10 @@ def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
 def test_parts_are_drawn_and_sloped_as_in_the_whole(dropout: bool, alibi: bool, dtype: torch.dtype) -> None:
     with poisoned_memory():
         judge_parts(portable.BACKEND, dtype, dropout=dropout, alibi=alibi)
+
+
+@pytest.mark.parametrize("head_dim", [24])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_gaps_keep_their_sums(band: Band, head_dim: int) -> None:
+    with poisoned_memory():
+        judge_gaps(portable.BACKEND, torch.float16, band, head_dim=head_dim)

@@ -188,16 +188,18 @@ def launches(
     """
     work, wanted = work or Workspace.of(problem, config, tensors.q), problem.grads
     return (
-        _preprocess_launch(problem, tensors, dout, dlse, config, work),
+        _preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
         _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
         _postprocess_launch(problem, tensors, config, work, adds) if wanted.q else None,
     )
 
 
 def _preprocess_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace, adds: bool
 ) -> Launch:
     p = problem
+    # The gradient of the sinks is made from every row's.
+    skips = adds and not p.grads.sinks
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.varlen else dlse.stride()
     sizes = {
         "dout_ptr": dout,
@@ -211,9 +213,13 @@ def _preprocess_launch(
     }
 
     def others() -> dict[str, Any]:
-        return {"out_ptr": Pointer(dout.dtype), "lse_ptr": Pointer(torch.float32), **_row_arguments(p, tensors, config)}
+        return {
+            "out_ptr": Pointer(dout.dtype),
+            "lse_ptr": Pointer(torch.float32),
+            **_row_arguments(p, tensors, config, skips),
+        }
 
-    return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype))
+    return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype, skips))
 
 
 def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work: Workspace, adds: bool) -> Launch:
@@ -223,7 +229,7 @@ def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work
             "out_ptr": Pointer(problem.grad_dtype, "dq"),
             "scale": float(problem.softmax_scale),
             "ADDS": adds,
-            **_row_arguments(problem, tensors, config),
+            **_row_arguments(problem, tensors, config, adds),
         }
 
     programs = work.blocks * (config.block_m // _ROWS)
@@ -335,10 +341,11 @@ def constants(problem: Problem, config: Config) -> dict[str, Any]:
     }
 
 
-def _row_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
-    """What the kernels before and after the main one share, besides sizes."""
+def _row_arguments(problem: Problem, tensors: Tensors, config: Config, skips: bool) -> dict[str, Any]:
+    """What the kernels before and after the main one share, besides sizes; ``skips`` rows of sequences without keys."""
     return {
         "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
+        "cu_seqlens_k_ptr": tensors.cu_seqlens_k if skips else None,
         "num_heads_q": problem.num_heads_q,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_M": config.block_m,

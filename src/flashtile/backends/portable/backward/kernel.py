@@ -113,9 +113,13 @@ def dkdv_tile(call, given):
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
     place = locate(call, True)
     head_kv, queries, keys = place.head, place.queries, place.keys
+    ADDS: tl.constexpr = given.results[2]
     n_first = place.block * BLOCK_N
     if n_first >= keys.length:
         return
+    if ADDS:  # noqa: SIM102
+        if queries.length == 0:
+            return
     k = load_rows(Rows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
     left, right = call.terms.band.left, call.terms.band.right
@@ -137,7 +141,6 @@ def dkdv_tile(call, given):
                 call, given, head, queries, phase != 1,
             )  # fmt: skip
     num_heads = call.num_heads // call.group_size
-    ADDS: tl.constexpr = given.results[2]
     dk, dv = dk * call.terms.scale, dv * call.terms.draws.keep_scale
     if given.results[0] is not None:
         store_contiguous(given.results[0], call.k.layout, num_heads, head_kv, keys, n_first, dk, call.q.DIM, ADDS)
@@ -190,9 +193,13 @@ def dq_tile(call, given):
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
     place = locate(call, False)
     h, queries, keys = place.head, place.queries, place.keys
+    ADDS: tl.constexpr = given.results[1]
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
         return
+    if ADDS:  # noqa: SIM102
+        if keys.length == 0:
+            return
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
     q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(
@@ -215,7 +222,6 @@ def dq_tile(call, given):
             call, head, keys, phase != 1,
         )  # fmt: skip
     dq = dq * call.terms.scale
-    ADDS: tl.constexpr = given.results[1]
     store_contiguous(given.results[0], call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM, ADDS)
 
 
