@@ -2,9 +2,10 @@
 
 Such kernels take multiprocessors from those that they should run beside; a copy engine takes none. Each rank pushes
 into memory of the others, which PyTorch's symmetric memory maps for it. What a stage receives has a place there, of
-which there are as many as are in use at once: keys are read in the stage after they came, and sums are added to in that
-stage and sent in the one after it. What comes home is added before more can come. A push waits until its receiver says that the place is free, and says when it is
-done, by signals among streams: the host waits for neither. Multicast is not used.
+which there are as many as are in use at once: keys are read in the stage after they came, sums are added to in that
+stage and sent in the one after it, and what comes home is added before more can come. A push waits until its receiver
+says that the place is free, and says when it is done, by signals among streams: the host waits for neither. Multicast
+is not used.
 """
 
 from __future__ import annotations
