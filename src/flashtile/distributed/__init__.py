@@ -2,7 +2,8 @@
 
 from flashtile.distributed.attention import attention
 from flashtile.distributed.cache import attention_with_sharded_kvcache
+from flashtile.distributed.layouts import Layout
 from flashtile.distributed.shards import positions, shard, unshard
 from flashtile.errors import ExchangeError
 
-__all__ = ["ExchangeError", "attention", "attention_with_sharded_kvcache", "positions", "shard", "unshard"]
+__all__ = ["ExchangeError", "Layout", "attention", "attention_with_sharded_kvcache", "positions", "shard", "unshard"]
