@@ -34,7 +34,7 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], materialize_grads=True))
 
 
-def trains(mesh: DeviceMesh, name: str, layout: Any, bounds: tuple[int, ...] | None, checkpoints: bool) -> None:
+def trains(mesh: DeviceMesh, name: str, layout: Any, bounds: tuple[int, ...] | None, how: str = "") -> None:
     from flashtile.integrations.transformers import over_ranks
 
     model = made(name)
@@ -47,14 +47,15 @@ def trains(mesh: DeviceMesh, name: str, layout: Any, bounds: tuple[int, ...] | N
     want = nn.functional.cross_entropy(whole.flatten(0, 1), labels.flatten())
     wanted = gradients(model, want)
 
-    if checkpoints:
+    if how == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     length: dict[str, Any] = {"cu_seqlens": bounds} if bounds else {"seqlen": LENGTH}
     cut = {"cu_seqlens": bounds} if bounds else {}
     mine = [distributed.shard(x, mesh, layout, **cut) for x in (tokens, labels)]
     rows = distributed.positions(mesh, layout, **length)
+    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     with over_ranks(mesh, layout=layout, **length):
-        logits = model(mine[0], position_ids=rows[None], use_cache=False).logits
+        logits = run(mine[0], position_ids=rows[None], use_cache=False).logits
     torch.testing.assert_close(logits, distributed.shard(whole.detach(), mesh, layout, **cut), rtol=1e-4, atol=1e-4)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), mine[1].flatten(), reduction="sum") / labels.numel()
     found = gradients(model, loss)
@@ -71,11 +72,15 @@ def trains(mesh: DeviceMesh, name: str, layout: Any, bounds: tuple[int, ...] | N
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_models_train(pool: Pool, name: str) -> None:
-    pool.run(trains, name, MODELS[name], None, False, mesh=3)
+    pool.run(trains, name, MODELS[name], None, mesh=3)
 
 
 def test_documents_and_checkpoints(pool: Pool) -> None:
-    pool.run(trains, "llama", "zigzag", (0, 5, 21, 37), True, mesh=2)
+    pool.run(trains, "llama", "zigzag", (0, 5, 21, 37), "checkpointed", mesh=2)
+
+
+def test_compiled_models(pool: Pool) -> None:
+    pool.run(trains, "llama", "zigzag", None, "compiled", mesh=2)
 
 
 def refusals(mesh: DeviceMesh) -> None:

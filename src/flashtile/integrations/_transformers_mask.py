@@ -113,7 +113,7 @@ def mask(
     if attention_mask is not None and attention_mask.dim() != 2:
         wanted = "must have 2, (batch, keys), or 4, (batch, heads, queries, keys)"
         raise InvalidInputError("attention_mask", f"has {attention_mask.dim()} dimensions, {wanted}")
-    shared = ranks.current.get()
+    shared = ranks.current()
     if shared is not None:
         if attention_mask is not None or isinstance(q_offset, Tensor) or q_offset or q_length != kv_length:
             raise ranks.refuse("attention_mask, or a cache")

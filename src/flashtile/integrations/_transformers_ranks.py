@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -61,8 +60,14 @@ class Shared:
         return found[None]
 
 
-# Masks are made within; layers take it from their mask, also where a checkpoint repeats them in another thread.
-current: contextvars.ContextVar[Shared | None] = contextvars.ContextVar("current", default=None)
+# Those that are entered, the innermost last. Masks are made within; layers take it from their mask, also where a
+# checkpoint repeats them later. A list, since torch.compile cannot trace context variables.
+_entered: list[Shared] = []
+
+
+def current() -> Shared | None:
+    """The innermost that is entered."""
+    return _entered[-1] if _entered else None
 
 
 @contextlib.contextmanager
@@ -76,9 +81,9 @@ def over_ranks(
 ) -> Iterator[None]:
     """Within, forwards of models that ``enable`` switched are over sequences of which each rank has its rows.
 
-    Give the model this rank's rows of all that has a row for each token, by ``distributed.shard``; its
-    ``position_ids`` by ``distributed.positions``; and no attention_mask and no cache. A loss that predicts the next
-    token takes it from ``shift_labels``, since the next row may be another rank's.
+    It holds for all threads of the process. Give the model this rank's rows of all that has a row for each token, by
+    ``distributed.shard``; its ``position_ids`` by ``distributed.positions``; and no attention_mask and no cache. A loss
+    that predicts the next token takes it from ``shift_labels``, since the next row may be another rank's.
 
     Args:
         mesh: As in ``distributed.attention``.
@@ -90,11 +95,11 @@ def over_ranks(
     Raises:
         InvalidInputError: Naming the argument that does not fit.
     """
-    token = current.set(Shared(mesh, seqlen, cu_seqlens, layout, comm))
+    _entered.append(Shared(mesh, seqlen, cu_seqlens, layout, comm))
     try:
         yield
     finally:
-        current.reset(token)
+        _entered.pop()
 
 
 def refuse(what: str) -> UnsupportedError:

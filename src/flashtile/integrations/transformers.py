@@ -136,7 +136,7 @@ def attention(
         "dropout_p": (kwargs.get("dropout") or 0.0) if module.training else 0.0,
         "deterministic": bool(kwargs.get("deterministic")) or torch.are_deterministic_algorithms_enabled(),
     }
-    if ranks.current.get() is not None or getattr(attention_mask, "shared", None) is not None:
+    if ranks.current() is not None or getattr(attention_mask, "shared", None) is not None:
         return _over_ranks(q, k, v, attention_mask, kwargs, options), None
     written: Tensor | None = None
     if bounds is None and q.shape[1] == k.shape[1]:
