@@ -109,9 +109,8 @@ def _adding_builds() -> list[KernelBuild]:
     for dim, band, used in packed + others:
         problem = _problem(dim, band, **used).but(grad_dtype=torch.float32)
         tensors, limits = described_tensors(problem), {"attention_backward": _backward_limit(problem)}
-        # prepare_rows does not know the gradients.
-        sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)[1:]
-        by_name = {name: each for name, each in zip(_BACKWARD[1:], sums, strict=True) if each is not None}
+        sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
+        by_name = {name: each for name, each in zip(_BACKWARD, sums, strict=True) if each is not None}
         made += kernel_builds("hopper", "backward", problem, by_name, limits, ("sums",))
         if used == {"varlen": True}:
             made += builds_of(problem, "backward")[1:]
