@@ -158,6 +158,21 @@ def packed_differently(mesh: DeviceMesh) -> None:
     distributed.attention(x, x, x, mesh=mesh, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
 
 
+def with_many_documents(mesh: DeviceMesh) -> None:
+    x = torch.ones(500, 2, 8)
+    bounds = torch.arange(1001, dtype=torch.int32)
+    bounds[700] += mesh.get_rank()
+    distributed.attention(x, x, x, mesh=mesh, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+
+
+def test_many_documents_are_compared_by_a_hash(pool: Pool) -> None:
+    for error in pool.errors(with_many_documents, mesh=2)[:2]:
+        with pytest.raises(
+            InvalidInputError, match=r"^cu_seqlens_q: is \[1, 1, .*\.\.\. \(\w{12}\) on rank 1, but \[1, 1, "
+        ):
+            raise error
+
+
 def test_other_documents(pool: Pool) -> None:
     for error in pool.errors(packed_differently, mesh=2)[:2]:
         assert str(error) == "cu_seqlens_q: is [5, 3] on rank 1, but [4, 4] on rank 0"

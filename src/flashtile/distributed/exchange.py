@@ -253,7 +253,7 @@ def share(ranks: Ranks, what: str, x: Tensor) -> Tensor:
 
 
 # Bytes in which a rank says what it was called with.
-_RECORD = 2048
+_RECORD = 6144
 
 
 def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> list[dict[str, Any]]:
@@ -262,22 +262,24 @@ def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> lis
     Args:
         ranks: All of them take part.
         device: Where the process group's tensors are.
-        said: JSON values by name; long ones are shortened, but stay different.
+        said: JSON values by name, some kilobytes at most; see ``shortened``.
 
     Returns:
         What the ranks say, in the order of their shards.
     """
-    short = {name: _shortened(value) for name, value in said.items()}
-    text = json.dumps(short).encode()[:_RECORD].ljust(_RECORD)
+    text = json.dumps(said).encode().ljust(_RECORD)
+    assert len(text) == _RECORD, "a record is too long"
     found = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)[None]
     for line in ranks.lines:
         (gathered,), pending = gather(line, "the comparison of this call with theirs", [found], found.shape[0])
         pending.wait()
         found = gathered.flatten(0, 1)
-    return [json.loads(bytes(row).decode()) for row in found.cpu().numpy()]
+    everything = bytes(found.flatten().tolist())
+    return [json.loads(everything[i : i + _RECORD]) for i in range(0, len(everything), _RECORD)]
 
 
-def _shortened(value: object) -> object:
+def shortened(value: object) -> object:
+    """A JSON value, or if it is long its beginning and a hash of it."""
     text = json.dumps(value)
     return value if len(text) <= 160 else f"{text[:100]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
 

@@ -13,7 +13,7 @@ from flashtile import dispatch, settings
 from flashtile.arguments import Options, Tensors
 from flashtile.backends.base import directions_of
 from flashtile.distributed.copies import Copies, may_copy
-from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, refuse_differences
+from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
 from flashtile.distributed.layouts import Layout, ranges, shard_length
 from flashtile.distributed.plan import make_plan
@@ -88,10 +88,11 @@ def make_kind(spec: Spec, t: Tensors) -> Kind:
     try:
         _check(spec, t)
     except InvalidInputError as error:
-        refused = [error.argument, error.message]
+        refused = [error.argument, error.message[:1000]]
     except UnsupportedError as error:
-        refused = ["", str(error)]
-    everyone = agree(spec.ranks, t.q.device, {"refused": refused, **_said(spec, t)})
+        refused = ["", str(error)[:1000]]
+    said = {name: shortened(value) for name, value in _said(spec, t).items()}
+    everyone = agree(spec.ranks, t.q.device, {"refused": refused, **said})
     for rank, record in zip(spec.ranks.members, everyone, strict=True):
         if record["refused"]:
             argument, message = record["refused"]
