@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashtile import ops
 from flashtile.distributed import copies, kinds
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
@@ -69,6 +71,7 @@ def compare(mesh: DeviceMesh, folder: str, name: str, layout: str) -> dict[str, 
         return made[-1]
 
     with (
+        ops.own_plans(OrderedDict()),
         mock.patch.object(copies, "memory_of", memory_of),
         mock.patch.object(kinds, "may_copy", lambda device: True),
         mock.patch.object(copies._Arrival, "wait", lambda self: None),
