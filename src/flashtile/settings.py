@@ -80,7 +80,14 @@ LAUNCHER = Setting(
     ("triton",),
 )
 
-SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER)
+COPIES = Setting(
+    "FLASHTILE_COPIES",
+    "0",
+    "1: the ring of distributed.attention is copied by the copy engines of one host's GPUs; the same on all ranks.",
+    (*_ON, *_OFF),
+)
+
+SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES)
 
 
 def validate() -> None:
