@@ -122,10 +122,10 @@ def flash_attn_qkvpacked_func(
     with the heads of q, then k, then v, for which num_heads_q must be given.
     """
     _check_features((None,), attention_chunk, sm_margin)
-    split = split_qkv(qkv, num_heads_q)
+    q, k, v = split_qkv(qkv, num_heads_q)
     keywords = _keywords(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     with names(q="qkv", k="qkv", v="qkv"):
-        return _descaled.attend(split, (q_descale, k_descale, v_descale), keywords)
+        return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords)
 
 
 def flash_attn_varlen_func(

@@ -5,8 +5,8 @@ splits by a rule that looks at the sequence alone. The softmax state of every sp
 of RUN neighbouring splits, a run, are folded first to last, and then the states of runs. So a result does not depend on
 who computes which split. A program that does all of a tile folds in registers, if they hold it; else the states of runs
 (of splits, where there would be too few runs for all programs) go through memory, and the program that stores the last
-of a tile folds them. Work items are one or more neighbouring states. The items of all tiles form one row, of which every
-program takes a contiguous part of the same cost. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza,
+of a tile folds them. Work items are one or more neighbouring states. The items of all tiles form one row, of which
+every program takes a contiguous part of the same cost. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza,
 Massa and Sizov 2023, "Flash-Decoding"; Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
 
@@ -183,7 +183,7 @@ def attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call):
     x, scale_log2 = score_block(k, key, inside, at[0], place, rows, pairs, call)
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
     v = load_block(call.v, address_of(call.v, place), at, inside, call.sizes.DIM_V // UNIT, call.sizes.BLOCK_DV // UNIT)
-    # A product of its own, then added: the compiler waits after every WGMMA if other instructions write its accumulator.
+    # A product of its own, then added: ptxas waits after every WGMMA if other instructions write its accumulator.
     rescale = tl.broadcast_to(rescale[:, None], acc.shape)
     if v.dtype == tl.int16:
         even, odd = eight_bit.halves(v, call.sizes.BITS)

@@ -71,7 +71,6 @@ class _Backend:
             return f"Triton with Hopper's tiles, {decode.choose(problem)}; splits merged in the same launch"
         from flashtile.backends.hopper.backward import config as backward_tiles
         from flashtile.backends.hopper.forward import config as tiles
-
         from flashtile.backends.hopper.quantized import config as quantized_tiles
 
         choose = {"forward": tiles, "backward": backward_tiles, "quantized": quantized_tiles}[direction].choose

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from flashtile.arguments import Grads
+from flashtile.arguments import FLOAT8, Grads
 from flashtile.backends.base import Direction
-from flashtile.backends.build import KernelBuild, described_tensors, kernel_builds
+from flashtile.backends.build import KernelBuild, described_quantized, described_tensors, kernel_builds
 from flashtile.backends.launch import Launch
 from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors, described
+from flashtile.problem import Precision, Problem, described
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
 _BACKWARD = ("prepare_rows", "attention_backward", "finish_dq")
@@ -19,8 +19,14 @@ _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
 
-def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[str, Launch]:
+def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
     """The kernels of a direction of a call, by name, in the order in which they run."""
+    if direction == "quantized":
+        from flashtile.backends.hopper.quantized import config as quantized_config
+        from flashtile.backends.hopper.quantized import launch as quantized
+
+        tiles = quantized_config.choose(problem)
+        return {"attention_quantized": quantized.quantized_launch(problem, tensors, tiles)}
     if direction == "forward":
         from flashtile.backends.hopper.forward import config, launch
 
@@ -47,14 +53,30 @@ def builds(arch: str) -> list[KernelBuild]:
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
     rows.append(_wanting(128, "kv"))
-    return made + [build for problem in rows for build in builds_of(problem, "backward")[::2]]
+    made += [build for problem in rows for build in builds_of(problem, "backward")[::2]]
+    return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
 
 
 def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
     """The builds of a direction of one problem."""
-    limits = {"attention_forward": _forward_limit(problem), "attention_backward": _backward_limit(problem)}
-    tensors = described_tensors(problem)
+    limits = {
+        "attention_quantized": _quantized_limit(problem),
+        "attention_forward": _forward_limit(problem),
+        "attention_backward": _backward_limit(problem),
+    }
+    tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
     return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits)
+
+
+def _quantized_problems() -> list[Problem]:
+    """8-bit calls: both masks at the usual head dims, then features."""
+    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16, FLOAT8), "needs_grad": False}
+    features: list[tuple[int, Band, dict[str, Any]]] = [
+        *((dim, band, {}) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)),
+        (128, _WINDOW, {"varlen": True, "sinks": True, "num_heads_q": 32}),
+        (64, _CAUSAL, {"softcap": 30.0}),
+    ]
+    return [_problem(dim, band, **precision, **used) for dim, band, used in features]
 
 
 def _usual() -> list[Problem]:

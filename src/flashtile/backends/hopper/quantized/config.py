@@ -31,8 +31,9 @@ class Config(forward.Config):
 
 
 _TILES = {  # fmt: skip
-    64: Config(block_d=64, block_dv=64, out_cols=64, stages=4, num_warpgroups=3, registers=160, max_registers=128,
-               width=64),
+    64: Config(
+        block_d=64, block_dv=64, out_cols=64, stages=4, num_warpgroups=3, registers=160, max_registers=128, width=64
+    ),
     128: Config(block_d=128, block_dv=128, out_cols=128, stages=4, width=128, early=True),
     256: Config(block_d=256, block_dv=256, out_cols=64, width=64),
 }

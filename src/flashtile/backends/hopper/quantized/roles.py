@@ -1,6 +1,5 @@
 """The producer and the consumers of the Hopper forward of 8-bit tensors; the scheduler is ``forward.roles``'s."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,6 +11,7 @@ from flashtile.backends.hopper.device.wgmma_fragments import row_tops, thread_su
 from flashtile.backends.hopper.forward.roles import epilogue, load_block
 from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows
 from flashtile.backends.hopper.forward.softmax_step import (
+    KeyLoop,
     block_pairs,
     is_edge,
     open_tile,
@@ -95,9 +95,20 @@ class Block:
     unit: gl.tensor
 
 
+@aggregate
+class Place:
+    """Where a warpgroup is: in which tile, at which use of the rings, and at which block of keys."""
+
+    tiles: gl.tensor
+    used: gl.tensor
+    n_block: gl.tensor
+    loop: KeyLoop
+    own: TileScales
+
+
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr):
-    """Loads as ``forward.roles.producer`` does."""
+    """Loads as ``forward.roles.producer`` does where tiles overlap."""
     records = channels.tiles
     tiles = 0
     used = 0
@@ -111,21 +122,17 @@ def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr):
             load(q_desc, channels.queries[warpgroup], tiles, queries, row + warpgroup * sizes.block_m, BLOCK_D)
         n_block -= 1
         load_block(k_desc, channels.keys, used, records, tiles, n_block, sizes, BLOCK_D)
-        if sizes.overlap:
-            load_last_values(v_desc, channels, used - 1, tiles - 1, sizes)
+        load_last_values(v_desc, channels, used - 1, tiles - 1, sizes)
         while n_block > n_block_min:
             n_block -= 1
             load_block(k_desc, channels.keys, used + 1, records, tiles, n_block, sizes, BLOCK_D)
             load_values(v_desc, channels, used, tiles, n_block + 1, sizes)
             used += 1
-        if not sizes.overlap:
-            load_last_values(v_desc, channels, used, tiles, sizes)
         used += 1
         tiles += 1
         records.ring.wait(tiles)
         n_block = records.get(tiles, "n_block_max")
-    if sizes.overlap:
-        load_last_values(v_desc, channels, used - 1, tiles - 1, sizes)
+    load_last_values(v_desc, channels, used - 1, tiles - 1, sizes)
 
 
 @gluon.jit
@@ -222,11 +229,12 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, EARLY: g
         )  # fmt: skip
         n_block = loop.n_block
         while n_block > loop.n_block_min:
-            state, block = step(channels, tiles, used, state, block, zeros, loop, n_block, sizes, mod, scales, own,
-                                EARLY, WARPGROUP)  # fmt: skip
+            at = Place(tiles, used, n_block, loop, own)
+            state, block = step(channels, at, state, block, zeros, sizes, mod, scales, EARLY, WARPGROUP)
             n_block -= 1
             used += 1
-        probs, factor, row_max, row_sum = update(channels, tiles, state, block, loop, n_block, sizes, mod, WARPGROUP)
+        at = Place(tiles, used, n_block, loop, own)
+        probs, factor, row_max, row_sum = update(channels, at, state, block, sizes, mod, WARPGROUP)
         factor = factor * (state.unit / block.unit)
         last_unit = block.unit
         channels.values[0].wait(used)
@@ -326,9 +334,10 @@ def times_rows(acc, factor):
 
 
 @gluon.jit
-def update(channels, tiles, state, block, loop, n_block, sizes, mod, WARPGROUP: gl.constexpr):
+def update(channels, at, state, block, sizes, mod, WARPGROUP: gl.constexpr):
     """(probs, factor, row_max, row_sum): a block's probabilities, and what becomes of the softmax's state."""
-    pairs = block_pairs(channels.tiles, tiles, loop, n_block, sizes, WARPGROUP)
+    loop, n_block = at.loop, at.n_block
+    pairs = block_pairs(channels.tiles, at.tiles, loop, n_block, sizes, WARPGROUP)
     s, scale = block.s, mod.scale_log2
     if mod.has_softcap or mod.scale_first:
         s = s * block.score
@@ -343,20 +352,20 @@ def update(channels, tiles, state, block, loop, n_block, sizes, mod, WARPGROUP: 
 
 
 @gluon.jit
-def step(channels, tiles, used, state, block, zeros, loop, n_block, sizes, mod, scales, own, EARLY: gl.constexpr,
-         WARPGROUP: gl.constexpr):  # fmt: skip
-    """Adds block ``n_block``, of use ``used``, to the state; returns that and the block before it, the next use."""
-    probs, factor, row_max, row_sum = update(channels, tiles, state, block, loop, n_block, sizes, mod, WARPGROUP)
+def step(channels, at, state, block, zeros, sizes, mod, scales, EARLY: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Adds the block at a ``Place`` to the state; returns that and the block before it, the next use."""
+    used = at.used
+    probs, factor, row_max, row_sum = update(channels, at, state, block, sizes, mod, WARPGROUP)
     factor = factor * (state.unit / block.unit)
     channels.values[0].wait(used)
     accs = add_first_products(probs, channels, used, state.accs, factor)
     t = start_product(probs, channels, used, accs)
-    score, unit = fetch_block(scales, own, n_block - 1, sizes)
+    score, unit = fetch_block(scales, at.own, at.n_block - 1, sizes)
     if not EARLY:
         t = warpgroup_mma_wait(0, deps=[t])
         accs = add_product(t, accs, factor)
     channels.keys[0].wait(used + 1)
-    s = start_scores(channels.queries, tiles, channels.keys, used + 1, zeros)
+    s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
     if EARLY:
         t = warpgroup_mma_wait(1, deps=[t])
         accs = add_product(t, accs, factor)

@@ -226,7 +226,7 @@ def attention_quantized(
         (scale, SCALE_FIRST, None),
         (ScoreMod(SCORE_MOD, None, None, param), Alibi(None, 0), ScoreTensor(None, 0, 0, 0, 0)),
         (Band(left if HAS_LEFT else None, right if HAS_RIGHT else None), ScoreTensor(None, 0, 0, 0, 0)),
-        Draws(None, 0, 1.0, num_heads_q),
+        Draws(None, 0, 1.0, num_heads_q, None),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), quantized_tile,
         Quantized(
             Scale(q_scale_ptr, q_scale_stride_b, q_scale_stride_head, q_scale_stride_block),
