@@ -42,12 +42,12 @@ class Asked(NamedTuple):
     lengths: tuple[Any, Any] = (None, None)
 
 
-def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
+def attend(given: Tensors, asked: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
     """The call of a ``Quantized`` in place of q, or in the precision "fp8".
 
     Args:
         given: The call's tensors; q may be a ``Quantized``.
-        asked: The rest of the call.
+        asked: The rest of the call, in the order of ``Asked``.
 
     Returns:
         out, or ``(out, lse)``, as the public functions do.
@@ -56,12 +56,12 @@ def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call.
     """
-    tensors, options = read(given, asked)
+    tensors, options = read(given, Asked(*asked))
     if any(options.grads) and not isinstance(given.q, Quantized):
         out, lse = training.attend(tensors, options)
     else:
         out, lse = ops.attend(*quantized_call(given, tensors, options))
-    return (out, lse) if asked.return_lse else out
+    return (out, lse) if Asked(*asked).return_lse else out
 
 
 def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
@@ -104,7 +104,7 @@ def _of_record(given: Tensors, asked: Asked) -> tuple[Tensors, tuple[Any, Any]]:
 
 
 def calls(
-    given: Tensors, asked: Asked, device: torch.device | None, backward: bool | None = None
+    given: Tensors, asked: tuple[Any, ...], device: torch.device | None, backward: bool | None = None
 ) -> list[tuple[Problem, Any, Direction]]:
     """What a call runs, without running it: problems, their tensors on the meta device, and directions.
 
@@ -114,7 +114,7 @@ def calls(
         device: Where the call would run; None is where its tensors are.
         backward: As for ``warm_up``; None takes the gradients that the tensors require.
     """
-    tensors, options = read(given, asked)
+    tensors, options = read(given, Asked(*asked))
     device, shapes = device or tensors.q.device, arguments.without_data(tensors)
     if isinstance(given.q, Quantized):
         t, o = quantized_call(given, tensors, options)
