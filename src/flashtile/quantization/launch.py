@@ -1,0 +1,267 @@
+"""Host code of the kernels that quantise: the launches of a call, and the plan that repeats them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.host import Step, run
+from flashtile.backends.launch import Launch, Pointer, row_strides
+from flashtile.problem import compute_capability
+from flashtile.quantization.blocks import BLOCK, num_blocks
+from flashtile.quantization.kernels import SPLITS, quantize_columns, quantize_rows, sum_keys
+from flashtile.quantization.plain import Choices, Inputs
+from flashtile.quantization.record import E4M3, Quantized
+
+_OPERANDS = ("x", "out", "scale", "shift", "sums", "largest", "cos", "sin", "cu_seqlens", "cu_seqlens_k")
+# By the launch's key and what the compiler looks at of its sizes.
+_STEPS: dict[Any, Step] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The call of q, k or v.
+
+    Attributes:
+        name: ``"q"``, ``"k"`` or ``"v"``.
+        given: The call's tensors.
+        choices: What is asked for.
+        capability: Compute capability of an NVIDIA device, else None.
+        x: The tensor.
+        bounds: Of its packed sequences.
+        batch: Sequences.
+        blocks: Of a sequence, or of all packed ones.
+    """
+
+    name: str
+    given: Inputs
+    choices: Choices
+    capability: tuple[int, int] | None
+    x: Tensor
+    bounds: Tensor | None
+    batch: int
+    blocks: int
+
+    @classmethod
+    def of(cls, name: str, given: Inputs, choices: Choices, capability: tuple[int, int] | None) -> Side:
+        """The side of one of the tensors."""
+        x, bounds = getattr(given, name), given.cu_seqlens_q if name == "q" else given.cu_seqlens_k
+        batch = x.shape[0] if bounds is None else bounds.shape[0] - 1
+        return cls(name, given, choices, capability, x, bounds, batch, num_blocks(x.shape[-3], bounds))
+
+    @property
+    def turns(self) -> bool:
+        """Whether rows are rotated by angles."""
+        return self.given.rotary_cos is not None and self.name != "v"
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Of the scales, as ``Quantized`` has it."""
+        heads, scales = self.x.shape[-2], self.choices.scales
+        if scales == "tensor":
+            return (1,) * (self.x.dim() - 1)
+        if self.bounds is not None:
+            return heads, self.blocks
+        return self.batch, heads, 1 if scales == "head" else self.blocks
+
+    @property
+    def heads_each(self) -> int:
+        """The heads that a program takes; of several it reads the angles from memory but once."""
+        return min(max(self.blocks_of_heads // (512 if self.turns else 2048), 1), 8)
+
+    @property
+    def blocks_of_heads(self) -> int:
+        """Blocks of all heads and sequences."""
+        return self.blocks * self.x.shape[-2] * (self.batch if self.bounds is None else 1)
+
+    @property
+    def programs(self) -> int:
+        """Of a launch that goes through all of them."""
+        heads = self.x.shape[-2]
+        return self.blocks_of_heads // heads * -(-heads // self.heads_each)
+
+    def key(self, what: str) -> tuple[object, ...]:
+        """All but the sizes that a launch depends on."""
+        given = self.given
+        tensors = (self.x, given.rotary_cos, given.rotary_sin, given.cu_seqlens_q, given.cu_seqlens_k)
+        layouts = (None if x is None else (x.dtype, x.is_meta or x.data_ptr() % 16) for x in tensors)
+        width = 0 if given.rotary_cos is None else given.rotary_cos.shape[-1]
+        heads = given.q.shape[-2], given.k.shape[-2], self.x.shape[-1]
+        return what, self.name, self.x.device, self.capability, self.choices, width, heads, search_of(self.batch), *layouts
+
+
+def search_of(batch: int) -> int:
+    """The bounds that a kernel reads at once, to find a block's sequence."""
+    return min(max(1 << (batch - 1).bit_length(), 32), 1024)
+
+
+def launches(given: Inputs, choices: Choices, capability: tuple[int, int] | None) -> dict[str, Launch]:
+    """The kernels of a call by name, in the order in which they run."""
+    sides = [Side.of(name, given, choices, capability) for name in ("k", "q", "v")]
+    made = {"sum_keys": sum_launch(sides[0])} if choices.smooth_k else {}
+    for side in sides:
+        if choices.scales != "block":
+            made[f"largest_{side.name}"] = block_launch(side, finds=True)
+        made[f"quantize_{side.name}"] = block_launch(side, finds=False)
+    return made
+
+
+def sum_launch(side: Side) -> Launch:
+    """The launch that sums the keys."""
+    heads, width = side.x.shape[-2:]
+    sizes = {**row_strides("x", side.x), "length": side.x.shape[-3], "turns": _positions(side)}
+
+    def others() -> dict[str, Any]:
+        return {
+            **_angles(side),
+            "x_ptr": side.x,
+            "sums_ptr": Pointer(torch.float32),
+            "cu_seqlens_ptr": side.bounds,
+            "num_heads": heads,
+            "DIM": width,
+            "WIDTH": math.gcd(width, 64),
+        }
+
+    programs = side.batch * heads * int(SPLITS) * (width // math.gcd(width, 64))
+    return Launch(sum_keys, programs, sizes, {"num_warps": 4, "num_stages": 3}, others, side.key("sum"))
+
+
+def block_launch(side: Side, *, finds: bool) -> Launch:
+    """The launch that quantises a tensor, or ``finds`` what its scales depend on."""
+    heads, width, scales = *side.x.shape[-2:], side.choices.scales
+    is_v = side.name == "v"
+    by_block = scales == "block" or (scales == "head" and side.bounds is not None)
+    stride = 0 if scales == "tensor" else side.blocks if by_block else 1
+    sizes: dict[str, Any] = {
+        **row_strides("x", side.x),
+        "scale_stride_b": heads * stride if side.bounds is None else 0,
+        "scale_stride_head": stride,
+        "scale_stride_row": int(by_block),
+        "largest_stride_b": heads if scales == "head" else 0,
+        "largest_stride_head": int(scales == "head"),
+        "batch": side.batch,
+        "length": side.x.shape[-3],
+        "heads_each": side.heads_each,
+    }
+    if is_v:
+        sizes["columns"] = side.blocks * BLOCK
+    else:
+        sizes |= {"length_k": side.given.k.shape[-3], "turns": _positions(side)}
+
+    def others() -> dict[str, Any]:
+        return {
+            "x_ptr": side.x,
+            "out_ptr": None if finds else Pointer(torch.uint8),
+            "scale_ptr": None if finds else Pointer(torch.float32),
+            "largest_ptr": None if scales == "block" else Pointer(torch.int32),
+            "cu_seqlens_ptr": side.bounds,
+            "num_heads": heads,
+            "DIM": width,
+            "WIDTH": math.gcd(width, 64),
+            "BITS": side.capability is None or side.capability < (8, 9),
+            "SEARCH": search_of(side.batch),
+            **({} if is_v else _of_rows(side, finds)),
+        }
+
+    # Of a block in float32 each thread has 64 numbers; of one of v, which stays as it is, 128 at most.
+    warps = max(4, (1 << (width - 1).bit_length()) // 16)
+    options = {"num_warps": min(warps, 8) if is_v else warps, "num_stages": 2}
+    kernel = quantize_columns if is_v else quantize_rows
+    return Launch(kernel, side.programs, sizes, options, others, side.key("finds" if finds else "rounds"))
+
+
+def _of_rows(side: Side, finds: bool) -> dict[str, Any]:
+    smooth = side.choices.smooth_k
+    has_shift = smooth and side.name == "q" and not finds
+    return {
+        **_angles(side),
+        "shift_ptr": Pointer(torch.float32) if has_shift else None,
+        "sums_ptr": Pointer(torch.float32) if has_shift or (smooth and side.name == "k") else None,
+        "cu_seqlens_k_ptr": side.given.cu_seqlens_k,
+        "num_heads_kv": side.given.k.shape[-2],
+        "seed": side.choices.seed,
+        "ROTATE": side.choices.rotate,
+    }
+
+
+def _positions(side: Side) -> int:
+    return 0 if side.given.rotary_cos is None else side.given.rotary_cos.shape[0]
+
+
+def _angles(side: Side) -> dict[str, Any]:
+    cos = side.given.rotary_cos
+    return {
+        "cos_ptr": cos,
+        "sin_ptr": side.given.rotary_sin,
+        "ROTARY_DIM": 0 if cos is None else 2 * cos.shape[1],
+        "INTERLEAVED": side.choices.rotary_interleaved,
+    }
+
+
+class QuantizePlan:
+    """Quantisation of tensors of the same layouts."""
+
+    def __init__(self, given: Inputs, choices: Choices) -> None:
+        """Prepares the launches.
+
+        Args:
+            given: Tensors as ``readable`` makes them, none of them empty. They are not kept.
+            choices: What is asked for.
+        """
+        device, capability = given.q.device, compute_capability(given.q.device)
+        sides = [Side.of(name, given, choices, capability) for name in ("q", "k", "v")]
+        made = launches(given, choices, capability)
+        self._choices, self._device = choices, device
+        self._steps = {name: (Step(launch, _OPERANDS, device, _STEPS),) for name, launch in made.items()}
+        self._scale_shapes = [side.scale_shape for side in sides]
+        columns = (*given.v.shape[-2:], sides[2].blocks * BLOCK)
+        self._shapes = [given.q.shape, given.k.shape, columns if sides[2].bounds is not None else (sides[2].batch, *columns)]
+        *lead, rows, heads, width = given.q.shape
+        self._shift_shape = (*lead, heads, rows)
+        self._sums_shape = (sides[1].batch, given.k.shape[-2], int(SPLITS), width)
+        # Those of q, k and v begin on 16 bytes.
+        self._largest_shape = (3, -(-sides[0].batch * heads // 4) * 4)
+
+    def __call__(self, given: Inputs, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Quantized:
+        """The record of tensors of the plan's layouts."""
+        choices, device = self._choices, self._device
+        outs = [torch.empty(shape, dtype=E4M3, device=device) for shape in self._shapes]
+        scales = [torch.empty(shape, device=device) for shape in self._scale_shapes]
+        shift = sums = largest = None
+        angles = given.rotary_cos, given.rotary_sin
+        if choices.smooth_k:
+            shift, sums = torch.empty(self._shift_shape, device=device), torch.empty(self._sums_shape, device=device)
+            nothing = None, None, None
+            run(self._steps["sum_keys"], (given.k, *nothing, sums, None, *angles, given.cu_seqlens_k, None))
+        if choices.scales != "block":
+            largest = torch.zeros(self._largest_shape, dtype=torch.int32, device=device)
+        for i, name, x, bounds in (
+            (1, "k", given.k, given.cu_seqlens_k), (0, "q", given.q, given.cu_seqlens_q), (2, "v", given.v, given.cu_seqlens_k),
+        ):  # fmt: skip
+            operands = (
+                x, outs[i], scales[i], shift, sums, None if largest is None else largest[i], *angles, bounds,
+                given.cu_seqlens_k,
+            )  # fmt: skip
+            if largest is not None:
+                run(self._steps[f"largest_{name}"], operands)
+            run(self._steps[f"quantize_{name}"], operands)
+        return Quantized(
+            *outs, *scales, shift, given.cu_seqlens_q, given.cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            torch.float16 if given.q.dtype == torch.float16 else torch.bfloat16,
+            choices.scales, choices.rotate, choices.smooth_k, choices.seed,
+        )  # fmt: skip
+
+
+def readable(given: Inputs) -> Inputs:
+    """The tensors, copied where kernels need other strides."""
+    copies = {}
+    for field in dataclasses.fields(given):
+        x = getattr(given, field.name)
+        if x is not None and (x.stride(-1) != 1 if field.name in ("q", "k", "v") else not x.is_contiguous()):
+            copies[field.name] = x.contiguous()
+    return dataclasses.replace(given, **copies) if copies else given
