@@ -45,7 +45,9 @@ def _builds(
     about |= {"packed": True} if packed else {}
     about |= {"rotary_dim": rotary_dim} if rotary_dim else {}
     made = []
-    for name, launch in launches(Inputs(q, kv, kv, bounds, bounds, angles, angles), Choices(**choices), capability).items():
+    for name, launch in launches(
+        Inputs(q, kv, kv, bounds, bounds, angles, angles), Choices(**choices), capability
+    ).items():
         what = specialise(launch)
         made.append(
             KernelBuild(
@@ -58,7 +60,7 @@ def _builds(
                 constexprs=what.constexprs,
                 divisible=what.divisible,
                 options=launch.options,
-                spill_limit=0 if capability is not None and head_dim <= 128 else None,
+                spill_limit=64 if capability is not None and head_dim <= 128 else None,
             )
         )
     return made

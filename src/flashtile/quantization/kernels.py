@@ -18,8 +18,8 @@ from flashtile.quantization.record import LARGEST as _LARGEST
 
 BLOCK: tl.constexpr = tl.constexpr(_BLOCK)
 LARGEST: tl.constexpr = tl.constexpr(_LARGEST)
-# The keys of a head are summed in so many parts, which are added in their order: the same bits in every run.
-SPLITS: tl.constexpr = tl.constexpr(16)
+# The keys of a head are summed in so many parts, then these, always in this order: the same bits in every run.
+SPLITS: tl.constexpr = tl.constexpr(32)
 
 
 class Source(NamedTuple):
@@ -32,7 +32,10 @@ class Source(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Cosines and sines, contiguous (rows, DIM / 2); only passed as an argument, never assigned. DIM 0: none."""
+    """Cosines and sines, contiguous (rows, DIM / 2); only passed as an argument, never assigned. DIM 0: none.
+
+    Unless pairs are INTERLEAVED, DIM / 2 is a multiple of the parts' width.
+    """
 
     cos_ptr: Any
     sin_ptr: Any
@@ -41,8 +44,8 @@ class Angles(NamedTuple):
     INTERLEAVED: Any
 
 
-class Sums(NamedTuple):
-    """Sums of keys, (batch, heads, SPLITS, head_dim) float32, and the query heads of a key head; ptr None: none."""
+class Mean(NamedTuple):
+    """The means of keys, (batch, num_heads, head_dim) float32, and the query heads of a key head; ptr None: none."""
 
     ptr: Any
     num_heads: Any
@@ -135,42 +138,59 @@ def block_at(slot, rows, SEARCH: tl.constexpr):
 
 
 @triton.jit
-def lines_of(x, block, row, h):
-    """Addresses of rows of a head, [rows, 1]."""
-    entry = tl.cast(block.b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_head
-    return x.ptr + entry + (block.start + row).to(tl.int64)[:, None] * x.stride_row
-
-
-@triton.jit
-def turned_part(x, angles, block, row, h, offset, part, WIDTH: tl.constexpr):
-    """A part of rows of a head, [rows, WIDTH] float32, turned by the angles of the positions ``row + offset``."""
-    at, exists = lines_of(x, block, row, h), (row < block.length)[:, None]
-    col = part * WIDTH + tl.arange(0, WIDTH)
-    found = tl.load(at + col[None, :], mask=exists, other=0.0).to(tl.float32)
-    if angles.DIM > 0:
-        HALF: tl.constexpr = angles.DIM // 2
-        if angles.INTERLEAVED:
-            pair, is_second, partner = col // 2, col % 2 == 1, col ^ 1
-        else:
-            pair, is_second = col % HALF, col >= HALF
-            partner = tl.where(is_second, col - HALF, col + HALF)
-        turns = exists & (col < angles.DIM)[None, :]
-        other = tl.load(at + partner[None, :], mask=turns, other=0.0).to(tl.float32)
-        position = row + offset
-        turns &= ((position >= 0) & (position < angles.rows))[:, None]
-        angle = position.to(tl.int64)[:, None] * HALF + pair[None, :]
-        cos = tl.load(angles.cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(angles.sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
-        found = found * cos + other * tl.where(is_second[None, :], sin, -sin)
+def sum_of(parts, others):
+    """The sums of parts."""
+    found = ()
+    for p in tl.static_range(len(parts)):
+        found = also(found, parts[p] + others[p])
     return found
 
 
 @triton.jit
-def mean_of(sums, b, length, h, part, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """A part of the mean of the keys that head h looks at, [1, WIDTH] float32; 0 of no keys."""
-    entry = (tl.cast(b, tl.int64) * sums.num_heads + h // sums.group) * SPLITS
-    at = (entry + tl.arange(0, SPLITS))[:, None] * DIM + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return (tl.sum(tl.load(sums.ptr + at), 0) / tl.maximum(length, 1).to(tl.float32))[None, :]
+def load_parts(x, block, row, h, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """The parts of rows of a head, [rows, WIDTH] each; 0 where the sequence has no row."""
+    at = x.ptr + tl.cast(block.b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_head
+    at += (block.start + row).to(tl.int64)[:, None] * x.stride_row
+    parts = ()
+    for p in tl.static_range(DIM // WIDTH):
+        col = p * WIDTH + tl.arange(0, WIDTH)[None, :]
+        parts = also(parts, tl.load(at + col, mask=(row < block.length)[:, None], other=0.0))
+    return parts
+
+
+@triton.jit
+def load_angles(angles, position, first, COUNT: tl.constexpr):
+    """Cosines and sines of pairs from ``first`` on, [rows, COUNT] float32; those of 0 where the tables end."""
+    HALF: tl.constexpr = angles.DIM // 2
+    pair = first + tl.arange(0, COUNT)[None, :]
+    at = position.to(tl.int64)[:, None] * HALF + pair
+    inside = ((position >= 0) & (position < angles.rows))[:, None] & (pair < HALF)
+    cos = tl.load(angles.cos_ptr + at, mask=inside, other=1.0).to(tl.float32)
+    return cos, tl.load(angles.sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def turned(parts, angles, position, WIDTH: tl.constexpr):
+    """Parts in float32, turned by the angles of their rows' positions."""
+    found, seconds = (), ()
+    if angles.INTERLEAVED and angles.DIM > 0:
+        for p in tl.static_range(len(parts)):
+            part = parts[p].to(tl.float32)
+            if p * WIDTH < angles.DIM:
+                a, b = part.reshape(part.shape[0], WIDTH // 2, 2).split()
+                cos, sin = load_angles(angles, position, p * WIDTH // 2, WIDTH // 2)
+                part = tl.join(a * cos - b * sin, b * cos + a * sin).reshape(part.shape[0], WIDTH)
+            found = also(found, part)
+    else:
+        HALF: tl.constexpr = angles.DIM // 2 // WIDTH
+        for p in tl.static_range(HALF):
+            a, b = parts[p].to(tl.float32), parts[p + HALF].to(tl.float32)
+            cos, sin = load_angles(angles, position, p * WIDTH, WIDTH)
+            found, seconds = also(found, a * cos - b * sin), also(seconds, b * cos + a * sin)
+        found = found + seconds
+        for p in tl.static_range(2 * HALF, len(parts)):
+            found = also(found, parts[p].to(tl.float32))
+    return found
 
 
 @triton.jit
@@ -208,7 +228,7 @@ def add_parts(parts, HALF: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def rows_of_head(
-    x, angles, sums, block, row, length_k, h, seed, HAS_SHIFT: tl.constexpr, ROTATE: tl.constexpr, DIM: tl.constexpr,
+    x, angles, mean, block, row, length_k, h, seed, HAS_SHIFT: tl.constexpr, ROTATE: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The parts of a block of q or k, [BLOCK, WIDTH] float32 each, and each row's product with the mean of k.
@@ -219,14 +239,16 @@ def rows_of_head(
     dtype: tl.constexpr = x.ptr.dtype.element_ty
     if ROTATE:
         matrix = hadamard(WIDTH, dtype)
+    given = turned(load_parts(x, block, row, h, DIM, WIDTH), angles, row + length_k - block.length, WIDTH)
     for p in tl.static_range(DIM // WIDTH):
-        part = turned_part(x, angles, block, row, h, length_k - block.length, p, WIDTH)
-        if sums.ptr is not None:
-            mean = mean_of(sums, block.b, length_k, h, p, WIDTH, DIM)
+        part = given[p]
+        if mean.ptr is not None:
+            entry = (tl.cast(block.b, tl.int64) * mean.num_heads + h // mean.group) * DIM
+            center = tl.load(mean.ptr + entry + p * WIDTH + tl.arange(0, WIDTH))[None, :]
             if HAS_SHIFT:
-                shift += tl.sum(part * mean, 1)
+                shift += tl.sum(part * center, 1)
             else:
-                part = tl.where((row < block.length)[:, None], part - mean, 0.0)
+                part = tl.where((row < block.length)[:, None], part - center, 0.0)
         if ROTATE:
             part = tl.dot((part * signs_of(seed, p, WIDTH)).to(dtype), matrix, input_precision="tf32")
             part *= norm_of(p, DIM, WIDTH)
@@ -241,11 +263,7 @@ def rows_of_head(
 @triton.jit
 def eight_bit(x, BITS: tl.constexpr):
     """float32 as e4m3 bytes; with BITS by integer arithmetic, for GPUs that have no instruction for it."""
-    if BITS:
-        codes = e4m3_bits(x)
-    else:
-        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return codes
+    return e4m3_bits(x) if BITS else x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -254,7 +272,7 @@ def peak_of(parts, WIDTH: tl.constexpr):
     peak = tl.zeros([BLOCK, WIDTH], tl.float32)
     for p in tl.static_range(len(parts)):
         peak = tl.maximum(peak, tl.abs(parts[p].to(tl.float32)))
-    return tl.max(tl.max(peak, 1), 0)
+    return tl.max(peak)
 
 
 @triton.jit
@@ -285,103 +303,115 @@ def decide_scale(peak, largest, scales, block, h):
     return scale
 
 
-@triton.jit(
-    do_not_specialize=["batch", "length", "length_k", "num_heads", "num_heads_kv", "heads_each", "turns", "seed"]
-)
+@triton.jit(do_not_specialize=["batch", "length", "length_k", "num_heads", "num_heads_kv", "turns", "seed"])
 def quantize_rows(
-    x_ptr, out_ptr, scale_ptr, shift_ptr, sums_ptr, largest_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, cu_seqlens_k_ptr,
+    x_ptr, out_ptr, scale_ptr, shift_ptr, mean_ptr, largest_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, cu_seqlens_k_ptr,
     x_stride_b, x_stride_row, x_stride_head, scale_stride_b, scale_stride_head, scale_stride_row, largest_stride_b,
-    largest_stride_head, batch, length, length_k, num_heads, num_heads_kv, heads_each, turns, seed,
+    largest_stride_head, batch, length, length_k, num_heads, num_heads_kv, turns, seed,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     BITS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Quantises q or k: angles, minus the mean, rotation, scale, rounding. Without out_ptr finds largest magnitudes.
 
-    A program takes ``heads_each`` heads of a block. shift_ptr is given for q, and sums_ptr where there is smoothing.
+    A program has a block of a head. shift_ptr is given for q, and mean_ptr where there is smoothing.
     """
-    chunks = (num_heads + heads_each - 1) // heads_each
-    first_head = tl.program_id(0) % chunks * heads_each
-    block = block_at(tl.program_id(0) // chunks, Rows(cu_seqlens_ptr, batch, length), SEARCH)
+    h = tl.program_id(0) % num_heads
+    block = block_at(tl.program_id(0) // num_heads, Rows(cu_seqlens_ptr, batch, length), SEARCH)
     length_k = bounds_of(Rows(cu_seqlens_k_ptr, batch, length_k), block.b)[1]
     row = block.first + tl.arange(0, BLOCK)
     is_written, line, entry = row < block.stop, (block.start + row).to(tl.int64), tl.cast(0, tl.int64)
     if cu_seqlens_ptr is None:
         entry = tl.cast(block.b, tl.int64) * length
     largest = PerHead(largest_ptr, largest_stride_b, largest_stride_head, 0)
-    for h in range(first_head, tl.minimum(first_head + heads_each, num_heads)):
-        parts, shift = rows_of_head(
-            Source(x_ptr, x_stride_b, x_stride_row, x_stride_head),
-            Angles(cos_ptr, sin_ptr, turns, ROTARY_DIM, INTERLEAVED),
-            Sums(sums_ptr, num_heads_kv, num_heads // num_heads_kv), block, row, length_k, h, seed,
-            shift_ptr is not None, ROTATE, DIM, WIDTH,
-        )  # fmt: skip
-        peak = peak_of(parts, WIDTH)
-        if out_ptr is None:
-            raise_largest(peak, largest, block.b, h)
-        else:
-            scales = PerHead(scale_ptr, scale_stride_b, scale_stride_head, scale_stride_row)
-            factor = 1.0 / decide_scale(peak, largest, scales, block, h)
-            at = (((entry + line) * num_heads + h) * DIM)[:, None]
-            for p in tl.static_range(DIM // WIDTH):
-                col = p * WIDTH + tl.arange(0, WIDTH)[None, :]
-                tl.store(out_ptr + at + col, eight_bit(parts[p] * factor, BITS), mask=is_written[:, None])
-            if shift_ptr is not None:
-                tl.store(shift_ptr + entry * num_heads + tl.cast(h, tl.int64) * length + line, shift, mask=is_written)
+    parts, shift = rows_of_head(
+        Source(x_ptr, x_stride_b, x_stride_row, x_stride_head),
+        Angles(cos_ptr, sin_ptr, turns, ROTARY_DIM, INTERLEAVED),
+        Mean(mean_ptr, num_heads_kv, num_heads // num_heads_kv), block, row, length_k, h, seed,
+        shift_ptr is not None, ROTATE, DIM, WIDTH,
+    )  # fmt: skip
+    peak = peak_of(parts, WIDTH)
+    if out_ptr is None:
+        raise_largest(peak, largest, block.b, h)
+    else:
+        scales = PerHead(scale_ptr, scale_stride_b, scale_stride_head, scale_stride_row)
+        factor = 1.0 / decide_scale(peak, largest, scales, block, h)
+        at = (((entry + line) * num_heads + h) * DIM)[:, None]
+        for p in tl.static_range(DIM // WIDTH):
+            # As wide as loads are, 8 numbers of 16 bits: then they have one layout.
+            col = tl.max_contiguous(p * WIDTH + tl.arange(0, WIDTH), 8)[None, :]
+            tl.store(out_ptr + at + col, eight_bit(parts[p] * factor, BITS), mask=is_written[:, None])
+        if shift_ptr is not None:
+            tl.store(shift_ptr + entry * num_heads + tl.cast(h, tl.int64) * length + line, shift, mask=is_written)
 
 
-@triton.jit(do_not_specialize=["batch", "length", "num_heads", "heads_each"])
+@triton.jit(do_not_specialize=["batch", "length", "num_heads"])
 def quantize_columns(
     x_ptr, out_ptr, scale_ptr, largest_ptr, cu_seqlens_ptr, x_stride_b, x_stride_row, x_stride_head, scale_stride_b,
-    scale_stride_head, scale_stride_row, largest_stride_b, largest_stride_head, batch, length, num_heads, heads_each,
+    scale_stride_head, scale_stride_row, largest_stride_b, largest_stride_head, batch, length, num_heads,
     columns, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Quantises v and writes it transposed, each 16 keys in ORDER. Without out_ptr finds largest magnitudes.
 
-    A program takes ``heads_each`` heads of a block. ``columns``: how many a head has.
+    A program has a block of a head. ``columns``: how many a head has.
     """
-    chunks = (num_heads + heads_each - 1) // heads_each
-    first_head = tl.program_id(0) % chunks * heads_each
-    block = block_at(tl.program_id(0) // chunks, Rows(cu_seqlens_ptr, batch, length), SEARCH)
+    h = tl.program_id(0) % num_heads
+    block = block_at(tl.program_id(0) // num_heads, Rows(cu_seqlens_ptr, batch, length), SEARCH)
     n = tl.arange(0, BLOCK)
     # Bits 3 2 1 0 of a key's number are bits 1 3 2 0 of its column's.
     row = block.first + ((n & -15) | (n & 2) << 2 | (n & 12) >> 1)
     largest = PerHead(largest_ptr, largest_stride_b, largest_stride_head, 0)
-    for h in range(first_head, tl.minimum(first_head + heads_each, num_heads)):
-        at, parts = lines_of(Source(x_ptr, x_stride_b, x_stride_row, x_stride_head), block, row, h), ()
+    parts = load_parts(Source(x_ptr, x_stride_b, x_stride_row, x_stride_head), block, row, h, DIM, WIDTH)
+    peak = peak_of(parts, WIDTH)
+    if out_ptr is None:
+        raise_largest(peak, largest, block.b, h)
+    else:
+        scales = PerHead(scale_ptr, scale_stride_b, scale_stride_head, scale_stride_row)
+        factor = 1.0 / decide_scale(peak, largest, scales, block, h)
+        line = tl.cast(h, tl.int64)
+        if cu_seqlens_ptr is None:
+            line += tl.cast(block.b, tl.int64) * num_heads
         for p in tl.static_range(DIM // WIDTH):
-            col = p * WIDTH + tl.arange(0, WIDTH)[None, :]
-            parts = also(parts, tl.load(at + col, mask=(row < block.length)[:, None], other=0.0))
-        peak = peak_of(parts, WIDTH)
-        if out_ptr is None:
-            raise_largest(peak, largest, block.b, h)
-        else:
-            scales = PerHead(scale_ptr, scale_stride_b, scale_stride_head, scale_stride_row)
-            factor = 1.0 / decide_scale(peak, largest, scales, block, h)
-            line = tl.cast(h, tl.int64)
-            if cu_seqlens_ptr is None:
-                line += tl.cast(block.b, tl.int64) * num_heads
-            for p in tl.static_range(DIM // WIDTH):
-                feature = line * DIM + p * WIDTH + tl.arange(0, WIDTH)
-                codes = tl.trans(eight_bit(parts[p].to(tl.float32) * factor, BITS))
-                tl.store(out_ptr + feature[:, None] * columns + block.index * BLOCK + n[None, :], codes)
+            feature = line * DIM + p * WIDTH + tl.arange(0, WIDTH)
+            codes = tl.trans(eight_bit(parts[p].to(tl.float32) * factor, BITS))
+            tl.store(out_ptr + feature[:, None] * columns + block.index * BLOCK + n[None, :], codes)
 
 
 @triton.jit(do_not_specialize=["length", "num_heads", "turns"])
 def sum_keys(
-    x_ptr, sums_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, x_stride_b, x_stride_row, x_stride_head, length, num_heads, turns,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x_ptr, sums_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, x_stride_b, x_stride_row, x_stride_head, length, num_heads,
+    turns, DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of keys, turned by their angles, (batch, heads, SPLITS, DIM) float32; a program has a part of one of them."""
-    PARTS: tl.constexpr = DIM // WIDTH
-    part, item = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
-    split, b, h = item // num_heads % SPLITS, item // num_heads // SPLITS, item % num_heads
+    """Sums of keys, turned by their angles, (batch, heads, SPLITS, DIM) float32; a program has one of them."""
+    h, item = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
+    split, b = item % SPLITS, item // SPLITS
     start, length = bounds_of(Rows(cu_seqlens_ptr, 0, length), b)
-    keys = ((length + SPLITS - 1) // SPLITS + BLOCK - 1) // BLOCK * BLOCK
+    keys = ((length + SPLITS - 1) // SPLITS + ROWS - 1) // ROWS * ROWS
     block = Block(b, start, 0, length, length, 0)
-    x = Source(x_ptr, x_stride_b, x_stride_row, x_stride_head)
-    total = tl.zeros([BLOCK, WIDTH], tl.float32)
-    for first in range(split * keys, tl.minimum(split * keys + keys, length), BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        total += turned_part(x, Angles(cos_ptr, sin_ptr, turns, ROTARY_DIM, INTERLEAVED), block, row, h, 0, part, WIDTH)
-    at = ((tl.cast(b, tl.int64) * num_heads + h) * SPLITS + split) * DIM + part * WIDTH + tl.arange(0, WIDTH)
-    tl.store(sums_ptr + at, tl.sum(total, 0))
+    x, totals = Source(x_ptr, x_stride_b, x_stride_row, x_stride_head), ()
+    for _ in tl.static_range(DIM // WIDTH):
+        totals = also(totals, tl.zeros([ROWS, WIDTH], tl.float32))
+    for first in range(split * keys, tl.minimum(split * keys + keys, length), ROWS):
+        row = first + tl.arange(0, ROWS)
+        parts = turned(
+            load_parts(x, block, row, h, DIM, WIDTH),
+            Angles(cos_ptr, sin_ptr, turns, ROTARY_DIM, INTERLEAVED),
+            row,
+            WIDTH,
+        )
+        totals = sum_of(totals, parts)
+    at = sums_ptr + ((tl.cast(b, tl.int64) * num_heads + h) * SPLITS + split) * DIM + tl.arange(0, WIDTH)
+    for p in tl.static_range(DIM // WIDTH):
+        tl.store(at + p * WIDTH, tl.sum(totals[p], 0))
+
+
+@triton.jit(do_not_specialize=["length", "num_heads"])
+def mean_of_keys(
+    sums_ptr, mean_ptr, cu_seqlens_ptr, length, num_heads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):  # fmt: skip
+    """The means of keys, (batch, heads, DIM) float32, from their sums; 0 of no keys. A program has one of them."""
+    length = bounds_of(Rows(cu_seqlens_ptr, 0, length), tl.program_id(0) // num_heads)[1]
+    col, entry = tl.arange(0, BLOCK_DIM), tl.program_id(0).to(tl.int64)
+    at = (entry * SPLITS + tl.arange(0, SPLITS))[:, None] * DIM + col[None, :]
+    total = tl.sum(tl.load(sums_ptr + at, mask=(col < DIM)[None, :], other=0.0), 0)
+    tl.store(mean_ptr + entry * DIM + col, total / tl.maximum(length, 1).to(tl.float32), mask=col < DIM)
