@@ -313,8 +313,9 @@ def warm_up(
     place, backward = _device(device), flag("backward", backward)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
-    if precision is not None or isinstance(q, Quantized):
-        asked = precision, causal, window_size, return_lse, plain, None, longest
+    asked = precision, causal, window_size, return_lse, plain, None, longest
+    in_8_bits = precision is not None or isinstance(q, Quantized)
+    if in_8_bits:
         calls = _eight_bits().calls(tensors, asked, place, backward)
     else:
         options = wanting(tensors, read(tensors, causal, window_size, return_lse, plain, longest), backward)
@@ -325,6 +326,9 @@ def warm_up(
         calls = [(problem, shapes, direction) for direction in directions_of(problem)]
     wanted: list[tuple[str, str, Build]] = []
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        if in_8_bits:
+            rounding = _eight_bits().rounding_builds(tensors, asked, place)
+            wanted += [("quantization", "quantize", build) for build in rounding]
         for problem, shapes, direction in calls:
             chosen = dispatch.select(problem, direction, backend)
             wanted += [(chosen.name, direction, build) for build in chosen.builds(problem, shapes, direction)]

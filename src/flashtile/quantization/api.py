@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashtile import arguments, autocast
+from flashtile import arguments, autocast, transforms
 from flashtile.arguments import Options, Tensors
-from flashtile.backends.base import Direction
+from flashtile.backends.base import Build, Direction
 from flashtile.errors import InvalidInputError, shown
 from flashtile.problem import Problem, compute_capability
 from flashtile.quantization import ops, training
@@ -78,6 +80,8 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
     if options.dropout_p > 0:
         raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
     if tensors is given:
+        if forward_ad._current_level >= 0:
+            transforms.refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
         if autocast.is_on():
             tensors = autocast.cast(tensors, tensors.q.device.type)
         if tensors.q.dtype not in OUT_DTYPES:
@@ -127,6 +131,21 @@ def calls(
     if any(options.grads):
         found.append((Problem.of(shapes, options).but(**place), shapes, "backward"))
     return found
+
+
+def rounding_builds(given: Tensors, asked: tuple[Any, ...], device: torch.device) -> list[Build]:
+    """The kernels that round the tensors of a call on the current GPU; none for a ``Quantized``, and off GPUs."""
+    if isinstance(given.q, Quantized) or device.type != "cuda" or not find_spec("triton"):
+        return []
+    from flashtile.backends import host
+    from flashtile.quantization import launch
+    from flashtile.quantization.plain import Choices, Inputs
+
+    tensors, options = read(given, Asked(*asked))
+    t = arguments.without_data(tensors)
+    inputs = Inputs(t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k)
+    choices = Choices(smooth_k=options.softcap == 0)
+    return host.builds(launch.launches(inputs, choices, compute_capability(device)))
 
 
 def quantized_call(given: Tensors, tensors: Tensors, options: Options) -> tuple[QuantizedTensors, QuantizedOptions]:
