@@ -53,8 +53,8 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
         ("sub.s32 %r2, %r1, 9; cvt.u16.u32 %rs1, %r2; and.b16 %rs1, %rs1, 255; cvt.s16.s8 %rs2, %rs1; "
          "cvt.s32.s16 %r9, %rs2;", LANES - 9),
         ("mov.b32 %r2, 0x38383838; mov.b32 %r10, 0f3F800000; mov.b32 %r11, %r10; mov.b32 %r12, %r10; "
-         "mov.b32 %r13, %r10; mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r10,%r11,%r12,%r13}, {%r2,%r2,%r2,%r2}, {%r2,%r2}, "
-         "{%r10,%r11,%r12,%r13}; cvt.rzi.s32.f32 %r9, %r12;", LANES * 0 + 33),
+         "mov.b32 %r13, %r10; mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r10,%r11,%r12,%r13}, "
+         "{%r2,%r2,%r2,%r2}, {%r2,%r2}, {%r10,%r11,%r12,%r13}; cvt.rzi.s32.f32 %r9, %r12;", LANES * 0 + 33),
         ("elect.sync %r9|%p1, -1; @%p1 mov.b32 %r9, 77;", torch.where(LANES == 0, 77, 0)),
     ],
 )  # fmt: skip
