@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from flashtile.backends.base import Build, directions_of
 from flashtile.errors import InvalidInputError, shown
 from flashtile.kvcache.api import attention_with_kvcache as attention_with_kvcache
 from flashtile.problem import Problem, check_values, compute_capability
-from flashtile.quantization import api as quantized
-from flashtile.quantization.api import Asked
+from flashtile.quantization import ops as quantized_ops  # noqa: F401  # registers its operator
 from flashtile.quantization.record import Quantized
 
 transforms.register()
@@ -84,7 +84,7 @@ def attention(
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
     if precision is not None or isinstance(q, Quantized):
-        return quantized.attend(tensors, Asked(precision, causal, window_size, return_lse, plain))
+        return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain))
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain), return_lse)
 
 
@@ -140,8 +140,15 @@ def attention_varlen(
         if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
     if precision is not None or is_quantized:
-        return quantized.attend(tensors, Asked(precision, causal, window_size, return_lse, plain, True, longest))
+        return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain, True, longest))
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse)
+
+
+def _eight_bits() -> Any:
+    """The calls in 8 bits: what few programs need is not loaded by all."""
+    from flashtile.quantization import api
+
+    return api
 
 
 def _run(tensors: Tensors, options: Options, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
@@ -245,8 +252,9 @@ def explain(
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
     plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
     if precision is not None or isinstance(q, Quantized):
-        asked = Asked(precision, causal, window_size, return_lse, plain, None, longest)
-        return "\n".join(dispatch.explain(p, backend, each) for p, _, each in quantized.calls(tensors, asked, None))
+        asked = precision, causal, window_size, return_lse, plain, None, longest
+        calls = _eight_bits().calls(tensors, asked, None)
+        return "\n".join(dispatch.explain(problem, backend, each) for problem, _, each in calls)
     options = read(tensors, causal, window_size, return_lse, plain, longest)
     problem = Problem.of(autocast.cast(tensors, q.device.type), options)
     if problem.varlen and problem.device_type == "cpu":
@@ -305,9 +313,10 @@ def warm_up(
     place, backward = _device(device), flag("backward", backward)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
-    if precision is not None or isinstance(q, Quantized):
-        asked = Asked(precision, causal, window_size, return_lse, plain, None, longest)
-        calls = quantized.calls(tensors, asked, place, backward)
+    asked = precision, causal, window_size, return_lse, plain, None, longest
+    in_8_bits = precision is not None or isinstance(q, Quantized)
+    if in_8_bits:
+        calls = _eight_bits().calls(tensors, asked, place, backward)
     else:
         options = wanting(tensors, read(tensors, causal, window_size, return_lse, plain, longest), backward)
         shapes = autocast.cast(without_data(tensors), place.type)
@@ -317,6 +326,9 @@ def warm_up(
         calls = [(problem, shapes, direction) for direction in directions_of(problem)]
     wanted: list[tuple[str, str, Build]] = []
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        if in_8_bits:
+            rounding = _eight_bits().rounding_builds(tensors, asked, place)
+            wanted += [("quantization", "quantize", build) for build in rounding]
         for problem, shapes, direction in calls:
             chosen = dispatch.select(problem, direction, backend)
             wanted += [(chosen.name, direction, build) for build in chosen.builds(problem, shapes, direction)]

@@ -15,6 +15,8 @@ from flashtile import philox
 from flashtile.kvcache.arguments import FLOAT8, CacheTensors
 from flashtile.masks import Origin
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
+from flashtile.quantization.record import Quantized
 
 
 def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -45,6 +47,24 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
     outs.append(torch.zeros(rest, problem.num_heads_q, problem.head_dim_v, dtype=dtype, device=tensors.q.device))
     lses.append(torch.full((problem.num_heads_q, rest), -torch.inf, dtype=dtype, device=tensors.q.device))
     return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def attention_quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
+    """A quantized call by definition, over the dequantised numbers, with no rounding of probabilities; float64."""
+    scales = t.q_scale, t.k_scale, t.v_scale
+    record = Quantized(t.q, t.k, t.v, *scales, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
+    # Rules 19 and 20.
+    call = Tensors(*record.dequantized(), cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
+    out, lse = attention(problem.but(sinks=False), call)
+    if t.shift is not None:
+        lse = torch.where(lse == -torch.inf, lse, lse + t.shift * problem.softmax_scale)  # rule 21
+    if t.sinks is not None:  # rule 6, of rows of a sequence
+        rows = slice(None) if t.cu_seqlens_q is None else slice(0, int(t.cu_seqlens_q[-1]))
+        with_sinks = torch.logaddexp(lse[..., rows], t.sinks[:, None].to(lse))
+        weight = torch.exp(lse[..., rows] - torch.where(with_sinks == -torch.inf, 0.0, with_sinks))
+        out[..., rows, :, :] *= weight.transpose(-1, -2)[..., None]
+        lse[..., rows] = with_sinks
+    return out, lse
 
 
 def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:

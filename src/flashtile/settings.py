@@ -63,7 +63,7 @@ class Setting:
 CHECK = Setting(
     "FLASHTILE_CHECK",
     "0",
-    "1 also checks what costs a device synchronisation: the values of cu_seqlens, cache lengths and pages.",
+    "1 also checks what costs a device synchronisation: the values of cu_seqlens, scales, cache lengths and pages.",
     (*_ON, *_OFF),
 )
 BACKEND = Setting(

@@ -229,6 +229,13 @@ def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> No
             raise InvalidInputError(name, f"requires grad, but {what} has no gradient: use torch.no_grad()")
 
 
+def refuse_tangents(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
+    """Raises for the first of a call's tensors, in the order of ``rows``, that is a dual one."""
+    for name, x in zip(rows, given, strict=False):
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None:
+            raise InvalidInputError(name, f"has a tangent, but {what} has no derivative")
+
+
 def register_without_derivative(name: str, rows: Mapping[str, Argument], what: str) -> None:
     """Registers an operator's kernel for the dispatcher's autograd keys: there is no derivative of any kind.
 
@@ -241,9 +248,7 @@ def register_without_derivative(name: str, rows: Mapping[str, Argument], what: s
     def kernel(keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
             refuse_gradients(rows, args[: len(rows)], what)
-        for argument, x in zip(rows, args, strict=False):
-            if isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None:
-                raise InvalidInputError(argument, f"has a tangent, but {what} has no derivative")
+        refuse_tangents(rows, args, what)
         with torch._C._AutoDispatchBelowAutograd():
             return ops.overload(name).redispatch(keyset & torch._C._after_autograd_keyset, *args)
 

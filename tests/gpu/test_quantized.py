@@ -132,7 +132,7 @@ def test_one_key_of_128k_is_found(causal: bool, backend: str) -> None:
 
     q, k, v = normal(1, rows, 1, dim), normal(1, keys, 1, dim), normal(1, keys, 1, dim)
     places = torch.randperm(keys - rows, generator=make, device=DEVICE)[:rows]
-    k[0, places, 0] = q[0, :, 0] * 2.0
+    k[0, places, 0] = q[0, :, 0] * 3.0
     q, k, v = (x.bfloat16() for x in (q, k, v))
     plain = flashtile.attention(q, k, v, causal=causal)
     out = flashtile.attention(q, k, v, causal=causal, precision="fp8", backend=backend)
@@ -141,7 +141,7 @@ def test_one_key_of_128k_is_found(causal: bool, backend: str) -> None:
     def off(x: Tensor) -> Tensor:
         return (x.float() - needles).norm(dim=-1) / needles.norm(dim=-1)
 
-    assert off(plain).max() < 0.02 and off(out).max() < 0.06
+    assert off(plain).max() < 0.01 and off(out).max() < 0.04
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

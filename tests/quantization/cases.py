@@ -402,3 +402,40 @@ def _assert_within(name: str, got: Tensor, want: Tensor, worst: Tensor, usual: T
         # The largest error of one rounding is 2.4 times the mean.
         found, most = off.square().mean().sqrt(), 2.5 * usual.square().mean().sqrt()
         assert found <= most, f"{name}: {found:.2e} off on average, at most {most:.2e}"
+
+
+def emulated(call: QuantizedCall, block_n: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """out and lse in float64 as a kernel computes them, but for float32: block by block, with P rounded to e4m3.
+
+    What is not emulated is the order in which keys are visited: from the first to the last.
+    """
+    p, case, t = call.problem, call.case, call.wide
+    out = torch.zeros(*t.q.shape[:-1], p.head_dim_v, dtype=torch.float64)
+    lse = torch.full(out.shape[:-1], -torch.inf, dtype=torch.float64).transpose(-1, -2)
+    starts = [_bounds(case, side).tolist() for side in (0, 1)]
+    for b in range(p.batch):
+        rows, keys = (slice(*start[b : b + 2]) if case.packed else b for start in starts)
+        of_rows = (slice(None), rows) if case.packed else b
+        q, k, v = (x.transpose(0, 1) for x in (t.q[rows], t.k[keys], t.v[keys]))
+        k, v = (x.repeat_interleave(p.group_size, 0) for x in (k, v))
+        scores = q @ k.mT * p.softmax_scale
+        scores = p.softcap * torch.tanh(scores / p.softcap) if p.softcap else scores
+        scores = torch.where(p.band.dense(q.shape[1], k.shape[1]), scores, -torch.inf)
+        acc, top = torch.zeros(*q.shape[:-1], p.head_dim_v).double(), torch.full(q.shape[:-1], -torch.inf).double()
+        total = torch.zeros_like(top)
+        for part, values in zip(scores.split(block_n, -1), v.split(block_n, 1), strict=True):
+            if not part.shape[-1]:
+                continue
+            raised = torch.maximum(top, part.amax(-1))
+            origin = torch.where(raised == -torch.inf, 0.0, raised)
+            probs = (256 * torch.exp(part - origin[..., None])).float().to(FLOAT8).double() / 256
+            rescale = torch.exp(top - origin)
+            acc, total, top = acc * rescale[..., None] + probs @ values, total * rescale + probs.sum(-1), raised
+        shift, sinks = _own(call.tensors.shift, of_rows), _own(call.tensors.sinks, slice(None))
+        top = top + (0.0 if shift is None else shift * p.softmax_scale)
+        found = top + total.log()
+        found = torch.where(total == 0, -torch.inf, found)
+        weight = torch.exp(found - (found if sinks is None else torch.logaddexp(found, sinks[:, None])))
+        out[rows] = torch.where(total == 0, 0.0, weight / total)[..., None].mul(acc).transpose(0, 1)
+        lse[of_rows] = found if sinks is None else torch.logaddexp(found, sinks[:, None])
+    return out, lse

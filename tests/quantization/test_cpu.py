@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from flashtile import dispatch
+from flashtile import dispatch, reference
 from flashtile.quantization.arguments import FLOAT8
-from tests.quantization.cases import CASES, WIDE, QuantizedCase, build, judge, random_case
+from tests.quantization.cases import CASES, WIDE, QuantizedCase, build, exact, judge, random_case
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -17,6 +17,15 @@ def test_case(case: QuantizedCase) -> None:
     call = build(case)
     assert dispatch.reasons("cpu", call.problem, "quantized") == []
     judge(call, "cpu", WIDE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_oracle_dequantises_what_was_laid_out(case: QuantizedCase) -> None:
+    """Two pieces of code that know where blocks and columns lie, one of the library and one of these tests."""
+    call = build(case)
+    want, found = exact(call, WIDE), reference.attention_quantized(call.problem, call.tensors)
+    for got, x in zip(found, (want.out, want.lse), strict=True):
+        torch.testing.assert_close(got, x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shard", range(4))

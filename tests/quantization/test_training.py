@@ -119,6 +119,21 @@ def test_there_is_no_second_derivative_and_no_gradient_of_a_quantized() -> None:
         flashtile.quantize(q.detach(), k.detach(), v)
 
 
+def test_there_is_no_forward_mode() -> None:
+    """Rounding has none; a tangent is not lost in silence."""
+    q, k, v, sinks = (x.detach() for x in leaves())
+
+    def loss(q: Tensor, sinks: Tensor) -> Tensor:
+        return flashtile.attention(q, k, v, sinks=sinks, precision="fp8").float().sum()
+
+    for name, tangents in (("q", (q, torch.zeros_like(sinks))), ("sinks", (torch.zeros_like(q), sinks))):
+        with pytest.raises(InvalidInputError, match="^(q|sinks): has a tangent, but a call in 8 bits has no"):
+            torch.func.jvp(loss, (q, sinks), tangents)
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(InvalidInputError, match=f"^{name}: has a tangent"):
+            dual = torch.autograd.forward_ad.make_dual
+            loss(dual(q, q) if name == "q" else q, dual(sinks, sinks) if name == "sinks" else sinks)
+
+
 def test_a_small_model_learns_as_in_16_bits() -> None:
     """A head that must find the key like its query among 200: 60 steps end where those of 16 bits do."""
 

@@ -16,7 +16,7 @@ _NAMES = ("q_descale", "k_descale", "v_descale")
 
 
 def attend(
-    qkv: tuple[Tensor, Tensor, Tensor],
+    qkv: tuple[Tensor, ...],
     descales: tuple[Tensor | None, ...],
     keywords: dict[str, Any],
     packed: tuple[Any, ...] = (),

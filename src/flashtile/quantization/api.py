@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashtile import arguments, autocast
+from flashtile import arguments, autocast, transforms
 from flashtile.arguments import Options, Tensors
-from flashtile.backends.base import Direction
+from flashtile.backends.base import Build, Direction
 from flashtile.errors import InvalidInputError, shown
 from flashtile.problem import Problem, compute_capability
 from flashtile.quantization import ops, training
@@ -42,12 +44,12 @@ class Asked(NamedTuple):
     lengths: tuple[Any, Any] = (None, None)
 
 
-def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
+def attend(given: Tensors, asked: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
     """The call of a ``Quantized`` in place of q, or in the precision "fp8".
 
     Args:
         given: The call's tensors; q may be a ``Quantized``.
-        asked: The rest of the call.
+        asked: The rest of the call, in the order of ``Asked``.
 
     Returns:
         out, or ``(out, lse)``, as the public functions do.
@@ -56,12 +58,12 @@ def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call.
     """
-    tensors, options = read(given, asked)
+    tensors, options = read(given, Asked(*asked))
     if any(options.grads) and not isinstance(given.q, Quantized):
         out, lse = training.attend(tensors, options)
     else:
         out, lse = ops.attend(*quantized_call(given, tensors, options))
-    return (out, lse) if asked.return_lse else out
+    return (out, lse) if Asked(*asked).return_lse else out
 
 
 def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
@@ -78,6 +80,8 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
     if options.dropout_p > 0:
         raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
     if tensors is given:
+        if forward_ad._current_level >= 0:
+            transforms.refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
         if autocast.is_on():
             tensors = autocast.cast(tensors, tensors.q.device.type)
         if tensors.q.dtype not in OUT_DTYPES:
@@ -104,7 +108,7 @@ def _of_record(given: Tensors, asked: Asked) -> tuple[Tensors, tuple[Any, Any]]:
 
 
 def calls(
-    given: Tensors, asked: Asked, device: torch.device | None, backward: bool | None = None
+    given: Tensors, asked: tuple[Any, ...], device: torch.device | None, backward: bool | None = None
 ) -> list[tuple[Problem, Any, Direction]]:
     """What a call runs, without running it: problems, their tensors on the meta device, and directions.
 
@@ -114,7 +118,7 @@ def calls(
         device: Where the call would run; None is where its tensors are.
         backward: As for ``warm_up``; None takes the gradients that the tensors require.
     """
-    tensors, options = read(given, asked)
+    tensors, options = read(given, Asked(*asked))
     device, shapes = device or tensors.q.device, arguments.without_data(tensors)
     if isinstance(given.q, Quantized):
         t, o = quantized_call(given, tensors, options)
@@ -127,6 +131,21 @@ def calls(
     if any(options.grads):
         found.append((Problem.of(shapes, options).but(**place), shapes, "backward"))
     return found
+
+
+def rounding_builds(given: Tensors, asked: tuple[Any, ...], device: torch.device) -> list[Build]:
+    """The kernels that round the tensors of a call on the current GPU; none for a ``Quantized``, and off GPUs."""
+    if isinstance(given.q, Quantized) or device.type != "cuda" or not find_spec("triton"):
+        return []
+    from flashtile.backends import host
+    from flashtile.quantization import launch
+    from flashtile.quantization.plain import Choices, Inputs
+
+    tensors, options = read(given, Asked(*asked))
+    t = arguments.without_data(tensors)
+    inputs = Inputs(t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k)
+    choices = Choices(smooth_k=options.softcap == 0)
+    return host.builds(launch.launches(inputs, choices, compute_capability(device)))
 
 
 def quantized_call(given: Tensors, tensors: Tensors, options: Options) -> tuple[QuantizedTensors, QuantizedOptions]:

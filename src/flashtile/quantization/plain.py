@@ -38,13 +38,10 @@ class Inputs:
     rotary_sin: Tensor | None = None
 
 
-def quantized(given: Inputs, choices: Choices, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Quantized:
+def quantized(given: Inputs, choices: Choices, lengths: tuple[int | None, int | None] = (None, None)) -> Quantized:
     """``quantize`` for arguments that are right."""
     bounds_q, bounds_k = given.cu_seqlens_q, given.cu_seqlens_k
-    q, k, v = given.q.float(), given.k.float(), given.v.float()
-    if given.rotary_cos is not None:
-        at_q, at_k = _positions(given)
-        q, k = _turned(q, at_q, given, choices), _turned(k, at_k, given, choices)
+    (q, k), v = turned(given, choices), given.v.float()
     shift = None
     if choices.smooth_k:
         mean = _mean(k, bounds_k)
@@ -57,11 +54,35 @@ def quantized(given: Inputs, choices: Choices, max_seqlen_q: int | None, max_seq
     k8, k_scale = _rounded(k, bounds_k, choices.scales)
     v8, v_scale = _rounded(v, bounds_k, choices.scales)
     q8, k8 = joined(q8, bounds_q, q.shape[-3]).contiguous(), joined(k8, bounds_k, k.shape[-3]).contiguous()
+    outs = [q8.view(E4M3), k8.view(E4M3), as_columns(v8).view(E4M3)]
+    return record(given, choices, lengths, outs, [q_scale, k_scale, v_scale], shift)
+
+
+def record(
+    given: Inputs,
+    choices: Choices,
+    lengths: tuple[int | None, int | None],
+    outs: list[Tensor],
+    scales: list[Tensor],
+    shift: Tensor | None,
+) -> Quantized:
+    """The record of a call, of what was made of q, k and v."""
+    q, k, v = outs
+    q_scale, k_scale, v_scale = scales
+    dtype = torch.float16 if given.q.dtype == torch.float16 else torch.bfloat16
     return Quantized(
-        q8.view(E4M3), k8.view(E4M3), as_columns(v8).view(E4M3), q_scale, k_scale, v_scale, shift, bounds_q, bounds_k,
-        max_seqlen_q, max_seqlen_k, torch.float16 if given.q.dtype == torch.float16 else torch.bfloat16,
+        q, k, v, q_scale, k_scale, v_scale, shift, given.cu_seqlens_q, given.cu_seqlens_k, *lengths, dtype,
         choices.scales, choices.rotate, choices.smooth_k, choices.seed,
     )  # fmt: skip
+
+
+def turned(given: Inputs, choices: Choices) -> tuple[Tensor, Tensor]:
+    """The rows of q and k in float32, rotated by the angles of their positions if there are any."""
+    q, k = given.q.float(), given.k.float()
+    if given.rotary_cos is None:
+        return q, k
+    at_q, at_k = _positions(given)
+    return _turned(q, at_q, given, choices), _turned(k, at_k, given, choices)
 
 
 def _positions(given: Inputs) -> tuple[Tensor, Tensor]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+import dataclasses
+import importlib.util
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from flashtile import settings
-from flashtile.arguments import Options, check_tensor, checked, flag, integer
-from flashtile.errors import InvalidInputError
+from flashtile import ops, settings
+from flashtile.arguments import Options, check_tensor, checked, fields_of, flag, integer
+from flashtile.errors import InvalidInputError, shown
 from flashtile.problem import Problem, Tensors, check_values
 from flashtile.quantization.plain import Choices, Inputs, quantized
 from flashtile.quantization.record import Quantized, Scales, check_widths
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_values_of = fields_of(field.name for field in dataclasses.fields(Inputs))
 
 
 def quantize(
@@ -71,32 +74,89 @@ def quantize(
     Source: Shah et al. 2024, arXiv:2407.08608, section 3.3 (blocks, rotation); Zhang et al. 2024, arXiv:2411.10958
     (smoothing).
     """
-    if scales not in get_args(Scales):
-        raise InvalidInputError("scales", f"is {scales!r}, must be 'block', 'head' or 'tensor'")
     given = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, rotary_cos, rotary_sin)
-    choices = Choices(
-        scales, flag("rotate", rotate), flag("smooth_k", smooth_k), flag("rotary_interleaved", rotary_interleaved),
-        integer("seed", seed, 0),
-    )  # fmt: skip
-    _check(given, checked(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
-    with torch.no_grad():
-        return quantized(given, choices, max_seqlen_q, max_seqlen_k)
+    choices, lengths = Choices(scales, rotate, smooth_k, rotary_interleaved, seed), (max_seqlen_q, max_seqlen_k)
+    if _is_traced(given):
+        _problem(given, choices, lengths)
+        with torch.no_grad():
+            return quantized(given, choices, lengths)
+    try:
+        key = "quantize", choices, lengths, *[None if x is None else ops.layout(x) for x in _values_of(given)]
+        found: _Kind | None = ops.known(key)
+    except (AttributeError, RuntimeError, TypeError):
+        _problem(given, choices, lengths)  # names what is no tensor, or has no strides, or what has no hash
+        raise
+    if found is None:
+        found = _Kind(given, choices, lengths)
+        ops.remember(key, found)
+    return found(given, lengths)
 
 
-def _check(given: Inputs, lengths: dict[str, Any]) -> None:
-    tensors = Tensors(given.q, given.k, given.v, cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k)
-    problem = Problem.of(tensors, Options(**lengths))
-    check_widths({"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v})
-    if given.q.dtype not in _DTYPES:
-        raise InvalidInputError("q", f"dtype is {given.q.dtype}, must be bfloat16, float16 or float32")
+Lengths = tuple[int | None, int | None]
+
+
+class _Kind:
+    """Calls with the same layouts and choices, which have been checked."""
+
+    __slots__ = ("_checks", "_choices", "_plan", "_problem")
+
+    def __init__(self, given: Inputs, choices: Choices, lengths: Lengths) -> None:
+        self._problem, self._choices = _problem(given, choices, lengths), choices
+        self._checks, self._plan = self._problem.varlen and self._problem.device_type == "cpu", None
+        sizes = (given.q.numel(), given.k.numel(), given.v.numel())
+        if self._problem.device_type == "cuda" and all(sizes) and importlib.util.find_spec("triton"):
+            from flashtile.quantization.launch import QuantizePlan
+
+            self._plan = QuantizePlan(given, choices)
+
+    def __call__(self, given: Inputs, lengths: Lengths) -> Quantized:
+        if torch.is_grad_enabled():
+            _refuse_gradients(given)
+        if self._checks or (settings.CHECK.raw() and settings.CHECK.enabled()):
+            check_values(self._problem, _tensors(given))
+        if self._plan is not None:
+            return self._plan(given, lengths)
+        with torch.no_grad():
+            return quantized(given, self._choices, lengths)
+
+
+def _is_traced(given: Inputs) -> bool:
+    """Whether the call must consist of PyTorch's operations: under tracing, a dispatch mode or a transform."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(isinstance(x, Tensor) and (type(x) is not Tensor or x.is_meta) for x in (given.q, given.k, given.v))
+    )
+
+
+def _tensors(given: Inputs) -> Tensors:
+    return Tensors(given.q, given.k, given.v, cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k)
+
+
+def _refuse_gradients(given: Inputs) -> None:
     for name in ("q", "k", "v"):
-        if torch.is_grad_enabled() and getattr(given, name).requires_grad:
-            raise InvalidInputError(
-                name, "requires grad, but 8-bit tensors have no gradient: detach it, or call attention(precision='fp8')"
-            )
-    if problem.device_type == "cpu" or settings.CHECK.enabled():
-        check_values(problem, tensors)
+        if getattr(given, name).requires_grad:
+            must = "8-bit tensors have no gradient: detach it, or call attention(precision='fp8')"
+            raise InvalidInputError(name, f"requires grad, but {must}")
+
+
+def _problem(given: Inputs, choices: Choices, lengths: Lengths) -> Problem:
+    """Checks all but the values of bounds."""
+    if choices.scales not in get_args(Scales):
+        raise InvalidInputError("scales", f"is {shown(choices.scales)}, must be 'block', 'head' or 'tensor'")
+    for name in ("rotate", "smooth_k", "rotary_interleaved"):
+        flag(name, getattr(choices, name))
+    integer("seed", choices.seed, 0)
+    longest = checked(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
+    problem = Problem.of(_tensors(given), Options(**longest))
+    check_widths({"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v})
+    if problem.dtype not in _DTYPES:
+        raise InvalidInputError("q", f"dtype is {problem.dtype}, must be bfloat16, float16 or float32")
+    if torch.is_grad_enabled():
+        _refuse_gradients(given)
     _check_rotary(given, problem)
+    return problem
 
 
 def _check_rotary(given: Inputs, problem: Problem) -> None:

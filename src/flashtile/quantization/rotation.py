@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-_MASK = 2**64 - 1
+_MASK = 2**32 - 1
 
 
 def parts(dim: int) -> list[int]:
@@ -21,16 +21,16 @@ def parts(dim: int) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def signs(dim: int, seed: int) -> tuple[int, ...]:
-    """The sign of each feature, 1 or -1: the top bits of splitmix64's numbers, the same on every machine.
+    """The sign of each feature, 1 or -1: the top bits of hashes of its number, the same on every machine.
 
-    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators".
+    Source: the finaliser of MurmurHash3 (Appleby 2011), of ``seed + i * 0x9E3779B9``.
     """
-    found, state = [], seed & _MASK
-    for _ in range(dim):
-        state = (state + 0x9E3779B97F4A7C15) & _MASK
-        z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
-        found.append(1 - 2 * ((z ^ z >> 31) >> 63))
+    found = []
+    for i in range(dim):
+        x = (seed + i * 0x9E3779B9) & _MASK
+        x = (x ^ x >> 16) * 0x85EBCA6B & _MASK
+        x = (x ^ x >> 13) * 0xC2B2AE35 & _MASK
+        found.append(-1 if x >> 31 else 1)
     return tuple(found)
 
 

@@ -21,6 +21,7 @@ _FORWARD = Capabilities(
     dtypes=(torch.float16, torch.bfloat16),
     max_head_dim=256,
     head_dim_multiple=8,
+    nvidia=True,
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
     causal=True,

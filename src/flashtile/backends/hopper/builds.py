@@ -204,6 +204,15 @@ def _forward_limit(problem: Problem) -> int:
     return 64 if has_mods or _is_new_triton() else 0
 
 
+def _quantized_limit(problem: Problem) -> int:
+    """Bytes that a thread of the 8-bit forward may spill, outside of loops but for head_dim 256 (2026-11-22).
+
+    Triton 3.7.1: none in full attention at head_dim 128, up to 40 with a band; 24 at 64; 592 at 256, where the output
+    takes 128 registers and scores 64.
+    """
+    return 640 if max(problem.head_dim, problem.head_dim_v) > 128 else 64 if _is_new_triton() else 40
+
+
 def _backward_limit(problem: Problem) -> int:
     """Bytes that a thread of the backward may spill: indices computed ahead of all loops.
 

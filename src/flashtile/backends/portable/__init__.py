@@ -156,9 +156,8 @@ class PortableBackend:
         """One kernel."""
         from flashtile.backends.portable.quantized.launch import QuantizedPlan
 
-        if problem.device_type != "cpu":
+        if not _needs_widening(problem):
             return QuantizedPlan(problem, tensors, known)
-        # Triton's interpreter has no NaN of 8 bits, and cuts digits off where numbers lose some.
         plan = QuantizedPlan(problem.but(out_dtype=torch.float32), tensors, known)
 
         def widened(tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
@@ -176,8 +175,9 @@ class PortableBackend:
 
 
 def _needs_widening(problem: Problem) -> bool:
-    # Triton's interpreter stores bfloat16 as integers and multiplies those integers.
-    return problem.device_type == "cpu" and problem.dtype == torch.bfloat16
+    # Triton's interpreter stores bfloat16 as integers and multiplies those integers; it has no NaN of 8 bits, and cuts
+    # digits off where numbers lose some.
+    return problem.device_type == "cpu" and problem.dtype in (torch.bfloat16, FLOAT8)
 
 
 def _widened(tensors: T) -> T:
