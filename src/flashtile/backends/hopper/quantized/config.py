@@ -32,7 +32,7 @@ class Config(forward.Config):
 
 
 _TWO = functools.partial(Config, out_cols=64, stages=4)
-# On an H200, 16k tokens (2026-11-22): head_dim 128 full 829 TFLOPS, 788 if the next scores start late and 759 with three
+# On an H200, 16k tokens (2026-11-22): head_dim 128 full 829 TFLOPS, 788 if the next scores start late, 759 with three
 # warpgroups; causal 762, 776 and 784. At 64 three warpgroups make 538 and two 476.
 _FULL_128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, early=True)
 _BANDED_128 = replace(_FULL_128, early=False)
