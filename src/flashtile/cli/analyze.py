@@ -13,10 +13,14 @@ from rich.console import Console
 
 from flashtile import analysis
 from flashtile.analysis import AttentionShape, Blocks, Device, LoopOrder
+from flashtile.cli.fp8 import fp8
 from flashtile.cli.tables import number_table
 from flashtile.errors import InvalidInputError
 
-app = typer.Typer(help="What attention costs: memory, traffic, FLOPs, roofline, tiles, decoding.", no_args_is_help=True)
+app = typer.Typer(
+    help="What attention costs: memory, traffic, FLOPs, roofline, tiles, decoding, 8 bits.", no_args_is_help=True
+)
+app.command()(fp8)
 
 P = ParamSpec("P")
 

@@ -1,0 +1,128 @@
+"""`flashtile analyze fp8`: the error of 8-bit attention, choice by choice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import torch
+import typer
+from rich.console import Console
+
+from flashtile.cli.tables import number_table
+from flashtile.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from flashtile.quantization.errors import Error
+
+Inputs = Literal["paper", "normal", "outliers", "biased"]
+_COLORS = ("#1f6feb", "#d1603d")
+
+
+def fp8(
+    inputs: Annotated[
+        Inputs, typer.Option(help="paper: outliers, the choices of FlashAttention-3's table 3. Others: every choice.")
+    ] = "paper",
+    tensors: Annotated[
+        Path | None, typer.Option(help="A file of torch.save with a dict of q, k and v instead.")
+    ] = None,
+    seqlen: Annotated[int, typer.Option(min=1, help="Keys.")] = 8192,
+    rows: Annotated[int, typer.Option(min=1, help="Queries, at most as many as keys with --causal.")] = 2048,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 16,
+    head_dim: Annotated[int, typer.Option(min=16, max=256, help="Width of one head, a multiple of 16.")] = 128,
+    causal: Annotated[bool, typer.Option("--causal", help="Query i sees the keys up to its own.")] = False,
+    growth: Annotated[bool, typer.Option("--growth", help="The error from 512 to 64k keys instead.")] = False,
+    needle: Annotated[bool, typer.Option("--needle", help="One key among 128k that matters instead.")] = False,
+    device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
+    plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file, .png or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+) -> None:
+    """The error of 8-bit attention against float64: scales, rotation, smoothing; with the kernels' roundings."""
+    from flashtile.quantization import errors
+
+    if inputs not in get_args(Inputs):
+        raise InvalidInputError("--inputs", f"is {inputs!r}, must be one of {', '.join(get_args(Inputs))}")
+    if growth:
+        lengths = (512, 8192, 65536)
+        found = errors.growth(lengths, device=device)
+        cells = [[f"{n:,}", *(f"{x:.4f}" for x in row)] for n, row in zip(lengths, found, strict=True)]
+        records = [dict(keys=n, block=row[0], one=row[1]) for n, row in zip(lengths, found, strict=True)]
+        _show(as_json, "Relative error, normal tensors, head_dim 128", ("keys", "a block", "all keys"), cells, records)
+        return
+    if needle:
+        shares = errors.needles(device=device)
+        cells = [[name, f"{share:.0%}"] for name, share in shares.items()]
+        _show(as_json, "One key of 131,072 that matters: found", ("attention", "queries"), cells, [shares])
+        return
+    q, k, v, about = _read(tensors) if tensors else _made(inputs, rows, seqlen, heads, head_dim)
+    choices = errors.PAPER if inputs == "paper" and tensors is None else errors.CHOICES
+    results = errors.measure(*(x.to(device) for x in (q, k, v)), choices, causal=causal)
+    columns = ["choice", "RMSE", "relative", *["paper", "ours / paper"] * (choices is errors.PAPER)]
+    title = f"Error of 8-bit attention, {about}{', causal' * causal}"
+    _show(as_json, title, columns, [_cells(each) for each in results], [_record(each) for each in results])
+    if plot is not None:
+        _draw(results, title, plot)
+
+
+def _made(inputs: Inputs, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
+    from flashtile.quantization import errors
+
+    rows, seqlen, heads, head_dim = shape
+    kind: errors.Kind = "outliers" if inputs == "paper" else inputs
+    about = f"{kind}: {rows:,} queries, {seqlen:,} keys, {heads} heads, head_dim {head_dim}"
+    return *errors.generated(kind, *shape), about
+
+
+def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        q, k, v = (found[name] for name in ("q", "k", "v"))
+    except Exception as error:  # what torch.load raises is of many classes
+        raise InvalidInputError("--tensors", f"{path} holds no dict of q, k and v: {error}") from None
+    return q, k, v, f"{path.name}: q {tuple(q.shape)}, k {tuple(k.shape)}"
+
+
+def _cells(error: Error) -> list[str]:
+    cells = [error.choice.name, f"{error.rmse:.2e}", f"{error.relative:.4f}"]
+    if error.choice.published is not None:
+        cells += [f"{error.choice.published:.1e}", f"{error.rmse / error.choice.published:.2f}"]
+    return cells
+
+
+def _record(error: Error) -> dict[str, object]:
+    return {**error.choice._asdict(), "rmse": error.rmse, "relative": error.relative}
+
+
+def _show(
+    as_json: bool,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    records: Sequence[dict[str, object]],
+) -> None:
+    if as_json:
+        typer.echo(json.dumps(records, indent=2))
+    else:
+        Console().print(number_table(title, columns, rows))
+
+
+def _draw(results: Sequence[Error], title: str, path: Path) -> None:
+    """Points from left to right, the larger the error; the paper's beside them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 1.4 + 0.33 * len(results)), layout="constrained", facecolor="white")
+    panel, places = figure.subplots(), range(len(results))
+    panel.scatter([each.rmse for each in results], places, s=46, color=_COLORS[0], label="flashtile", zorder=3)
+    if any(each.choice.published for each in results):
+        published = [each.choice.published for each in results]
+        panel.scatter(published, places, s=90, facecolor="none", edgecolor=_COLORS[1], label="FlashAttention-3's paper")
+        panel.legend(frameon=False)
+    panel.set(xscale="log", xlabel="root mean square error", ylim=(len(results) - 0.5, -0.5))
+    panel.set_yticks(list(places), [each.choice.name for each in results])
+    panel.set_title(title, loc="left", fontsize=10)
+    panel.grid(True, color="#d8dee4", linewidth=0.7)
+    panel.set_axisbelow(True)
+    figure.savefig(path, dpi=130)
