@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from tests.ptx.arithmetic import (
     _SIGNED,
@@ -142,21 +141,12 @@ def _convert(d: Decoder, i: Instruction) -> Step:
             return (narrow(high.view(f4)).astype(u4) << u4(16)) | narrow(low.view(f4))
 
         return step(d, i.operands[0], pack, pair)
-    if to == "e4m3x2" and origin == "f32" and modifiers == {"rn", "satfinite"}:
-        pair = [d.operand(i.operands[1], 32), d.operand(i.operands[2], 32)]
-        return step(d, i.operands[0], lambda high, low: (_to_e4m3(high) << np.uint16(8)) | _to_e4m3(low), pair)
     function = _conversion(to, origin, modifiers)
     return step(d, i.operands[0], function, [d.operand(i.operands[1], WIDTHS[origin])])
 
 
 def _to_f16(x: Array) -> Array:
     return x.astype(np.float16).view(np.uint16)
-
-
-def _to_e4m3(x: Array) -> Array:
-    """Bits of float32 numbers as e4m3 ones, saturated; NaN stays NaN."""
-    found = torch.from_numpy(x.view(f4).copy()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return found.view(torch.uint8).numpy().astype(np.uint16)
 
 
 def _conversion(to: str, origin: str, modifiers: set[str]) -> Callable[[Array], Array]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import torch
 import typer
@@ -59,7 +58,7 @@ def fp8(
         return
     q, k, v, about = _read(tensors) if tensors else _made(inputs, rows, seqlen, heads, head_dim)
     choices = errors.PAPER if inputs == "paper" and tensors is None else errors.CHOICES
-    results = errors.measure(*(x.to(device) for x in (q, k, v)), choices, causal=causal)
+    results = errors.measure(q.to(device), k.to(device), v.to(device), choices, causal=causal)
     columns = ["choice", "RMSE", "relative", *["paper", "ours / paper"] * (choices is errors.PAPER)]
     title = f"Error of 8-bit attention, {about}{', causal' * causal}"
     _show(as_json, title, columns, [_cells(each) for each in results], [_record(each) for each in results])
@@ -101,7 +100,7 @@ def _show(
     title: str,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
-    records: Sequence[dict[str, object]],
+    records: Sequence[Any],
 ) -> None:
     if as_json:
         typer.echo(json.dumps(records, indent=2))
@@ -116,13 +115,13 @@ def _draw(results: Sequence[Error], title: str, path: Path) -> None:
     figure = Figure(figsize=(8.0, 1.4 + 0.33 * len(results)), layout="constrained", facecolor="white")
     panel, places = figure.subplots(), range(len(results))
     panel.scatter([each.rmse for each in results], places, s=46, color=_COLORS[0], label="flashtile", zorder=3)
-    if any(each.choice.published for each in results):
-        published = [each.choice.published for each in results]
+    published = [each.choice.published for each in results if each.choice.published is not None]
+    if len(published) == len(results):
         panel.scatter(published, places, s=90, facecolor="none", edgecolor=_COLORS[1], label="FlashAttention-3's paper")
         panel.legend(frameon=False)
     panel.set(xscale="log", xlabel="root mean square error", ylim=(len(results) - 0.5, -0.5))
     panel.set_yticks(list(places), [each.choice.name for each in results])
-    panel.set_title(title, loc="left", fontsize=10)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     panel.grid(True, color="#d8dee4", linewidth=0.7)
     panel.set_axisbelow(True)
     figure.savefig(path, dpi=130)

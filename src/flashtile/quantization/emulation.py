@@ -1,4 +1,4 @@
-"""8-bit attention in plain PyTorch with the roundings of the kernels: of probabilities, and of matrix products' sums."""
+"""8-bit attention in plain PyTorch, with the roundings of the kernels: of probabilities, and of sums of products."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flashtile.errors import InvalidInputError
 from flashtile.quantization.blocks import BLOCK, as_blocks, scale_of_rows
 from flashtile.quantization.record import E4M3, Quantized
 
-# What sums of products are kept in: float32; a matrix instruction's accumulator, added to float32 ones after each block of
-# keys, as the kernels do; or one such accumulator for all keys.
+# What sums of products are kept in: float32; a matrix instruction's accumulator, added to float32 numbers after each
+# block of keys, as the kernels do; or one such accumulator for all keys.
 Sums = Literal["float32", "block", "one"]
 # Of a matrix instruction: the products that it adds at once, and the bits below the largest number's that it keeps.
 _STEP, _BITS = 32, 13

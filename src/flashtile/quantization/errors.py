@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.quantization.blocks import as_columns, joined, split
+from flashtile.quantization.blocks import as_columns, joined
 from flashtile.quantization.emulation import Sums, emulated
 from flashtile.quantization.plain import Choices, Inputs, record, rounded
 from flashtile.quantization.quantize import quantize
@@ -81,7 +81,7 @@ def generated(
 
     Args:
         kind: ``"normal"``: N(0, 1). ``"outliers"``: N(0, 1) + N(0, 100) * Bernoulli(0.001), as in the paper.
-            ``"biased"``: N(0, 1), and k has another N(0, 100) added that is the same for all keys, in one feature of 16.
+            ``"biased"``: N(0, 1), and one feature in 16 of k has another number of N(0, 100) added, one for all keys.
         seqlen_q: Queries.
         seqlen_k: Keys.
         num_heads: Heads.

@@ -124,7 +124,7 @@ def _by_row(of_sequences: Tensor, bounds: Tensor | None, like: Tensor) -> Tensor
 
 
 def rounded(x: Tensor, bounds: Tensor | None, scales: Scales, room: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Blocks of rows as the bytes of e4m3 numbers, and their scales in the form of ``Quantized``, ``room`` times as large."""
+    """Blocks of rows as the bytes of e4m3 numbers, and scales as ``Quantized`` has them, ``room`` times as large."""
     blocks = split(x, bounds)
     largest = blocks.abs().amax((-3, -1)).movedim(-1, -2)  # ([batch,] heads, blocks)
     if scales != "block":
