@@ -59,8 +59,8 @@ wheel: $(VENV)/.dev
 # Builds every GPU kernel for every target with no GPU, on the oldest, the pinned and the newest Triton, and runs on the CPU
 # what the oldest and the newest make of the Hopper kernels.
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
-	for arch in sm_80 sm_90a sm_100 gfx942; do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
-	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_90a sm_100 gfx942; do \
+	for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
+	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) -m 'not gpu' tests/ptx/test_hopper.py tests/ptx/test_carries.py || exit 1; done

@@ -54,8 +54,9 @@ def steps(out: Path, commit: str) -> dict[str, tuple[float, list[str]]]:
     if importlib.util.find_spec("pytest_timeout"):
         # A call that waits for a hanging kernel can only be stopped by ending its process.
         tests += ["--timeout", "150", "--timeout-method", "thread"]
-    cached = "tests/gpu/test_kvcache.py"
-    found |= {"pytest": (420, [*tests, "tests/gpu", f"--ignore={cached}"]), "pytest-kvcache": (420, [*tests, cached])}
+    alone = {f"pytest-{name}": f"tests/gpu/test_{name}.py" for name in ("kvcache", "quantized")}
+    found["pytest"] = 420, [*tests, "tests/gpu", *(f"--ignore={path}" for path in alone.values())]
+    found |= {name: (420, [*tests, path]) for name, path in alone.items()}
     for backend, tool in itertools.product(("hopper", "portable"), _TOOLS):
         # The judge can discount only printed reports. initcheck does not check copies to main memory, because it does
         # not see TMA stores.

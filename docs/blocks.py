@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import io
+import itertools
 import json
 import re
 import sys
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import flashtile
-from flashtile import reproduce
+from flashtile import analysis, reproduce
 from flashtile.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,11 +41,28 @@ def derivation() -> str:
     return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in texts)
 
 
+def ring_model() -> str:
+    """What the model of rings says of 8 to 4,096 devices, as a Markdown table."""
+    columns = ["devices", "tokens each", "keys travel", "GB sent", "forward ms", "hidden", "share", "with the backward"]
+    lines = ["| " + " | ".join(columns) + " |", "| ---: | ---: | --- |" + " ---: |" * 5]
+    for world, tokens, ulysses in itertools.product((8, 64, 512, 4096), (2048, 8192, 32768), (1, 8)):
+        way = {1: "ring", world: "all-to-all"}.get(ulysses, "all-to-all of 8, ring")
+        shape = analysis.RingShape(tokens, world, ulysses=ulysses)
+        model = functools.partial(analysis.ring_cost, shape, analysis.H200_KERNELS, analysis.H200_CLUSTER)
+        forward, backward = model(), model(backward=True)
+        both = (forward.ideal_s + backward.ideal_s) / (forward.total_s + backward.total_s)
+        cells = [f"{world:,}", f"{tokens:,}", way, f"{forward.sent_bytes / 1e9:,.2f}", f"{forward.total_s * 1e3:,.2f}"]
+        cells += [f"{forward.hidden:.0%}", f"{forward.share:.2f}", f"{both:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "support_table": flashtile.support_table,
     "settings_table": settings_table,
     "reproduced": reproduce.markdown,
     "derivation": derivation,
+    "ring_model": ring_model,
 }
 
 _BLOCK = re.compile(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", re.DOTALL)

@@ -27,19 +27,34 @@ CHAINS: tuple[tuple[Case, tuple[int, ...]], ...] = (
     (Case("varlen_128", batch=2, lengths=((130, 150), (9, 40)), kv_heads=1, head_dim=128, sinks=True), (40,)),
 )  # fmt: skip
 
+BANDS = (Band(), Band(None, 0), Band(20, 7))
 
-def _piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tuple[Problem, Tensors]:
+
+def _spans(call: Call, start: int | None, stop: int) -> list[tuple[int, int]]:
+    lengths = [k for _, k in call.case.lengths] or [call.tensors.k.shape[1]]
+    return [(0 if start is None else max(0, n - start), max(0, n - stop)) for n in lengths]
+
+
+def key_places(call: Call, start: int | None, stop: int) -> Tensor | slice:
+    """Where the keys of a ``piece`` are among all keys."""
+    spans = _spans(call, start, stop)
+    if call.tensors.cu_seqlens_k is None:
+        return slice(*spans[0])
+    bounds = call.tensors.cu_seqlens_k.tolist()
+    device = call.tensors.k.device
+    return torch.cat([torch.arange(b + i, b + j, device=device) for b, (i, j) in zip(bounds, spans, strict=False)])
+
+
+def piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tuple[Problem, Tensors]:
     """The call on the keys of each sequence from ``start`` to ``stop`` before its end."""
     t = replace(call.tensors, **{name: x.detach() for name, x in vars(call.tensors).items() if x is not None})
-    lengths = [k for _, k in call.case.lengths] or [t.k.shape[1]]
-    spans = [(0 if start is None else max(0, n - start), n - stop) for n in lengths]
+    spans = _spans(call, start, stop)
     (first, last), keys = spans[0], slice(*spans[0])
     changes: dict[str, Tensor | None] = {}
     if t.cu_seqlens_k is not None:
-        bounds = t.cu_seqlens_k.tolist()
-        rows = torch.cat([torch.arange(b + i, b + j) for b, (i, j) in zip(bounds, spans, strict=False)])
+        rows = key_places(call, start, stop)
         changes["k"], changes["v"] = t.k[rows], t.v[rows]
-        changes["cu_seqlens_k"] = torch.tensor([0, *(j - i for i, j in spans)]).cumsum(0).int()
+        changes["cu_seqlens_k"] = torch.tensor([0, *(j - i for i, j in spans)]).cumsum(0).to(rows.device, torch.int32)
     else:
         changes["k"], changes["v"] = t.k[:, keys], t.v[:, keys]
         if t.attn_mask is not None:
@@ -49,8 +64,10 @@ def _piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tupl
         if t.alibi_slopes is not None and stop:
             # Distances are counted from the last key: here from one further to the left.
             distance = (
-                torch.arange(t.q.shape[1])[:, None] + t.k.shape[1] - t.q.shape[1] - torch.arange(first, last)
-            ).abs()
+                (torch.arange(t.q.shape[1])[:, None] + t.k.shape[1] - t.q.shape[1] - torch.arange(first, last))
+                .abs()
+                .to(t.q.device)
+            )
             bias = -t.alibi_slopes[:, None, None] * distance
             changes["alibi_slopes"] = None
             changes["attn_bias"] = bias if t.attn_bias is None else bias + t.attn_bias[..., keys].float()
@@ -71,6 +88,7 @@ def judge_chain(
     dtype: torch.dtype,
     *,
     exact: bool = True,
+    device: str = "cpu",
 ) -> None:
     """Asserts the error rule for the last of a chain, and that 16 bits of it are rounded once.
 
@@ -80,12 +98,13 @@ def judge_chain(
         cuts: Where to cut it.
         dtype: Of q, k and v.
         exact: Whether the plan's arithmetic before that rounding is the same for both dtypes.
+        device: Of the tensors.
     """
-    call = build(case, dtype)
+    call = build(case, dtype, device)
     edges = [None, *cuts, 0]
     partial: Partial | None = None
     for n, (start, stop) in enumerate(itertools.pairwise(edges)):
-        problem, tensors = _piece(call, start, stop, has_sinks=n == 1)
+        problem, tensors = piece(call, start, stop, has_sinks=n == 1)
         before = partial
         out, lse = plan(problem.but(out_dtype=torch.float32), tensors)(tensors, before)
         assert out.dtype == lse.dtype == torch.float32 and out.is_contiguous()
@@ -98,5 +117,42 @@ def judge_chain(
     for name, got, right, plain in zip(("out", "lse"), (out, lse), want, low, strict=True):
         assert_close(name, got, right.detach(), plain.detach())
     short, short_lse = plan(problem, tensors)(tensors, before)
-    assert short.dtype == dtype and torch.equal(short_lse, lse)
-    assert not exact or torch.equal(short, out.to(dtype))
+    assert short.dtype == dtype
+    if exact:
+        assert torch.equal(short_lse, lse) and torch.equal(short, out.to(dtype))
+    torch.testing.assert_close((short, short_lse), (out.to(dtype), lse))
+
+
+def judge_rows_without_keys(
+    plan: Callable[[Problem, Tensors], Forward], dtype: torch.dtype, band: Band, device: str = "cpu"
+) -> None:
+    """Asserts that sequences without keys, and rows past the last one, keep the bits of what they start from.
+
+    Their neighbours in k and v, at which a block of keys that is not there would lie, hold NaN.
+    """
+    make = torch.Generator().manual_seed(4)
+    lengths, spare = ((40, 0), (70, 130), (0, 9), (133, 0), (30, 0), (20, 40)), 5
+    bounds = [torch.tensor([0, *column]).cumsum(0).to(device, torch.int32) for column in zip(*lengths, strict=True)]
+    rows, keys = (sum(column) + spare for column in zip(*lengths, strict=True))
+    q = torch.randn(rows, 2, 64, generator=make).to(device, dtype)
+    k, v = (torch.randn(keys, 1, 64, generator=make).to(device, dtype) for _ in range(2))
+    for x in (k, v):
+        x[130:139] = x[179:] = torch.nan
+    partial = Partial(*(torch.randn(*shape, generator=make).to(device) for shape in ((rows, 2, 64), (2, rows))))
+    partial.lse[:, ::7] = -torch.inf
+    partial.out[::7] = torch.nan
+    without = torch.ones(rows, dtype=torch.bool, device=device)
+    without[40:110] = without[273:293] = False
+    for tensors in (
+        Tensors(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1]),
+        Tensors(q, k[:0], v[:0], cu_seqlens_q=bounds[0], cu_seqlens_k=torch.zeros_like(bounds[1])),
+    ):
+        problem = Problem.build(tensors, band).but(out_dtype=torch.float32)
+        out, lse = plan(problem, tensors)(tensors, partial)
+        kept = without if len(tensors.k) else torch.ones_like(without)
+        assert torch.equal(lse[:, kept], partial.lse[:, kept])
+        wanted = torch.where((partial.lse == -torch.inf).T[..., None], 0.0, partial.out)
+        assert torch.equal(out[kept], wanted[kept])
+        assert torch.isfinite(out).all()
+        if len(tensors.k) and band.unbounded:
+            assert not torch.isclose(lse[:, ~kept], partial.lse[:, ~kept]).any()

@@ -10,8 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Lines of Python per tree. src: the kernels and their host code take 7,000 lines, the command with its demo 2,400,
 # flash-attn's signatures 1,500, other libraries 1,000, derivatives, vmap and DTensors 500, serving 3,100, the page of
-# the explorer and the published figures 900. Two lines in five are docstrings.
-TOTAL_LINES = {"src/flashtile": 23_700, "benchmarks": 4_010}
+# the explorer and the published figures 900, sequences over ranks 3,000, tensors
+# of 8 bits 3,700: with those two it is more than the 23,000 of the design. Two lines in five are docstrings.
+TOTAL_LINES = {"src/flashtile": 31_600, "benchmarks": 4_300}
 FILE_LINES = 400
 KERNEL_FILE_LINES = 700
 FUNCTION_LINES = 80
@@ -24,16 +25,20 @@ KERNEL_FOLDERS = (
 PUBLIC = (
     "src/flashtile/api.py",
     "src/flashtile/kvcache/api.py",
+    "src/flashtile/distributed/attention.py",
+    "src/flashtile/distributed/cache.py",
     "src/flashtile/quantization/quantize.py",
     "src/flashtile/nn.py",
     "src/flashtile/compat/",
     "src/flashtile/cli/explain.py",
+    "src/flashtile/cli/ring.py",
 )
 # Kernels that the host launches and that ``is_entry`` does not recognise.
 ENTRY_KERNELS = {"prepare_rows"}
 # Path or path:function -> (lines, reason).
 RAISED: dict[str, tuple[int, str]] = {
     "src/flashtile/kvcache/api.py:attention_with_kvcache": (110, "28 arguments, each with its line of documentation"),
+    "src/flashtile/distributed/cache.py:attention_with_sharded_kvcache": (105, "18 arguments, likewise"),
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -8,26 +8,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile import autocast, dispatch, flops, ops, sharding, states, transforms
-from flashtile.arguments import (
-    TENSORS,
-    Grads,
-    Options,
-    Tensors,
-    check_tensor,
-    differentiable,
-    flag,
-    read,
-    tensor_values,
-)
+from flashtile.arguments import Options, Tensors, check_tensor, flag, read, wanting, without_data
 from flashtile.backends.base import Build, directions_of
 from flashtile.errors import InvalidInputError, shown
 from flashtile.kvcache.api import attention_with_kvcache as attention_with_kvcache
 from flashtile.problem import Problem, check_values, compute_capability
+from flashtile.quantization import ops as quantized_ops  # noqa: F401  # registers its operator
+from flashtile.quantization.record import Quantized
 
 transforms.register()
 sharding.register()
@@ -35,9 +28,9 @@ flops.register()
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     causal: bool = False,
     window_size: Sequence[int | None] | None = None,
@@ -50,12 +43,14 @@ def attention(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
+    precision: str | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, in memory linear in the sequence lengths.
 
     Args:
-        q: ``(batch, seqlen_q, num_heads_q, head_dim)``; float16, bfloat16, float32, or float64 on the CPU.
+        q: ``(batch, seqlen_q, num_heads_q, head_dim)``; float16, bfloat16, float32, or float64 on the CPU. Or a
+            ``Quantized`` in place of q, k and v, without a gradient, slopes, mask, bias or dropout.
         k: ``(batch, seqlen_k, num_heads_kv, head_dim)``; num_heads_q is a multiple of num_heads_kv.
         v: ``(batch, seqlen_k, num_heads_kv, head_dim_v)``.
         causal: Row i keeps keys ``j <= i + seqlen_k - seqlen_q``: the last query sees the last key.
@@ -72,6 +67,7 @@ def attention(
             Drawn from PyTorch's generator, so ``torch.manual_seed`` repeats it.
         deterministic: The backward returns the same bits every time. The forward always does.
         return_lse: Also return the log-sum-exp of the scores.
+        precision: "fp8" rounds bfloat16 or float16 q, k and v to 8 bits, as ``quantize`` does, for the forward alone.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
 
     Returns:
@@ -85,17 +81,19 @@ def attention(
 
     Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691.
     """
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
+    if precision is not None or isinstance(q, Quantized):
+        return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain))
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain), return_lse)
 
 
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
@@ -110,6 +108,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
+    precision: str | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences packed one after another; each sequence attends to itself only.
@@ -122,6 +121,8 @@ def attention_varlen(
     max_seqlen_q and max_seqlen_k are the longest lengths. Without them GPU kernels launch for the bounds total_q and
     total_k, with no synchronisation, which costs empty programs where the batch is large.
 
+    A ``Quantized`` of packed sequences in place of q, k and v has its own cu_seqlens and longest lengths.
+
     The keywords are those of ``attention``; causal, window_size and alibi_slopes use each sequence's own lengths, and
     each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
 
@@ -132,13 +133,22 @@ def attention_varlen(
         InvalidInputError: A ValueError that names the argument.
         UnsupportedError: No backend can run the call; lists the reasons of each.
     """
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    is_quantized = isinstance(q, Quantized)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu_seqlens is None:
+        if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
-    options = read(tensors, causal, window_size, return_lse, plain, (max_seqlen_q, max_seqlen_k))
-    return _run(tensors, options, return_lse)
+    if precision is not None or is_quantized:
+        return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain, True, longest))
+    return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse)
+
+
+def _eight_bits() -> Any:
+    """The calls in 8 bits: what few programs need is not loaded by all."""
+    from flashtile.quantization import api
+
+    return api
 
 
 def _run(tensors: Tensors, options: Options, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
@@ -209,9 +219,9 @@ def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
 
 
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -228,6 +238,7 @@ def explain(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
+    precision: str | None = None,
     backend: str | None = None,
 ) -> str:
     """Says which backend and tiles a call would run with, and why the other backends would not.
@@ -238,9 +249,13 @@ def explain(
     Returns:
         A few lines of text.
     """
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
-    options = read(tensors, causal, window_size, return_lse, plain, (max_seqlen_q, max_seqlen_k))
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    if precision is not None or isinstance(q, Quantized):
+        asked = precision, causal, window_size, return_lse, plain, None, longest
+        calls = _eight_bits().calls(tensors, asked, None)
+        return "\n".join(dispatch.explain(problem, backend, each) for problem, _, each in calls)
+    options = read(tensors, causal, window_size, return_lse, plain, longest)
     problem = Problem.of(autocast.cast(tensors, q.device.type), options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
@@ -258,9 +273,9 @@ class BuildTime:
 
 
 def warm_up(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -277,6 +292,7 @@ def warm_up(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
+    precision: str | None = None,
     backend: str | None = None,
     device: torch.device | str = "cuda",
     backward: bool = True,
@@ -292,20 +308,29 @@ def warm_up(
     Returns:
         A record per kernel; no records for a backend that needs no build.
     """
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
-    options = read(tensors, causal, window_size, return_lse, plain, (max_seqlen_q, max_seqlen_k))
-    grads = options.grads if any(options.grads) else Grads(*(x is not None for x in differentiable(tensors)))
-    options = dataclasses.replace(options, grads=grads if backward else Grads())
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
     place, backward = _device(device), flag("backward", backward)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
-    shapes = autocast.cast(_without_data(tensors, options.dropout_p > 0), place.type)
-    problem = Problem.of(shapes, options).but(device_type=place.type, compute_capability=compute_capability(place))
+    asked = precision, causal, window_size, return_lse, plain, None, longest
+    in_8_bits = precision is not None or isinstance(q, Quantized)
+    if in_8_bits:
+        calls = _eight_bits().calls(tensors, asked, place, backward)
+    else:
+        options = wanting(tensors, read(tensors, causal, window_size, return_lse, plain, longest), backward)
+        shapes = autocast.cast(without_data(tensors), place.type)
+        if options.dropout_p > 0:
+            shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
+        problem = Problem.of(shapes, options).but(device_type=place.type, compute_capability=compute_capability(place))
+        calls = [(problem, shapes, direction) for direction in directions_of(problem)]
     wanted: list[tuple[str, str, Build]] = []
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
-        for direction in directions_of(problem):
-            chosen = dispatch.select(problem, direction, options.backend)
+        if in_8_bits:
+            rounding = _eight_bits().rounding_builds(tensors, asked, place)
+            wanted += [("quantization", "quantize", build) for build in rounding]
+        for problem, shapes, direction in calls:
+            chosen = dispatch.select(problem, direction, backend)
             wanted += [(chosen.name, direction, build) for build in chosen.builds(problem, shapes, direction)]
     # Compilers run in their own processes, so threads are enough to build kernels in parallel.
     with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
@@ -324,17 +349,6 @@ def _make(wanted: tuple[str, str, Build]) -> BuildTime:
     start_s = time.perf_counter()
     build.make()
     return BuildTime(backend, direction, build.name, time.perf_counter() - start_s)
-
-
-def _without_data(tensors: Tensors, dropout: bool) -> Tensors:
-    """The same layouts on the meta device; a tensor that is given twice stays one."""
-    given = [x for x in tensor_values(tensors) if x is not None]
-    for name, x in zip(TENSORS, tensor_values(tensors), strict=True):
-        if x is not None:
-            check_tensor(name, x)
-    copies = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given}
-    state = torch.empty(2, dtype=torch.int64, device="meta") if dropout else None
-    return dataclasses.replace(Tensors(*(copies.get(id(x)) for x in tensor_values(tensors))), rng_state=state)  # type: ignore[arg-type]
 
 
 def backends() -> tuple[str, ...]:

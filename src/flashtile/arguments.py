@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from flashtile.errors import InvalidInputError, shown
 from flashtile.masks import Band
 from flashtile.settings import BACKENDS as BACKENDS
 
+R = TypeVar("R")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Dtypes that a tensor may have, and their names in error messages.
 _FLOAT = (DTYPES, "float16, bfloat16, float32 or float64")
+FLOAT8 = torch.float8_e4m3fn
 FLOAT32, INT32 = ((torch.float32,), "float32"), ((torch.int32,), "int32")
 _BOOL, _INT64 = ((torch.bool,), "bool; attn_bias takes floats"), ((torch.int64,), "int64")
 
@@ -145,6 +147,8 @@ class Tensors:
     cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", INT32)] = None
     cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", INT32)] = None
     rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64)] = None
+    # No public function takes them: ``masks.Origin``.
+    origins: Annotated[Tensor | None, Argument("Parts of sequences.", "Tensor?", "batch origin", INT32)] = None
 
 
 class Grads(NamedTuple):
@@ -308,6 +312,22 @@ def given(record: object, rows: Mapping[str, Argument]) -> list[tuple[str, Argum
             check_tensor(name, value, "a torch.Tensor or None" if optional else "a torch.Tensor")
         found.append((name, row, value))
     return found
+
+
+def wanting(tensors: Tensors, options: Options, backward: bool) -> Options:
+    """The options of a call that is prepared: with the gradients that its tensors require, or all, or none."""
+    grads = options.grads if any(options.grads) else Grads(*(x is not None for x in differentiable(tensors)))
+    return replace(options, grads=grads if backward else Grads())
+
+
+def without_data(record: R) -> R:
+    """A record's tensors with the same layouts on the meta device; one that is given twice stays one."""
+    assert is_dataclass(record) and not isinstance(record, type)
+    given = {name: x for name, x in vars(record).items() if x is not None}
+    for name, x in given.items():
+        check_tensor(name, x)
+    copies = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given.values()}
+    return replace(record, **{name: copies[id(x)] for name, x in given.items()})
 
 
 def check_tensor(name: str, tensor: object, must: str = "a torch.Tensor") -> None:

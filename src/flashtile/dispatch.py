@@ -13,6 +13,9 @@ from flashtile.errors import InvalidInputError, UnsupportedError
 from flashtile.problem import Problem
 
 NAMES = BACKENDS
+# Directions besides the forward and the backward -> the calls that run them, and in the singular.
+_CALLS: dict[Direction, str] = {"decode": "cached calls", "quantized": "quantized calls"}
+_ONE: dict[Direction, str] = {"quantized": "quantized call"}
 
 
 @cache
@@ -37,7 +40,7 @@ def reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
     chosen = backend(name)
     capabilities = chosen.capabilities(direction)
     if capabilities is None:
-        return [f"has no {direction}"]
+        return [f"has no {_ONE.get(direction, direction)}"]
     why = capabilities.reasons(problem)
     missing = chosen.missing()
     return [missing, *why] if missing else why
@@ -70,20 +73,20 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
         name = _first(problem, direction)
         if name is None:
             everyone = {each: reasons(each, problem, direction) for each in NAMES}
-            raise UnsupportedError(f"no backend supports this {direction}", everyone)
+            raise UnsupportedError(f"no backend supports this {_ONE.get(direction, direction)}", everyone)
         return backend(name)
     if problem.needs_grad and backend(name).capabilities("backward") is None:
         raise InvalidInputError("backend", f"{name!r} has no backward, but an input requires grad")
     against = reasons(name, problem, direction)
     if against:
-        raise UnsupportedError(f"backend {name!r} cannot run this {direction}", {name: against})
+        raise UnsupportedError(f"backend {name!r} cannot run this {_ONE.get(direction, direction)}", {name: against})
     return backend(name)
 
 
-def explain(problem: Problem, name: str | None = None) -> str:
-    """Which backend runs each direction of a problem, with which tiles, and why the others do not."""
+def explain(problem: Problem, name: str | None = None, only: Direction | None = None) -> str:
+    """Which backend runs each direction of a problem, or only one, with which tiles, and why the others do not."""
     lines = [describe_problem(problem)]
-    for direction in directions_of(problem):
+    for direction in directions_of(problem) if only is None else (only,):
         chosen = select(problem, direction, name)
         lines.append(f"{direction}: {chosen.name}: {chosen.describe(problem, direction)}")
         for other in NAMES:
@@ -104,6 +107,8 @@ def describe_problem(problem: Problem) -> str:
     heads = f"{p.num_heads_q} heads" + (f" over {p.num_heads_kv}" if p.group_size > 1 else "")
     dims = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim} (v {p.head_dim_v})"
     dtype = str(p.dtype).removeprefix("torch.")
+    if p.out_dtype != p.dtype:
+        dtype += f" to {str(p.out_dtype).removeprefix('torch.')}"
     shape = f"batch {p.batch}, {lengths}, {heads}, head_dim {dims}"
     return f"{dtype} on {p.device_type}, {shape}, {p.band}" + (f", {used}" if used else "")
 
@@ -121,6 +126,7 @@ def support_table() -> str:
         ["cached calls (attention_with_kvcache)", *("yes" if b.capabilities("decode") else "no" for b in chosen)]
     )
     rows += [[feature.label, *(_support(b, feature) for b in chosen)] for feature in FEATURES if feature not in regular]
+    rows.append(["quantized calls (Quantized)", *("yes" if b.capabilities("quantized") else "no" for b in chosen)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -132,17 +138,16 @@ def _support(b: Backend, feature: Feature) -> str:
         return "no"
     if "forward" not in able:
         return "yes"
-    regular = "yes" if able["backward"] else "forward" if able["forward"] else "no"
-    cached = has.get("decode")
-    return regular if cached is None or able["decode"] == able["forward"] else f"{regular}, {_CACHED[able['decode']]}"
-
-
-_CACHED = {True: "in cached calls yes", False: "not in cached calls"}
+    texts = ["yes" if able["backward"] else "forward" if able["forward"] else "no"]
+    for each, calls in _CALLS.items():
+        if has.get(each) is not None and able[each] != able["forward"]:
+            texts.append(f"in {calls} yes" if able[each] else f"not in {calls}")
+    return ", ".join(texts)
 
 
 def _cell(b: Backend, text: Callable[[Capabilities], str]) -> str:
     """A property of the forward, followed by those of the other directions that differ."""
-    forward, backward, cached = (b.capabilities(each) for each in ("forward", "backward", "decode"))
+    forward, backward = b.capabilities("forward"), b.capabilities("backward")
     if forward is None:
         return "none"
     cell = text(forward)
@@ -150,12 +155,17 @@ def _cell(b: Backend, text: Callable[[Capabilities], str]) -> str:
         cell += " (forward)"
     elif text(backward) != text(forward):
         cell += f"; backward {text(backward)}"
-    return cell if cached is None or text(cached) == text(forward) else f"{cell}; cached calls {text(cached)}"
+    for each, calls in _CALLS.items():
+        other = b.capabilities(each)
+        cell += f"; {calls} {text(other)}" if other is not None and text(other) != text(forward) else ""
+    return cell
 
 
 def _dtypes(c: Capabilities) -> str:
-    short = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    return ", ".join(short[str(d).removeprefix("torch.")] for d in c.dtypes)
+    return ", ".join(_SHORT[str(d).removeprefix("torch.")] for d in c.dtypes)
+
+
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
 
 
 def _head_dims(c: Capabilities) -> str:

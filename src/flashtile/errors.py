@@ -1,4 +1,4 @@
-"""The two errors a call can raise."""
+"""The errors a call can raise: two of its arguments, one of its peers."""
 
 from __future__ import annotations
 
@@ -56,3 +56,23 @@ class UnsupportedError(NotImplementedError):
 
     def __str__(self) -> str:
         return "\n".join([self.what, *(f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items())])
+
+
+class ExchangeError(RuntimeError):
+    """Another rank did not take part in an exchange: it died, stalled, or was given another call.
+
+    The process group is of no use any more then.
+
+    Args:
+        what: The exchange, such as "step 2 of the ring".
+        peers: The ranks that were waited for, in the numbering of all processes.
+        reason: What the process group says.
+    """
+
+    def __init__(self, what: str, peers: Sequence[int], reason: str) -> None:
+        super().__init__(what, peers, reason)
+        self.what, self.peers, self.reason = what, tuple(peers), reason
+
+    def __str__(self) -> str:
+        shown_peers = ", ".join(map(str, self.peers[:8])) + (", ..." if len(self.peers) > 8 else "")
+        return f"{self.what}, with rank {shown_peers}: {self.reason}"

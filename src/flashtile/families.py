@@ -6,7 +6,7 @@ from typing import Any
 
 from flashtile import dispatch
 from flashtile.arguments import Options, is_plain, option_values
-from flashtile.backends.base import Backend, directions_of
+from flashtile.backends.base import DIRECTIONS, Backend, directions_of
 from flashtile.problem import Problem, Tensors, is_aligned
 
 
@@ -24,7 +24,7 @@ class Family:
     def __init__(self) -> None:
         self.problem: Problem | None = None
         self.backends: dict[str, Backend] = {}
-        self.known: dict[str, dict[Any, Any]] = {"forward": {}, "backward": {}, "decode": {}}
+        self.known: dict[str, dict[Any, Any]] = {name: {} for name in DIRECTIONS}
 
     def problem_of(self, t: Tensors, options: Options) -> Problem:
         """The problem of a call, whose backends are then in ``backends``."""
@@ -42,7 +42,7 @@ def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
     """What a call is, but for its lengths, its batch and its strides; None if sizes do not fit one another.
 
     Of two calls of a family both are valid or none, and their problems differ in lengths and batch alone. Calls with a
-    mask or a bias are of none: lengths are in these tensors' shapes too.
+    mask or a bias are of none: lengths are in these tensors' shapes too. Nor are those with origins.
     """
     q, k, v, slopes, bounds_q, bounds_k = t.q, t.k, t.v, t.alibi_slopes, t.cu_seqlens_q, t.cu_seqlens_k
     of_q, of_k, of_v = q.shape, k.shape, v.shape
@@ -52,7 +52,8 @@ def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
     others: tuple[Any, ...] = ()
     batch_q, batch_k = of_q[0], of_k[0]
     if not is_plain(t):
-        if t.attn_mask is not None or t.attn_bias is not None or (bounds_q is None) != (bounds_k is None):
+        alone = t.attn_mask is not None or t.attn_bias is not None or t.origins is not None
+        if alone or (bounds_q is None) != (bounds_k is None):
             return None
         if bounds_q is not None and bounds_k is not None:
             if not (bounds_q.dim() == bounds_k.dim() == 1 and len(bounds_q)):

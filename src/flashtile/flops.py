@@ -16,14 +16,11 @@ from flashtile.late import when_imported
 from flashtile.masks import Band
 
 
-def _by_name(args: tuple[Any, ...]) -> tuple[Any, Options, int]:
-    """The shapes where tensors were, the options, and the kept score entries over all heads.
+def kept_pairs(q_shape: Any, k_shape: Any, options: Any) -> int:
+    """The kept score entries over all heads, from shapes and options that have a window and longest lengths.
 
     The lengths of packed calls are in a tensor; each sequence counts with the longest length.
     """
-    shapes: Any
-    shapes, options = unflatten(args)
-    q_shape, k_shape = shapes.q, shapes.k
     band = Band(options.window_left, options.window_right)
     if len(q_shape) == 4:
         pairs = q_shape[0] * band.count(q_shape[1], k_shape[1])
@@ -31,7 +28,14 @@ def _by_name(args: tuple[Any, ...]) -> tuple[Any, Options, int]:
         longest_q = options.max_seqlen_q or q_shape[0]
         longest_k = options.max_seqlen_k or k_shape[0]
         pairs = max(1, q_shape[0] // max(1, longest_q)) * band.count(longest_q, longest_k)
-    return shapes, options, pairs * q_shape[-2]
+    return pairs * q_shape[-2]
+
+
+def _by_name(args: tuple[Any, ...]) -> tuple[Any, Options, int]:
+    """The shapes where tensors were, the options, and the kept score entries over all heads."""
+    shapes: Any
+    shapes, options = unflatten(args)
+    return shapes, options, kept_pairs(shapes.q, shapes.k, options)
 
 
 def forward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:

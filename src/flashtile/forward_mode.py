@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import philox
 from flashtile.arguments import unflatten
 from flashtile.backends.cpu import plan, tiles
 from flashtile.backends.cpu.plan import Rectangle, Sequence
@@ -74,8 +73,7 @@ def _add_tile(
         scores = capped * p.softcap
         dscores = None if dscores is None else dscores * (1 - capped * capped)
     if seq.slopes is not None:
-        i = torch.arange(*tile.rows, device=q.device)[:, None] + (seq.seqlen_k - seq.seqlen_q)
-        scores = scores - seq.slopes.to(dtype) * (i - torch.arange(*tile.keys, device=q.device)).abs()
+        scores = scores - seq.slopes.to(dtype) * plan.distances(seq, tile)
     if seq.bias is not None:
         scores = scores + plan.part(seq.bias, tile).to(dtype)
     if given.dbias is not None:
@@ -87,8 +85,7 @@ def _add_tile(
     probs = torch.exp(torch.where(keep, scores, -torch.inf) - lse[:, :, rows, None])
     kept = probs
     if t.rng_state is not None:
-        drawn = philox.keep(t.rng_state, p.dropout_p, seq.batch, p.num_heads_q, tile.rows, tile.keys)
-        kept = torch.where(drawn, probs / (1 - p.dropout_p), 0.0)
+        kept = torch.where(tiles.kept(p, t.rng_state, seq, tile), probs / (1 - p.dropout_p), 0.0)
     dout, dlse = sums
     if dscores is not None:
         # A select and not a product with 0, so that NaN of a masked pair is discarded.

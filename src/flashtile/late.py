@@ -10,10 +10,10 @@ from types import ModuleType
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as usual, and calls a function when the module has been executed for the first time."""
+    """Finds one module as usual, and calls functions when the module has been executed for the first time."""
 
-    def __init__(self, name: str, register: Callable[[ModuleType], None]) -> None:
-        self.name, self.register = name, register
+    def __init__(self, name: str) -> None:
+        self.name, self.registers = name, list[Callable[[ModuleType], None]]()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -28,7 +28,8 @@ class _Finder(MetaPathFinder):
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
-                    self.register(module)
+                    for register in self.registers:
+                        register(module)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
@@ -39,5 +40,10 @@ def when_imported(name: str, register: Callable[[ModuleType], None]) -> None:
     module = sys.modules.get(name)
     if module is not None:
         register(module)
-    else:
-        sys.meta_path.insert(0, _Finder(name, register))
+        return
+    # One finder for each module: a second one would not be asked.
+    finder = next((each for each in sys.meta_path if isinstance(each, _Finder) and each.name == name), None)
+    if finder is None:
+        finder = _Finder(name)
+        sys.meta_path.insert(0, finder)
+    finder.registers.append(register)

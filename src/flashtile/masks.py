@@ -1,4 +1,4 @@
-"""Band: causal and sliding-window masks as data, with the range arithmetic that backends need.
+"""Band: causal and sliding-window masks as data, with the range arithmetic that backends need; and Origin.
 
 Row i of a call with ``seqlen_q`` queries and ``seqlen_k`` keys is at key position ``i + shift`` where ``shift =
 seqlen_k - seqlen_q``: the last query is aligned with the last key. The band keeps key j of row i if ``i + shift - left
@@ -8,6 +8,7 @@ seqlen_k - seqlen_q``: the last query is aligned with the last key. The band kee
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -114,6 +115,30 @@ class Band:
         if self.left is None and self.right == 0:
             return "causal"
         return "window({}, {})".format(*("inf" if x is None else x for x in (self.left, self.right)))
+
+
+class Origin(NamedTuple):
+    """Where a packed sequence lies that is part of a longer one: a row of ``Tensors.origins``.
+
+    Row t of the part is row ``row + row_step * t`` of the whole sequence, and its key u is key ``key + key_step * u``.
+    Dropout keeps, and ALiBi's distances are, what they would be there. Band, mask and bias are those of the part.
+
+    Attributes:
+        head: ``b * num_heads_q + h`` of the part's first query head: the place b of the whole sequence in the batch,
+            and its heads, of which the first may be h.
+        row: Of the part's first row.
+        row_step: From one row to the next.
+        key: Of the part's first key.
+        key_step: From one key to the next.
+        shift: ``seqlen_k - seqlen_q`` of the whole sequence.
+    """
+
+    head: int
+    row: int
+    row_step: int
+    key: int
+    key_step: int
+    shift: int
 
 
 def _sum_clipped(first: int, count: int, high: int) -> int:

@@ -104,7 +104,7 @@ def _is_special(dout: Tensor | None) -> bool:
 def _readable(t: Tensors) -> Tensors:
     """The tensors, copied where kernels need other strides.
 
-    q, k and v must be contiguous in their last dimension, slopes, sinks and cu_seqlens in all.
+    q, k and v must be contiguous in their last dimension, slopes, sinks, cu_seqlens and origins in all.
     Called before autograd saves the tensors, so that a training step copies once.
     """
     if is_plain(t) and all(x.dim() and x.stride(-1) == 1 for x in (t.q, t.k, t.v)):
@@ -116,6 +116,7 @@ def _readable(t: Tensors) -> Tensors:
         "sinks": t.sinks,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": t.cu_seqlens_k,
+        "origins": t.origins,
     }
     copies |= {name: x.contiguous() for name, x in rows.items() if x is not None and not x.is_contiguous()}
     return dataclasses.replace(t, **copies) if copies else t

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.masks import Origin
+
 ROUNDS = 7
 _MASK = 0xFFFFFFFF
 _MULTIPLY_A, _MULTIPLY_B = 0xD2511F53, 0xCD9E8D57
@@ -50,7 +52,13 @@ def words(rng_state: Tensor, blocks: Tensor, rows: Tensor, heads: Tensor) -> lis
 
 
 def keep(
-    rng_state: Tensor, dropout_p: float, batch: range, num_heads_q: int, rows: tuple[int, int], keys: tuple[int, int]
+    rng_state: Tensor,
+    dropout_p: float,
+    batch: range,
+    num_heads_q: int,
+    rows: tuple[int, int],
+    keys: tuple[int, int],
+    origin: Origin | None = None,
 ) -> Tensor:
     """Which probabilities are kept, for a rectangle of the score matrix.
 
@@ -61,6 +69,7 @@ def keep(
         num_heads_q: Query heads, all of them.
         rows: Half-open range of rows.
         keys: Half-open range of keys.
+        origin: Of the one sequence, whose rows and keys are part of a longer one.
 
     Returns:
         ``(len(batch), num_heads_q, rows, keys)`` bool, True where kept.
@@ -71,6 +80,12 @@ def keep(
     sequences = torch.arange(batch.start, batch.stop, device=device)
     heads = sequences[:, None, None, None] * num_heads_q + torch.arange(num_heads_q, device=device)[:, None, None]
     row = torch.arange(rows[0], rows[1], device=device)[:, None]
+    place = slice(keys[0] - 4 * first, keys[1] - 4 * first)
+    if origin is not None:
+        key = origin.key + origin.key_step * torch.arange(*keys, device=device)
+        blocks, block_of_key = torch.unique_consecutive(key // 4, return_inverse=True)
+        heads, row = heads + (origin.head - batch.start * num_heads_q), origin.row + origin.row_step * row
+        place = 4 * block_of_key + key % 4
     limit = threshold(dropout_p)
     kept = torch.stack([word >= limit for word in words(rng_state, blocks, row, heads)], dim=-1).flatten(-2)
-    return kept[..., keys[0] - 4 * first : keys[1] - 4 * first]
+    return kept[..., place]

@@ -19,7 +19,7 @@ from flashtile.arguments import TENSORS, Grads, Options, differentiable
 from flashtile.arguments import Tensors as Tensors
 from flashtile.axes import Axes, checked_kinds, lengths_between, refuse_tracing
 from flashtile.errors import InvalidInputError
-from flashtile.masks import Band
+from flashtile.masks import Band, Origin
 
 
 class SequenceLayout(NamedTuple):
@@ -40,11 +40,12 @@ class SequenceLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of q, of k and v, and of the output."""
+    """Dtypes of q, of k and v, of the output, and of the gradients of q, k and v."""
 
     q: torch.dtype
     kv: torch.dtype
     out: torch.dtype
+    grad: torch.dtype
 
     @property
     def lse(self) -> torch.dtype:
@@ -119,6 +120,7 @@ class Problem:
         score_mod: The modifications of the scaled scores.
         mask_mod: Which pairs are kept.
         sinks: Whether sinks are given.
+        origins: Whether packed sequences are parts of longer ones (``masks.Origin``).
         dropout_p: Probability of dropping, 0 for none.
         deterministic: Whether the backward must be bitwise repeatable.
         grads: Which tensors need a gradient; none if no backward will follow.
@@ -140,6 +142,7 @@ class Problem:
     score_mod: ScoreMod = ScoreMod()
     mask_mod: MaskMod = MaskMod()
     sinks: bool = False
+    origins: bool = False
     dropout_p: float = 0.0
     deterministic: bool = False
     grads: Grads = Grads()  # noqa: RUF009
@@ -147,8 +150,9 @@ class Problem:
     rotary_interleaved: bool = False
 
     # Shorthand: how it is read, and the fields that ``but`` sets.
-    dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out")
+    dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out", "precision.grad")
     out_dtype = _Short(lambda p: p.precision.out, "precision.out")
+    grad_dtype = _Short(lambda p: p.precision.grad, "precision.grad")
     lse_dtype = _Short(lambda p: p.precision.lse)
     varlen = _Short(lambda p: p.queries.packed, "queries.packed", "keys.packed")
     seqlen_q = _Short(lambda p: p.queries.length, "queries.length")
@@ -192,7 +196,7 @@ class Problem:
         return cls(
             device_type=q.device.type,
             compute_capability=compute_capability(q.device),
-            precision=Precision(q.dtype, t.k.dtype, q.dtype),
+            precision=Precision(q.dtype, t.k.dtype, q.dtype, q.dtype),
             queries=SequenceLayout(sizes["seqlen_q"], packed),
             keys=SequenceLayout(sizes["seqlen_k"], packed),
             batch=sizes["batch"],
@@ -204,6 +208,7 @@ class Problem:
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None if bias is None else bias.dtype),
             mask_mod=MaskMod(Band(o.window_left, o.window_right), t.attn_mask is not None),
             sinks=t.sinks is not None,
+            origins=t.origins is not None,
             dropout_p=o.dropout_p,
             deterministic=o.deterministic,
             grads=o.grads,
@@ -236,7 +241,7 @@ class Problem:
 
 
 _NOTHING = Problem(
-    "cpu", None, Precision(*[torch.float32] * 3), 1, SequenceLayout(1), SequenceLayout(1), 1, 1, 64, 64, 0.125
+    "cpu", None, Precision(*[torch.float32] * 4), 1, SequenceLayout(1), SequenceLayout(1), 1, 1, 64, 64, 0.125
 )
 
 
@@ -250,6 +255,7 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     packed = t.cu_seqlens_q is not None or t.cu_seqlens_k is not None
     axes = Axes({"batch seqlen": "total"} if packed else {})
     axes.fix("dropout's state", "numbers", 2)
+    axes.fix("an origin", "origin", len(Origin._fields))
     rows = checked_kinds(t, TENSORS)
     for name, row, x in rows[:3]:
         axes.bind(name, x, row)
@@ -258,6 +264,8 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     for name in () if packed else ("max_seqlen_q", "max_seqlen_k"):
         if getattr(options, name) is not None:
             raise InvalidInputError(name, "is given, but goes with cu_seqlens alone")
+    if t.origins is not None and not packed:
+        raise InvalidInputError("origins", "is given, but goes with cu_seqlens alone")
     axes.check_heads()
     for name, row, x in rows[3:]:
         axes.bind(name, x, row)

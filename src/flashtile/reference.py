@@ -13,7 +13,10 @@ from torch import Tensor
 
 from flashtile import philox
 from flashtile.kvcache.arguments import FLOAT8, CacheTensors
+from flashtile.masks import Origin
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
+from flashtile.quantization.record import Quantized
 
 
 def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -35,7 +38,8 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
     outs, lses = [], []
     for b in range(problem.batch):
         rows, keys = slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
-        out, lse = _dense(problem, _sequence(tensors, b, rows, keys), dtype, range(b, b + 1))
+        origin = None if tensors.origins is None else Origin(*tensors.origins[b].tolist())
+        out, lse = _dense(problem, _sequence(tensors, b, rows, keys), dtype, range(b, b + 1), origin)
         outs.append(out[0])
         lses.append(lse[0])
     # Rows past the last bound belong to no sequence: rules 8 and 9.
@@ -43,6 +47,24 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
     outs.append(torch.zeros(rest, problem.num_heads_q, problem.head_dim_v, dtype=dtype, device=tensors.q.device))
     lses.append(torch.full((problem.num_heads_q, rest), -torch.inf, dtype=dtype, device=tensors.q.device))
     return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def attention_quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
+    """A quantized call by definition, over the dequantised numbers, with no rounding of probabilities; float64."""
+    scales = t.q_scale, t.k_scale, t.v_scale
+    record = Quantized(t.q, t.k, t.v, *scales, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
+    # Rules 19 and 20.
+    call = Tensors(*record.dequantized(), cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
+    out, lse = attention(problem.but(sinks=False), call)
+    if t.shift is not None:
+        lse = torch.where(lse == -torch.inf, lse, lse + t.shift * problem.softmax_scale)  # rule 21
+    if t.sinks is not None:  # rule 6, of rows of a sequence
+        rows = slice(None) if t.cu_seqlens_q is None else slice(0, int(t.cu_seqlens_q[-1]))
+        with_sinks = torch.logaddexp(lse[..., rows], t.sinks[:, None].to(lse))
+        weight = torch.exp(lse[..., rows] - torch.where(with_sinks == -torch.inf, 0.0, with_sinks))
+        out[..., rows, :, :] *= weight.transpose(-1, -2)[..., None]
+        lse[..., rows] = with_sinks
+    return out, lse
 
 
 def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
@@ -70,7 +92,9 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
     )
 
 
-def _dense(p: Problem, t: Tensors, dtype: torch.dtype, batch: range) -> tuple[Tensor, Tensor]:
+def _dense(
+    p: Problem, t: Tensors, dtype: torch.dtype, batch: range, origin: Origin | None = None
+) -> tuple[Tensor, Tensor]:
     q = t.q.to(dtype).transpose(1, 2)
     k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(p.group_size, dim=1) for x in (t.k, t.v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
@@ -80,8 +104,9 @@ def _dense(p: Problem, t: Tensors, dtype: torch.dtype, batch: range) -> tuple[Te
     if p.softcap > 0:  # rule 2
         scores = p.softcap * torch.tanh(scores / p.softcap)
     if t.alibi_slopes is not None:  # rule 3
-        i = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
-        distance = (i - torch.arange(seqlen_k, device=device)).abs()
+        at = origin or Origin(0, 0, 1, 0, 1, seqlen_k - seqlen_q)
+        i = at.row + at.row_step * torch.arange(seqlen_q, device=device)[:, None] + at.shift
+        distance = (i - at.key - at.key_step * torch.arange(seqlen_k, device=device)).abs()
         scores = scores - t.alibi_slopes.to(dtype)[..., None, None] * distance
     if t.attn_bias is not None:  # rule 4
         scores = scores + t.attn_bias.to(dtype)
@@ -94,7 +119,7 @@ def _dense(p: Problem, t: Tensors, dtype: torch.dtype, batch: range) -> tuple[Te
     lse = _logsumexp(scores, t.sinks)  # rule 6
     probs = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])  # rule 8: a row without keys is 0
     if t.rng_state is not None:  # rule 7
-        kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k))
+        kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k), origin)
         probs = torch.where(kept, probs / (1 - p.dropout_p), 0.0)
     return (probs @ v).transpose(1, 2), lse  # rule 10: a NaN of v reaches rows that mask its key too
 

@@ -63,7 +63,7 @@ class Setting:
 CHECK = Setting(
     "FLASHTILE_CHECK",
     "0",
-    "1 also checks what costs a device synchronisation: the values of cu_seqlens, cache lengths and pages.",
+    "1 also checks what costs a device synchronisation: the values of cu_seqlens, scales, cache lengths and pages.",
     (*_ON, *_OFF),
 )
 BACKEND = Setting(
@@ -80,7 +80,14 @@ LAUNCHER = Setting(
     ("triton",),
 )
 
-SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER)
+COPIES = Setting(
+    "FLASHTILE_COPIES",
+    "0",
+    "1: the ring of distributed.attention is copied by the copy engines of one host's GPUs; the same on all ranks.",
+    (*_ON, *_OFF),
+)
+
+SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES)
 
 
 def validate() -> None:

@@ -30,7 +30,7 @@ _OUTPUTS = {
 def _axis(along: str, name: str, shape: tuple[int, ...]) -> int | None:
     """The dimension of a tensor that belongs to the batch or the heads; None where it has none or broadcasts it."""
     rank = len(shape)
-    if name in ("cu_seqlens_q", "cu_seqlens_k", "rng_state"):
+    if name in ("cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins"):
         return None
     if name in ("alibi_slopes", "sinks"):
         return rank - 1 if along == "heads" else 0 if rank == 2 else None

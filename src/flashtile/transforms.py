@@ -7,6 +7,7 @@ each level of ``torch.func`` runs them once, on its own wrappers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from flashtile.arguments import (
     GRADIENTS,
     OPTIONS,
     TENSORS,
+    Argument,
     Grads,
     Options,
     Tensors,
@@ -218,6 +220,39 @@ def _vmap(name: str) -> Any:
         return results, (0,) * len(results)
 
     return rule
+
+
+def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
+    """Raises for the first of a call's tensors, in the order of ``rows``, that requires grad."""
+    for name, x in zip(rows, given, strict=False):
+        if x is not None and x.requires_grad:
+            raise InvalidInputError(name, f"requires grad, but {what} has no gradient: use torch.no_grad()")
+
+
+def refuse_tangents(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
+    """Raises for the first of a call's tensors, in the order of ``rows``, that is a dual one."""
+    for name, x in zip(rows, given, strict=False):
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None:
+            raise InvalidInputError(name, f"has a tangent, but {what} has no derivative")
+
+
+def register_without_derivative(name: str, rows: Mapping[str, Argument], what: str) -> None:
+    """Registers an operator's kernel for the dispatcher's autograd keys: there is no derivative of any kind.
+
+    Args:
+        name: The operator.
+        rows: The table of its tensors, its first arguments.
+        what: How errors name a call.
+    """
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            refuse_gradients(rows, args[: len(rows)], what)
+        refuse_tangents(rows, args, what)
+        with torch._C._AutoDispatchBelowAutograd():
+            return ops.overload(name).redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    _LIBRARY.impl(name.removeprefix("flashtile::"), kernel, "Autograd", with_keyset=True)
 
 
 def register() -> None:

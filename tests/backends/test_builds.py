@@ -164,7 +164,9 @@ def test_quick_takes_every_mask_and_feature_of_a_gluon_kernel() -> None:
 
 
 def test_refusals_name_the_argument() -> None:
-    with pytest.raises(InvalidInputError, match="arch: is 'sm_75', must be one of sm_80, sm_90a, sm_100, gfx942"):
+    with pytest.raises(
+        InvalidInputError, match="arch: is 'sm_75', must be one of sm_80, sm_89, sm_90a, sm_100, gfx942"
+    ):
         builds.jobs("sm_75")
     with pytest.raises(InvalidInputError, match="backend: is 'metal', must be one of hopper, portable, cpu"):
         builds.jobs("sm_80", "metal")
@@ -192,6 +194,6 @@ def test_every_kernel_builds_and_keeps_its_promises(arch: str) -> None:
     # `flashtile kernels` without --quick builds them all.
     outcomes = list(builds.run(builds.jobs(arch, quick=True)))
     assert [f"{outcome.job.label}: {problem}" for outcome in outcomes for problem in outcome.problems] == []
-    matrix = {"sm_80": "mma", "sm_90a": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}[arch]
+    matrix = {"sm_80": "mma", "sm_89": "mma", "sm_90a": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}[arch]
     reports = [outcome.report for outcome in outcomes if outcome.report is not None]
     assert {r.backend for r in reports if matrix in r.instructions} == {r.backend for r in reports}

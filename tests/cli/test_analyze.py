@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from flashtile.cli.analyze import app
 
-COMMANDS = ["memory", "traffic", "flops", "roofline", "tiles", "peak", "transformer", "decode"]
+COMMANDS = ["memory", "traffic", "flops", "roofline", "tiles", "peak", "transformer", "decode", "ring"]
 
 
 def run(*args):
@@ -34,6 +34,8 @@ def records(*args):
         (["transformer"], ["18.52", "56.10", "2.15", "17.18"]),
         (["decode"], ["4.2", "536.9", "4.0", "28.0", "461.4", "16", "131,072"]),
         (["decode", "--page-size", "16", "--cache-dtype", "float8"], ["268.4", "8.0", "0.01%", "14.0"]),
+        (["ring"], ["4,096", "8,192", "137.41", "2.11", "43.54", "100%", "0.925"]),
+        (["ring", "--backward", "--ulysses", "8", "--gpus", "64"], ["0.85", "96%"]),
     ],
 )
 def test_tables_show_the_figures(args, cells):
@@ -68,6 +70,17 @@ def test_options_reach_the_models():
     assert [one["programs"] for one in by_heads] == [8, 8, 2, 2]
     older = records("decode", "--device", "A100")[0]
     assert older["roofline"]["time_s"] == pytest.approx(older["total_bytes"] / 2.039e12)
+    (one,) = records(
+        "ring", "--gpus", "16", "--tokens", "1k", "--heads-kv", "4", "--window", "100", "--layout", "striped"
+    )
+    assert (one["world"], one["tokens"], one["steps"], one["num_heads_kv"]) == (16, 1024, 16, 4)
+    assert one["sent_bytes"] == 15 * 1024 * 4 * 256 * 2
+    links = ["--gpus", "2", "--tflops", "1000", "--gb-per-s", "1", "--latency-us", "5", "--heads-kv", "1"]
+    assert records("ring", *links)[0]["transfer_s"] == pytest.approx(5e-6 + 8192 * 512 / 1e9)
+    (far,) = records("ring", *links, "--node", "1", "--node-gb-per-s", "2", "--node-latency-us", "9", "--backward")
+    assert far["transfer_s"] == pytest.approx(2 * 9e-6 + 8192 * (512 + 1024) / 2e9)
+    (full,) = records("ring", "--gpus", "2", "--no-causal", "--scheme", "allgather", "--dtype", "float32")
+    assert full["flops"] == 4 * 128 * 32 * 16384**2 and full["sent_bytes"] == 8192 * 8 * 256 * 4
     grouped = records("transformer", "--seqlen", "4096", "--heads-kv", "8")[0]
     assert grouped["kv_cache_bytes"] * 4 == records("transformer", "--seqlen", "4096")[0]["kv_cache_bytes"]
 
@@ -121,6 +134,11 @@ def test_help_and_unknown_flags(command):
         (["decode", "--heads-kv", "0"], "--heads-kv"),
         (["decode", "--dtype", "float32"], "16-bit"),
         (["decode", "--device", "X9"], "X9"),
+        (["ring", "--gpus", "0"], "--gpus"),
+        (["ring", "--layout", "spiral"], "layout"),
+        (["ring", "--scheme", "star"], "scheme"),
+        (["ring", "--ulysses", "3"], "ulysses"),
+        (["ring", "--gb-per-s", "0"], "bytes_per_s"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(args, word):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -65,6 +66,15 @@ def test_serving_example_writes_what_recomputing_writes(
     assert [name for name, _, _ in found] == ["recomputed", "static cache, SDPA", "served"]
     assert all(rate != "0" for _, rate, _ in found)
     assert torch.cuda.is_available() or all(same == "2" for _, _, same in found)
+
+
+def test_context_parallel_example_has_the_losses_of_one_process() -> None:
+    # Its processes import the script by its path, so it is not run inside this one.
+    command = [sys.executable, str(EXAMPLES / "07_context_parallel.py"), "--seqlen", "509", "--steps", "4"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    one, two = ([float(x) for x in line.split()] for line in re.findall(r"losses ([\d. ]+),", out))
+    assert len(one) == 4 and one[-1] < one[0] - 0.2
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 2e-4
 
 
 def test_both_attentions_agree_in_output_and_gradients() -> None:

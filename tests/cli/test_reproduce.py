@@ -133,6 +133,64 @@ BY_HAND: dict[str, Callable[[], list[float]]] = {
     "F02": lambda: [512**2 * 2 / 1e6],
     "F02-traffic": lambda: [_naive(512), _naive(2048), _naive(16384), _flash(512), _flash(2048), _flash(16384)],
 }
+N = 8192
+SQUARE, TRIANGLE = N * N, N * (N + 1) / 2
+
+
+def _ring(gpu: str, backward: bool) -> list[float]:
+    """Entries G1 to G4: seconds of a first causal step and seven more, of passes over memory, of the last sums."""
+    full, causal, back, hbm, link = {"H800": (370, 325, 288, 3.35, 160), "A100": (225, 205, 174, 2.04, 240)}[gpu]
+    a_pair = 4 * 128 * 32 / 1e12
+    more = {"ring": (SQUARE, full), "zigzag": (SQUARE / 2, full), "stripe": (TRIANGLE, causal)}
+    rows = N * 32 * 128 / (0.7 * hbm * 1e12)
+    shares = []
+    for layout, (pairs, rate) in more.items():
+        ideal = [8 * N * (8 * N + 1) / 2 / 8 * a_pair / causal, 8 * N * (8 * N + 1) / 2 / 8 * 2.5 * a_pair / back]
+        forward = TRIANGLE * a_pair / causal + 7 * (pairs * a_pair / rate + 38 * rows)
+        keys = 0.5 if layout == "zigzag" else 1  # of dk and dv, of 8 heads each, against 32 of dq
+        behind = 7 * 10 * rows * (1 + keys * 16 / 32) + 10e-6 + N * 8 * 256 * 4 / (link * 1e9)
+        total = [forward, 2.5 * a_pair * (TRIANGLE + 7 * pairs) / back + behind]
+        shares.append(100 * sum(ideal[: 1 + backward]) / sum(total[: 1 + backward]))
+    return shares
+
+
+def _magi(scheme: str, backward: bool) -> list[float]:
+    """Entries G5 to G11, from 64/8 heads of 128."""
+    rate, products, shard = 592e12 if backward else 632e12, 10 if backward else 4, N * 8 * 256 * 2
+    passes = (10 * N * (64 + 8) if backward else 38 * N * 64) * 128 / (0.7 * 3.35e12)
+    speeds = []
+    for world in (8, 64):
+        flops = products * 128 * 64 * world * N * (world * N + 1) / 2
+        seconds, near = flops / world / rate, lambda size: 10e-6 + size / 370e9
+        far = lambda size: 20e-6 + size / 50e9 if size else 0  # noqa: E731
+        last = (near, far)[world > 8](2 * shard) if backward else 0
+        rows = N * 256 * 2 * (64 + 8 * max(1, world // 8)) / world
+        if scheme == "ring":
+            seconds += (world - 1) * passes + last
+        elif scheme == "usp":
+            seconds += 2 * near(7 * N * 256 * 2 * (64 + 8) / 8 / 2) + (world > 8) * (7 * passes + last)
+        elif scheme == "ulysses":
+            seconds += 2 * max(near(7 * rows / 2), far((world - 8) * rows / 2))
+        else:
+            sizes = (shard, 2 * shard)[: 1 + backward]
+            seconds += sum(max(near((world - world // 8) * x), far((world // 8 - 1) * x)) for x in sizes)
+        speeds.append(flops / world / seconds / 1e12)
+    return speeds
+
+
+BY_HAND |= {
+    "G1": lambda: _ring("H800", False),
+    "G2": lambda: _ring("A100", False),
+    "G3": lambda: _ring("H800", True),
+    "G4": lambda: _ring("A100", True),
+    "G5": lambda: _magi("ulysses", False),
+    "G6": lambda: _magi("usp", False),
+    "G7": lambda: _magi("gather", False),
+    "G8": lambda: _magi("ring", False),
+    "G9": lambda: _magi("ulysses", True) + _magi("usp", True),
+    "G10": lambda: _magi("gather", True),
+    "G11": lambda: _magi("ring", True),
+}
 ROWS = {"D7", *(name for name in ENTRIES if re.match(r"D1[0-3]", name))}
 ERRORS = {"A20", "D17", "D18", "D19"}
 

@@ -19,6 +19,8 @@ from flashtile import dispatch
 from tests.cases import Case, build, judge
 from tests.kvcache import cases as kvcache
 from tests.kvcache.cases import CacheCase
+from tests.quantization import cases as quantization
+from tests.quantization.cases import QuantizedCase
 
 CASES = (
     Case("full", seqlen_q=200, seqlen_k=150, head_dim=64),
@@ -49,6 +51,14 @@ CACHED = (
     CacheCase("cache_float8", ((300, 1, 1), (31, 1, 1)), appends=True, float8="eh", heads=4, kv_heads=1, head_dim=128,
               page_size=16),
 )  # fmt: skip
+QUANTIZED = (
+    QuantizedCase("quantized", ((200, 150), (200, 150)), head_dim=64, heads=4, kv_heads=2, causal=True, shifted=True),
+    QuantizedCase("quantized_128", ((150, 300),), head_dim=128, sinks=True, scales=("head", "block", "tensor")),
+    QuantizedCase("quantized_wide", ((100, 200),), head_dim=256, causal=True, window=(90, 0)),
+    QuantizedCase("quantized_odd", ((61, 77),), head_dim=48, head_dim_v=80, softcap=5.0, half=True),
+    QuantizedCase("quantized_packed", ((40, 190), (0, 7), (165, 20)), packed=True, head_dim=64, causal=True,
+                  sinks=True, spare=130, shifted=True),
+)  # fmt: skip
 
 
 def main(backends: list[str], device: str = "cuda") -> None:
@@ -72,6 +82,13 @@ def main(backends: list[str], device: str = "cuda") -> None:
             right, refused = right + (not why), refused + bool(why)
             shown = f"refused: {'; '.join(why)}" if why else "right"
             print(f"  {name} {cached} {shown}", flush=True)
+        for quantized in QUANTIZED:
+            of_8_bits = quantization.build(quantized, device)
+            why = dispatch.reasons(name, of_8_bits.problem, "quantized")
+            quantization.judge(of_8_bits, name, watched=True)
+            right, refused = right + (not why), refused + bool(why)
+            shown = f"refused: {'; '.join(why)}" if why else "right"
+            print(f"  {name} {quantized} {shown}", flush=True)
         print(f"{name}: {right} calls right, {refused} refused", flush=True)
 
 

@@ -325,8 +325,11 @@ def _permute(d: Decoder, i: Instruction) -> Step:
     if i.opcode != ("prmt", "b32"):
         raise PtxError("byte permutation mode")
     sources = [d.operand(text, 32) for text in i.operands[1:]]
+    nothing = np.full(LANES, 0xFFFFFFFF, u4)
 
-    def run(a: Array, b: Array, chosen: Array) -> Array:
+    def run(a: Array | None, b: Array | None, chosen: Array) -> Array:
+        # Of words that are not used the compiler makes bytes out of registers that nobody wrote: NaN, as in memory.
+        a, b = (nothing if x is None else x for x in (a, b))
         both = np.concatenate([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1)
         value = np.zeros((LANES, 4), np.uint8)
         for place in range(4):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.ptx.arithmetic import (
     _SIGNED,
@@ -141,12 +142,47 @@ def _convert(d: Decoder, i: Instruction) -> Step:
             return (narrow(high.view(f4)).astype(u4) << u4(16)) | narrow(low.view(f4))
 
         return step(d, i.operands[0], pack, pair)
+    if to == "e4m3x2" and origin == "f32" and modifiers == {"rn", "satfinite"}:
+        pair = [d.operand(i.operands[1], 32), d.operand(i.operands[2], 32)]
+        return step(d, i.operands[0], lambda high, low: (_to_e4m3(high) << np.uint16(8)) | _to_e4m3(low), pair)
+    if to == "e4m3x2" and origin == "f16x2" and modifiers == {"rn", "satfinite"}:
+        return step(d, i.operands[0], _halves_to_e4m3, [d.operand(i.operands[1], 32)])
+    if to == "f16" and origin == "f32" and modifiers == {"rz"}:
+        return step(d, i.operands[0], _to_f16_towards_zero, [d.operand(i.operands[1], 32)])
+    if to == "f16x2" and origin == "e4m3x2" and modifiers == {"rn"}:
+        return step(d, i.operands[0], _from_e4m3, [d.operand(i.operands[1], 16)])
     function = _conversion(to, origin, modifiers)
-    return step(d, i.operands[0], function, [d.operand(i.operands[1], WIDTHS[origin])])
+    # The smallest registers have 16 bits.
+    return step(d, i.operands[0], function, [d.operand(i.operands[1], max(WIDTHS[origin], 16))])
 
 
 def _to_f16(x: Array) -> Array:
     return x.astype(np.float16).view(np.uint16)
+
+
+def _to_f16_towards_zero(x: Array) -> Array:
+    value = np.ascontiguousarray(x).view(f4)
+    near = value.astype(np.float16)
+    too_far = np.abs(near.astype(f4)) > np.abs(value)
+    return np.where(too_far, np.nextafter(near, np.float16(0)), near).view(np.uint16)
+
+
+def _to_e4m3(x: Array) -> Array:
+    """Bits of float32 numbers as e4m3 ones, saturated; NaN stays NaN."""
+    found = torch.from_numpy(x.view(f4).copy()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return found.view(torch.uint8).numpy().astype(np.uint16)
+
+
+def _halves_to_e4m3(x: Array) -> Array:
+    """Two float16 numbers of 32 bits as two e4m3 ones of 16."""
+    both = np.ascontiguousarray(x).view(np.float16).astype(f4).reshape(-1, 2)
+    return (_to_e4m3(np.ascontiguousarray(both[:, 1])) << np.uint16(8)) | _to_e4m3(np.ascontiguousarray(both[:, 0]))
+
+
+def _from_e4m3(x: Array) -> Array:
+    """Two e4m3 numbers of 16 bits as two float16 ones of 32."""
+    both = torch.from_numpy(np.ascontiguousarray(x.astype(np.uint16)).view(np.uint8)).view(torch.float8_e4m3fn)
+    return both.to(torch.float16).view(torch.int16).numpy().view(u4)
 
 
 def _conversion(to: str, origin: str, modifiers: set[str]) -> Callable[[Array], Array]:

@@ -19,8 +19,8 @@ _KERNELS: dict[int, Kernels] = {}
 
 @contextmanager
 def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
-    """Within, ``backend="portable"`` takes CPU tensors, as if of a device of ``sm_90`` or ``sm_80``."""
-    capability = {"sm_90": 90, "sm_80": 80}[arch]
+    """Within, ``backend="portable"`` takes CPU tensors, as if of a device of ``sm_90``, ``sm_89`` or ``sm_80``."""
+    capability = {"sm_90": 90, "sm_89": 89, "sm_80": 80}[arch]
     kernels = _KERNELS.setdefault(capability, Kernels(capability))
 
     def run(kernel: Any, programs: int, arguments: dict[str, Any], options: Mapping[str, int]) -> None:
@@ -31,8 +31,10 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
             portable._CAPABILITIES, device_types=("cpu",), min_compute_capability=None)),
         (portable, "_DECODE", dataclasses.replace(
             portable._DECODE, device_types=("cpu",), min_compute_capability=None)),
+        (portable, "_QUANTIZED", dataclasses.replace(
+            portable._QUANTIZED, device_types=("cpu",), min_compute_capability=None)),
         (portable, "_needs_widening", lambda problem: False),
-        (tiles, "arch_of", lambda problem: arch),
+        (tiles, "arch_of", lambda problem: "sm_86" if arch == "sm_89" else arch),
         (host, "launch_by_triton", run),
     ]  # fmt: skip
     ops._KNOWN.clear()

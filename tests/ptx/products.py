@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.machine import Stamp
 from tests.ptx.arithmetic import Array, bf16_to_f32
@@ -20,18 +21,23 @@ _SPANS = {0: 0, 1: 128, 2: 64, 3: 32}
 _LANE = np.arange(32)
 
 
-def floats(kind: str) -> Callable[[Array], Array]:
-    """What makes float32 of 16-bit operands."""
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
+def floats(kind: str) -> tuple[int, Callable[[Array], Array]]:
+    """Bytes of an operand's element, and what makes float32 of its bits."""
     if kind == "bf16":
-        return bf16_to_f32
+        return 2, bf16_to_f32
     if kind == "f16":
-        return lambda x: x.view(np.float16).astype(np.float32)
+        return 2, lambda x: x.view(np.float16).astype(np.float32)
+    if kind == "e4m3":
+        return 1, lambda x: _E4M3[x]
     raise PtxError(f"products of {kind}")
 
 
 @functools.lru_cache(maxsize=4096)
-def _places(descriptor: int, sides: int, transposed: bool, first: int) -> Array:
-    """Place in shared memory, in 16-bit units, of operand elements [sides, 16] from row ``first`` on.
+def _places(descriptor: int, sides: int, transposed: bool, first: int, size: int) -> Array:
+    """Place in shared memory, in elements of ``size`` bytes, of operand elements [sides, 32 bytes] from ``first`` on.
 
     PTX ISA, "Matrix descriptor" and "Strides": in units of 16 bytes, the start in bits 0-13, the leading dimension's
     byte offset in 16-29, the stride dimension's in 32-45, the swizzle in 62-63. ``transposed``: consecutive elements
@@ -42,7 +48,13 @@ def _places(descriptor: int, sides: int, transposed: bool, first: int) -> Array:
     span = _SPANS[descriptor >> 62]
     if descriptor >> 46 & 0xFFFF or descriptor >> 14 & 3 or descriptor >> 30 & 3:
         raise PtxError(f"matrix descriptor {descriptor:#x}: a base offset, or bits that must be 0")
-    side, k = first + np.arange(sides)[:, None], np.arange(16)[None, :]
+    side, k = first + np.arange(sides)[:, None], np.arange(32 // size)[None, :]
+    if size == 1:
+        if transposed:
+            raise PtxError("8-bit operands are not transposed")
+        # The layout of 16-bit ones, byte by byte.
+        whole = _places(descriptor, sides, False, first, 2)
+        return np.repeat(whole * 2, 2, axis=1) + k % 2
     if span == 0:
         # Matrices of 8 rows x 16 bytes, each in one piece.
         lines, inner = (side, k) if not transposed else (k, side)
@@ -56,11 +68,11 @@ def _places(descriptor: int, sides: int, transposed: bool, first: int) -> Array:
     return (swizzled(address, span) - SHARED_BASE) >> 1
 
 
-def _in_shared(block: Block, descriptor: int, sides: int, transposed: bool, first: int = 0) -> Array:
-    places = _places(descriptor, sides, transposed, first)
-    if places.min() < 0 or places.max() >= len(block.shared.view(2)):
+def _in_shared(block: Block, descriptor: int, sides: int, transposed: bool, size: int, first: int = 0) -> Array:
+    places = _places(descriptor, sides, transposed, first, size)
+    if places.min() < 0 or places.max() >= len(block.shared.view(size)):
         raise PtxError(f"an operand outside shared memory: descriptor {descriptor:#x}")
-    block.shared.touch(places * 2 + SHARED_BASE, 2)
+    block.shared.touch(places * size + SHARED_BASE, size)
     return places
 
 
@@ -72,13 +84,18 @@ def fragment(columns: int, rows_apart: int = 8) -> tuple[Array, Array]:
     return row, column
 
 
-def _a_rows(values: list[Array], convert: Callable[[Array], Array]) -> Array:
-    """[16, 16] float32 of the four registers of an A fragment."""
-    a = np.empty((16, 16), np.float32)
+def _spread(value: Array, convert: Callable[[Array], Array], size: int) -> Array:
+    """[32, 4 / size] float32: the elements that each lane has in a register."""
+    return convert(np.ascontiguousarray(value).view(np.uint16 if size == 2 else np.uint8)).reshape(32, 4 // size)
+
+
+def _a_rows(values: list[Array], convert: Callable[[Array], Array], size: int) -> Array:
+    """[16, 32 / size] float32 of the four registers of an A fragment."""
+    count = 4 // size
+    a = np.empty((16, 32 // size), np.float32)
     for n, value in enumerate(values):
-        halves = convert(np.ascontiguousarray(value).view(np.uint16)).reshape(32, 2)
-        row, column = _LANE // 4 + 8 * (n % 2), 2 * (_LANE % 4) + 8 * (n // 2)
-        a[row, column], a[row, column + 1] = halves[:, 0], halves[:, 1]
+        row, column = _LANE // 4 + 8 * (n % 2), count * (_LANE % 4) + 4 * count * (n // 2)
+        a[row[:, None], column[:, None] + np.arange(count)] = _spread(value, convert, size)
     return a
 
 
@@ -111,15 +128,18 @@ def _wgmma(d: Decoder, i: Instruction) -> Step:
 
 
 def _product(d: Decoder, i: Instruction) -> Step:
-    shape = re.fullmatch(r"m64n(\d+)k16", i.opcode[4])
+    shape = re.fullmatch(r"m64n(\d+)k(16|32)", i.opcode[4])
     if i.opcode[:4] != ("wgmma", "mma_async", "sync", "aligned") or shape is None or i.opcode[5] != "f32":
         raise PtxError("product")
-    columns, convert = int(shape[1]), floats(i.opcode[6])
+    columns, (size, convert) = int(shape[1]), floats(i.opcode[6])
     acc = [d.register(name) for name in d.vector(i.operands[0])]
     in_registers = i.operands[1].startswith("{")
     signs = [int(text) for text in i.operands[4:6]]
-    turned = [int(text) for text in i.operands[6:]]
+    # 8-bit operands have no way to be transposed, and no words about it.
+    turned = [int(text) for text in i.operands[6:]] if size == 2 else [0] * (2 - in_registers)
     if len(acc) != columns // 2 or signs != [1, 1] or len(turned) != 2 - in_registers or i.opcode[6] != i.opcode[7]:
+        raise PtxError("product")
+    if int(shape[2]) != 32 // size or (size == 1 and len(i.operands) != 6):
         raise PtxError("product")
     a = [d.operand(name, 32 if in_registers else 64) for name in d.vector(i.operands[1])]
     b, adds = d.operand(i.operands[2], 64), d.operand(i.operands[3], 1)
@@ -128,13 +148,15 @@ def _product(d: Decoder, i: Instruction) -> Step:
     def operands(warp: Warp) -> tuple[Array | None, Array]:
         v, block, left = warp.values, warp.block, None
         if not in_registers:
-            left = _in_shared(block, _one(v[a[0]]), 16, bool(turned[0]), warp.index % 4 * 16)
-        return left, _in_shared(block, _one(v[b]), columns, bool(turned[-1]))
+            left = _in_shared(block, _one(v[a[0]]), 16, bool(turned[0]), size, warp.index % 4 * 16)
+        return left, _in_shared(block, _one(v[b]), columns, bool(turned[-1]), size)
 
     def start(warp: Warp, places: tuple[Array | None, Array]) -> Stamp | None:
         if warp.block.watch is None:
             return None
-        both = np.concatenate([each.ravel() for each in places if each is not None])
+        # The watch counts in 16 bits.
+        halves = [each if size == 2 else each[:, ::2] >> 1 for each in places if each is not None]
+        both = np.concatenate([each.ravel() for each in halves])
         # A product may be issued on nothing and never looked at; its result is NaN.
         return warp.block.watch.start_read(warp.index, both, "product", may_be_unwritten=True)
 
@@ -143,8 +165,8 @@ def _product(d: Decoder, i: Instruction) -> Step:
             warp.block.watch.learn_end(warp.index, stamp)
 
     def multiply(warp: Warp, keep: bool, places: tuple[Array | None, Array], sums: Sums) -> None:
-        v, memory = warp.values, warp.block.shared.view(2)
-        left = _a_rows([v[n] for n in a], convert) if places[0] is None else convert(memory[places[0]])
+        v, memory = warp.values, warp.block.shared.view(size)
+        left = _a_rows([v[n] for n in a], convert, size) if places[0] is None else convert(memory[places[0]])
         result = left @ convert(memory[places[1]]).T
         if keep:
             if any(each is None for each in sums.values):
@@ -197,13 +219,15 @@ def _one(values: Any) -> int:
 
 @builder("mma")
 def _mma(d: Decoder, i: Instruction) -> Step:
-    shape = re.fullmatch(r"m16n8k(8|16)", i.opcode[3])
+    shape = re.fullmatch(r"m16n8k(8|16|32)", i.opcode[3])
     if i.opcode[1:3] != ("sync", "aligned") or shape is None or i.opcode[4:6] != ("row", "col"):
         raise PtxError("product")
     depth, kinds = int(shape[1]), i.opcode[6:]
     if kinds[0] != "f32" or kinds[3] != "f32":
         raise PtxError("accumulator")
-    convert = floats(kinds[1])
+    size, convert = floats(kinds[1])
+    if depth > 32 // size or (size == 1 and depth != 32):
+        raise PtxError("product")
     to = [d.register(name) for name in d.vector(i.operands[0])]
     a, b, c = ([d.operand(name, 32) for name in d.vector(text)] for text in i.operands[1:4])
     row, column = fragment(8)
@@ -212,13 +236,11 @@ def _mma(d: Decoder, i: Instruction) -> Step:
         if warp.mask is not None:
             raise PtxError("a product with lanes apart")
         v = warp.values
-        left = np.zeros((16, 16), np.float32)
-        left = _a_rows([v[n] for n in a] + [np.zeros(32, np.uint32)] * (4 - len(a)), convert)[:, :depth]
-        right = np.empty((depth, 8), np.float32)
+        left = _a_rows([v[n] for n in a] + [np.zeros(32, np.uint32)] * (4 - len(a)), convert, size)[:, :depth]
+        right, count = np.empty((depth, 8), np.float32), 4 // size
         for n, index in enumerate(b):
-            halves = convert(np.ascontiguousarray(v[index]).view(np.uint16)).reshape(32, 2)
-            k = 2 * (_LANE % 4) + 8 * n
-            right[k, _LANE // 4], right[k + 1, _LANE // 4] = halves[:, 0], halves[:, 1]
+            k = count * (_LANE % 4) + 4 * count * n
+            right[k[:, None] + np.arange(count), _LANE[:, None] // 4] = _spread(v[index], convert, size)
         before = np.empty((16, 8), np.float32)
         before[row, column] = np.stack([v[n] for n in c]).view(np.float32)
         out = (before + left @ right)[row, column].view(np.uint32)

@@ -21,6 +21,7 @@ from tests.ptx.launch import Build, Kernels
 from tests.ptx.machine import Options
 from tests.ptx.text import PtxError, parse
 from tests.slow import slow_but
+from tests.sums import judge_sums
 
 CASES = (
     Case("full", batch=1, seqlen_q=200, seqlen_k=150, head_dim=64, lse_grad=True),
@@ -69,6 +70,20 @@ def test_some_gradients_of_compiled_kernels(case: Case, names: str) -> None:
 def test_a_chain_of_partial_results_of_compiled_kernels(case: Case, cuts: tuple[int, ...]) -> None:
     with hopper.on_cpu(Options(seed=3, strict_fences=True), 2), torch.no_grad():
         judge_chain(hopper_backend.BACKEND.plan_forward, case, cuts, torch.bfloat16)
+
+
+SUMS: tuple[tuple[Case, tuple[int, ...]], ...] = (
+    (Case("varlen", batch=3, lengths=((40, 70), (0, 5), (30, 20)), heads=2, kv_heads=1, head_dim=64, causal=True,
+          spare=5), (21,)),
+    (Case("varlen", batch=2, lengths=((70, 130), (40, 70)), heads=1, kv_heads=1, head_dim=120, lse_grad=True), (60,)),
+    (Case("causal", batch=1, seqlen_q=80, seqlen_k=130, heads=1, kv_heads=1, head_dim=200, causal=True), (66,)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "cuts"), slow_but(SUMS, SUMS[:1].__contains__), ids=str)
+def test_gradients_of_compiled_kernels_add_up_in_float32(case: Case, cuts: tuple[int, ...]) -> None:
+    with hopper.on_cpu(Options(seed=5, product_at_wait=True, strict_fences=True), 2), poisoned_memory():
+        judge_sums(hopper_backend.BACKEND, case, cuts, torch.bfloat16, exact=False)
 
 
 @pytest.mark.slow

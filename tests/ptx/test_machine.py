@@ -20,6 +20,11 @@ def _result(body: str, threads: int = 32, seed: int = 0) -> torch.Tensor:
     return out
 
 
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The codes of numbers, saturated."""
+    return x.float().clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8).int()
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -38,6 +43,18 @@ def _result(body: str, threads: int = 32, seed: int = 0) -> torch.Tensor:
         ("mov.b32 %r9, 5; setp.gt.s32 %p1, %r1, 9; @%p1 mov.b32 %r9, 6; @!%p1 add.s32 %r9, %r9, 2;",
          torch.where(LANES > 9, 6, 7)),
         ("cvt.rn.f32.s32 %r2, %r1; mul.f32 %r3, %r2, 0f40400000; cvt.rzi.s32.f32 %r9, %r3;", LANES * 3),
+        ("cvt.rn.f32.s32 %r2, %r1; mul.f32 %r3, %r2, 0f41B40000; cvt.rn.satfinite.e4m3x2.f32 %rs1, %r3, %r2; "
+         "cvt.u32.u16 %r9, %rs1;", _e4m3(LANES * 22.5) * 256 + _e4m3(LANES)),
+        ("add.s32 %r2, %r1, -4111; cvt.rn.f32.s32 %r3, %r2; cvt.rz.f16.f32 %rs1, %r3; cvt.f32.f16 %r4, %rs1; "
+         "cvt.rzi.s32.f32 %r9, %r4;", torch.where(LANES < 16, -((4111 - LANES) // 4 * 4), -((4111 - LANES) // 2 * 2))),
+        ("mov.b32 %r2, 0x3C004000; cvt.rn.satfinite.e4m3x2.f16x2 %rs1, %r2; cvt.u32.u16 %r9, %rs1;",
+         LANES * 0 + 0x3840),
+        ("mov.b16 %rs1, 0x3840; cvt.rn.f16x2.e4m3x2 %r9, %rs1;", LANES * 0 + 0x3C004000),
+        ("sub.s32 %r2, %r1, 9; cvt.u16.u32 %rs1, %r2; and.b16 %rs1, %rs1, 255; cvt.s16.s8 %rs2, %rs1; "
+         "cvt.s32.s16 %r9, %rs2;", LANES - 9),
+        ("mov.b32 %r2, 0x38383838; mov.b32 %r10, 0f3F800000; mov.b32 %r11, %r10; mov.b32 %r12, %r10; "
+         "mov.b32 %r13, %r10; mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r10,%r11,%r12,%r13}, "
+         "{%r2,%r2,%r2,%r2}, {%r2,%r2}, {%r10,%r11,%r12,%r13}; cvt.rzi.s32.f32 %r9, %r12;", LANES * 0 + 33),
         ("elect.sync %r9|%p1, -1; @%p1 mov.b32 %r9, 77;", torch.where(LANES == 0, 77, 0)),
     ],
 )  # fmt: skip
@@ -142,6 +159,15 @@ def test_products_that_follow_each_other_into_one_accumulator() -> None:
     assert _result(_CHAIN + end, 128).eq(64).all()
     with pytest.raises((PtxError, RuntimeError)):
         _result(_CHAIN + end.replace("wgmma.wait_group.sync.aligned 0;", ""), 128)
+
+
+def test_products_of_8_bits_that_follow_each_other() -> None:
+    """Ones of e4m3: each product is over 32 of them, of A in registers and of B in shared memory."""
+    chain = _CHAIN.replace("0x3F803F80", "0x38383838").replace("k16.f32.bf16.bf16", "k32.f32.e4m3.e4m3")
+    end = " wgmma.wait_group.sync.aligned 0; cvt.rzi.s32.f32 %r9, %r11;"
+    assert _result(chain.replace("1, 1, 0;", "1, 1;") + end, 128).eq(128).all()
+    with pytest.raises(PtxError, match="product"):
+        _result(chain + end, 128)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtile.backends import portable as portable_backend
+from flashtile.backends.portable.quantized.config import choose
 from tests.cases import Case, build, judge
+from tests.origins import judge_parts
 from tests.ptx import portable
 from tests.ptx.machine import Options
+from tests.quantization import cases as quantization
+from tests.quantization.cases import QuantizedCase
 from tests.slow import slow_but
+from tests.sums import judge_sums
 
 CASES = (
     Case("causal", batch=1, seqlen_q=140, seqlen_k=160, heads=2, kv_heads=1, head_dim=128, causal=True, lse_grad=True),
@@ -30,3 +36,53 @@ CASES = (
 def test_compiled_kernels_under_the_rule(case: Case, arch: str) -> None:
     with portable.on_cpu(Options(seed=len(case.name)), arch):
         judge(build(case, torch.bfloat16), "portable")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_gradients_of_compiled_kernels_add_up_in_float32(arch: str) -> None:
+    case = Case("varlen", batch=2, lengths=((40, 70), (20, 30)), heads=2, kv_heads=1, head_dim=40, causal=True, spare=5)
+    with portable.on_cpu(Options(seed=6), arch):
+        judge_sums(portable_backend.BACKEND, case, (21,), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_parts_of_sequences_of_compiled_kernels(arch: str) -> None:
+    with portable.on_cpu(Options(seed=7), arch):
+        judge_parts(portable_backend.BACKEND, torch.bfloat16, dropout=True, alibi=True)
+
+
+QUANTIZED = (
+    QuantizedCase("causal", ((70, 150),), head_dim=64, heads=2, kv_heads=1, causal=True, shifted=True),
+    QuantizedCase("scales", ((70, 150),), head_dim=128, heads=1, kv_heads=1, sinks=True, half=True,
+                  scales=("head", "block", "tensor")),
+    QuantizedCase("packed", ((70, 140), (0, 3), (30, 20)), packed=True, head_dim=64, window=(40, 3), softcap=4.0,
+                  spare=9),
+    QuantizedCase("wide", ((40, 150),), head_dim=256, heads=1, kv_heads=1, causal=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    slow_but(
+        [(case, arch) for case in QUANTIZED for arch in ("sm_90", "sm_89")],
+        lambda each: (each[0].name, each[1]) in (("causal", "sm_89"), ("causal", "sm_90"), ("packed", "sm_90")),
+    ),
+    ids=str,
+)
+def test_products_of_8_bits(case: QuantizedCase, arch: str) -> None:
+    """The machine's own conversions, products and order of P's columns: the roundings are those of the emulation.
+
+    Before Hopper Triton cuts to float16 first, which makes ties of what is just above one.
+    """
+    call = quantization.build(case)
+    with portable.on_cpu(Options(seed=len(case.name)), arch):
+        quantization.judge(call, "portable")
+        out, lse = call.run("portable")
+        block_n = choose(call.problem).block_n
+    want, want_lse = quantization.emulated(call, block_n)
+    most, most_lse = (1e-5, 1e-5) if arch == "sm_90" else (1e-2, 1e-3)
+    assert (out.double() - want).norm() < (torch.finfo(out.dtype).eps + most) * want.norm()
+    exists = want_lse != -torch.inf
+    assert (lse.double() - want_lse)[exists].abs().mean() < most_lse

@@ -1,4 +1,4 @@
-"""Models of what attention costs: memory, HBM traffic, arithmetic, roofline, tiles, decoding, a whole transformer.
+"""Models of what attention costs: memory, HBM traffic, arithmetic, roofline, tiles, decoding, a transformer, rings.
 
 Plain integer arithmetic; every function states its formula, its convention and its source.
 """
@@ -12,6 +12,17 @@ from flashtile.analysis.compute import (
 )
 from flashtile.analysis.decode import DecodeCost, DecodeShape, DecodeSplits, decode_cost, decode_splits
 from flashtile.analysis.memory import AttentionMemory, attention_memory
+from flashtile.analysis.ring import (
+    H200_CLUSTER,
+    H200_KERNELS,
+    Cluster,
+    KernelTable,
+    Link,
+    RingCost,
+    RingShape,
+    fit_link,
+    ring_cost,
+)
 from flashtile.analysis.roofline import A100, DEVICES, H100, H200, Device, Roofline, find_device, roofline_point
 from flashtile.analysis.shape import DTYPE_BYTES, AttentionShape, Blocks, dtype_bytes
 from flashtile.analysis.tiles import (
@@ -38,18 +49,25 @@ __all__ = [
     "DTYPE_BYTES",
     "H100",
     "H200",
+    "H200_CLUSTER",
+    "H200_KERNELS",
     "TILE_SIDES",
     "AttentionFlops",
     "AttentionMemory",
     "AttentionShape",
     "Blocks",
+    "Cluster",
     "DecodeCost",
     "DecodeShape",
     "DecodeSplits",
     "Device",
     "ExponentialCost",
+    "KernelTable",
+    "Link",
     "LoopOrder",
     "PeakIntermediates",
+    "RingCost",
+    "RingShape",
     "Roofline",
     "StandardTraffic",
     "TileMemory",
@@ -65,8 +83,10 @@ __all__ = [
     "dtype_bytes",
     "exponential_cost",
     "find_device",
+    "fit_link",
     "fitting_tiles",
     "peak_intermediates",
+    "ring_cost",
     "roofline_point",
     "standard_traffic",
     "tile_memory",

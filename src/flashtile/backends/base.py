@@ -13,14 +13,17 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from flashtile.kvcache.arguments import FLOAT8, CacheTensors
+from flashtile.arguments import FLOAT8
+from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
 from flashtile.states import Partial
 
 # decode: cached calls, those of ``attention_with_kvcache``, whatever the number of their queries.
-Direction = Literal["forward", "backward", "decode"]
-_REGULAR: tuple[Direction, ...] = ("forward", "backward")
-_ALL: tuple[Direction, ...] = ("forward", "backward", "decode")
+# quantized: the forward of a ``flashtile.Quantized``.
+Direction = Literal["forward", "backward", "decode", "quantized"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "decode", "quantized")
+_REGULAR, _BUT_QUANTIZED = DIRECTIONS[:2], DIRECTIONS[:3]
 _DECODE: tuple[Direction, ...] = ("decode",)
 
 
@@ -28,6 +31,8 @@ def directions_of(problem: Problem) -> tuple[Direction, ...]:
     """The directions that a call of the problem runs."""
     if problem.keys.used:
         return _DECODE
+    if problem.dtype == FLOAT8:
+        return ("quantized",)
     return ("forward", "backward") if problem.needs_grad else ("forward",)
 
 
@@ -48,28 +53,33 @@ class Feature:
     directions: tuple[Direction, ...] = _REGULAR
 
 
-def _is_odd_float8(p: Problem) -> bool:
-    return p.precision.kv == FLOAT8 and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
+def _is_float8_cache(p: Problem) -> bool:
+    return p.keys.used and p.precision.kv == FLOAT8
+
+
+def _is_odd_cache(p: Problem) -> bool:
+    return _is_float8_cache(p) and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("causal", "causal", lambda p: p.band.right is not None, _ALL),
-    Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), _ALL),
-    Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1, _ALL),
-    Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, _ALL),
-    Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, _ALL),
-    Feature("softcap", "softcap", lambda p: p.softcap > 0, _ALL),
-    Feature("alibi", "ALiBi", lambda p: p.alibi, _ALL),
+    Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
+    Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
+    Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1, DIRECTIONS),
+    Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, DIRECTIONS),
+    Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, DIRECTIONS),
+    Feature("softcap", "softcap", lambda p: p.softcap > 0, DIRECTIONS),
+    Feature("alibi", "ALiBi", lambda p: p.alibi, _BUT_QUANTIZED),
     Feature("mask", "boolean attn_mask", lambda p: p.mask),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
-    Feature("sinks", "sinks", lambda p: p.sinks, _ALL),
+    Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
+    Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
-    Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, _ALL),
+    Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
-    Feature("float8_cache", "float8 caches", lambda p: p.precision.kv == FLOAT8, _DECODE),
-    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8, _DECODE),
+    Feature("float8_cache", "float8 caches", _is_float8_cache, _DECODE),
+    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_cache, _DECODE),
 )
 
 
@@ -84,6 +94,7 @@ class Capabilities:
         head_dim_multiple: head_dim and head_dim_v must be multiples of it.
         min_compute_capability: Lowest NVIDIA compute capability, None where that does not apply.
         max_compute_capability: Highest, None for any.
+        nvidia: Whether of GPUs only NVIDIA's will do.
     """
 
     device_types: tuple[str, ...]
@@ -92,6 +103,7 @@ class Capabilities:
     head_dim_multiple: int = 1
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
+    nvidia: bool = False
     causal: bool = False
     window: bool = False
     grouped_heads: bool = False
@@ -104,6 +116,7 @@ class Capabilities:
     bias_grad: bool = False
     sinks: bool = False
     dropout: bool = False
+    origins: bool = False
     deterministic: bool = False
     unaligned: bool = False
     pages: bool = False
@@ -120,7 +133,7 @@ class Capabilities:
             return [f"needs {' or '.join(self.device_types)} tensors, these are on {problem.device_type}"]
         have = problem.compute_capability
         if have is None:
-            return []
+            return ["needs an NVIDIA GPU"] if self.nvidia and problem.device_type == "cuda" else []
         low, high = self.min_compute_capability, self.max_compute_capability
         if (low and have < low) or (high and have > high):
             needed = ".".join(map(str, low)) if low else ""
@@ -142,9 +155,11 @@ class Capabilities:
 
 @dataclass(eq=False)
 class Gradients:
-    """The result of a backward: gradients in the shapes and dtypes of their inputs. frozen=True would cost 2 us.
+    """The result of a backward: gradients in the shapes of their inputs. frozen=True would cost 2 us.
 
-    Each is None where ``problem.grads`` does not request it; a backend may compute more than was requested.
+    dq, dk and dv are in ``problem.grad_dtype``, that of q or float32 (float64 for float64 inputs), the others in the
+    dtypes of their inputs. Each is None where ``problem.grads`` does not request it; a backend may compute more than
+    was requested.
     """
 
     dq: Tensor | None = None
@@ -169,15 +184,39 @@ class Forward(Protocol):
         """Out and lse."""
 
 
-# The plan of a backward, which takes tensors, out, lse, dout, dlse: the forward's tensors, with its rng_state, its
-# results, from any backend, and their gradients. dlse is None for zero.
-Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None], Gradients]
+class Backward(Protocol):
+    """The plan of a backward: computes gradients from the forward's tensors and results, of any backend.
+
+    out and lse are those of all keys of the rows, also where the call has some of them: then what it computes is
+    these keys' share of dq, and all of their dk and dv. out and dout are in q's dtype; dlse is None for zero.
+
+    A plan of a problem whose ``grad_dtype`` is that of lse takes ``sums``: dq, dk and dv in that dtype, contiguous, on
+    16 bytes, those that ``problem.grads`` requests. It adds to them in place and returns them. Every element is added
+    to once and by nobody else, so the result is as repeatable as without. dbias and dsinks are never added to.
+    """
+
+    def __call__(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Gradients | None = None,
+    ) -> Gradients:
+        """The gradients that ``problem.grads`` requests."""
+
 
 # The plan of a cached call: appends k and v to the caches if they are given, writes tensors.out in full, and returns a
 # new lse, ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. The
 # caches' last dimension is contiguous and their other strides are any, as are page_table's first and out's; q, k, v,
 # rotary_cos, rotary_sin and page_table are contiguous in their last dimension, the other tensors in all.
 Decode = Callable[[CacheTensors], Tensor]
+
+# The plan of a quantized call: returns out and lse as ``Forward`` does, out in ``problem.out_dtype``. All tensors are
+# contiguous; strides of the scales, 0 where one scale serves several blocks, heads or sequences, are those of
+# ``quantization.problem.scale_strides``.
+QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
 
 # What the plans of a direction of one family of calls share.
 Known = dict[Any, Any]
@@ -230,6 +269,11 @@ class Backend(Protocol):
 
     def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
         """A function that runs this cached call; asked of backends whose ``capabilities("decode")`` is not None."""
+
+    def plan_quantized(
+        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
+    ) -> QuantizedForward:
+        """A function that runs this quantized call; asked of backends whose ``capabilities`` have it."""
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The kernels that a call of this problem on the current device would build; dout is contiguous, dlse absent.

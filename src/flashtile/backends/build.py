@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from flashtile.backends.launch import Launch, specialise
+from flashtile.masks import Origin
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
+from flashtile.quantization.blocks import BLOCK, num_blocks
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Arch:
 # Triton builds sm_90a for capability 90: the "a" allows the instructions that only Hopper has (wgmma).
 ARCHS: dict[str, Arch] = {
     "sm_80": Arch("cuda", 80, 32, 163 * 1024),
+    "sm_89": Arch("cuda", 89, 32, 99 * 1024),
     "sm_90a": Arch("cuda", 90, 32, 227 * 1024),
     "sm_100": Arch("cuda", 100, 32, 227 * 1024),
     "gfx942": Arch("hip", "gfx942", 64, 64 * 1024),
@@ -91,6 +95,7 @@ def kernel_builds(
     problem: Problem,
     launches: Mapping[str, Launch],
     spill_limits: Mapping[str, int] | None = None,
+    more: tuple[str, ...] = (),
 ) -> list[KernelBuild]:
     """The builds of a problem's launches.
 
@@ -100,6 +105,7 @@ def kernel_builds(
         problem: The call that is launched.
         launches: The launches by kernel name.
         spill_limits: By kernel name; None for no limits.
+        more: Features of the launches that the problem does not name.
     """
     made = []
     for name, launch in launches.items():
@@ -110,7 +116,7 @@ def kernel_builds(
                 name=name,
                 backend=backend,
                 direction=direction,
-                config=traits(problem) | {"tiles": "x".join(map(str, tiles.values())), **launch.options},
+                config=traits(problem, more) | {"tiles": "x".join(map(str, tiles.values())), **launch.options},
                 kernel=launch.kernel,
                 signature=what.signature,
                 constexprs=what.constexprs,
@@ -143,14 +149,33 @@ def described_tensors(problem: Problem) -> Tensors:
         cu_seqlens_q=bounds,
         cu_seqlens_k=bounds,
         rng_state=empty(2, dtype=torch.int64) if p.dropout_p > 0 else None,
+        origins=empty(p.batch, len(Origin._fields), dtype=torch.int32) if p.origins else None,
     )
 
 
-def traits(problem: Problem) -> dict[str, object]:
+def described_quantized(problem: Problem, *, shifted: bool = True) -> QuantizedTensors:
+    """The same for a quantized call, with a scale for each block."""
+    p, t = problem, described_tensors(problem)
+    blocks_q, blocks_k = num_blocks(t.q.shape[-3], t.cu_seqlens_q), num_blocks(t.k.shape[-3], t.cu_seqlens_k)
+    batch = () if p.varlen else (p.batch,)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*batch, *shape, dtype=dtype, device="meta")
+
+    k_scale = empty(p.num_heads_kv, blocks_k)
+    return QuantizedTensors(
+        t.q, t.k, empty(p.num_heads_kv, p.head_dim_v, blocks_k * BLOCK, dtype=p.dtype),
+        empty(p.num_heads_q, blocks_q), k_scale, k_scale,
+        shift=empty(p.num_heads_q, t.q.shape[-3]) if shifted and not p.softcap else None,
+        sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k,
+    )  # fmt: skip
+
+
+def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:
     """Values that identify a problem's rows in the report: dtype, head dims, mask, features."""
     p = problem
     about: dict[str, object] = {
-        "dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(p.dtype).removeprefix("torch.")],
+        "dtype": _SHORT[str(p.dtype).removeprefix("torch.")],
         "head_dim": p.head_dim,
         "mask": str(p.band),
     }
@@ -166,11 +191,16 @@ def traits(problem: Problem) -> dict[str, object]:
         "sinks": p.sinks,
         "dropout": p.dropout_p > 0,
         "varlen": p.varlen,
+        "origins": p.origins,
         "deterministic": p.deterministic,
-        "float32 out": p.out_dtype != p.dtype,
+        "float32 out": p.out_dtype == torch.float32 != p.dtype,
+        "float32 gradients": p.grad_dtype != p.dtype,
     }
-    features = [name for name, is_used in used.items() if is_used]
+    features = [*(name for name, is_used in used.items() if is_used), *more]
     wanted = [name for name, is_wanted in zip(("dq", "dk", "dv"), p.grads, strict=False) if is_wanted]
     if 0 < len(wanted) < 3:
         features.append(f"only {' and '.join(wanted)}")
     return about | ({"features": "+".join(features)} if features else {})
+
+
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "e4m3"}

@@ -21,7 +21,7 @@ _FORMATS = {"i32": "i", "fp32": "f", "i64": "q"}
 # Sizes of the parameters by format; M is a tensor map.
 SIZES = {"M": TENSOR_MAP_BYTES, "Q": 8, "q": 8, "i": 4, "f": 4}
 # CUtensorMapDataType by the name Triton gives a dtype.
-_DATA_TYPES = {"fp16": 6, "fp32": 7, "bf16": 9}
+_DATA_TYPES = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 _L2_PROMOTION_128 = 2
 # CUlaunchConfig: grid, block and shared memory, the stream, attributes (none).
 _CONFIG = struct.Struct("<7I4xQQI4x")
@@ -101,7 +101,7 @@ def tensor_map(
     """An encoded tensor map, whose first 8 bytes are the address.
 
     Args:
-        dtype: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp8e4nv"``, which it has as bytes.
         shape: Elements along each dimension, the contiguous one last.
         strides: In elements; the last is 1.
         box: Elements of one copy.

@@ -15,6 +15,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.int16: "i16",

@@ -11,8 +11,9 @@ Differences, all of them:
 - ``seqused_q`` and ``seqused_k`` cost a copy of q, or of k and v. Rows of q past ``seqused_q`` have out 0 and lse -inf
   (FlashAttention-3 leaves them unwritten), and rows past a used length have gradients 0.
 - Refused: ``qv``, since scores here are of q and k alone; ``attention_chunk`` other than 0, since masks are causal or
-  windows; float8 q, and with it ``q_descale``, ``k_descale`` and ``v_descale``. ``sm_margin`` other than 0 is refused,
-  but for the two functions of the next item.
+  windows; float8 q in ``flash_attn_with_kvcache``, and with it ``q_descale``, ``k_descale`` and ``v_descale``.
+  ``sm_margin`` other than 0 is refused, but for the two functions of the next item.
+- float8_e4m3fn q, k and v are copied: V's columns, and rows that are not contiguous. Head dims are multiples of 16.
 - ``flash_attn_with_kvcache`` needs no metadata: ``get_scheduler_metadata`` checks its arguments and returns a zero.
   ``sm_margin``, to which FlashAttention-3 fits its plan, has no effect there.
 - ``return_softmax_lse`` returns empty tensors for out_accum and lse_accum: no partial results are kept.
@@ -31,9 +32,8 @@ import torch
 from torch import Tensor
 
 from flashtile import states
-from flashtile.api import attention, attention_varlen
 from flashtile.arguments import band_of
-from flashtile.compat import _kvcache
+from flashtile.compat import _descaled, _kvcache
 from flashtile.compat._arguments import (
     Window,
     flag,
@@ -85,7 +85,8 @@ def flash_attn_func(
     q is ``(batch, seqlen_q, num_heads_q, head_dim)``, k ``(batch, seqlen_k, num_heads_kv, head_dim)``, v ``(batch,
     seqlen_k, num_heads_kv, head_dim_v)``. softmax_scale, causal, softcap and deterministic are as in
     ``flashtile.attention``; so is window_size, which may also be a tensor of two, and any negative bound of which is
-    unbounded. num_splits and pack_gqa have no effect; the other arguments must have their defaults.
+    unbounded. The descales ``(batch, num_heads_kv)`` float32, 1 by default, are for q, k and v of float8_e4m3fn; out is
+    then bfloat16, without gradient. num_splits and pack_gqa have no effect; the others must have their defaults.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``; with return_attn_probs also lse
@@ -95,9 +96,9 @@ def flash_attn_func(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((qv, q_descale, k_descale, v_descale), attention_chunk, sm_margin, num_splits, pack_gqa)
+    _check_features((qv,), attention_chunk, sm_margin, num_splits, pack_gqa)
     keywords = _keywords(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
-    return attention(q, k, v, **keywords)
+    return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords)
 
 
 def flash_attn_qkvpacked_func(
@@ -120,11 +121,11 @@ def flash_attn_qkvpacked_func(
     qkv is ``(batch, seqlen, 3, num_heads, head_dim)``; or ``(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim)``
     with the heads of q, then k, then v, for which num_heads_q must be given.
     """
-    _check_features((None, q_descale, k_descale, v_descale), attention_chunk, sm_margin)
+    _check_features((None,), attention_chunk, sm_margin)
     q, k, v = split_qkv(qkv, num_heads_q)
     keywords = _keywords(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     with names(q="qkv", k="qkv", v="qkv"):
-        return attention(q, k, v, **keywords)
+        return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords)
 
 
 def flash_attn_varlen_func(
@@ -170,19 +171,19 @@ def flash_attn_varlen_func(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((qv, q_descale, k_descale, v_descale), attention_chunk, sm_margin, num_splits, pack_gqa)
+    _check_features((qv,), attention_chunk, sm_margin, num_splits, pack_gqa)
     keywords = _keywords(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     order = None
     if seqused_q is not None:
         order, cu_seqlens_q = used_first("q", q, cu_seqlens_q, seqused_q)
-        q = q.index_select(0, order)
+        q = _descaled.chosen(q, order)
     if seqused_k is not None:
         order_k, cu_seqlens_k = used_first("k", k, cu_seqlens_k, seqused_k)
         if tensor("v", v).shape[0] != k.shape[0]:
             raise InvalidInputError("v", f"total_k is {v.shape[0]}, but k has {k.shape[0]}")
-        k, v = k.index_select(0, order_k), v.index_select(0, order_k)
-    longest = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
-    found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **keywords)
+        k, v = _descaled.chosen(k, order_k), _descaled.chosen(v, order_k)
+    packed = cu_seqlens_q, cu_seqlens_k, length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
+    found = _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords, packed)
     if order is None:
         return found
     back = torch.argsort(order)
@@ -369,9 +370,9 @@ def get_scheduler_metadata(
 def _check_features(
     extra: tuple[Tensor | None, ...], attention_chunk: int, sm_margin: int, num_splits: int = 1, pack_gqa: Any = None
 ) -> None:
-    """Refuses what flashtile does not have; ``extra`` is qv and the descales of q, k and v."""
+    """Refuses what flashtile does not have; ``extra`` is qv, and for caches the descales of q, k and v."""
     refuse("qv", extra[0], "a second product, of these with the values, is not supported here")
-    for name, descale in zip(("q_descale", "k_descale", "v_descale"), extra[1:], strict=True):
+    for name, descale in zip(("q_descale", "k_descale", "v_descale"), extra[1:], strict=False):
         refuse(name, descale, "float8 and its scales are not supported here")
     if integer("attention_chunk", attention_chunk) != 0:
         raise UnsupportedError(

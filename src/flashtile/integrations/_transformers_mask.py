@@ -14,6 +14,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from flashtile.errors import InvalidInputError
+from flashtile.integrations import _transformers_ranks as ranks
 
 
 class LazyMask:
@@ -27,6 +28,7 @@ class LazyMask:
         keys: ``(batch, seqlen_k)`` bool, False where a key is padding; None if none is.
         packed: Whether a row holds several sequences, each of which attends to itself.
         ids: Which sequence a token belongs to, ``(batch, seqlen)``; None while tracing, which cannot count them.
+        shared: The sequence over ranks of which the layer has some rows; None if it has all.
     """
 
     def __init__(self, write: Callable[[], Tensor], shape: tuple[int, ...], causal: bool, seqlen_k: int) -> None:
@@ -38,6 +40,7 @@ class LazyMask:
         self.keys: Tensor | None = None
         self.packed = False
         self.ids: Tensor | None = None
+        self.shared: ranks.Shared | None = None
         self._bounds: tuple[Any, ...] | None = None
 
     def dense(self) -> Tensor:
@@ -110,6 +113,13 @@ def mask(
     if attention_mask is not None and attention_mask.dim() != 2:
         wanted = "must have 2, (batch, keys), or 4, (batch, heads, queries, keys)"
         raise InvalidInputError("attention_mask", f"has {attention_mask.dim()} dimensions, {wanted}")
+    shared = ranks.current()
+    if shared is not None:
+        if attention_mask is not None or isinstance(q_offset, Tensor) or q_offset or q_length != kv_length:
+            raise ranks.refuse("attention_mask, or a cache")
+        kind = allow_is_causal_skip, allow_is_bidirectional_skip
+        shape = batch_size, 1, q_length, kv_length
+        return _shared(shared, mask_function, local_size, kind, shape, config)
     tracing = is_tracing(attention_mask)
 
     def write() -> Tensor:
@@ -144,6 +154,26 @@ def mask(
     if found.keys is not None:
         return found.keys[:, None, None, :].expand(found.shape)
     # Not None, with which a layer would follow its own is_causal and sliding_window; not every layer knows them.
+    return found
+
+
+def _shared(
+    shared: ranks.Shared,
+    function: Callable,
+    local_size: int | None,
+    kind: tuple[bool, bool],
+    shape: tuple[int, ...],
+    config: Any,
+) -> LazyMask:
+    """The mask of a sequence over ranks. That a rank's positions have gaps looks like packing, and is none."""
+    causal, bidirectional = kind
+    if not (causal or bidirectional) and _packing(function, local_size, False)[0]:
+        function, causal = causal_mask_function, True
+    is_band, window = _band(function, causal, bidirectional, local_size, shared.longest, config)
+    if not is_band:
+        raise ranks.refuse("a mask that is neither causal nor full, nor a window of either")
+    found = LazyMask(ranks.whole_mask, shape, causal, shape[3])
+    found.window, found.shared = window, shared
     return found
 
 

@@ -23,8 +23,10 @@ from transformers.utils.import_utils import is_tracing
 
 import flashtile
 from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.integrations import _transformers_ranks as ranks
 from flashtile.integrations._calls import Calls
 from flashtile.integrations._transformers_mask import LazyMask, mask
+from flashtile.integrations._transformers_ranks import over_ranks as over_ranks
 
 NAME = "tile_attention"  # transformers takes every name with "flash" in it for one of its own kernels
 calls = Calls()
@@ -134,6 +136,8 @@ def attention(
         "dropout_p": (kwargs.get("dropout") or 0.0) if module.training else 0.0,
         "deterministic": bool(kwargs.get("deterministic")) or torch.are_deterministic_algorithms_enabled(),
     }
+    if ranks.current() is not None or getattr(attention_mask, "shared", None) is not None:
+        return _over_ranks(q, k, v, attention_mask, kwargs, options), None
     written: Tensor | None = None
     if bounds is None and q.shape[1] == k.shape[1]:
         _refuse_packed_positions(kwargs.get("position_ids"), attention_mask)
@@ -168,6 +172,18 @@ def attention(
         options["attn_mask"] = options["attn_mask"] & same if "attn_mask" in options else same
         bounds = None
     return _run(q, k, v, bounds, options | {"attn_bias": bias}), None
+
+
+def _over_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """A layer's attention over the rows of all ranks."""
+    if not isinstance(mask, LazyMask) or mask.shared is None:
+        raise ranks.refuse("a layer without a mask, or with one that was not made within")
+    for name in ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k"):
+        if kwargs.get(name) is not None:
+            raise ranks.refuse(name)
+    mask.shared.check_positions(kwargs.get("position_ids"))
+    calls.serve()
+    return mask.shared.attend(q, k, v, options | {"causal": mask.causal, "window_size": mask.window})
 
 
 def _without_mask(module: nn.Module, q: Tensor, k: Tensor, bounds: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

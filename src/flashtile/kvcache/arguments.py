@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flashtile import arguments
+from flashtile.arguments import FLOAT8 as FLOAT8
 from flashtile.arguments import FLOAT32, INT32, Argument, fields_of
 
-FLOAT8 = torch.float8_e4m3fn
 _CACHE = ((FLOAT8,), "float8_e4m3fn")
 
 

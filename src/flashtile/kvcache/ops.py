@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from flashtile import arguments, dispatch, ops, settings
+from flashtile import arguments, dispatch, ops, settings, transforms
 from flashtile.arguments import fields_of
 from flashtile.backends.base import Decode
 from flashtile.errors import InvalidInputError
@@ -34,6 +33,7 @@ _MUTABLE = {
     "k_cache": dataclasses.replace(TENSORS["k_cache"], schema="Tensor(b!)"),
     "v_cache": dataclasses.replace(TENSORS["v_cache"], schema="Tensor(c!)"),
 }
+_CALL = "a cached call"
 # Kernels take any strides of caches, and Inductor of PyTorch 2.11 fails on a mutating operator that needs exact ones.
 _TAGS = (torch.Tag.needs_fixed_stride_order,)
 torch.library.define(ATTEND, f"({arguments.schema(TENSORS, OPTIONS)}) -> Tensor", tags=_TAGS)
@@ -59,9 +59,7 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
 
 def refuse_gradients(given: Iterable[Any]) -> None:
     """Raises for the first of a call's tensors that requires grad; for calls where gradients are enabled."""
-    for name, x in zip(TENSORS, given, strict=False):
-        if x is not None and x.requires_grad:
-            raise InvalidInputError(name, "requires grad, but a cached call has no gradient: use torch.no_grad()")
+    transforms.refuse_gradients(TENSORS, given, _CALL)
 
 
 # Tensors that kernels read as contiguous, and those of which only the last dimension must be.
@@ -190,23 +188,7 @@ def _fake(*args: Any) -> Tensor:
     return tensors.q.new_empty(problem.lse_shape(tensors.q), dtype=problem.lse_dtype)
 
 
-def _under_autograd(name: str) -> Any:
-    """An operator's kernel for the dispatcher's autograd keys: there is no derivative of any kind."""
-
-    def kernel(keyset: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled():
-            refuse_gradients(args)
-        for argument, x in zip(TENSORS, args, strict=False):
-            if isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None:
-                raise InvalidInputError(argument, "has a tangent, but a cached call has no derivative")
-        with torch._C._AutoDispatchBelowAutograd():
-            return ops.overload(name).redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-    return kernel
-
-
-_LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
 for _name, _kernel in ((ATTEND, _attend), (APPEND, _append)):
     torch.library.impl(_name, ("cpu", "cuda"))(_kernel)
     torch.library.register_fake(_name)(_fake)
-    _LIBRARY.impl(_name.removeprefix("flashtile::"), _under_autograd(_name), "Autograd", with_keyset=True)
+    transforms.register_without_derivative(_name, TENSORS, _CALL)

@@ -39,7 +39,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     return Problem(
         device_type=q.device.type,
         compute_capability=compute_capability(q.device),
-        precision=Precision(q.dtype, t.k_cache.dtype, q.dtype),
+        precision=Precision(q.dtype, t.k_cache.dtype, q.dtype, q.dtype),
         queries=SequenceLayout(sizes["seqlen_q"], t.cu_seqlens_q is not None),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
         batch=sizes["batch"],

@@ -1,1 +1,1 @@
-"""8-bit attention: ``flashtile.quantize`` and the record that it makes, ``flashtile.Quantized``."""
+"""8-bit attention: ``flashtile.quantize``, its record ``flashtile.Quantized``, and the calls that take it."""

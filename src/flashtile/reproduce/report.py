@@ -18,10 +18,10 @@ import flashtile
 from flashtile import analysis, states
 from flashtile.compat import flash_attn_2, flash_attn_3
 from flashtile.errors import InvalidInputError
-from flashtile.reproduce import _api, _rounding, _softmax, costs
+from flashtile.reproduce import _api, _rings, _rounding, _softmax, costs
 
 # What expressions may name.
-_MODULES = (math, itertools, analysis, _softmax, _rounding, _api, costs)
+_MODULES = (math, itertools, analysis, _softmax, _rounding, _rings, _api, costs)
 _NAMES = {name: value for module in _MODULES for name, value in vars(module).items()}
 _NAMES |= {"attention": flashtile.attention, "merge": states.merge, "softmax": torch.softmax, "inspect": inspect}
 _NAMES |= {"flash_attn_2": flash_attn_2, "flash_attn_3": flash_attn_3}

@@ -17,7 +17,7 @@ def _cut(keys_ptr, rows_ptr, out_ptr, heads, BLOCK_N: tl.constexpr, A: tl.conste
          C: tl.constexpr, D: tl.constexpr, E: tl.constexpr, N: tl.constexpr):  # fmt: skip
     n = tl.arange(0, N)
     keys, rows = tl.load(keys_ptr + n), tl.load(rows_ptr + n)
-    splits, chunk = work.cut(keys, rows, (rows + 63) // 64, heads, BLOCK_N, call.Splitting(A, B, C, D, E))
+    splits, chunk = work.cut(keys, rows, (rows + 63) // 64, heads, BLOCK_N, call.Splitting(A, B, C, D, E, 1))
     tl.store(out_ptr + n, splits)
     tl.store(out_ptr + N + n, chunk)
 

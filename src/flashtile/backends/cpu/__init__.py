@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known
-from flashtile.backends.cpu import backward, decode, forward
+from flashtile.arguments import FLOAT8
+from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
+from flashtile.backends.cpu import backward, decode, forward, quantized
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import DTYPES, Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
 
 _CAPABILITIES = Capabilities(
     device_types=("cpu",),
@@ -35,6 +37,7 @@ _CAPABILITIES = Capabilities(
     bias_grad=True,
     sinks=True,
     dropout=True,
+    origins=True,
     deterministic=True,
     unaligned=True,
 )
@@ -44,10 +47,25 @@ _DECODE = dataclasses.replace(
     bias=False,
     bias_grad=False,
     dropout=False,
+    origins=False,
     deterministic=False,
     pages=True,
     float8_cache=True,
     odd_float8_cache=True,
+)
+_QUANTIZED = Capabilities(
+    device_types=("cpu",),
+    dtypes=(FLOAT8,),
+    max_head_dim=256,
+    head_dim_multiple=16,
+    causal=True,
+    window=True,
+    grouped_heads=True,
+    varlen=True,
+    head_dim_v=True,
+    softcap=True,
+    sinks=True,
+    unaligned=True,
 )
 
 
@@ -67,7 +85,7 @@ class CpuBackend:
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
         """The same for both directions of regular calls."""
-        return _DECODE if direction == "decode" else _CAPABILITIES
+        return {"decode": _DECODE, "quantized": _QUANTIZED}.get(direction, _CAPABILITIES)
 
     def missing(self) -> str | None:
         """Nothing: PyTorch is enough."""
@@ -75,7 +93,8 @@ class CpuBackend:
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The path and its blocks."""
-        return {"forward": forward, "backward": backward, "decode": decode}[direction].describe(problem)
+        paths = {"forward": forward, "backward": backward, "decode": decode, "quantized": quantized}
+        return paths[direction].describe(problem)
 
     def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
         """See ``Backend.plan_forward``."""
@@ -90,6 +109,12 @@ class CpuBackend:
     def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
         """See ``Backend.plan_decode``."""
         return functools.partial(_uncast, decode.decode, problem, decode.single(problem))
+
+    def plan_quantized(
+        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
+    ) -> QuantizedForward:
+        """See ``Backend.plan_quantized``."""
+        return functools.partial(_uncast, quantized.quantized, problem)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """None: PyTorch comes built."""

@@ -56,13 +56,19 @@ class _Sums:
 
 
 def backward(
-    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sums: Gradients | None = None,
 ) -> Gradients:
     """See ``backends.base.Backward``."""
     t, grads = tensors, problem.grads
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
     dsinks = _zeros_like(problem, t.sinks) if grads.sinks else None
-    sums: _Sums | None = None
+    totals = None if sums is None else _totals(problem, t, sums)
     kernel = kernel_fits(problem) and dlse is None and not grads.bias
     for path in paths(problem, t, kernel):
         seq = path.seq
@@ -71,27 +77,30 @@ def backward(
             dsinks += _sinks_gradient(t.sinks, rows)
         if not any(grads[:4]):
             continue
-        whole = path.whole()
+        whole = path.whole() if totals is None else None
         if whole is not None:
             shares = _kernel_shares(problem, seq, rows, whole)
-            found = (x.transpose(1, 2).to(problem.dtype).contiguous() for x in shares)
+            found = (x.transpose(1, 2).to(problem.grad_dtype).contiguous() for x in shares)
             dq, dk, dv = (x if wanted else None for x, wanted in zip(found, grads, strict=False))
             return Gradients(dq, dk, dv, None, _stored(dsinks, t.sinks))
-        sums = sums or _zeros(problem, t)
+        totals = totals or _totals(problem, t)
         for block in path.blocks:
             for rectangle in block:
                 if path.kernel:
-                    _add_kernel_shares(problem, seq, rows, rectangle, sums)
+                    _add_kernel_shares(problem, seq, rows, rectangle, totals)
                 else:
-                    _add_tile_shares(problem, t, path, rows, rectangle, sums, whole_rows=len(block) == 1)
-    return _rounded(t, sums or _zeros(problem, t), dsinks)
+                    _add_tile_shares(problem, t, path, rows, rectangle, totals, whole_rows=len(block) == 1)
+    return _rounded(problem, t, totals or _totals(problem, t), dsinks)
 
 
-def _zeros(problem: Problem, t: Tensors) -> _Sums:
-    """Zeros for the gradients that are needed, None for the rest."""
+def _totals(problem: Problem, t: Tensors, sums: Gradients | None = None) -> _Sums:
+    """What to add the gradients that are needed to, the given sums or zeros; None for the rest."""
     bias = None if t.attn_bias is None else plan.four_dimensional(t.attn_bias)
-    inputs = zip((t.q, t.k, t.v, bias), problem.grads, strict=False)
-    return _Sums(*(_zeros_like(problem, x) if wanted else None for x, wanted in inputs))
+    given = (None,) * 3 if sums is None else (sums.dq, sums.dk, sums.dv)
+    inputs = zip((t.q, t.k, t.v, bias), (*given, None), problem.grads, strict=False)
+    return _Sums(
+        *((_zeros_like(problem, x) if total is None else total) if wanted else None for x, total, wanted in inputs)
+    )
 
 
 def _zeros_like(problem: Problem, x: Tensor | None) -> Tensor | None:
@@ -99,10 +108,10 @@ def _zeros_like(problem: Problem, x: Tensor | None) -> Tensor | None:
     return None if x is None else x.new_zeros(x.shape, dtype=problem.lse_dtype)
 
 
-def _rounded(t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
-    """The sums in the dtypes and shapes of their inputs."""
-    pairs = ((sums.dq, t.q), (sums.dk, t.k), (sums.dv, t.v), (sums.dbias, t.attn_bias), (dsinks, t.sinks))
-    return Gradients(*(_stored(total, like) for total, like in pairs))
+def _rounded(problem: Problem, t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
+    """The sums in the dtypes of the results, and in the shapes of their inputs."""
+    dq, dk, dv = (x if x is None else x.to(problem.grad_dtype) for x in (sums.dq, sums.dk, sums.dv))
+    return Gradients(dq, dk, dv, _stored(sums.dbias, t.attn_bias), _stored(dsinks, t.sinks))
 
 
 def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -161,8 +170,9 @@ def _add_tile_shares(
     if s.dropout is not None:
         dprobs = dprobs * s.dropout
     delta = rows.delta[:, :, span]
-    if whole_rows:
+    if whole_rows and problem.grad_dtype != problem.lse_dtype:
         # delta from the probabilities of the whole row, more accurate than from out, which was rounded to its dtype.
+        # Where gradients are summed over calls, the row may have other keys.
         delta = (probs * dprobs).sum(dim=-1)
         delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
     dscores = probs * (dprobs - delta[..., None])

@@ -43,7 +43,7 @@ def _forward(problem: Problem, tensors: Tensors) -> State:
             span = slice(*block[0].rows)
             out_rows[:, :, span], lse_rows[:, :, span] = _row_block(problem, tensors, path, block)
         if tensors.sinks is not None:
-            _add_sinks(out_rows, lse_rows, tensors.sinks)
+            add_sinks(out_rows, lse_rows, tensors.sinks)
     return state or _empty_state(problem, q)
 
 
@@ -74,7 +74,7 @@ def _kernel_state(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Stat
     return flash.forward(q, k, v, bias, triangle, problem.softmax_scale, has_empty_rows)
 
 
-def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Rule 6, in place and heads first: the sink is added to the denominator and has no value."""
     logits = sinks.to(lse.dtype)[:, None]
     with_sink = torch.logaddexp(lse, logits)

@@ -6,13 +6,13 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from flashtile.masks import Band
+from flashtile.masks import Band, Origin
 from flashtile.problem import Problem, Tensors
 
 # Named wherever a tensor is made: torch.set_default_device may say something else.
@@ -62,6 +62,7 @@ class Sequence:
         mask: Four dimensions, each of size 1 or full, or None.
         bias: Like mask.
         bias_place: Index of bias in the caller's four-dimensional bias.
+        origin: Where a part lies in a longer sequence, or None.
     """
 
     batch: range
@@ -75,6 +76,7 @@ class Sequence:
     mask: Tensor | None
     bias: Tensor | None
     bias_place: tuple[slice, ...]
+    origin: Origin | None = None
 
     @property
     def seqlen_q(self) -> int:
@@ -114,9 +116,11 @@ def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool) -> Iterat
     if problem.varlen:
         assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
         bounds_q, bounds_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
+        origins = None if tensors.origins is None else tensors.origins.tolist()
         for b in range(problem.batch):
             rows, keys = slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
-            yield _sequence(problem, tensors, range(b, b + 1), (rows,), (keys,), (slice(None), rows))
+            seq = _sequence(problem, tensors, range(b, b + 1), (rows,), (keys,), (slice(None), rows))
+            yield seq if origins is None else replace(seq, origin=Origin(*origins[b]))
     elif one_by_one:
         for b in range(problem.batch):
             yield _sequence(problem, tensors, range(b, b + 1), (b,), (b,), (b,))
@@ -232,9 +236,7 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     if seq.bias is not None:
         total = part(seq.bias, rectangle).to(dtype)
     if seq.slopes is not None:
-        i = torch.arange(row, row_stop, device=_CPU) + (seq.seqlen_k - seq.seqlen_q)
-        distance = (i[:, None] - torch.arange(key, key_stop, device=_CPU)).abs()
-        alibi = -seq.slopes.to(dtype) * distance
+        alibi = -seq.slopes.to(dtype) * distances(seq, rectangle)
         total = alibi if total is None else total + alibi
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
@@ -246,6 +248,15 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
         total = torch.where(keep, torch.zeros((), dtype=dtype, device=_CPU) if total is None else total, -torch.inf)
     assert total is not None
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
+
+
+def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
+    """How far a row's position is from a key, as ALiBi has it; ``(rows, keys)`` int64."""
+    i, j = (torch.arange(*span, device=seq.q.device) for span in (rectangle.rows, rectangle.keys))
+    shift, at = seq.seqlen_k - seq.seqlen_q, seq.origin
+    if at is not None:
+        i, j, shift = at.row + at.row_step * i, at.key + at.key_step * j, at.shift
+    return (i[:, None] + shift - j).abs()
 
 
 def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:

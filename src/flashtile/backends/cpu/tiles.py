@@ -49,11 +49,14 @@ def scores(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectang
         final = torch.where(bias == -torch.inf, -torch.inf, final + bias)
     factor = None
     if tensors.rng_state is not None:
-        kept = philox.keep(
-            tensors.rng_state, problem.dropout_p, seq.batch, problem.num_heads_q, rectangle.rows, rectangle.keys
-        )
-        factor = kept.to(dtype) / (1 - problem.dropout_p)
+        factor = kept(problem, tensors.rng_state, seq, rectangle).to(dtype) / (1 - problem.dropout_p)
     return Scores(final, cap_slope, factor)
+
+
+def kept(problem: Problem, rng_state: Tensor, seq: Sequence, rectangle: Rectangle) -> Tensor:
+    """Which of a rectangle's probabilities dropout keeps."""
+    rows, keys = rectangle.rows, rectangle.keys
+    return philox.keep(rng_state, problem.dropout_p, seq.batch, problem.num_heads_q, rows, keys, seq.origin)
 
 
 def forward(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor]:

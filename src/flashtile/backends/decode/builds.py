@@ -76,7 +76,7 @@ def _described(
     problem = described(
         device_type="cuda",
         compute_capability=capability,
-        precision=Precision(dtype, kv, dtype),
+        precision=Precision(dtype, kv, dtype, dtype),
         batch=batch,
         queries=SequenceLayout(seqlen_q, packed),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),

@@ -106,6 +106,7 @@ class Splitting(NamedTuple):
     MOST_KEYS: Any
     MOST_SPLITS: Any
     MOST_SLOTS: Any
+    RUN: Any
 
 
 class Sizes(NamedTuple):
@@ -127,6 +128,7 @@ class Sizes(NamedTuple):
         MERGE_SPLITS: Splits that are merged at once, a power of two.
         splitting: ``Splitting``.
         SEARCH: Sequences whose work is summed at once, a power of two.
+        KEEPS: Whether registers hold the fold of a tile's states beside the state of a run.
         BITS: Whether the kernel decodes 8-bit numbers by their bits; then they are 2^-8 times their values.
         BY_PAGE: Whether scales differ from page to page.
     """
@@ -146,6 +148,7 @@ class Sizes(NamedTuple):
     MERGE_SPLITS: Any
     splitting: Any
     SEARCH: Any
+    KEEPS: Any
     BITS: Any
     BY_PAGE: Any
 

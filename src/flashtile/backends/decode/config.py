@@ -32,6 +32,7 @@ class Splitting:
         most_keys: Of a split, unless most_splits forbids it: many sequences of different lengths balance better.
         most_splits: Of a tile.
         most_slots: Packed rows times splits that a sequence may have, over all key heads. It bounds the workspace.
+        run: Splits of a run, whose states are folded before those of runs are.
     """
 
     programs: int = 132
@@ -39,6 +40,7 @@ class Splitting:
     most_keys: int = 1024
     most_splits: int = 32
     most_slots: int = 4096
+    run: int = 4
 
     def most(self, rows: int, num_heads_kv: int) -> int:
         """The most splits of a sequence with so many packed rows of each key head."""
@@ -123,7 +125,10 @@ def choose(problem: Problem) -> Config:
     stages = 2 if dim > 128 and block_m > 16 else 3
     if _has_little_shared_memory(problem):
         return Config(block_m, block_n // 2, 4 if block_m <= 16 else 8, 2)
-    return Config(block_m, block_n, 4 if block_m <= 16 else 8, stages + 2 * is_gathered)
+    if block_m <= 16:
+        return Config(block_m, block_n, 4, stages + 2 * is_gathered)
+    # The registers and the shared memory of a multiprocessor hold one program.
+    return Config(block_m, block_n, 8, stages + 2 * is_gathered, 1, Splitting(fewest_keys=128))
 
 
 def _has_little_shared_memory(problem: Problem) -> bool:

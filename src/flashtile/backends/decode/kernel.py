@@ -1,10 +1,11 @@
 """Attention over a cache of keys and values in Triton, of few query rows or many.
 
 The query heads of a group are rows of one tile, so a key is read once for all of them. A sequence's keys are cut into
-splits by a rule that looks at the sequence alone. The softmax state of every split is computed from nothing, and a
-tile's states are folded in their order, first to last. So a result does not depend on who computes which split: one
-program that does all of a tile's splits folds in registers; where several programs share a tile, states go through
-memory, and the program that stores the last of them folds. The splits of all tiles form one row of work items, of which
+splits by a rule that looks at the sequence alone. The softmax state of every split is computed from nothing; the states
+of RUN neighbouring splits, a run, are folded first to last, and then the states of runs. So a result does not depend on
+who computes which split. A program that does all of a tile folds in registers, if they hold it; else the states of runs
+(of splits, where there would be too few runs for all programs) go through memory, and the program that stores the last
+of a tile folds them. Work items are one or more neighbouring states. The items of all tiles form one row, of which
 every program takes a contiguous part of the same cost. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza,
 Massa and Sizov 2023, "Flash-Decoding"; Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
@@ -60,7 +61,7 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The splits of a tile that one program computes.
+    """The states of a tile that one program computes.
 
     Attributes:
         first: The first of them.
@@ -68,8 +69,10 @@ class Part(NamedTuple):
         first_block: First block of keys.
         stop_block: End of the blocks.
         blocks: Blocks of a split.
-        slot: [BLOCK_M] int64, each row's slot of the part's first split.
-        pitch: Slots from one split to the next.
+        state_splits: Splits of a state.
+        keeps: Whether the fold of the states stays in registers: they are all of the tile.
+        slot: [BLOCK_M] int64, each row's slot of the part's first state.
+        pitch: Slots from one state to the next.
         exists: [BLOCK_M], which rows do.
     """
 
@@ -78,6 +81,8 @@ class Part(NamedTuple):
     first_block: Any
     stop_block: Any
     blocks: Any
+    state_splits: Any
+    keeps: Any
     slot: Any
     pitch: Any
     exists: Any
@@ -178,59 +183,72 @@ def attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call):
     x, scale_log2 = score_block(k, key, inside, at[0], place, rows, pairs, call)
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
     v = load_block(call.v, address_of(call.v, place), at, inside, call.sizes.DIM_V // UNIT, call.sizes.BLOCK_DV // UNIT)
-    acc = acc * rescale[:, None]
+    # A product of its own, then added: ptxas waits after every WGMMA if other instructions write its accumulator.
+    rescale = tl.broadcast_to(rescale[:, None], acc.shape)
     if v.dtype == tl.int16:
         even, odd = eight_bit.halves(v, call.sizes.BITS)
         even, odd = even.to(LIKE), odd.to(LIKE)
-        acc_odd = acc_odd * rescale[:, None]
         if call.sizes.BY_PAGE and call.v.scale_ptr is not None:
             # Relative to the block's largest, so that float16 probabilities do not underflow.
             scale = eight_bit.page_scales(call.v, at[0], place.h_kv, inside)
             largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
             shares = (probs * (scale / largest)[None, :]).to(LIKE)
-            acc += tl.dot(shares, even, input_precision=INPUT_PRECISION) * largest
-            acc_odd += tl.dot(shares, odd, input_precision=INPUT_PRECISION) * largest
+            acc = acc * rescale + tl.dot(shares, even, input_precision=INPUT_PRECISION) * largest
+            acc_odd = acc_odd * rescale + tl.dot(shares, odd, input_precision=INPUT_PRECISION) * largest
         else:
-            acc = tl.dot(probs.to(LIKE), even, acc, input_precision=INPUT_PRECISION)
-            acc_odd = tl.dot(probs.to(LIKE), odd, acc_odd, input_precision=INPUT_PRECISION)
+            acc = tl.fma(acc, rescale, tl.dot(probs.to(LIKE), even, input_precision=INPUT_PRECISION))
+            acc_odd = tl.fma(acc_odd, rescale, tl.dot(probs.to(LIKE), odd, input_precision=INPUT_PRECISION))
     else:
-        acc = tl.dot(probs.to(LIKE), v, acc, input_precision=INPUT_PRECISION)
+        acc = tl.fma(acc, rescale, tl.dot(probs.to(LIKE), v, input_precision=INPUT_PRECISION))
     return acc, acc_odd, row_max, row_sum
 
 
 @triton.jit
 def attend(place, rows, part, pairs, call):
-    """The softmax state of a tile's rows over the splits of a ``Part``.
+    """The softmax state of a tile's rows over the keys of a ``Part``.
 
     Returns:
-        acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] in base 2, and row_sum [BLOCK_M], all float32: the fold of the part's
-        splits if they are a tile's first, else nothing of use: the state of each has been stored.
+        acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] in base 2, and row_sum [BLOCK_M], all float32: the fold of its states
+        if the part keeps them, else nothing of use: the state of each has been stored.
     """
     EIGHT_BIT: tl.constexpr = call.k.ptr.dtype.element_ty == tl.int16
     WIDE: tl.constexpr = call.sizes.BLOCK_DV // 2 if EIGHT_BIT else call.sizes.BLOCK_DV
     ROWS: tl.constexpr = rows.q.shape[0]
     acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
     acc_odd, row_max = tl.zeros([ROWS, WIDE], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
-    total, total_max, total_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), row_max, row_sum
+    run, run_max, run_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), row_max, row_sum
+    total, total_max, total_sum = run, row_max, row_sum
     if call.results.acc_ptr is None:
         for n in tl.range(part.first_block, part.stop_block):
             acc, acc_odd, row_max, row_sum = attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call)
         total, total_max, total_sum = eight_bit.joined(acc, acc_odd, EIGHT_BIT), row_max, row_sum
     else:
-        slot, left = part.slot, part.blocks
+        slot, blocks_left, splits_left = part.slot, part.blocks, part.state_splits
         for n in tl.range(part.first_block, part.stop_block):
             acc, acc_odd, row_max, row_sum = attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call)
-            left -= 1
-            if (left == 0) | (n == part.stop_block - 1):
+            blocks_left -= 1
+            is_last = n == part.stop_block - 1
+            if (blocks_left == 0) | is_last:
+                if splits_left == part.state_splits:
+                    run, run_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
+                    run_max = tl.full([ROWS], float("-inf"), tl.float32)
                 state = eight_bit.joined(acc, acc_odd, EIGHT_BIT)
-                if part.first == 0:
-                    total, total_max, total_sum = states.fold(total, total_max, total_sum, state, row_max, row_sum)
-                else:
-                    states.store_split(state, row_max, row_sum, slot, part.exists, call)
+                # With nothing folded yet, the fold is the split's own state, bit for bit.
+                run, run_max, run_sum = states.fold(run, run_max, run_sum, state, row_max, row_sum)
+                splits_left -= 1
+                if (splits_left == 0) | is_last:
+                    if part.keeps == 0:
+                        states.store_state(run, run_max, run_sum, slot, part.exists, call)
+                    elif call.sizes.KEEPS:
+                        total, total_max, total_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum)
+                    slot += part.pitch
+                    splits_left = part.state_splits
                 acc, acc_odd = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
                 row_max, row_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-                slot += part.pitch
-                left = part.blocks
+                blocks_left = part.blocks
+        if not call.sizes.KEEPS:
+            # Then a part keeps a state only if it is the tile's only one.
+            total, total_max, total_sum = run, run_max, run_sum
     return total, total_max, total_sum
 
 
@@ -298,69 +316,72 @@ def finish(acc, row_max, row_sum, b, place, shape, call):
 
 
 @triton.jit
-def share_tile(acc, row_max, row_sum, b, base, counter, place, shape, part, call):
-    """Finishes a tile that several programs share, if all other splits have been stored.
+def share_tile(b, base, counter, place, shape, part, call):
+    """Finishes a tile of several states, if all others have been stored.
 
-    base: The slot of the tile's first row and split.
+    base: The slot of the tile's first row and state.
     """
-    if part.first == 0:
-        states.skip_splits(part.slot, part.pitch, part.stop - 1, part.exists, call)
-        at = part.slot + tl.cast(part.stop - 1, tl.int64) * part.pitch
-        states.store_split(acc, row_max, row_sum, at, part.exists, call)
     # All threads have stored before one of them says so.
     tl.debug_barrier()
     count = part.stop - part.first
-    if tl.atomic_add(counter, count, sem="acq_rel") == shape.num_splits - count:
+    if tl.atomic_add(counter, count, sem="acq_rel") == shape.num_states - count:
         _row, _h, exists = work.rows_of_tile(
             place.first, place.h_kv, shape.num_rows, call.sizes.MERGE_ROWS, call.sizes.GROUP
         )
         slot = base + tl.arange(0, call.sizes.MERGE_ROWS)
-        all_acc, all_max, all_sum = states.fold_stored(slot, part.pitch, shape.num_splits, exists, call)
-        finish(all_acc, all_max, all_sum, b, place, shape, call)
+        acc, row_max, row_sum = states.fold_stored(slot, part.pitch, shape, exists, call)
+        finish(acc, row_max, row_sum, b, place, shape, call)
         tl.store(counter, 0)
 
 
 @triton.jit
-def run_part(at, stop, call):
+def run_part(at, stop, sizing, call):
     """Computes the items of the next tile that begin between costs ``at`` and ``stop``; returns the cost after them."""
-    b, before, slots_before, tiles_before = work.find_sequence(at, call)
-    shape = work.shape_of(b, call)
-    cost, count = work.cost_of(shape, call), shape.num_tiles * shape.num_splits * call.sizes.num_heads_kv
+    b, before, slots_before, tiles_before = work.find_sequence(at, sizing, call)
+    shape = work.shape_of(b, sizing, call)
+    cost, count = work.cost_of(shape, call), shape.num_tiles * shape.num_items * call.sizes.num_heads_kv
     # The first item that begins here, and the end of those that do.
-    item = ((at - before + cost - 1) // cost).to(tl.int32)
-    stop_item = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), count)
+    begin = ((at - before + cost - 1) // cost).to(tl.int32)
+    end = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), count)
     reached = tl.minimum(before + count.to(tl.int64) * cost, stop)
-    if item < stop_item:
-        tile, split = item // shape.num_splits, item % shape.num_splits
-        stop_split = tl.minimum(shape.num_splits, split + stop_item - item)
-        run_splits(tile, split, stop_split, b, slots_before, tiles_before, shape, call)
-        reached = before + (item + stop_split - split).to(tl.int64) * cost
+    if begin < end:
+        tile, item = begin // shape.num_items, begin % shape.num_items
+        stop_item = tl.minimum(shape.num_items, item + end - begin)
+        state, stop_state = item * shape.item_states, tl.minimum(stop_item * shape.item_states, shape.num_states)
+        run_tile(tile, state, stop_state, b, slots_before, tiles_before, shape, call)
+        reached = before + (begin + stop_item - item).to(tl.int64) * cost
     return reached
 
 
 @triton.jit
-def run_splits(tile, split, stop_split, b, slots_before, tiles_before, shape, call):
-    """Computes splits of a tile, and finishes the tile if no other split of it is still to be stored."""
+def run_tile(tile, state, stop_state, b, slots_before, tiles_before, shape, call):
+    """Computes states of a tile, and finishes the tile if no other state of it is still to be stored."""
     BLOCK_M: tl.constexpr = call.sizes.BLOCK_M
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b = tl.minimum(b, call.sizes.batch - 1)
     h_kv, first = tile // shape.num_tiles, tile % shape.num_tiles * BLOCK_M
     place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first)
     row, h, exists = work.rows_of_tile(first, h_kv, shape.num_rows, BLOCK_M, call.sizes.GROUP)
-    first_block, stop_block = work.blocks_of(first, split, stop_split, shape, call)
+    first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
     pitch = shape.num_rows * call.sizes.GROUP
-    base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_splits * pitch + first
-    slot = base + tl.cast(split, tl.int64) * pitch + tl.arange(0, BLOCK_M)
-    part = Part(split, stop_split, first_block, stop_block, shape.chunk // call.sizes.BLOCK_N, slot, pitch, exists)
+    base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_states * pitch + first
+    slot = base + tl.cast(state, tl.int64) * pitch + tl.arange(0, BLOCK_M)
+    keeps = shape.num_states == 1
+    if call.sizes.KEEPS:
+        keeps = stop_state - state == shape.num_states
+    part = Part(
+        state, stop_state, first_block, stop_block, shape.chunk // call.sizes.BLOCK_N, shape.state_splits, keeps, slot,
+        pitch, exists,
+    )  # fmt: skip
     head = scores.head_of(call.terms, valid_b, h[:, None], shape.num_rows, shape.high)
     acc, row_max, row_sum = attend_tile(place, shape, row, h, part, Pairs(call.terms, head), call)
     if call.results.acc_ptr is None:  # noqa: SIM114 a compile-time condition
         finish(acc, row_max, row_sum, b, place, shape, call)
-    elif stop_split - split == shape.num_splits:
+    elif keeps:
         finish(acc, row_max, row_sum, b, place, shape, call)
     else:
         counter = call.results.counters_ptr + tiles_before + tile
-        share_tile(acc, row_max, row_sum, b, base, counter, place, shape, part, call)
+        share_tile(b, base, counter, place, shape, part, call)
 
 
 @triton.jit
@@ -369,12 +390,12 @@ def run_items(call):
 
     Of fewer items than programs, each goes to a program of its own as far as they cost the same.
     """
-    cost, items = work.all_work(call)
+    sizing, cost, items = work.plan_items(call)
     programs, program = tl.minimum(tl.num_programs(0), items), tl.program_id(0)
     if program < programs:
         at, stop = cost * program // programs, cost * (program + 1) // programs
         while at < stop:
-            at = run_part(at, stop, call)
+            at = run_part(at, stop, sizing, call)
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"])
@@ -388,9 +409,9 @@ def cache_attention(
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, FEWEST_KEYS: tl.constexpr,
-    MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_SLOTS: tl.constexpr, SEARCH: tl.constexpr,
-    BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_SLOTS: tl.constexpr, RUN: tl.constexpr,
+    SEARCH: tl.constexpr, KEEPS: tl.constexpr, BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention over a cache; programs take items by turns, as many programs as the device runs at once."""
     run_items(
@@ -407,7 +428,8 @@ def cache_attention(
             Sizes(
                 batch, num_heads_kv, GROUP, capacity, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M,
                 BLOCK_N, MERGE_ROWS, MERGE_SPLITS,
-                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS), SEARCH, BITS, BY_PAGE,
+                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS, RUN), SEARCH, KEEPS,
+                BITS, BY_PAGE,
             ),
             Terms(
                 scale, SCALE_FIRST, INPUT_PRECISION,

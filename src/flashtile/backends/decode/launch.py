@@ -206,8 +206,9 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
             "k_scale_stride_b": _scale_stride(t.k_scale),
             "v_scale_stride_b": _scale_stride(t.v_scale),
             "MERGE_ROWS": merge_rows,
-            "MERGE_SPLITS": min(16, max(1, 8192 // (merge_rows * padded(p.head_dim_v)))),
+            "MERGE_SPLITS": min(16, max(config.splitting.run, 8192 // (merge_rows * padded(p.head_dim_v)))),
             "SEARCH": search,
+            "KEEPS": config.block_m * padded(p.head_dim_v) <= 16 * 128,
             "BITS": bits,
             "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
         }
@@ -262,6 +263,7 @@ def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
         "MOST_KEYS": cut.most_keys,
         "MOST_SPLITS": cut.most_splits,
         "MOST_SLOTS": cut.most_slots,
+        "RUN": cut.run,
         "HAS_LEFT": p.band.left is not None,
         "HAS_RIGHT": p.band.right is not None,
         "SCORE_MOD": scores.softcap if p.softcap > 0 else None,

@@ -23,8 +23,8 @@ def fold(total, total_max, total_sum, acc, row_max, row_sum):
 
 
 @triton.jit
-def store_split(acc, row_max, row_sum, slot, exists, call):
-    """Stores the softmax state of a tile's rows over one split."""
+def store_state(acc, row_max, row_sum, slot, exists, call):
+    """Stores the softmax state of a tile's rows over a run or a split."""
     col = tl.arange(0, acc.shape[1])[None, :]
     at = call.results.acc_ptr + slot[:, None] * call.sizes.DIM_V + col
     tl.store(at, acc, mask=exists[:, None] & (col < call.sizes.DIM_V))
@@ -33,43 +33,61 @@ def store_split(acc, row_max, row_sum, slot, exists, call):
 
 
 @triton.jit
-def skip_splits(slot, pitch, count, exists, call):
-    """Marks splits as empty, whose keys are in the state of a later one."""
-    for _split in range(count):
-        tl.store(call.results.max_ptr + slot, tl.full(slot.shape, float("-inf"), tl.float32), mask=exists)
-        slot += pitch
-
-
-@triton.jit
-def fold_stored(slot, pitch, num_splits, exists, call):
-    """The fold of all states of a tile.
+def fold_stored(slot, pitch, shape, exists, call):
+    """The fold of all states of a tile: of the splits of each run, and then of the runs.
 
     Args:
-        slot: [MERGE_ROWS] int64, each row's slot of the first split.
-        pitch: Slots from one split to the next.
-        num_splits: At least 2.
+        slot: [MERGE_ROWS] int64, each row's slot of the first state.
+        pitch: Slots from one state to the next.
+        shape: ``Shape``; at least 2 states.
         exists: [MERGE_ROWS].
         call: ``Call``.
     """
-    ROWS: tl.constexpr = call.sizes.MERGE_ROWS
-    WIDE: tl.constexpr = call.sizes.BLOCK_DV
-    col = tl.arange(0, WIDE)[None, :]
-    acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    for first in range(0, num_splits, call.sizes.MERGE_SPLITS):
-        # Unrolled, so that the loads of several splits are under way together.
-        for ahead in tl.static_range(call.sizes.MERGE_SPLITS):
-            at = slot + tl.cast(first + ahead, tl.int64) * pitch
-            there = exists & (first + ahead < num_splits)
-            # Past the first-level cache, which does not see what other multiprocessors store.
-            top = tl.load(call.results.max_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-            part_sum = tl.load(call.results.sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-            wide = there[:, None] & (col < call.sizes.DIM_V)
-            part = tl.load(
-                call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg"
-            )
-            # A split without keys, or skipped, may have left anything there.
-            empty = top == float("-inf")
-            part, part_sum = tl.where(empty[:, None], 0.0, part), tl.where(empty, 0.0, part_sum)
-            acc, row_max, row_sum = fold(acc, row_max, row_sum, part, top, part_sum)
+    RUN: tl.constexpr = call.sizes.splitting.RUN
+    AHEAD: tl.constexpr = call.sizes.MERGE_SPLITS
+    if shape.state_splits == RUN:
+        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, 1, AHEAD // RUN)
+    else:
+        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, RUN, AHEAD)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def fold_states(slot, pitch, num_states, exists, call, RUN: tl.constexpr, AHEAD: tl.constexpr):
+    """The fold of all states of a tile, of which RUN neighbours are folded first.
+
+    AHEAD of them are unrolled, so that their loads are under way together.
+    """
+    acc, row_max, row_sum = empty_state(call)
+    for first in range(0, num_states, AHEAD):
+        for start in tl.static_range(0, AHEAD, RUN):
+            run, run_max, run_sum = load_state(slot, pitch, first + start, num_states, exists, call)
+            for ahead in tl.static_range(1, RUN):
+                part, top, part_sum = load_state(slot, pitch, first + start + ahead, num_states, exists, call)
+                run, run_max, run_sum = fold(run, run_max, run_sum, part, top, part_sum)
+            acc, row_max, row_sum = fold(acc, row_max, row_sum, run, run_max, run_sum)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def empty_state(call):
+    """The state [MERGE_ROWS, ...] of no keys."""
+    ROWS: tl.constexpr = call.sizes.MERGE_ROWS
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    return tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), row_max, tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def load_state(slot, pitch, number, num_states, exists, call):
+    """A stored state, (acc, row_max, row_sum); that of no keys past the last one."""
+    at = slot + tl.cast(number, tl.int64) * pitch
+    col = tl.arange(0, call.sizes.BLOCK_DV)[None, :]
+    there = exists & (number < num_states)
+    # Past the first-level cache, which does not see what other multiprocessors store.
+    top = tl.load(call.results.max_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    part_sum = tl.load(call.results.sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+    wide = there[:, None] & (col < call.sizes.DIM_V)
+    part = tl.load(call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
+    # What a row has of keys of which it sees none counts for nothing.
+    empty = top == float("-inf")
+    return tl.where(empty[:, None], 0.0, part), top, tl.where(empty, 0.0, part_sum)

@@ -19,6 +19,10 @@ class Shape(NamedTuple):
         num_tiles: Tiles of a key head.
         num_splits: Splits of a tile.
         chunk: Keys of a split, a multiple of BLOCK_N; the first begins at low, rounded down to such a multiple.
+        num_states: States of a tile: of runs, or of splits.
+        state_splits: Splits of a state.
+        num_items: Work items of a tile.
+        item_states: States of an item.
     """
 
     first_row: Any
@@ -28,6 +32,22 @@ class Shape(NamedTuple):
     num_tiles: Any
     num_splits: Any
     chunk: Any
+    num_states: Any
+    state_splits: Any
+    num_items: Any
+    item_states: Any
+
+
+class Sizing(NamedTuple):
+    """What a work item is.
+
+    Attributes:
+        run_keys: The most keys of a run that has one state; the splits of a longer one have theirs.
+        grain: States of an item.
+    """
+
+    run_keys: Any
+    grain: Any
 
 
 @triton.jit
@@ -52,7 +72,7 @@ def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
 
 
 @triton.jit
-def shape_of(b, call):
+def shape_of(b, sizing, call):
     """The ``Shape`` of sequence b, a number or a tensor; beyond the batch there are no keys.
 
     For packed queries, b == batch stands for the rows past the last sequence.
@@ -81,21 +101,27 @@ def shape_of(b, call):
     num_tiles = (rows + BLOCK_M - 1) // BLOCK_M
     keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
     num_splits, chunk = cut(keys, rows, num_tiles, call.sizes.num_heads_kv, BLOCK_N, call.sizes.splitting)
-    return Shape(first_row, num_rows, low, high, num_tiles, num_splits, chunk)
+    RUN: tl.constexpr = call.sizes.splitting.RUN
+    state_splits = tl.where(RUN * chunk <= sizing.run_keys, RUN, 1)
+    num_states = (num_splits + state_splits - 1) // state_splits
+    num_items = (num_states + sizing.grain - 1) // sizing.grain
+    return Shape(
+        first_row, num_rows, low, high, num_tiles, num_splits, chunk, num_states, state_splits, num_items, sizing.grain
+    )
 
 
 @triton.jit
 def cost_of(shape, call):
     """What an item of a sequence costs, in blocks of keys: its own, and about one more to begin and to end."""
-    return shape.chunk // call.sizes.BLOCK_N + 1
+    return shape.item_states * shape.state_splits * (shape.chunk // call.sizes.BLOCK_N) + 1
 
 
 @triton.jit
 def work_of(shape, call):
     """The cost of sequences, their slots (rows of the workspace), their tiles and their items."""
     tiles = shape.num_tiles * call.sizes.num_heads_kv
-    items = tiles * shape.num_splits
-    slots = tl.where(shape.num_splits > 1, shape.num_splits * shape.num_rows, 0).to(tl.int64)
+    items = tiles * shape.num_items
+    slots = tl.where(shape.num_states > 1, shape.num_states * shape.num_rows, 0).to(tl.int64)
     cost = items.to(tl.int64) * cost_of(shape, call)
     return cost, slots * (call.sizes.GROUP * call.sizes.num_heads_kv), tiles, items
 
@@ -110,22 +136,46 @@ def count_sequences(call):
 
 
 @triton.jit
-def all_work(call):
+def all_work(sizing, call):
     """The cost of all sequences together, and their items."""
     SEARCH: tl.constexpr = call.sizes.SEARCH
     if SEARCH == 1:
-        cost, _slots, _tiles, items = work_of(shape_of(tl.full((), 0, tl.int32), call), call)
+        cost, _slots, _tiles, items = work_of(shape_of(tl.full((), 0, tl.int32), sizing, call), call)
     else:
         cost, items = tl.full((), 0, tl.int64), 0
         for first in range(0, count_sequences(call), SEARCH):
-            costs, _slots, _tiles, counts = work_of(shape_of(first + tl.arange(0, SEARCH), call), call)
+            costs, _slots, _tiles, counts = work_of(shape_of(first + tl.arange(0, SEARCH), sizing, call), call)
             cost += tl.sum(costs)
             items += tl.sum(counts)
     return cost, items
 
 
 @triton.jit
-def find_sequence(at, call):
+def plan_items(call):
+    """The ``Sizing`` of the items, the cost of all, and their number.
+
+    Runs send fewer states through memory than splits, which keep more programs busy. Best is one item for each program:
+    one that works on two tiles begins and ends twice. Where items must be smaller for that, long sequences' are splits,
+    which balance better.
+    """
+    LONG: tl.constexpr = 1024
+    programs = tl.num_programs(0)
+    run_keys, grain = tl.full((), 2**30, tl.int32), tl.full((), 1, tl.int32)
+    cost, items = all_work(Sizing(run_keys, grain), call)
+    if items * 8 < programs * 7:
+        run_keys = tl.full((), 0, tl.int32)
+        cost, items = all_work(Sizing(run_keys, grain), call)
+    if items > programs:
+        grain = (items + programs - 1) // programs
+        cost, items = all_work(Sizing(run_keys, grain), call)
+        if items > programs:
+            run_keys, grain = tl.minimum(run_keys, LONG), tl.full((), 1, tl.int32)
+            cost, items = all_work(Sizing(run_keys, grain), call)
+    return Sizing(run_keys, grain), cost, items
+
+
+@triton.jit
+def find_sequence(at, sizing, call):
     """The sequence in which the work stands at a cost of ``at``; and the cost, the slots and the tiles before it."""
     SEARCH: tl.constexpr = call.sizes.SEARCH
     found, tiles_before = tl.full((), 0, tl.int32), 0
@@ -133,7 +183,8 @@ def find_sequence(at, call):
     if SEARCH > 1:
         end = tl.full((), 0, tl.int64)
         for first in range(0, count_sequences(call), SEARCH):
-            costs, slots, tiles, _items = work_of(shape_of(first + tl.arange(0, SEARCH), call), call)
+            shape = shape_of(first + tl.arange(0, SEARCH), sizing, call)
+            costs, slots, tiles, _items = work_of(shape, call)
             earlier = end + tl.cumsum(costs, 0) <= at
             found += tl.sum(earlier.to(tl.int32))
             cost_before += tl.sum(tl.where(earlier, costs, 0))
@@ -164,11 +215,12 @@ def entry_of(b, call):
 
 
 @triton.jit
-def blocks_of(first, split, stop_split, shape, call):
-    """First block and end of the blocks of splits; a tile that is not split needs only those that its rows may keep."""
+def blocks_of(first, state, stop_state, shape, call):
+    """First block and end of the blocks of states; a tile that is not split needs only those that its rows may keep."""
     BLOCK_N: tl.constexpr = call.sizes.BLOCK_N
-    start = shape.low // BLOCK_N * BLOCK_N + split * shape.chunk
-    stop = tl.minimum(shape.low // BLOCK_N * BLOCK_N + stop_split * shape.chunk, shape.high)
+    keys = shape.state_splits * shape.chunk
+    start = shape.low // BLOCK_N * BLOCK_N + state * keys
+    stop = tl.minimum(shape.low // BLOCK_N * BLOCK_N + stop_state * keys, shape.high)
     if shape.num_splits == 1:
         shift = shape.high - shape.num_rows
         if call.terms.band.right is not None:

@@ -9,16 +9,19 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known
+from flashtile.arguments import FLOAT8
+from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
 from flashtile.backends.decode import config as decode
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
 
 _FORWARD = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16),
     max_head_dim=256,
     head_dim_multiple=8,
+    nvidia=True,
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
     causal=True,
@@ -39,6 +42,10 @@ _DECODE = dataclasses.replace(
     _FORWARD, head_dim_multiple=1, mask=False, bias=False, deterministic=False, unaligned=True, pages=True,
     float8_cache=True,
 )  # fmt: skip
+_QUANTIZED = dataclasses.replace(
+    _FORWARD, dtypes=(FLOAT8,), head_dim_multiple=16, alibi=False, mask=False, bias=False,
+    deterministic=False,
+)  # fmt: skip
 
 
 @functools.cache
@@ -55,7 +62,7 @@ class _Backend:
     summary = "NVIDIA Hopper (compute capability 9.0)"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        return {"forward": _FORWARD, "backward": _BACKWARD, "decode": _DECODE}[direction]
+        return {"forward": _FORWARD, "backward": _BACKWARD, "decode": _DECODE, "quantized": _QUANTIZED}.get(direction)
 
     def missing(self) -> str | None:
         return _missing()
@@ -65,8 +72,10 @@ class _Backend:
             return f"Triton with Hopper's tiles, {decode.choose(problem)}; splits merged in the same launch"
         from flashtile.backends.hopper.backward import config as backward_tiles
         from flashtile.backends.hopper.forward import config as tiles
+        from flashtile.backends.hopper.quantized import config as quantized_tiles
 
-        config = tiles.choose(problem) if direction == "forward" else backward_tiles.choose(problem)
+        choose = {"forward": tiles, "backward": backward_tiles, "quantized": quantized_tiles}[direction].choose
+        config = choose(problem)
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
     def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
@@ -85,6 +94,13 @@ class _Backend:
         from flashtile.backends.decode.launch import DecodePlan
 
         return DecodePlan(problem, tensors, known)
+
+    def plan_quantized(
+        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
+    ) -> QuantizedForward:
+        from flashtile.backends.hopper.quantized.launch import QuantizedPlan
+
+        return QuantizedPlan(problem, tensors, known)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         from flashtile.backends import host

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
-from flashtile.arguments import Grads
+from flashtile.arguments import FLOAT8, Grads
 from flashtile.backends.base import Direction
-from flashtile.backends.build import KernelBuild, described_tensors, kernel_builds
+from flashtile.backends.build import KernelBuild, described_quantized, described_tensors, kernel_builds
 from flashtile.backends.launch import Launch
 from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors, described
+from flashtile.problem import Precision, Problem, described
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq")
 _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
 
-def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[str, Launch]:
+def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
     """The kernels of a direction of a call, by name, in the order in which they run."""
+    if direction == "quantized":
+        from flashtile.backends.hopper.quantized import config as quantized_config
+        from flashtile.backends.hopper.quantized import launch as quantized
+
+        tiles = quantized_config.choose(problem)
+        return {"attention_quantized": quantized.quantized_launch(problem, tensors, tiles)}
     if direction == "forward":
         from flashtile.backends.hopper.forward import config, launch
 
@@ -30,8 +36,7 @@ def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[s
 
     dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
     made = backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
-    names = ("prepare_rows", "attention_backward", "finish_dq")
-    return {name: launch for name, launch in zip(names, made, strict=True) if launch is not None}
+    return {name: launch for name, launch in zip(_BACKWARD, made, strict=True) if launch is not None}
 
 
 def builds(arch: str) -> list[KernelBuild]:
@@ -44,17 +49,34 @@ def builds(arch: str) -> list[KernelBuild]:
         return []
     made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")] + _joining_builds()
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
+    made += _adding_builds()
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
     rows.append(_wanting(128, "kv"))
-    return made + [build for problem in rows for build in builds_of(problem, "backward")[::2]]
+    made += [build for problem in rows for build in builds_of(problem, "backward")[::2]]
+    return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
 
 
 def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
     """The builds of a direction of one problem."""
-    limits = {"attention_forward": _forward_limit(problem), "attention_backward": _backward_limit(problem)}
-    tensors = described_tensors(problem)
+    limits = {
+        "attention_quantized": _quantized_limit(problem),
+        "attention_forward": _forward_limit(problem),
+        "attention_backward": _backward_limit(problem),
+    }
+    tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
     return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits)
+
+
+def _quantized_problems() -> list[Problem]:
+    """8-bit calls: both masks at the usual head dims, then features."""
+    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16, FLOAT8), "needs_grad": False}
+    features: list[tuple[int, Band, dict[str, Any]]] = [
+        *((dim, band, {}) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)),
+        (128, _WINDOW, {"varlen": True, "sinks": True, "num_heads_q": 32}),
+        (64, _CAUSAL, {"softcap": 30.0}),
+    ]
+    return [_problem(dim, band, **precision, **used) for dim, band, used in features]
 
 
 def _usual() -> list[Problem]:
@@ -91,10 +113,30 @@ def _joining_builds() -> list[KernelBuild]:
     for dim, out_dtype in ((128, torch.float32), (64, torch.float32), (256, torch.float32), (128, torch.bfloat16)):
         problem = _problem(dim, _CAUSAL).but(out_dtype=out_dtype)
         joining = launch.forward_launch(problem, described_tensors(problem), config.choose(problem), is_joined=True)
-        for build in kernel_builds("hopper", "forward", problem, {"attention_forward": joining}, _NO_SPILL):
-            features = [*filter(None, [build.config.get("features")]), "partial"]
-            made.append(dataclasses.replace(build, config={**build.config, "features": "+".join(map(str, features))}))
+        made += kernel_builds("hopper", "forward", problem, {"attention_forward": joining}, _NO_SPILL, ("partial",))
     return made + builds_of(_problem(128, _CAUSAL).but(out_dtype=torch.float32), "forward")
+
+
+def _adding_builds() -> list[KernelBuild]:
+    """The backward to float32 gradients and to sums of them, most of all of packed sequences: a step of a chain."""
+    from flashtile.backends.hopper.backward import config, launch
+
+    made = []
+    packed: list[tuple[int, Band, dict[str, Any]]] = [(dim, _CAUSAL, {"varlen": True}) for dim in (128, 64, 256)]
+    others = [
+        (128, _FULL, {"varlen": True}),
+        (128, _CAUSAL, {"varlen": True, "deterministic": True}),
+        (128, _CAUSAL, {}),
+    ]
+    for dim, band, used in packed + others:
+        problem = _problem(dim, band, **used).but(grad_dtype=torch.float32)
+        tensors, limits = described_tensors(problem), {"attention_backward": _backward_limit(problem)}
+        sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
+        by_name = {name: each for name, each in zip(_BACKWARD, sums, strict=True) if each is not None}
+        made += kernel_builds("hopper", "backward", problem, by_name, limits, ("sums",))
+        if used == {"varlen": True}:
+            made += builds_of(problem, "backward")[1:]
+    return made
 
 
 def _backward_problems() -> list[Problem]:
@@ -160,6 +202,15 @@ def _forward_limit(problem: Problem) -> int:
     """
     has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
     return 64 if has_mods or _is_new_triton() else 0
+
+
+def _quantized_limit(problem: Problem) -> int:
+    """Bytes that a thread of the 8-bit forward may spill, outside of loops but for head_dim 256 (2026-11-22).
+
+    Triton 3.7.1: none in full attention at head_dim 128, up to 40 with a band; 24 at 64; 592 at 256, where the output
+    takes 128 registers and scores 64.
+    """
+    return 640 if max(problem.head_dim, problem.head_dim_v) > 128 else 64 if _is_new_triton() else 40
 
 
 def _backward_limit(problem: Problem) -> int:

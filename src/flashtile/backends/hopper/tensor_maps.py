@@ -14,6 +14,7 @@ from flashtile.backends.launch import TensorMap
 from flashtile.problem import Problem, Tensors
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+GLUON_DTYPES[torch.float8_e4m3fn] = gl.float8e4nv
 # Bounds beyond any length are the same as none, and 32-bit arithmetic on positions must not overflow.
 _FAR = 2**30
 # The two extra dimensions of a packed tensor's map, in elements: see PACKED_ROWS. The first stride times the

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtile import settings
-from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Gradients, Known
+from flashtile.arguments import FLOAT8
+from flashtile.backends.base import (
+    Backward,
+    Build,
+    Capabilities,
+    Decode,
+    Direction,
+    Forward,
+    Gradients,
+    Known,
+    QuantizedForward,
+)
 from flashtile.backends.decode import config as decode
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
+from flashtile.backends.portable.quantized import config as quantized
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
 from flashtile.states import Partial
 
+T = TypeVar("T", Tensors, QuantizedTensors)
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
@@ -34,6 +49,7 @@ _CAPABILITIES = Capabilities(
     bias_grad=True,
     sinks=True,
     dropout=True,
+    origins=True,
     deterministic=True,
     unaligned=True,
 )
@@ -43,9 +59,24 @@ _DECODE = dataclasses.replace(
     bias=False,
     bias_grad=False,
     dropout=False,
+    origins=False,
     deterministic=False,
     pages=True,
     float8_cache=True,
+)
+# Products of e4m3 numbers.
+_QUANTIZED = dataclasses.replace(
+    _CAPABILITIES,
+    dtypes=(FLOAT8,),
+    head_dim_multiple=16,
+    min_compute_capability=(8, 9),
+    nvidia=True,
+    alibi=False,
+    mask=False,
+    bias=False,
+    bias_grad=False,
+    dropout=False,
+    deterministic=False,
 )
 
 
@@ -57,7 +88,7 @@ class PortableBackend:
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
         """The same in both directions of regular calls; CPU tensors too where Triton's interpreter is on."""
-        able = _DECODE if direction == "decode" else _CAPABILITIES
+        able = {"decode": _DECODE, "quantized": _QUANTIZED}.get(direction, _CAPABILITIES)
         if not settings.TRITON_INTERPRET.enabled():
             return able
         able = dataclasses.replace(able, device_types=("cuda", "cpu"))
@@ -72,8 +103,8 @@ class PortableBackend:
         """The tiles of the direction's kernels."""
         if direction == "decode":
             return f"Triton, tiles {decode.choose(problem)}; splits merged in the same launch"
-        if direction == "forward":
-            return f"Triton, tiles {forward.choose(problem)}"
+        if direction in ("forward", "quantized"):
+            return f"Triton, tiles {(forward if direction == 'forward' else quantized).choose(problem)}"
         kernels: list[backward.Kernel] = [*backward.key_kernels(problem), "dq"]
         if problem.bias_grad:
             kernels.append("dbias")
@@ -104,10 +135,12 @@ class PortableBackend:
             return BackwardPlan(problem, tensors, dout, dlse, known)
         plan = BackwardPlan(problem.but(dtype=torch.float32), tensors, dout, dlse, known)
 
-        def widened(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-            grads = plan(_widened(tensors), out.float(), lse, dout.float(), dlse)
-            made = {name: getattr(grads, name) for name in ("dq", "dk", "dv")}
-            return dataclasses.replace(grads, **{n: x if x is None else x.to(problem.dtype) for n, x in made.items()})
+        def widened(
+            tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, sums: Gradients | None = None
+        ) -> Gradients:
+            grads = plan(_widened(tensors), out.float(), lse, dout.float(), dlse, sums)
+            made = {n: x for n, x in vars(grads).items() if n in ("dq", "dk", "dv") and x is not None}
+            return dataclasses.replace(grads, **{n: x.to(problem.grad_dtype) for n, x in made.items()})
 
         return widened
 
@@ -116,6 +149,22 @@ class PortableBackend:
         from flashtile.backends.decode.launch import DecodePlan
 
         return DecodePlan(problem, tensors, known)
+
+    def plan_quantized(
+        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
+    ) -> QuantizedForward:
+        """One kernel."""
+        from flashtile.backends.portable.quantized.launch import QuantizedPlan
+
+        if not _needs_widening(problem):
+            return QuantizedPlan(problem, tensors, known)
+        plan = QuantizedPlan(problem.but(out_dtype=torch.float32), tensors, known)
+
+        def widened(tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
+            out, lse = plan(_widened(tensors))
+            return out.to(problem.out_dtype), lse
+
+        return widened
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""
@@ -126,12 +175,14 @@ class PortableBackend:
 
 
 def _needs_widening(problem: Problem) -> bool:
-    # Triton's interpreter stores bfloat16 as integers and multiplies those integers.
-    return problem.device_type == "cpu" and problem.dtype == torch.bfloat16
+    # Triton's interpreter stores bfloat16 as integers and multiplies those integers; it has no NaN of 8 bits, and cuts
+    # digits off where numbers lose some.
+    return problem.device_type == "cpu" and problem.dtype in (torch.bfloat16, FLOAT8)
 
 
-def _widened(tensors: Tensors) -> Tensors:
-    return dataclasses.replace(tensors, **{name: getattr(tensors, name).float() for name in ("q", "k", "v")})
+def _widened(tensors: T) -> T:
+    wide: Any = {name: getattr(tensors, name).float() for name in ("q", "k", "v")}
+    return dataclasses.replace(tensors, **wide)
 
 
 BACKEND = PortableBackend()

@@ -12,6 +12,7 @@ from flashtile.backends.launch import TensorMap, row_strides
 from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.vocab import dropout, scheduler, scores
 from flashtile.problem import Problem, Tensors
+from flashtile.quantization.arguments import QuantizedTensors
 
 # Bytes that heads processed together may occupy. The order of the tiles changes no result, so all chips share the
 # number. It is far below an H200's 50 MB of L2, which rows and results pass through as well: at head_dim 256 and 512
@@ -19,7 +20,7 @@ from flashtile.problem import Problem, Tensors
 _CACHE_BYTES = 4 * 1024 * 1024
 
 
-def num_programs(problem: Problem, tensors: Tensors, block: int, *, over_keys: bool = False) -> int:
+def num_programs(problem: Problem, tensors: Tensors | QuantizedTensors, block: int, *, over_keys: bool = False) -> int:
     """Size of a grid over blocks of rows (or keys), heads and sequences."""
     tensor, cu_seqlens = (tensors.k, tensors.cu_seqlens_k) if over_keys else (tensors.q, tensors.cu_seqlens_q)
     heads = problem.num_heads_kv if over_keys else problem.num_heads_q
@@ -53,12 +54,18 @@ def common_operands(tensors: Tensors) -> dict[str, Tensor | None]:
         "cu_seqlens_q_ptr": t.cu_seqlens_q,
         "cu_seqlens_k_ptr": t.cu_seqlens_k,
         "rng_state_ptr": t.rng_state,
+        "origins_ptr": t.origins,
     }
 
 
 def common_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
     """The sizes, as ``Launch`` has them, that the forward and every kernel of the backward share."""
-    t, band, seqlen_q, seqlen_k = tensors, problem.band, tensors.q.shape[-3], tensors.k.shape[-3]
+    return {**band_sizes(problem, tensors.q, tensors.k), **row_strides("v", tensors.v)}
+
+
+def band_sizes(problem: Problem, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Those of them that q, k and the band have."""
+    band, seqlen_q, seqlen_k = problem.band, q.shape[-3], k.shape[-3]
     span = seqlen_q + seqlen_k  # a larger bound has the same effect and could overflow
     return {
         "batch": problem.batch,
@@ -66,25 +73,34 @@ def common_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
         "seqlen_k": seqlen_k,
         "left": 0 if band.left is None else max(-span, min(span, band.left)),
         "right": 0 if band.right is None else max(-span, min(span, band.right)),
-        **row_strides("q", t.q),
-        **row_strides("k", t.k),
-        **row_strides("v", t.v),
+        **row_strides("q", q),
+        **row_strides("k", k),
     }
 
 
 def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
     """The other arguments that they share."""
     p, t = problem, tensors
-    block_d, block_dv = padded_dims(p.head_dim, p.head_dim_v)
     arguments: dict[str, Any] = {
         **common_operands(t),
+        **tile_arguments(p, config),
         "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
+        "dropout_threshold": dropout.threshold_bits(philox.threshold(p.dropout_p)),
+        "keep_scale": 1.0 / (1.0 - p.dropout_p),
+        "INPUT_PRECISION": input_precision(p.dtype),
+    }
+    return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
+
+
+def tile_arguments(problem: Problem, config: Config) -> dict[str, Any]:
+    """Heads, scale, softcap and what of the tiles and the band is compiled in."""
+    p = problem
+    block_d, block_dv = padded_dims(p.head_dim, p.head_dim_v)
+    return {
         "num_heads_q": p.num_heads_q,
         "group_size": p.group_size,
         "scale": p.softmax_scale,
         "param": p.softcap,
-        "dropout_threshold": dropout.threshold_bits(philox.threshold(p.dropout_p)),
-        "keep_scale": 1.0 / (1.0 - p.dropout_p),
         "HEAD_DIM": p.head_dim,
         "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
@@ -95,9 +111,7 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict
         "HAS_RIGHT": p.band.right is not None,
         "SCORE_MOD": scores.softcap if p.softcap > 0 else None,
         "SCALE_FIRST": p.softcap > 0 or p.alibi or p.bias_dtype is not None or p.softmax_scale <= 0,
-        "INPUT_PRECISION": input_precision(p.dtype),
     }
-    return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
 
 
 def heads_at_once(problem: Problem, first: Tensor, second: Tensor) -> int:

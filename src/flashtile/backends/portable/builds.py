@@ -6,18 +6,25 @@ from typing import Any
 
 import torch
 
+from flashtile.arguments import FLOAT8
 from flashtile.backends.base import Direction
-from flashtile.backends.build import KernelBuild, described_tensors, kernel_builds
+from flashtile.backends.build import KernelBuild, described_quantized, described_tensors, kernel_builds
 from flashtile.backends.launch import Launch
 from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors, described
+from flashtile.problem import Precision, Problem, described
 
-_CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100": (10, 0), "gfx942": None}
+_CAPABILITIES = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90a": (9, 0), "sm_100": (10, 0), "gfx942": None}
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
 
 
-def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[str, Launch]:
+def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
     """The kernels of a direction of a call, by name, in the order in which they run."""
+    if direction == "quantized":
+        from flashtile.backends.portable.quantized import config as quantized_config
+        from flashtile.backends.portable.quantized import launch as quantized
+
+        tiles = quantized_config.choose(problem)
+        return {"attention_quantized": quantized.quantized_launch(problem, tensors, tiles)}
     if direction == "forward":
         from flashtile.backends.portable.forward import config, launch
 
@@ -29,9 +36,14 @@ def launches(problem: Problem, tensors: Tensors, direction: Direction) -> dict[s
 
 
 def builds(arch: str) -> list[KernelBuild]:
-    """Every kernel: both masks at the three usual head dims, then each feature once; bf16 unless said otherwise."""
+    """Every kernel: both masks at the three usual head dims, then each feature once; bf16 unless said otherwise.
+
+    sm_89 differs from sm_80 where numbers have 8 bits.
+    """
     if arch not in _CAPABILITIES:
         return []
+    if arch == "sm_89":
+        return _quantized(arch)
     from flashtile.backends.decode import builds as decode
 
     usual = [_problem(arch, dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
@@ -42,6 +54,7 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 128, _CAUSAL, varlen=True, num_heads_q=32),
         _problem(arch, 64, _FULL, mask=True, bias_dtype=torch.bfloat16, bias_grad=True, sinks=True),
         _problem(arch, 64, _CAUSAL, softcap=30.0, alibi=True, dropout_p=0.1),
+        _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
     ]
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)
     made = [
@@ -50,12 +63,38 @@ def builds(arch: str) -> list[KernelBuild]:
         for direction in ("forward", "backward")
         for build in builds_of(problem, direction)
     ]
-    return made + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
+    made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
+    return made + _quantized(arch) if (_CAPABILITIES[arch] or (0, 0)) >= (8, 9) else made
+
+
+def _quantized(arch: str) -> list[KernelBuild]:
+    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16, FLOAT8), "needs_grad": False}
+    problems = [_problem(arch, dim, band, **precision) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
+    problems += [
+        _problem(arch, 96, _WINDOW, head_dim_v=80, sinks=True, **precision),
+        _problem(arch, 128, _CAUSAL, varlen=True, num_heads_q=32, **precision),
+        _problem(arch, 64, _CAUSAL, softcap=30.0, **precision),
+    ]
+    return [build for problem in problems for build in builds_of(problem, "quantized")]
+
+
+def _adding_builds(arch: str) -> list[KernelBuild]:
+    """The backward of packed sequences to sums in float32."""
+    from flashtile.backends.portable.backward import launch
+
+    made = []
+    for dim in (128, 64):
+        problem = _problem(arch, dim, _CAUSAL, varlen=True).but(grad_dtype=torch.float32)
+        tensors = described_tensors(problem)
+        sums = launch.launches(problem, tensors, tensors.q, None, adds=True)
+        del sums["prepare_rows"]
+        made += kernel_builds("portable", "backward", problem, sums, more=("sums",))
+    return made
 
 
 def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
     """The builds of a direction of one problem."""
-    tensors = described_tensors(problem)
+    tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
     return kernel_builds("portable", direction, problem, launches(problem, tensors, direction))
 
 

@@ -18,19 +18,32 @@ class Draws(NamedTuple):
         threshold: As ``keep`` takes it.
         keep_scale: Factor of the probabilities that are kept.
         num_heads: Query heads.
+        origins_ptr: (num_sequences, 6) int32, ``masks.Origin`` of each sequence, None where none is part of another.
     """
 
     rng_state_ptr: Any
     threshold: Any
     keep_scale: Any
     num_heads: Any
+    origins_ptr: Any
 
 
 @triton.jit
 def keep_tile(draws, b, h, rows, first_key_block, BLOCK_N: tl.constexpr):
     """``keep`` for one head of one sequence: BLOCK_N keys starting at key ``4 * first_key_block``."""
-    key_blocks = first_key_block + tl.arange(0, BLOCK_N // 4)[None, :]
-    return keep(draws.rng_state_ptr, draws.threshold, b * draws.num_heads + h, rows, key_blocks)
+    if draws.origins_ptr is not None:
+        at = draws.origins_ptr + b * 6
+        keys = tl.load(at + 3) + tl.load(at + 4) * (first_key_block * 4 + tl.arange(0, BLOCK_N)[None, :])
+        rows = tl.load(at + 1) + tl.load(at + 2) * rows
+        # Neighbours need not be neighbours in the whole, so each key takes a word of a counter of its own.
+        words_a, words_b, words_c, words_d = words(draws.rng_state_ptr, tl.load(at) + h, rows, keys // 4)
+        place = keys % 4
+        low, high = tl.where(place == 0, words_a, words_b), tl.where(place == 2, words_c, words_d)
+        kept = tl.where(place < 2, low, high) >= draws.threshold.to(tl.uint32, bitcast=True)
+    else:
+        key_blocks = first_key_block + tl.arange(0, BLOCK_N // 4)[None, :]
+        kept = keep(draws.rng_state_ptr, draws.threshold, b * draws.num_heads + h, rows, key_blocks)
+    return kept
 
 
 @triton.jit
@@ -47,18 +60,24 @@ def keep(rng_state_ptr, threshold, head, rows, key_blocks):
     Returns:
         [BLOCK_M, BLOCK_N] bool.
     """
+    a, b, c, d = words(rng_state_ptr, head, rows, key_blocks)
+    # Joined so that the words of one counter are adjacent: [BLOCK_M, BLOCK_N // 4, 2, 2] read in order is a b c d.
+    joined = tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], a.shape[1] * 4)
+    return joined >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def words(rng_state_ptr, head, rows, key_blocks):
+    """The four words of each counter; arguments as above."""
     seed = tl.load(rng_state_ptr)
     offset = tl.load(rng_state_ptr + 1)
     rows, key_blocks = tl.broadcast(rows, key_blocks)
     zero = rows * 0
     counter_a, counter_b = key_blocks.to(tl.uint32), rows.to(tl.uint32)
     counter_c, counter_d = (zero + head).to(tl.uint32), (zero + offset.to(tl.int32)).to(tl.uint32)
-    a, b, c, d = tl.philox_impl(
+    return tl.philox_impl(
         counter_a, counter_b, counter_c, counter_d, seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS
     )
-    # Joined so that the words of one counter are adjacent: [BLOCK_M, BLOCK_N // 4, 2, 2] read in order is a b c d.
-    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(rows.shape[0], rows.shape[1] * 4)
-    return words >= threshold.to(tl.uint32, bitcast=True)
 
 
 def threshold_bits(threshold: int) -> int:

@@ -47,6 +47,15 @@ class Alibi(NamedTuple):
     stride_b: Any
 
 
+class PartSlope(NamedTuple):
+    """What ``alibi_of_part`` takes: i and j are ``|offset + row_step * i - key_step * j|`` apart."""
+
+    slope: Any
+    offset: Any
+    row_step: Any
+    key_step: Any
+
+
 class Terms(NamedTuple):
     """How a call's products become probabilities, the same for all heads; only passed as an argument, never assigned.
 
@@ -129,6 +138,24 @@ def slope_of_head(slopes, b, h, seqlen_q, seqlen_k):
 def alibi(scores, slope, b, h, i, j):
     """``scores - slope * |i - j|``."""
     return scores + -slope * tl.abs(i - j).to(tl.float32)
+
+
+@triton.jit
+def slope_of_part(parts, b, h, seqlen_q, seqlen_k):
+    """The ``PartSlope`` of ``Alibi``, origins (``masks.Origin``) and the number of sequences."""
+    slopes, origins_ptr, num_sequences = parts
+    exists, at = b < num_sequences, origins_ptr + b * 6
+    slope = tl.load(slopes.ptr + b * slopes.stride_b + h, mask=exists, other=0.0).to(tl.float32)
+    row_step, key_step = tl.load(at + 2, mask=exists, other=1), tl.load(at + 4, mask=exists, other=1)
+    row = tl.load(at + 1, mask=exists, other=0) + tl.load(at + 5, mask=exists, other=0)
+    first_key = tl.load(at + 3, mask=exists, other=0)
+    return PartSlope(slope, row - row_step * (seqlen_k - seqlen_q) - first_key, row_step, key_step)
+
+
+@triton.jit
+def alibi_of_part(scores, part, b, h, i, j):
+    """``alibi`` with the positions of a whole sequence."""
+    return scores + -part.slope * tl.abs(part.offset + part.row_step * i - part.key_step * j).to(tl.float32)
 
 
 @triton.jit

@@ -110,14 +110,15 @@ def merge(out, lse, more_out, more_lse):
         more_lse: Like lse.
 
     Returns:
-        out and lse of both sets together. An empty state's out is ignored, whatever it contains.
+        out and lse of both sets together. An empty state's out is ignored, whatever it contains, and the other state's
+        bits are kept.
     """
     origin = finite_origin(tl.maximum(lse, more_lse))
     weight, more_weight = tl.exp2((lse - origin) * LOG2_E), tl.exp2((more_lse - origin) * LOG2_E)
-    scale, log_sum = finalise(origin * LOG2_E, weight + more_weight)
+    scale, log_total = finalise(0.0, weight + more_weight)
     weight, more_weight = (weight * scale)[:, None], (more_weight * scale)[:, None]
     joined = tl.where(weight == 0.0, 0.0, out * weight) + tl.where(more_weight == 0.0, 0.0, more_out * more_weight)
-    return joined, log_sum
+    return joined, origin + log_total
 
 
 @triton.jit

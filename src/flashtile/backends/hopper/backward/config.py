@@ -69,7 +69,7 @@ class Config:
 
     @property
     def out_d(self) -> int:
-        """Columns of the buffer through which dk and dv leave."""
+        """Columns of the buffer through which dk and dv leave, half as many in float32."""
         return self.block_m if self.by_gradient else self.block_d
 
     @property

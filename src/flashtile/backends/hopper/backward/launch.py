@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +104,9 @@ class BackwardPlan:
         self._problem = problem
         q, k, v = tensors.q, tensors.k, tensors.v
         is_contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-        self._empty_like = torch.empty_like if is_contiguous else _empty_contiguous
+        self._empty_like: Callable[[Tensor], Tensor] = functools.partial(_empty_contiguous, dtype=problem.grad_dtype)
+        if is_contiguous and problem.grad_dtype == problem.dtype:
+            self._empty_like = torch.empty_like
         self._is_empty = keeps_nothing or q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
@@ -113,18 +117,29 @@ class BackwardPlan:
         self._work = Workspace.of(problem, config, q)
         self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
-        made = launches(problem, tensors, dout, dlse, config, self._work)
-        self._steps = [Step(each, _OPERANDS, q.device, known) for each in made if each is not None]
+        self._config, self._known = config, known
+        self._steps: dict[bool, list[Step]] = {}
 
-    def __call__(self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        """The gradients that the problem wants, from the forward's results."""
+    def __call__(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Gradients | None = None,
+    ) -> Gradients:
+        """The gradients that the problem wants, from the forward's results, added to ``sums`` if given."""
         t, wanted, empty_like = tensors, self._problem.grads, self._empty_like
-        dq = empty_like(t.q) if wanted.q else None
-        dk = empty_like(t.k) if wanted.k else None
-        dv = empty_like(t.v) if wanted.v else None
+        if sums is None:
+            dq = empty_like(t.q) if wanted.q else None
+            dk = empty_like(t.k) if wanted.k else None
+            dv = empty_like(t.v) if wanted.v else None
+        else:
+            dq, dk, dv = sums.dq, sums.dk, sums.dv
         dsinks = None
         if self._is_empty:
-            for grad in (dq, dk, dv):
+            for grad in (dq, dk, dv) if sums is None else ():
                 if grad is not None:
                     grad.zero_()
             if t.sinks is not None and wanted.sinks:
@@ -135,7 +150,12 @@ class BackwardPlan:
         # The forward's results are on 16 bytes unless a caller has brought others.
         out = out if out.data_ptr() % 16 == 0 else out.clone()
         work = torch.empty_like(self._like_work)
-        run(self._steps, (
+        steps = self._steps.get(sums is not None)
+        if steps is None:
+            made = launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
+            steps = [Step(each, _OPERANDS, t.q.device, self._known) for each in made if each is not None]
+            self._steps[sums is not None] = steps
+        run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask,
         ))  # fmt: skip
@@ -159,20 +179,27 @@ def launches(
     dlse: Tensor | None,
     config: Config,
     work: Workspace | None = None,
+    *,
+    adds: bool = False,
 ) -> tuple[Launch, Launch | None, Launch | None]:
-    """Preprocess, the main kernel, postprocess, those that the wanted gradients need, for plans and for builds."""
+    """Preprocess, the main kernel, postprocess, those that the wanted gradients need, for plans and for builds.
+
+    ``adds``: dq, dk and dv to what is there.
+    """
     work, wanted = work or Workspace.of(problem, config, tensors.q), problem.grads
     return (
-        _preprocess_launch(problem, tensors, dout, dlse, config, work),
-        _main_launch(problem, tensors, dout, config, work) if wanted.q or wanted.k or wanted.v else None,
-        _postprocess_launch(problem, tensors, config, work) if wanted.q else None,
+        _preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
+        _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
+        _postprocess_launch(problem, tensors, config, work, adds) if wanted.q else None,
     )
 
 
 def _preprocess_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace, adds: bool
 ) -> Launch:
     p = problem
+    # The gradient of the sinks is made from every row's.
+    skips = adds and not p.grads.sinks
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.varlen else dlse.stride()
     sizes = {
         "dout_ptr": dout,
@@ -186,25 +213,33 @@ def _preprocess_launch(
     }
 
     def others() -> dict[str, Any]:
-        return {"out_ptr": Pointer(dout.dtype), "lse_ptr": Pointer(torch.float32), **_row_arguments(p, tensors, config)}
+        return {
+            "out_ptr": Pointer(dout.dtype),
+            "lse_ptr": Pointer(torch.float32),
+            **_row_arguments(p, tensors, config, skips),
+        }
 
-    return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype))
+    return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype, skips))
 
 
-def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work: Workspace) -> Launch:
+def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work: Workspace, adds: bool) -> Launch:
     def others() -> dict[str, Any]:
         return {
             "dq_ptr": work.pointers()["dq_ptr"],
-            "out_ptr": Pointer(tensors.q.dtype, "dq"),
+            "out_ptr": Pointer(problem.grad_dtype, "dq"),
             "scale": float(problem.softmax_scale),
-            **_row_arguments(problem, tensors, config),
+            "ADDS": adds,
+            **_row_arguments(problem, tensors, config, adds),
         }
 
     programs = work.blocks * (config.block_m // _ROWS)
-    return Launch(finish_dq, programs, _row_sizes(problem, tensors), {"num_warps": 4}, others, config)
+    key = (config, problem.grad_dtype, adds)
+    return Launch(finish_dq, programs, _row_sizes(problem, tensors), {"num_warps": 4}, others, key)
 
 
-def _main_launch(problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace) -> Launch:
+def _main_launch(
+    problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool
+) -> Launch:
     p, t = problem, tensors
     rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
     pointers = work.pointers()
@@ -228,6 +263,7 @@ def _main_launch(problem: Problem, tensors: Tensors, dout: Tensor, config: Confi
             **tensor_maps.bounds(p),
             **tensor_maps.pair_arguments(p, t),
             **constants(p, config),
+            "ADDS": adds,
         }
 
     blocks = -(-rows_k // config.block_n) * p.batch
@@ -235,7 +271,7 @@ def _main_launch(problem: Problem, tensors: Tensors, dout: Tensor, config: Confi
         blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
     programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_kv)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_backward, programs, sizes, options, others, (config, dout.dtype))
+    return Launch(attention_backward, programs, sizes, options, others, (config, dout.dtype, p.grad_dtype, adds))
 
 
 def _tensor_maps(
@@ -245,7 +281,8 @@ def _tensor_maps(
     p, t, wanted = problem, tensors, problem.grads
     adds_by_tma = wanted.q and config.dq_tma and not p.deterministic
     keys, block_d = configs.PART_KEYS, config.block_d
-    dk, dv = (tensor_maps.contiguous_map(x.dtype, x.shape, keys, config.out_d, p.varlen) for x in (t.k, t.v))
+    cols = config.out_d // 2 if p.grad_dtype == torch.float32 else config.out_d
+    dk, dv = (tensor_maps.contiguous_map(p.grad_dtype, x.shape, keys, cols, p.varlen) for x in (t.k, t.v))
     rows = tensor_maps.floats_map(2 * work.blocks, config.block_m, 2)
     dq_sums = tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2)
     return {
@@ -304,10 +341,11 @@ def constants(problem: Problem, config: Config) -> dict[str, Any]:
     }
 
 
-def _row_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
-    """What the kernels before and after the main one share, besides sizes."""
+def _row_arguments(problem: Problem, tensors: Tensors, config: Config, skips: bool) -> dict[str, Any]:
+    """What the kernels before and after the main one share, besides sizes; ``skips`` rows of sequences without keys."""
     return {
         "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
+        "cu_seqlens_k_ptr": tensors.cu_seqlens_k if skips else None,
         "num_heads_q": problem.num_heads_q,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_M": config.block_m,
@@ -328,9 +366,9 @@ def _heads_at_once(problem: Problem, config: Config, rows: int) -> int:
     return max(1, _CACHE_BYTES // a_head)
 
 
-def _empty_contiguous(x: Tensor) -> Tensor:
+def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``torch.empty_like``, but contiguous, and slower."""
-    return x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 def _sinks_gradient_without_keys(sinks: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.hopper.backward.workspace import last_first, locate
+from flashtile.backends.hopper.backward.workspace import has_keys, last_first, locate
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_q_ptr", "batch", "seqlen_q", "num_heads_q", "scale"])
+@triton.jit(do_not_specialize=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "batch", "seqlen_q", "num_heads_q", "scale"])
 def finish_dq(
-    dq_ptr, out_ptr, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr,
+    dq_ptr, out_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, num_heads_q, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """64 rows of dq from the workspace, times ``scale``, to out: contiguous, like q."""
+    """64 rows of dq from the workspace, times ``scale``, to out, or added to it: contiguous, like q.
+
+    With cu_seqlens_k_ptr, sequences without keys add nothing.
+    """
     pid = last_first()
     parts: tl.constexpr = BLOCK_M // 64
     b, h, start, first, length = locate(
         pid // parts, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M, VARLEN
     )  # fmt: skip
     at = first + pid % parts * 64 + tl.arange(0, 64)
-    if first + pid % parts * 64 < length:
+    exists = first + pid % parts * 64 < length
+    if cu_seqlens_k_ptr is not None:
+        exists = exists & has_keys(cu_seqlens_k_ptr, b, batch)
+    if exists:
         size: tl.constexpr = 64 * BLOCK_D
         held = tl.load(dq_ptr + tl.cast(pid, tl.int64) * size + tl.arange(0, size))
         # Columns by 8; warp, row of 8 and column pair of a thread; rows 8 apart; the two columns of a pair.
@@ -32,4 +38,7 @@ def finish_dq(
         row = b64 * seqlen_q + tl.cast(start, tl.int64) + at
         col = tl.arange(0, BLOCK_D)[None, :]
         out_at = out_ptr + (row * num_heads_q + h)[:, None] * HEAD_DIM + col
-        tl.store(out_at, dq, mask=(at < length)[:, None] & (col < HEAD_DIM))
+        inside = (at < length)[:, None] & (col < HEAD_DIM)
+        if ADDS:
+            dq += tl.load(out_at, mask=inside, other=0.0)
+        tl.store(out_at, dq, mask=inside)

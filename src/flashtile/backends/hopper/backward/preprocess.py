@@ -5,15 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.hopper.backward.workspace import last_first, locate
+from flashtile.backends.hopper.backward.workspace import has_keys, last_first, locate
 from flashtile.backends.vocab import softmax
 
-_RUN_TIME = ["cu_seqlens_q_ptr", "batch", "seqlen_q", "num_heads_q"]
+_RUN_TIME = ["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "batch", "seqlen_q", "num_heads_q"]
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def prepare_rows(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, cu_seqlens_q_ptr, rows_ptr, dq_ptr, counter_ptr, turns_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rows_ptr, dq_ptr, counter_ptr, turns_ptr,
     dout_stride_b, dout_stride_row, dout_stride_head, dlse_stride_b, dlse_stride_head, dlse_stride_row, batch,
     seqlen_q, num_heads_q,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr,
@@ -22,10 +22,14 @@ def prepare_rows(
 
     out and lse are contiguous, of the backend's shapes. A row past its sequence or without keys gets (inf, 0): its
     probabilities are then 0 without a mask, whatever lies in its place. dq_ptr is None if dq is not wanted, turns_ptr
-    without turns.
+    without turns; with cu_seqlens_k_ptr, nobody reads what belongs to sequences without keys.
     """
     pid = last_first()
     b, h, start, first, length = locate(pid, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M, VARLEN)
+    tl.store(counter_ptr, 0, mask=pid == 0)
+    if cu_seqlens_k_ptr is not None:  # noqa: SIM102
+        if not has_keys(cu_seqlens_k_ptr, b, batch):
+            return
     b64, start64 = tl.cast(b, tl.int64), tl.cast(start, tl.int64)
     at = first + tl.arange(0, BLOCK_M)
     exists = at < length
@@ -52,4 +56,3 @@ def prepare_rows(
         tl.store(dq_ptr + tl.cast(pid, tl.int64) * size + tl.arange(0, size), tl.zeros([size], tl.float32))
     if turns_ptr is not None:
         tl.store(turns_ptr + pid, 0)
-    tl.store(counter_ptr, 0, mask=pid == 0)

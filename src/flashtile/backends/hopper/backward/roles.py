@@ -23,7 +23,8 @@ from flashtile.backends.hopper.backward.scheduler import (
     row_blocks_per_head,
 )
 from flashtile.backends.hopper.device.coordinates import HeadRows
-from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store, tma_store_wait
+from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_load, tma_put, tma_store_wait
+from flashtile.backends.hopper.device.head_dim_parts import pieces
 
 
 @gluon.jit
@@ -176,16 +177,22 @@ def blank_step(channels, used, grid, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def store_gradient(desc, grad, records, tiles, out_s, grid, WARPGROUP: gl.constexpr):
-    """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the store before it has left the buffer."""
+    """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the store before it has left the buffer.
+
+    In float32, half the columns at a time: it holds no more.
+    """
     if desc is not None:
+        keys = key_rows(records, tiles, grid)
         key = records.get(tiles, "key") + WARPGROUP * PART_KEYS
-        at = key_rows(records, tiles, grid).at(key, 0)
         # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
         out_s = out_s.index(WARPGROUP + (tiles >> 30))
-        tma_store_wait(0)
-        out_s.store(grad.to(desc.dtype))
-        fence_async_shared()
-        tma_store(desc, at, as_box(out_s, desc))
+        width: gl.constexpr = grid.block_d // 2 if desc.dtype == gl.float32 else grid.block_d
+        parts = pieces(grad.to(desc.dtype), width)
+        for i in gl.static_range(len(parts)):
+            tma_store_wait(0)
+            as_tile(out_s, desc.dtype, width).store(parts[i])
+            fence_async_shared()
+            tma_put(desc, keys.at(key, i * width), as_box(out_s, desc), grid.adds)
 
 
 @gluon.jit

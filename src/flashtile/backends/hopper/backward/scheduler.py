@@ -18,7 +18,8 @@ class KeyGrid:
 
     Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. A warpgroup
     has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once. ``has_dq`` and its like
-    say which gradients are computed; dq and dk need those of the scores, ``has_dscores``.
+    say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. If ``adds``, dk and dv are
+    added to what is there.
     """
 
     seqlen_q: gl.tensor
@@ -44,6 +45,7 @@ class KeyGrid:
     has_dq: gl.constexpr
     has_dk: gl.constexpr
     has_dv: gl.constexpr
+    adds: gl.constexpr
 
 
 @aggregate
@@ -63,8 +65,11 @@ class KeyTile:
 
 
 @gluon.jit
-def _place(index, grid, cu_seqlens_k_ptr):
-    """(block, b, head, is_tile, is_end) of a place in the order of all tiles."""
+def _place(index, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
+    """(block, b, head, is_tile, is_end) of a place in the order of all tiles.
+
+    Sequences without rows have no tiles where gradients are added to what is there.
+    """
     if grid.varlen:
         num_blocks = grid.seqlen_k // grid.block_n + grid.batch + 1
         is_end = index >= num_blocks * grid.num_heads_kv
@@ -74,7 +79,11 @@ def _place(index, grid, cu_seqlens_k_ptr):
             place = num_blocks - 1 - place
         b, block = scheduler.packed_tile(cu_seqlens_k_ptr, grid.batch, place, grid.block_n)
         _, length = sequence.sequence(cu_seqlens_k_ptr, b, grid.batch, grid.seqlen_k, True)
-        return block, b, head, block * grid.block_n < length, is_end
+        is_tile = block * grid.block_n < length
+        if grid.adds:
+            _, rows = sequence.sequence(cu_seqlens_q_ptr, b, grid.batch, grid.seqlen_q, True)
+            is_tile = is_tile & (rows > 0) & (b < grid.batch)
+        return block, b, head, is_tile, is_end
     else:
         num_blocks = (grid.seqlen_k + grid.block_n - 1) // grid.block_n
         num_heads = grid.batch * grid.num_heads_kv
@@ -94,7 +103,7 @@ def next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
     block, b, head, is_tile, is_end = index, index, index, index < 0, index < 0
     while not (is_tile | is_end):
         index = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        block, b, head, is_tile, is_end = _place(index, grid, cu_seqlens_k_ptr)
+        block, b, head, is_tile, is_end = _place(index, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
     start_q, seqlen_q = sequence.sequence(cu_seqlens_q_ptr, b, grid.batch, grid.seqlen_q, grid.varlen)
     start_k, seqlen_k = sequence.sequence(cu_seqlens_k_ptr, b, grid.batch, grid.seqlen_k, grid.varlen)
     if grid.varlen:

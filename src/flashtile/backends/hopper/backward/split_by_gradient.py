@@ -15,7 +15,7 @@ from flashtile.backends.hopper.backward.dq import add_dq, adds_to, advance_turn,
 from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
 from flashtile.backends.hopper.backward.roles import gradient_zeros, score_zeros
 from flashtile.backends.hopper.backward.scheduler import first_rows, key_rows, next_rows
-from flashtile.backends.hopper.device.gluon_compat import as_box, tma_store, tma_store_wait
+from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import pieces
 
 
@@ -105,7 +105,7 @@ def keys_step(channels, used, key_use, dk, adds, grid, is_last, IS_FIRST: gl.con
 
 @gluon.jit
 def store_in_pieces(desc, grad, records, tiles, ring, used, grid):
-    """Stores 64 keys of dk or dv, if they are wanted, 64 columns at a time.
+    """Stores 64 keys of dk or dv, if they are wanted, 64 columns at a time, in float32 32.
 
     They leave through the buffers in which this warpgroup hands over blocks, if it does. Those are claimed as for uses
     ``used`` and the next one, but not published: those uses are still to come. Before the first one comes,
@@ -113,14 +113,15 @@ def store_in_pieces(desc, grad, records, tiles, ring, used, grid):
     """
     if desc is not None:
         keys, key = key_rows(records, tiles, grid), records.get(tiles, "key")
-        parts = pieces(grad.to(desc.dtype), grid.block_m)
+        width: gl.constexpr = grid.block_m // 2 if desc.dtype == gl.float32 else grid.block_m
+        parts = pieces(grad.to(desc.dtype), width)
         for i in gl.static_range(len(parts)):
             if ring.empty is not None:
                 ring.claim(used + i % 2)
             tma_store_wait(1)
-            ring.at(used + i % 2).store(parts[i])
+            as_tile(ring.at(used + i % 2), desc.dtype, width).store(parts[i])
             fence_async_shared()
-            tma_store(desc, keys.at(key, i * grid.block_m), as_box(ring.at(used + i % 2), desc))
+            tma_put(desc, keys.at(key, i * width), as_box(ring.at(used + i % 2), desc), grid.adds)
 
 
 @gluon.jit

@@ -45,6 +45,13 @@ def locate(
 
 
 @triton.jit
+def has_keys(cu_seqlens_k_ptr, b, batch):
+    """Whether a packed sequence has keys; the rows past the last one have none."""
+    bound = tl.load(cu_seqlens_k_ptr + b)
+    return tl.load(cu_seqlens_k_ptr + tl.minimum(b + 1, batch)) > bound
+
+
+@triton.jit
 def last_first():
     """Programs from the last to the first.
 

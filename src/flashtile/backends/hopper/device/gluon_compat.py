@@ -47,6 +47,15 @@ def aggregate(cls: type[T]) -> type[T]:
     return core._aggregate(cls)
 
 
+@gluon.jit
+def tma_put(desc, at, box, ADDS: gl.constexpr):
+    """Stores a tile in shared memory to global memory, or ADDS it."""
+    if ADDS:
+        tma_add(desc, at, box)
+    else:
+        tma_store(desc, at, box)
+
+
 # Public from 3.9 on, and renamed with that.
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
@@ -55,9 +64,21 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
         """A two-dimensional tile in the shape of a descriptor's box, whose other sides are 1."""
         return buffer.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
 
+    @gluon.jit
+    def as_tile(buffer, dtype: gl.constexpr, WIDTH: gl.constexpr):
+        """A two-dimensional tile as one of another dtype, of as many rows, that takes no more bytes."""
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([buffer.shape[0], WIDTH], dtype)
+        return buffer.reinterpret(dtype, [buffer.shape[0], WIDTH], layout)
+
 else:
 
     @gluon.jit
     def as_box(buffer, desc):
         """A two-dimensional tile in the shape of a descriptor's box, whose other sides are 1."""
         return buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+
+    @gluon.jit
+    def as_tile(buffer, dtype: gl.constexpr, WIDTH: gl.constexpr):
+        """A two-dimensional tile as one of another dtype, of as many rows, that takes no more bytes."""
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([buffer.shape[0], WIDTH], dtype)
+        return buffer._reinterpret(dtype, [buffer.shape[0], WIDTH], layout)

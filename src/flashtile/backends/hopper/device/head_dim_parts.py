@@ -62,7 +62,8 @@ def make_rings(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, stag
 def load(desc, rings, use, rows, row, COLS: gl.constexpr):
     """Starts the load of ``rows`` (``HeadRows``) from ``row`` on into a channel."""
     BOX: gl.constexpr = width_of(COLS, -1)
-    full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * 2)
+    BYTES: gl.constexpr = rings[0].buffers.dtype.primitive_bitwidth // 8
+    full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * BYTES)
     for i in gl.static_range(len(rings)):
         tile = rings[i].at(use)
         for j in gl.static_range(width_of(COLS, i) // BOX):

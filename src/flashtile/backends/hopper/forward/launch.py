@@ -65,9 +65,9 @@ class ForwardPlan:
             out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
         lse = torch.empty_like(self._like_lse)
         if self._is_empty:
-            out, lse = _without_keys(self._problem, t, out, lse)
+            out, lse = without_keys(self._problem, t.sinks, t.cu_seqlens_q, out, lse)
             return (out, lse) if partial is None else _joined(partial, out, lse)
-        counter = _counter(self._device) if self._is_dynamic else None
+        tile_counter = counter(self._device) if self._is_dynamic else None
         steps, parts = self._steps, _NO_PARTIAL
         if partial is not None:
             if self._joining is None:
@@ -75,7 +75,7 @@ class ForwardPlan:
                 self._joining = (Step(launch, _OPERANDS, self._device),)
             steps, parts = self._joining, (partial.out, partial.lse)
         run(steps, (
-            t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, counter, t.alibi_slopes, t.attn_bias,
+            t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask, *parts,
         ))  # fmt: skip
         return out, lse
@@ -101,7 +101,7 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
     rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
     rows = config.num_warpgroups * config.block_m
     blocks = rows_q // rows + p.batch + 1 if p.varlen else -(-rows_q // rows) * p.batch
-    equal_lengths = p.varlen and _same(t.cu_seqlens_q, t.cu_seqlens_k)
+    equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     has_edges = meets_edges(p, config, equal_lengths)
 
     def others() -> dict[str, Any]:
@@ -198,7 +198,7 @@ def scales(problem: Problem) -> dict[str, float]:
     return {"scale_log2": scale_log2, "softcap": float(problem.softcap), "prescale": prescale}
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
+def is_same(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether both are one, as when a packed sequence attends to itself: nobody reads them to find out."""
     if a is b or a is None or b is None:
         return a is b
@@ -208,7 +208,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 _counters: dict[tuple[int | None, int], Tensor] = {}
 
 
-def _counter(device: torch.device) -> Tensor:
+def counter(device: torch.device) -> Tensor:
     """A zero that the kernel counts tiles with and leaves zero: one for all launches of a stream, which take turns.
 
     A captured launch may be replayed on any stream, beside others: it gets a counter of its own.
@@ -218,21 +218,23 @@ def _counter(device: torch.device) -> Tensor:
         if torch._C._cuda_isCurrentStreamCapturing():
             return torch.zeros((), dtype=torch.int32, device=device)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-    counter = _counters.get((device.index, stream))
-    if counter is None:
-        counter = _counters[device.index, stream] = torch.zeros((), dtype=torch.int32, device=device)
-    return counter
+    found = _counters.get((device.index, stream))
+    if found is None:
+        found = _counters[device.index, stream] = torch.zeros((), dtype=torch.int32, device=device)
+    return found
 
 
-def _without_keys(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def without_keys(
+    problem: Problem, sinks: Tensor | None, cu_seqlens_q: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """No keys at all, or no rows."""
     out.zero_()
     lse.fill_(-math.inf)
-    if tensors.sinks is not None and lse.numel():
+    if sinks is not None and lse.numel():
         if problem.varlen:
-            assert tensors.cu_seqlens_q is not None
-            rows = torch.arange(lse.shape[1], device=lse.device) < tensors.cu_seqlens_q[-1]
-            lse.copy_(torch.where(rows, tensors.sinks[:, None].float(), lse))
+            assert cu_seqlens_q is not None
+            rows = torch.arange(lse.shape[1], device=lse.device) < cu_seqlens_q[-1]
+            lse.copy_(torch.where(rows, sinks[:, None].float(), lse))
         else:
-            lse.copy_(tensors.sinks[:, None].float().expand(lse.shape))
+            lse.copy_(sinks[:, None].float().expand(lse.shape))
     return out, lse

@@ -121,7 +121,7 @@ def dbias_tile(call, given):
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "num_heads_q", "left", "right", "dropout_threshold"])
 def attention_backward_dbias(
     q_ptr, k_ptr, v_ptr, dout_ptr, origin_ptr, delta_ptr, dbias_ptr,
-    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
@@ -151,7 +151,7 @@ def attention_backward_dbias(
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
             ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
         ),
-        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q),
+        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (1, BLOCK_M, BLOCK_N, False, False), dbias_tile,
         Given(
             Strided(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr, row_pitch,

@@ -34,7 +34,7 @@ class Given(NamedTuple):
         origin_ptr: Subtracted from base-2 scores; ``(batch, num_heads_q, row_pitch)`` like delta.
         delta_ptr: delta, as ``prepare_rows`` stores it.
         row_pitch: Their stride between heads.
-        results: Where the kernel stores its gradients.
+        results: Where the kernel stores its gradients, and whether it adds to what is there.
     """
 
     dout: Any
@@ -113,9 +113,13 @@ def dkdv_tile(call, given):
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
     place = locate(call, True)
     head_kv, queries, keys = place.head, place.queries, place.keys
+    ADDS: tl.constexpr = given.results[2]
     n_first = place.block * BLOCK_N
     if n_first >= keys.length:
         return
+    if ADDS:  # noqa: SIM102
+        if queries.length == 0:
+            return
     k = load_rows(Rows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
     left, right = call.terms.band.left, call.terms.band.right
@@ -139,9 +143,9 @@ def dkdv_tile(call, given):
     num_heads = call.num_heads // call.group_size
     dk, dv = dk * call.terms.scale, dv * call.terms.draws.keep_scale
     if given.results[0] is not None:
-        store_contiguous(given.results[0], call.k.layout, num_heads, head_kv, keys, n_first, dk, call.q.DIM)
+        store_contiguous(given.results[0], call.k.layout, num_heads, head_kv, keys, n_first, dk, call.q.DIM, ADDS)
     if given.results[1] is not None:
-        store_contiguous(given.results[1], call.k.layout, num_heads, head_kv, keys, n_first, dv, call.v.DIM)
+        store_contiguous(given.results[1], call.k.layout, num_heads, head_kv, keys, n_first, dv, call.v.DIM, ADDS)
 
 
 @triton.jit
@@ -189,9 +193,13 @@ def dq_tile(call, given):
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
     place = locate(call, False)
     h, queries, keys = place.head, place.queries, place.keys
+    ADDS: tl.constexpr = given.results[1]
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
         return
+    if ADDS:  # noqa: SIM102
+        if keys.length == 0:
+            return
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
     q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(
@@ -214,7 +222,7 @@ def dq_tile(call, given):
             call, head, keys, phase != 1,
         )  # fmt: skip
     dq = dq * call.terms.scale
-    store_contiguous(given.results, call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM)
+    store_contiguous(given.results[0], call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM, ADDS)
 
 
 @triton.jit(
@@ -231,7 +239,7 @@ def dq_tile(call, given):
 )
 def attention_backward_dkdv(
     q_ptr, k_ptr, v_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
-    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
@@ -241,8 +249,9 @@ def attention_backward_dkdv(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Computes dk and dv, contiguous, one tile per program; the pointer of one that is not needed is None.
+    """Computes dk and dv, contiguous, one tile per program, or ADDS them; the pointer of one not needed is None.
 
     Arguments as the forward's; row_pitch is that of delta and origin.
     """
@@ -263,11 +272,11 @@ def attention_backward_dkdv(
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
             ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
         ),
-        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q),
+        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dkdv_tile,
         Given(
             Strided(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
-            row_pitch, (dk_ptr, dv_ptr),
+            row_pitch, (dk_ptr, dv_ptr, ADDS),
         ),
     )  # fmt: skip
 
@@ -286,7 +295,7 @@ def attention_backward_dkdv(
 )
 def attention_backward_dq(
     q_ptr, k_ptr, v_ptr, dout_ptr, k_source, v_source, origin_ptr, delta_ptr, dq_ptr,
-    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
@@ -296,8 +305,9 @@ def attention_backward_dq(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq, contiguous, one tile per program. Arguments as for dk and dv."""
+    """Computes dq, contiguous, one tile per program, or ADDS it. Arguments as for dk and dv."""
     with_call(
         (
             Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
@@ -315,10 +325,10 @@ def attention_backward_dq(
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
             ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
         ),
-        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q),
+        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dq_tile,
         Given(
             Strided(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
-            row_pitch, dq_ptr,
+            row_pitch, (dq_ptr, ADDS),
         ),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +30,8 @@ from flashtile.problem import Problem, Tensors
 _PREPARE_ROWS = 32
 _MAX_TILE = 128
 _OPERANDS = (
-    "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "out", "lse", "dlse",
-    "rows", "dq", "dk", "dv", "dbias",
+    "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
+    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias",
 )  # fmt: skip
 
 
@@ -47,11 +49,21 @@ class BackwardPlan:
         self._problem, self._known = problem, known
         self._copies_dout = dout.stride(-1) != 1
         self._like_rows = like_floats(t.q, (2 * _num_rows(problem, t),))
-        self._empty_like = torch.empty_like if all(x.is_contiguous() for x in (t.q, t.k, t.v)) else _empty_contiguous
+        self._empty_like: Callable[[Tensor], Tensor] = functools.partial(_empty_contiguous, dtype=problem.grad_dtype)
+        if problem.grad_dtype == problem.dtype and all(x.is_contiguous() for x in (t.q, t.k, t.v)):
+            self._empty_like = torch.empty_like
         self._steps: dict[object, list[Step]] = {}
 
-    def __call__(self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        """The gradients, from the forward's results."""
+    def __call__(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Gradients | None = None,
+    ) -> Gradients:
+        """The gradients, from the forward's results, added to ``sums`` if given."""
         p, t, wanted = self._problem, tensors, self._problem.grads
         if self._copies_dout:
             dout = dout.contiguous()
@@ -59,18 +71,21 @@ class BackwardPlan:
         if (out.data_ptr() | lse.data_ptr()) % 16:
             out, lse = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (out, lse))
         rows, empty_like = torch.empty_like(self._like_rows), self._empty_like
-        dq = empty_like(t.q) if wanted.q else None
-        dk = empty_like(t.k) if wanted.k else None
-        dv = empty_like(t.v) if wanted.v else None
+        if sums is None:
+            dq = empty_like(t.q) if wanted.q else None
+            dk = empty_like(t.k) if wanted.k else None
+            dv = empty_like(t.v) if wanted.v else None
+        else:
+            dq, dk, dv = sums.dq, sums.dk, sums.dv
         dbias = _empty_contiguous(t.attn_bias) if t.attn_bias is not None and wanted.bias else None
-        key = overridden()
+        key = (sums is None, overridden())
         steps = self._steps.get(key)
         if steps is None:
-            made = launches(p, t, dout, dlse).values()
+            made = launches(p, t, dout, dlse, adds=sums is not None).values()
             steps = self._steps[key] = [Step(each, _OPERANDS, t.q.device, self._known) for each in made]
         run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
-            out, lse, dlse, rows, dq, dk, dv, dbias,
+            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias,
         ))  # fmt: skip
         dsinks = None
         if t.sinks is not None and wanted.sinks:
@@ -94,13 +109,15 @@ def _num_rows(problem: Problem, tensors: Tensors) -> int:
     return batch * problem.num_heads_q * row_pitch(tensors.q.shape[-3], problem.varlen)
 
 
-def _empty_contiguous(x: Tensor) -> Tensor:
+def _empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``torch.empty_like``, but contiguous, and slower."""
-    return x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=dtype)
 
 
-def launches(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> dict[str, Launch]:
-    """The launches by kernel name, in order, for plans and for builds."""
+def launches(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, *, adds: bool = False
+) -> dict[str, Launch]:
+    """The launches by kernel name, in order, for plans and for builds; ``adds``: dq, dk and dv to what is there."""
     p, wanted = problem, problem.grads
     rows = {
         "dout_ptr": dout,
@@ -114,9 +131,9 @@ def launches(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | No
     for name in key_kernels(p):
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
         if with_dk or with_dv:
-            made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv), sizes)
+            made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds), sizes)
     if wanted.q:
-        made["attention_backward_dq"] = _dq_launch(p, tensors, sizes)
+        made["attention_backward_dq"] = _dq_launch(p, tensors, sizes, adds)
     if wanted.bias:
         made["attention_backward_dbias"] = _dbias_launch(p, tensors, sizes)
     return made
@@ -159,31 +176,40 @@ def _loop_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[
 
 
 def _dkdv_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, name: Kernel, wanted: tuple[bool, bool], sizes: dict[str, Any]
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    name: Kernel,
+    wanted: tuple[bool, bool, bool],
+    sizes: dict[str, Any],
 ) -> Launch:
+    """``wanted``: whether dk, whether dv, and whether to add them."""
     config, (block_d, block_dv) = choose(problem, name), padded_dims(problem.head_dim, problem.head_dim_v)
     sources = {"q": (tensors.q, block_d), "dout": (dout, block_dv)}
     sizes = sizes | descriptors(sources, config.block_m, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.q, dout)
 
     def others() -> dict[str, Any]:
-        dk, dv = (Pointer(tensors.k.dtype) if each else None for each in wanted)
-        return {**_loop_arguments(problem, tensors, config), "dk_ptr": dk, "dv_ptr": dv}
+        dk, dv = (Pointer(problem.grad_dtype) if each else None for each in wanted[:2])
+        return {**_loop_arguments(problem, tensors, config), "dk_ptr": dk, "dv_ptr": dv, "ADDS": wanted[2]}
 
     programs = num_programs(problem, tensors, config.block_n, over_keys=True)
-    return Launch(attention_backward_dkdv, programs, sizes, config.options(), others, (config, wanted))
+    return Launch(
+        attention_backward_dkdv, programs, sizes, config.options(), others, (config, wanted, problem.grad_dtype)
+    )
 
 
-def _dq_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any]) -> Launch:
+def _dq_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any], adds: bool) -> Launch:
     config, (block_d, block_dv) = choose(problem, "dq"), padded_dims(problem.head_dim, problem.head_dim_v)
     sizes = sizes | descriptors({"k": (tensors.k, block_d), "v": (tensors.v, block_dv)}, config.block_n, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
 
     def others() -> dict[str, Any]:
-        return {**_loop_arguments(problem, tensors, config), "dq_ptr": Pointer(tensors.q.dtype)}
+        return {**_loop_arguments(problem, tensors, config), "dq_ptr": Pointer(problem.grad_dtype), "ADDS": adds}
 
     programs = num_programs(problem, tensors, config.block_m)
-    return Launch(attention_backward_dq, programs, sizes, config.options(), others, config)
+    key = (config, problem.grad_dtype, adds)
+    return Launch(attention_backward_dq, programs, sizes, config.options(), others, key)
 
 
 def _dbias_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any]) -> Launch:

@@ -74,6 +74,7 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
     """
     queries, keys = SequenceLayout(sides[0], sides[2], sides[3]), SequenceLayout(sides[1], sides[2], sides[4])
     slopes, bias, pairs_mask = score_mods[1], score_mods[2], masks[1]
+    PARTS: tl.constexpr = draws.origins_ptr is not None
     BODY(
         Call(
             Operand(tensors[0], queries, dims[0], dims[2]),
@@ -84,7 +85,11 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
                 scoring[0], scoring[1], scoring[2],
                 (
                     score_mods[0],
-                    ScoreMod(None if slopes.ptr is None else scores.alibi, None, scores.slope_of_head, slopes),
+                    ScoreMod(
+                        None if slopes.ptr is None else scores.alibi_of_part if PARTS else scores.alibi, None,
+                        scores.slope_of_part if PARTS else scores.slope_of_head,
+                        (slopes, draws.origins_ptr, sides[2]) if PARTS else slopes,
+                    ),
                     ScoreMod(None if bias.ptr is None else scores.bias, None, mask.tensor_of_head, bias),
                 ),
                 masks[0],

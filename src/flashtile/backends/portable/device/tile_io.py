@@ -52,8 +52,11 @@ def load_contiguous(
 
 
 @triton.jit
-def store_contiguous(ptr, layout, num_heads, head, seq, first, tile, DIM: tl.constexpr):
-    """Stores the rows of a tile [BLOCK, BLOCK_DIM] inside the sequence, from row ``first``; arguments as above."""
+def store_contiguous(ptr, layout, num_heads, head, seq, first, tile, DIM: tl.constexpr, ADDS: tl.constexpr = False):
+    """Stores the rows of a tile [BLOCK, BLOCK_DIM] inside the sequence, from row ``first``; arguments as above.
+
+    ADDS: to what is there, which no other program may touch.
+    """
     pitch = num_heads * DIM
     data = sequence.Strided(ptr, None, tl.cast(layout.total, tl.int64) * pitch, pitch, DIM)
     row = tl.arange(0, tile.shape[0])[:, None]
@@ -62,4 +65,8 @@ def store_contiguous(ptr, layout, num_heads, head, seq, first, tile, DIM: tl.con
     if tile.shape[1] != DIM:
         exists = exists & (col < DIM)
     at = sequence.addresses(sequence.Rows(sequence.Operand(data, layout, DIM, DIM), head, seq), first, row, col)
-    tl.store(at, tile.to(ptr.dtype.element_ty), mask=exists)
+    if ADDS:
+        # Not loaded, which would take as many registers as the tile has.
+        tl.atomic_add(at, tile.to(ptr.dtype.element_ty), mask=exists, sem="relaxed")
+    else:
+        tl.store(at, tile.to(ptr.dtype.element_ty), mask=exists)

@@ -145,7 +145,7 @@ def forward_tile(call, results):
 )
 def attention_forward(
     q_ptr, k_ptr, v_ptr, k_source, v_source, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr,
-    alibi_ptr, mask_ptr, bias_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr,
+    alibi_ptr, mask_ptr, bias_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
@@ -178,7 +178,7 @@ def attention_forward(
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
             ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
         ),
-        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q),
+        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), forward_tile,
         Results(out_ptr, lse_ptr, sinks_ptr, partial_out_ptr, partial_lse_ptr),
     )  # fmt: skip

@@ -25,7 +25,7 @@ from flashtile.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "alibi", "mask", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state",
-    "partial_out", "partial_lse",
+    "origins", "partial_out", "partial_lse",
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ class ForwardPlan:
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
-            t.rng_state, *parts,
+            t.rng_state, t.origins, *parts,
         ))  # fmt: skip
         return out, lse
 

@@ -1,0 +1,1 @@
+"""The forward of 8-bit tensors on Hopper."""

@@ -1,0 +1,109 @@
+"""Host side of the Hopper forward of 8-bit tensors: the launch, and the plan that repeats it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.base import Known
+from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.forward import launch as forward
+from flashtile.backends.hopper.quantized import config as configs
+from flashtile.backends.hopper.quantized.config import Config
+from flashtile.backends.hopper.quantized.kernel import attention_quantized
+from flashtile.backends.host import Step, like_floats, run
+from flashtile.backends.launch import Launch, Pointer, TensorMap
+from flashtile.backends.vocab.softmax import LOG2_E
+from flashtile.problem import Problem
+from flashtile.quantization.arguments import QuantizedTensors
+from flashtile.quantization.problem import scale_strides
+
+_OPERANDS = (
+    "q", "k", "v", "out", "lse", "sinks", "shift", "cu_seqlens_q", "cu_seqlens_k", "counter", "q_scale", "k_scale",
+    "v_scale",
+)  # fmt: skip
+
+
+class QuantizedPlan:
+    """The forward of quantized calls of one kind; see ``Backend.plan_quantized``."""
+
+    def __init__(self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None) -> None:
+        """As ``forward.launch.ForwardPlan``."""
+        q = tensors.q
+        self._problem = problem
+        self._out_shape = (*q.shape[:-1], problem.head_dim_v)
+        self._like_lse = like_floats(q, problem.lse_shape(q))
+        # TMA has no map of an empty tensor.
+        self._is_empty = q.numel() == 0 or tensors.k.numel() == 0 or tensors.v.numel() == 0
+        if self._is_empty:
+            return
+        config = configs.choose(problem)
+        self._is_dynamic, self._device = config.dynamic, q.device
+        self._steps = (Step(quantized_launch(problem, tensors, config), _OPERANDS, q.device, known),)
+
+    def __call__(self, tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
+        """Attention's output and log-sum-exp."""
+        t = tensors
+        out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
+        lse = torch.empty_like(self._like_lse)
+        if self._is_empty:
+            return forward.without_keys(self._problem, t.sinks, t.cu_seqlens_q, out, lse)
+        counter = forward.counter(self._device) if self._is_dynamic else None
+        run(self._steps, (
+            t.q, t.k, t.v, out, lse, t.sinks, t.shift, t.cu_seqlens_q, t.cu_seqlens_k, counter, t.q_scale, t.k_scale,
+            t.v_scale,
+        ))  # fmt: skip
+        return out, lse
+
+
+def columns_map(v: Tensor, rows: int, cols: int) -> TensorMap:
+    """Boxes of dimensions and keys of one head of v, transposed: ([batch,] heads, head_dim_v, columns)."""
+    v = v if v.dim() == 4 else v[None]
+    box = (1, 1, rows, cols)
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), tensor_maps.GLUON_DTYPES[v.dtype])
+    return TensorMap(v.dtype, *tensor_maps.geometry(tuple(v.shape), v.stride(), False), box, layout)
+
+
+def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:
+    """The launch: what a plan repeats and what a build compiles."""
+    p, t, varlen = problem, tensors, problem.varlen
+    rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
+    rows = config.num_warpgroups * config.block_m
+    blocks = rows_q // rows + p.batch + 1 if varlen else -(-rows_q // rows) * p.batch
+    has_edges = forward.meets_edges(p, config, varlen and forward.is_same(t.cu_seqlens_q, t.cu_seqlens_k))
+
+    def others() -> dict[str, Any]:
+        return {
+            **{f"{name}_ptr": getattr(t, name, None) for name in _OPERANDS[5:]},
+            "lse_ptr": Pointer(torch.float32),
+            "counter_ptr": Pointer(torch.int32) if config.dynamic else None,
+            **forward.scales(p),
+            "shift_scale": p.softmax_scale * LOG2_E.value,
+            "num_heads_q": p.num_heads_q,
+            "group_size": p.group_size,
+            **tensor_maps.bounds(p),
+            **forward.constants(p, config),
+            "HAS_EDGES": has_edges,
+            "WIDTH": config.width,
+            "EARLY": config.early,
+        }
+
+    out_shape = (*t.q.shape[:-1], p.head_dim_v)
+    sizes: dict[str, Any] = {
+        "q_desc": tensor_maps.rows_map(t.q, config.block_m, config.block_d, varlen),
+        "k_desc": tensor_maps.rows_map(t.k, config.block_n, config.block_d, varlen),
+        "v_desc": columns_map(t.v, config.block_dv, config.block_n),
+        "out_desc": tensor_maps.contiguous_map(p.out_dtype, out_shape, config.block_m, config.out_cols, varlen),
+        "seqlen_q": rows_q,
+        "seqlen_k": rows_k,
+        "batch": p.batch,
+    }
+    for name in ("q_scale", "k_scale", "v_scale"):
+        strides = zip(("b", "head", "block"), scale_strides(getattr(t, name)), strict=True)
+        sizes |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
+    programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_q)
+    options = {"num_warps": 4, "maxnreg": config.max_registers}
+    return Launch(attention_quantized, programs, sizes, options, others, (config, has_edges, p.out_dtype))

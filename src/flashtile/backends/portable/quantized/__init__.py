@@ -1,0 +1,1 @@
+"""The forward over 8-bit tensors."""

@@ -1,0 +1,237 @@
+"""The forward over e4m3 tensors in Triton, with both products in 8 bits and each block's own scales.
+
+A program owns BLOCK_M query rows of one head, as in ``portable.forward.kernel``. Probabilities are rounded to e4m3
+after a factor of 2^8, which brings the largest of a row to 256 of 448, and what was rounded is summed in float32. The
+product of a block of at most 128 keys starts from 0 and is added to the output in float32, where v's scale meets it: an
+8-bit product of Hopper keeps about 13 bits of its sum. Source: Shah et al. 2024, arXiv:2407.08608, section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.portable.device.call import locate, with_call
+from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
+from flashtile.backends.portable.forward.kernel import finish
+from flashtile.backends.vocab import blocks, scores, sequence, softmax
+from flashtile.backends.vocab.blocks import Visit
+from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab.mask import Band, ScoreTensor
+from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
+from flashtile.backends.vocab.sequence import Rows, Strided
+
+# Keys, or queries, that share a scale.
+SCALE_BLOCK = tl.constexpr(128)
+# log2 of the factor of probabilities.
+PROBS_LOG2 = tl.constexpr(8.0)
+
+
+class Scale(NamedTuple):
+    """float32 scales by sequence, head and block; a stride is 0 where one serves all."""
+
+    ptr: Any
+    stride_b: Any
+    stride_head: Any
+    stride_block: Any
+
+
+class Quantized(NamedTuple):
+    """What a call of 8-bit tensors has besides ``Call``.
+
+    Attributes:
+        q_scale: ``Scale``.
+        k_scale: ``Scale``.
+        v_scale: ``Scale``.
+        shift_ptr: Like lse: what the scores of a row lack before softmax_scale; None for nothing.
+        out_ptr: Contiguous (batch, rows, num_heads_q, head_dim_v).
+        lse_ptr: Contiguous (batch, num_heads_q, rows) float32.
+        sinks_ptr: (num_heads_q,), or None.
+    """
+
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    shift_ptr: Any
+    out_ptr: Any
+    lse_ptr: Any
+    sinks_ptr: Any
+
+
+@triton.jit
+def block_of(layout, seq, b, first):
+    """The number of the scale of row ``first`` of sequence b."""
+    block = first // SCALE_BLOCK
+    if layout.cu_seqlens_ptr is not None:
+        block += seq.start // SCALE_BLOCK + b
+    return block
+
+
+@triton.jit
+def load_scale(scale, b, head, block, exists):
+    """The scale of a block, 1 where it does not exist."""
+    at = tl.cast(b, tl.int64) * scale.stride_b + tl.cast(head, tl.int64) * scale.stride_head
+    return tl.load(scale.ptr + at + block * scale.stride_block, mask=exists, other=1.0)
+
+
+@triton.jit
+def load_values(v, b, head, first, BLOCK_N: tl.constexpr):
+    """A tile [BLOCK_DIM, BLOCK_N] of v's columns from ``first``, all of which exist; 0 past DIM."""
+    row, col = tl.arange(0, v.BLOCK_DIM)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    at = sequence.base(v.data.ptr, b, 0, head, v.data.stride_b, v.data.stride_row, v.data.stride_head) + first
+    at = at + (row.to(tl.int64) * v.data.stride_row + col)
+    return tl.load(at) if v.DIM == v.BLOCK_DIM else tl.load(at, mask=row < v.DIM, other=0.0)
+
+
+@triton.jit
+def in_order_of_values(probs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The columns of probabilities [BLOCK_M, BLOCK_N] in the order of v's: ``quantization.blocks.ORDER`` of each 16."""
+    halves = probs.reshape(BLOCK_M, BLOCK_N // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
+    return halves.reshape(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def rounded(probs, like):
+    """Probabilities up to 2^8 as e4m3 numbers, rounded to nearest, in the dtype of ``like``: e4m3 or float32.
+
+    In float32 by bits and sums: Triton's interpreter, which has float32 operands, would cut digits off.
+    """
+    if like.dtype == tl.float32:
+        bits = probs.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+        probs = tl.where(probs < 0.015625, (probs + 24576.0) - 24576.0, normal)
+    return probs.to(like.dtype)
+
+
+@triton.jit
+def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, more, MASKED: tl.constexpr):
+    """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
+
+    row_sum and acc are 2^PROBS_LOG2 times those there.
+    """
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    SCALE_FIRST: tl.constexpr = call.terms.SCALE_FIRST
+    head_kv = head.h // call.group_size
+    i = rows[:, None] + head.shift
+    for n in tl.range(visit.start, visit.stop):
+        first = n * BLOCK_N
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        block = block_of(call.k.layout, keys, head.b, first)
+        k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
+        product = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N] float32
+        scale = q_scale * load_scale(more.k_scale, keys.batch_index, head_kv, block, True)
+        if SCALE_FIRST:
+            product = product * scale
+        x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
+        if not SCALE_FIRST:
+            scale_log2 = scale_log2 * scale
+        edge = MASKED
+        if visit.full_start is not None:
+            edge = (n < visit.full_start) | (n >= visit.full_stop)
+        x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
+        row_max, origin, rescale = softmax.raise_max(row_max, tl.max(x, 1) * scale_log2, True)
+        probs = rounded(softmax.exponentials(x, scale_log2, origin - PROBS_LOG2), q)
+        row_sum = row_sum * rescale + tl.sum(probs.to(tl.float32), 1)
+        column = block * SCALE_BLOCK + first % SCALE_BLOCK
+        v = load_values(call.v, keys.batch_index, head_kv, column, BLOCK_N)
+        v_scale = load_scale(more.v_scale, keys.batch_index, head_kv, block, True)
+        acc = acc * rescale[:, None] + tl.dot(in_order_of_values(probs, call.BLOCK_M, BLOCK_N), tl.trans(v)) * v_scale
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def quantized_tile(call, more):
+    """The output and lse of BLOCK_M rows of one head."""
+    BLOCK_M: tl.constexpr = call.BLOCK_M
+    BLOCK_N: tl.constexpr = call.BLOCK_N
+    ONE_LOOP: tl.constexpr = call.ONE_LOOP
+    BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
+    place = locate(call, False)
+    h, queries, keys = place.head, place.queries, place.keys
+    m_first = place.block * BLOCK_M
+    if m_first >= queries.length:
+        return
+    rows = m_first + tl.arange(0, BLOCK_M)
+    head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
+    in_sequence = place.b < call.q.layout.num_sequences
+    q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
+    q_block = block_of(call.q.layout, queries, place.b, m_first)
+    q_scale = load_scale(more.q_scale, queries.batch_index, h, q_block, in_sequence)
+    left, right = call.terms.band.left, call.terms.band.right
+    n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
+        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
+        left is not None, right is not None, BLOCK_N,
+    )  # fmt: skip
+    acc = tl.zeros([BLOCK_M, call.v.BLOCK_DIM], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # The phases of ``portable.forward.kernel``.
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
+        n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q, q_scale, rows,
+            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
+            call, head, keys, more, phase != 1,
+        )  # fmt: skip
+    exists = rows < queries.length
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads + h) * call.q.layout.total + queries.start
+    if more.shift_ptr is not None:
+        shift = tl.load(more.shift_ptr + lse_at + rows, mask=exists & in_sequence, other=0.0)
+        row_max += shift * call.terms.scale * softmax.LOG2_E
+    down = 0.00390625  # 2^-PROBS_LOG2
+    out, lse = finish(acc * down, row_max, row_sum * down, more.sinks_ptr, h, in_sequence, 1.0)
+    store_contiguous(more.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM)
+    tl.store(more.lse_ptr + lse_at + rows, lse, mask=exists)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "seqlen_q",
+        "seqlen_k",
+        "num_heads_q",
+        "heads_at_once",
+        "left",
+        "right",
+        "q_scale_stride_block",
+        "k_scale_stride_block",
+        "v_scale_stride_block",
+    ]
+)
+def attention_quantized(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr, sinks_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row,
+    k_stride_head, v_stride_b, v_stride_dim, v_stride_head, q_scale_stride_b, q_scale_stride_head,
+    q_scale_stride_block, k_scale_stride_b, k_scale_stride_head, k_scale_stride_block, v_scale_stride_b,
+    v_scale_stride_head, v_scale_stride_block, batch, seqlen_q, seqlen_k, num_heads_q, group_size, heads_at_once,
+    left, right, scale, param, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, ONE_LOOP: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """The quantized forward, one tile per program; arguments as in ``attention_forward``.
+
+    v's rows are its dimensions, of which each is contiguous over the columns.
+    """
+    with_call(
+        (
+            Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
+            Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
+            Strided(v_ptr, None, v_stride_b, v_stride_dim, v_stride_head),
+        ),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
+        (scale, SCALE_FIRST, None),
+        (ScoreMod(SCORE_MOD, None, None, param), Alibi(None, 0), ScoreTensor(None, 0, 0, 0, 0)),
+        (Band(left if HAS_LEFT else None, right if HAS_RIGHT else None), ScoreTensor(None, 0, 0, 0, 0)),
+        Draws(None, 0, 1.0, num_heads_q, None),
+        (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), quantized_tile,
+        Quantized(
+            Scale(q_scale_ptr, q_scale_stride_b, q_scale_stride_head, q_scale_stride_block),
+            Scale(k_scale_ptr, k_scale_stride_b, k_scale_stride_head, k_scale_stride_block),
+            Scale(v_scale_ptr, v_scale_stride_b, v_scale_stride_head, v_scale_stride_block),
+            shift_ptr, out_ptr, lse_ptr, sinks_ptr,
+        ),
+    )  # fmt: skip

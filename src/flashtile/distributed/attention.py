@@ -1,0 +1,208 @@
+"""``attention`` over a sequence that is sharded over the ranks of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashtile import autocast, ops, settings
+from flashtile.arguments import Tensors, integer, is_plain, other_tensors, read
+from flashtile.axes import lengths_between
+from flashtile.distributed import dtensors
+from flashtile.distributed.bounds import bounds_of
+from flashtile.distributed.exchange import Ranks, ranks_of, share
+from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
+from flashtile.distributed.layouts import LAYOUTS, Layout
+from flashtile.errors import InvalidInputError, UnsupportedError, shown
+from flashtile.late import when_imported
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    layout: Layout = "zigzag",
+    comm: str = "auto",
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    cu_seqlens_q: Tensor | Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention over a sequence whose rows are spread over the ranks of a mesh; each rank calls it with its rows.
+
+    The results are those of ``flashtile.attention``, or with cu_seqlens those of ``attention_varlen``, on the whole
+    tensors, to the rounding of float32 sums; what is dropped by dropout is the same. All ranks make the same call: the
+    first of a kind is compared among them.
+
+    Args:
+        q: This rank's queries, ``(batch, rows, num_heads_q, head_dim)``, or ``(rows, num_heads_q, head_dim)`` with
+            cu_seqlens, as ``shard`` gives them. DTensors that are sharded along the rows over the mesh work as well.
+        k: Its keys, likewise, by the same layout of their own length.
+        v: Its values.
+        mesh: The ranks. Of one dimension it is a ring, around which keys travel; a dimension named "ulysses" exchanges
+            heads for rows, and a mesh with both, ("ring", "ulysses"), does that first.
+        layout: Which rows a rank has: "zigzag", "contiguous" or "striped"; see ``shard``.
+        comm: "ring", "allgather": all keys at once, "ulysses": heads for rows along the whole mesh; "auto" chooses.
+        seqlen_q: Queries of the whole sequence; this rank's times the ranks by default, where these divide it.
+        seqlen_k: Keys of the whole sequence, likewise.
+        cu_seqlens_q: Bounds of the documents in the whole sequence, as in ``attention_varlen``, the same on all ranks.
+            Their values are needed on the host: one on a GPU is waited for, once.
+        cu_seqlens_k: The same for keys.
+        max_seqlen_q: Not needed; checked.
+        max_seqlen_k: Not needed; checked.
+        causal: As in ``flashtile.attention``, like all that follow, with positions in the whole sequence.
+        window_size: See there. Keys that no row of a rank sees do not travel to it.
+        softmax_scale: See there.
+        softcap: See there.
+        alibi_slopes: See there.
+        attn_mask: Not supported.
+        attn_bias: Not supported.
+        sinks: See there; the same on all ranks. Their gradient is that of all ranks' rows, on every rank.
+        dropout_p: See there. Which probabilities are dropped is drawn by the first rank's generator.
+        deterministic: See there.
+        return_lse: See there.
+        backend: See there.
+
+    Returns:
+        This rank's rows of out, or ``(out, lse)``.
+
+    Raises:
+        InvalidInputError: Names the argument, on all ranks the same, also where ranks were called differently.
+        UnsupportedError: No backend can run the call, or it is not supported here.
+        ExchangeError: Another rank died, stalled or makes another call; names the step and the rank.
+
+    Source: Liu et al. 2023, arXiv:2310.01889; Brandon et al. 2023, arXiv:2311.09431 (striped); Jacobs et al. 2023,
+    arXiv:2309.14509 (ulysses).
+    """
+    return _call(locals())
+
+
+def _call(given: dict[str, Any]) -> Any:
+    """The call of these arguments. torch.compile does not look into it: what it traces before and after stays whole."""
+    q, k, v, mesh = (given[name] for name in ("q", "k", "v", "mesh"))
+    if any(map(dtensors.is_one, (q, k, v))):
+        return dtensors.run(attention, **given)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError("torch.func: attention over ranks has no transforms")
+    tensors = Tensors(q, k, v, *(given[name] for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks")))
+    plain = tuple(given[name] for name in ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend"))
+    options = read(tensors, given["causal"], given["window_size"], given["return_lse"], plain)
+    if autocast.is_on():
+        tensors = autocast.cast(tensors, q.device.type)
+    ranks = ranks_of(mesh)
+    if mesh.device_type != q.device.type:
+        raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {q.device}")
+    for name, known in (("layout", LAYOUTS), ("comm", COMMS)):
+        if given[name] not in known:
+            raise InvalidInputError(name, f"is {shown(given[name])}, must be one of {', '.join(known)}")
+    (lengths_q, inferred_q), (lengths_k, inferred_k) = (_lengths(side, given, ranks) for side in "qk")
+    inferred, packed = (inferred_q, inferred_k), given["cu_seqlens_q"] is not None
+    if packed != (given["cu_seqlens_k"] is not None):
+        raise InvalidInputError(f"cu_seqlens_{'k' if packed else 'q'}", "is None, but the other one is given")
+    spec = Spec(
+        ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, given["return_lse"]
+    )
+    return _run(_kind(spec, tensors), tensors)
+
+
+def _be_opaque(dynamo: ModuleType) -> None:
+    global _call
+    _call = dynamo.disable(_call)
+
+
+when_imported("torch._dynamo", _be_opaque)
+
+
+def _kind(spec: Spec, t: Tensors) -> Kind:
+    """The kind of a call; a new one is compared among the ranks."""
+    given = None if is_plain(t) else tuple(None if x is None else ops.layout(x) for x in other_tensors(t))
+    key = (
+        "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), ops.products(t.q), *ops.layout(t.q),
+        *ops.layout(t.k), *ops.layout(t.v), given,
+    )  # fmt: skip
+    kind: Kind | None = ops.known(key)
+    if kind is None:
+        kind = make_kind(spec, t)
+        ops.remember(key, kind)
+    return kind
+
+
+def _run(kind: Kind, t: Tensors) -> Any:
+    spec = kind.spec
+    if spec.options.dropout_p > 0:
+        state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=t.q.device)
+        t = dataclasses.replace(t, rng_state=share(spec.ranks, "the draw of dropout", state))
+    if any(spec.options.grads):
+        out, lse = _apply(kind, t, t.q, t.k, t.v, t.sinks)
+    else:
+        out, lse, _ = kind.forward(t)
+    return (out, lse) if spec.with_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    """The call under autograd: the backward sends keys around once more, and their gradients after them."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: Kind, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out, lse, saved = kind.forward(t)
+        ctx.save_for_backward(*saved)
+        ctx.kind, ctx.shape = kind, out.shape
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError("create_graph: attention over ranks has no second derivatives")
+        saved = Saved(*ctx.saved_tensors)
+        dout = saved.out.new_zeros(ctx.shape) if dout is None else dout
+        return None, None, *ctx.kind.backward(saved, dout, dlse)
+
+
+# Skips the wrapper of Function.apply, as ``ops`` does.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _lengths(side: str, given: dict[str, Any], ranks: Ranks) -> tuple[tuple[int, ...], bool]:
+    """Lengths of the documents of the whole, or of its one sequence, and whether they are inferred.
+
+    Raises:
+        InvalidInputError: Naming what is no length, or does not go together.
+    """
+    name, bounds_name, x = f"seqlen_{side}", f"cu_seqlens_{side}", given[side]
+    seqlen, longest, cu_seqlens = given[name], given[f"max_{name}"], given[bounds_name]
+    if cu_seqlens is None:
+        if longest is not None:
+            raise InvalidInputError(f"max_{name}", "is given, but goes with cu_seqlens alone")
+        if seqlen is None:
+            return ((x.shape[1] if x.dim() > 1 else 0) * len(ranks.members),), True
+        return (integer(name, seqlen, 0),), False
+    if seqlen is not None:
+        raise InvalidInputError(name, f"is given together with {bounds_name}, which says it")
+    bounds = bounds_of(bounds_name, cu_seqlens)
+    lengths = lengths_between(bounds_name, list(bounds), bounds[-1], side)
+    if longest is not None and max(lengths, default=0) > integer(f"max_{name}", longest, 0):
+        raise InvalidInputError(f"max_{name}", f"is {longest}, but {bounds_name} holds a sequence of {max(lengths)}")
+    return tuple(lengths), False

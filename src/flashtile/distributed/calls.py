@@ -1,0 +1,246 @@
+"""From the pieces of rows and of keys to packed calls: which of their pairs a mask keeps, in how few sequences.
+
+Two pieces have the same stride, so a band between their positions is a band between their local indices. Sequences of a
+call follow one another in rows and in keys; what lies between them becomes sequences of no keys, and of no rows.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashtile.distributed.layouts import Piece
+from flashtile.masks import Band
+
+# Differences of local indices, key minus row: the first and the last, both inclusive.
+Differences = tuple[int, int]
+
+
+class Origin(NamedTuple):
+    """Where a packed sequence of a call lies in the whole attention, for what depends on positions.
+
+    Row t is query ``i0 + i_stride * t`` and key u is key ``j0 + j_stride * u`` of their document. Query i stands at key
+    position ``i + shift``, where ``shift = seqlen_k - seqlen_q`` of the document. All are 0 where there are no pairs.
+
+    Attributes:
+        batch: The entry of the batch, or the document.
+        i0: Query of the first row.
+        i_stride: Queries from a row to the next.
+        j0: Key of the first key row.
+        j_stride: Keys from a key row to the next.
+        shift: Key position of query 0.
+    """
+
+    batch: int = 0
+    i0: int = 0
+    i_stride: int = 0
+    j0: int = 0
+    j_stride: int = 0
+    shift: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One packed call of all of a rank's rows over all keys of a shard; sequences with no rows or no keys fill gaps.
+
+    Attributes:
+        cu_seqlens_q: Bounds of the sequences among the rank's rows, from 0 to their number.
+        cu_seqlens_k: Bounds of the same sequences among the rows of the shard.
+        band: The mask of every sequence, aligned bottom-right as always.
+        origins: One for each sequence; empty if they were not asked for.
+    """
+
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+    band: Band
+    origins: tuple[Origin, ...] = ()
+
+    @functools.cached_property
+    def max_seqlen_q(self) -> int:
+        """Rows of the longest sequence, those without keys included."""
+        return max(_lengths(self.cu_seqlens_q), default=0)
+
+    @functools.cached_property
+    def max_seqlen_k(self) -> int:
+        """Keys of the longest sequence, those without rows included."""
+        return max(_lengths(self.cu_seqlens_k), default=0)
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """Pairs of a row and a key that the call keeps, of one head."""
+        sizes = zip(_lengths(self.cu_seqlens_q), _lengths(self.cu_seqlens_k), strict=True)
+        return sum(self.band.count(q, k) for q, k in sizes if q and k)
+
+
+def kept(q: Piece, k: Piece, band: Band, shift: int) -> Differences | None:
+    """The differences of local indices that a mask keeps between rows and keys of one document, None for none.
+
+    Args:
+        q: Rows.
+        k: Keys, of the same stride.
+        band: The mask, between positions.
+        shift: Key position of query 0.
+    """
+    first, last = 1 - q.length, k.length - 1
+    apart = k.start - q.start - shift
+    if band.left is not None:
+        first = max(first, -((band.left + apart) // q.stride))
+    if band.right is not None:
+        last = min(last, (band.right - apart) // q.stride)
+    return (first, last) if first <= last else None
+
+
+class Rectangle(NamedTuple):
+    """A packed sequence that is computed: rows in a row, keys in a row, and the differences of indices to keep."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    kept: Differences
+    origin: Origin
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """Left and right of the band that keeps these differences."""
+        shift, (first, last) = self.keys - self.rows, self.kept
+        return shift - first if first > 1 - self.rows else None, last - shift if last < self.keys - 1 else None
+
+    def fits(self, left: int | None, right: int | None) -> bool:
+        """Whether another band keeps the same pairs."""
+        shift, (first, last) = self.keys - self.rows, self.kept
+        low, high = 1 - self.rows, self.keys - 1
+        return first == (low if left is None else max(low, shift - left)) and last == (
+            high if right is None else min(high, shift + right)
+        )
+
+
+def rectangles(rows: Sequence[Piece], keys: Sequence[Piece], band: Band, shift: int, even: bool) -> list[Rectangle]:
+    """The fewest sequences for a rank's rows of a document over a shard's keys of it: one, one a piece, or one a pair.
+
+    Args:
+        rows: The pieces of rows.
+        keys: The pieces of keys, of the same stride.
+        band: The mask, between positions.
+        shift: Key position of query 0.
+        even: Whether positions must be evenly spaced in a sequence, so that no pieces may be joined.
+    """
+    grid = [[kept(q, k, band, shift) for k in keys] for q in rows]
+    if (whole := _joined(rows, keys, grid, shift, even)) is not None:
+        return [whole]
+    found = []
+    for q, over in zip(rows, grid, strict=True):
+        if (joined := _joined([q], keys, [over], shift, even)) is not None:
+            found.append(joined)
+        else:
+            found += [_trimmed([q], [k], one, shift) for k, one in zip(keys, over, strict=True) if one]
+    return found
+
+
+def _joined(
+    rows: Sequence[Piece], keys: Sequence[Piece], grid: Sequence[Sequence[Differences | None]], shift: int, even: bool
+) -> Rectangle | None:
+    """All pieces that keep something as one sequence, if a band of it says the same."""
+    used_q = [q for q, over in enumerate(grid) if any(over)]
+    used_k = [k for k in range(len(keys)) if any(over[k] for over in grid)]
+    if not used_q or (even and len(used_q) + len(used_k) > 2):
+        return None
+    rows, keys = rows[used_q[0] : used_q[-1] + 1], keys[used_k[0] : used_k[-1] + 1]
+    if len(rows) == len(keys) == 1:
+        return _trimmed(rows, keys, grid[used_q[0]][used_k[0]] or (0, 0), shift)
+    # For each pair the differences that it has, and those of them that are kept, counted alike.
+    pairs: list[tuple[Differences, Differences | None]] = []
+    for (i, q), (j, k) in itertools.product(zip(used_q, rows, strict=True), zip(used_k, keys, strict=True)):
+        apart, one = k.at - keys[0].at - q.at + rows[0].at, grid[i][j]
+        pairs.append(((1 - q.length + apart, k.length - 1 + apart), one and (one[0] + apart, one[1] + apart)))
+    # The tightest that keeps all there is to keep: if this keeps too much, everything does.
+    first, last = min(one[0] for _, one in pairs if one), max(one[1] for _, one in pairs if one)
+    for (low, high), one in pairs:
+        now = max(first, low), min(last, high)
+        if (now if now[0] <= now[1] else None) != one:
+            return None
+    return _trimmed(rows, keys, (first, last), shift)
+
+
+def _trimmed(rows: Sequence[Piece], keys: Sequence[Piece], differences: Differences, shift: int) -> Rectangle:
+    """The sequence of pieces, without rows and keys at its ends that keep nothing: so like masks are like bands."""
+    q, k = rows[0], keys[0]
+    first, last = differences
+    num_rows, num_keys = rows[-1].at + rows[-1].length - q.at, keys[-1].at + keys[-1].length - k.at
+    row_start, row_stop = max(0, -last), min(num_rows, num_keys - first)
+    key_start, key_stop = max(0, row_start + first), min(num_keys, row_stop + last)
+    num_rows, num_keys, apart = row_stop - row_start, key_stop - key_start, key_start - row_start
+    origin = Origin(
+        q.document, q.start + q.stride * row_start, q.stride, k.start + k.stride * key_start, k.stride, shift
+    )
+    left = max(first - apart, 1 - num_rows), min(last - apart, num_keys - 1)
+    return Rectangle(q.at + row_start, num_rows, k.at + key_start, num_keys, left, origin)
+
+
+def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) -> list[Call]:
+    """The fewest calls that hold the rectangles: one for each band, and more where they share rows or keys.
+
+    Args:
+        found: In the order of documents.
+        rows: Rows of the rank.
+        keys: Keys of the shard.
+        origins: Whether the calls have origins.
+    """
+    bounds = [rectangle.bounds for rectangle in found]
+    common = [one for one, _ in collections.Counter(bounds).most_common(3)]
+    layers: dict[tuple[int | None, int | None], list[list[Rectangle]]] = {}
+    for rectangle, own in zip(found, bounds, strict=True):
+        band = own if own == common[0] else next((one for one in common if rectangle.fits(*one)), own)
+        layer = layers.setdefault(band, [])
+        for call in layer:
+            end = call[-1]
+            if end.row + end.rows <= rectangle.row and end.key + end.keys <= rectangle.key:
+                call.append(rectangle)
+                break
+        else:
+            layer.append([rectangle])
+    return [_call(call, Band(*band), rows, keys, origins) for band, layer in layers.items() for call in layer]
+
+
+def _call(found: Sequence[Rectangle], band: Band, rows: int, keys: int, origins: bool) -> Call:
+    """The call of rectangles that follow one another, with sequences of no keys and of no rows between them."""
+    cu_seqlens_q, cu_seqlens_k, nowhere = [0], [0], Origin()
+    where: list[Origin] = []
+    for each in found:
+        _skip(cu_seqlens_q, cu_seqlens_k, each.row, each.key)
+        where += [nowhere] * (len(cu_seqlens_q) - 1 - len(where))
+        cu_seqlens_q.append(each.row + each.rows)
+        cu_seqlens_k.append(each.key + each.keys)
+        where.append(each.origin)
+    _skip(cu_seqlens_q, cu_seqlens_k, rows, keys)
+    where += [nowhere] * (len(cu_seqlens_q) - 1 - len(where))
+    return Call(tuple(cu_seqlens_q), tuple(cu_seqlens_k), band, tuple(where) if origins else ())
+
+
+def _skip(cu_seqlens_q: list[int], cu_seqlens_k: list[int], row: int, key: int) -> None:
+    """Adds a sequence of no keys up to the row, and one of no rows up to the key, where there is a gap."""
+    if cu_seqlens_q[-1] < row:
+        cu_seqlens_q.append(row)
+        cu_seqlens_k.append(cu_seqlens_k[-1])
+    if cu_seqlens_k[-1] < key:
+        cu_seqlens_q.append(row)
+        cu_seqlens_k.append(key)
+
+
+def repeated(call: Call, batch: int) -> Call:
+    """A call of one entry as the call of all entries of a batch."""
+    if batch == 1:
+        return call
+    bounds = []
+    for cu_seqlens in (call.cu_seqlens_q, call.cu_seqlens_k):
+        bounds.append((0, *(entry * cu_seqlens[-1] + x for entry in range(batch) for x in cu_seqlens[1:])))
+    where = tuple(origin._replace(batch=entry) for entry in range(batch) for origin in call.origins)
+    return Call(bounds[0], bounds[1], call.band, where)
+
+
+def _lengths(cu_seqlens: Sequence[int]) -> Iterable[int]:
+    return (stop - start for start, stop in itertools.pairwise(cu_seqlens))

@@ -1,0 +1,83 @@
+"""DTensors that are sharded along the rows: their local tensors are the shards of a mesh's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashtile.distributed.exchange import ranks_of
+from flashtile.errors import InvalidInputError, UnsupportedError
+
+_TENSORS = ("q", "k", "v", "alibi_slopes", "attn_mask", "attn_bias", "sinks")
+
+
+def is_one(x: object) -> bool:
+    """Whether a value is a DTensor."""
+    return hasattr(x, "placements")
+
+
+def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any:
+    """Calls ``attention`` with the local tensors of DTensors; its results are DTensors.
+
+    q, k and v are sharded along their rows over the dimensions of ``mesh``, which may be part of theirs, and in the
+    layout's order; over other dimensions along batch or heads, or not at all.
+
+    Raises:
+        InvalidInputError: They are placed in another way, or not alike.
+        UnsupportedError: Dropout, where batch or heads are sharded.
+    """
+    q, v, packed = given["q"], given["v"], given["cu_seqlens_q"] is not None
+    rows = 0 if packed else 1
+    for name in "kv":
+        if not (is_one(given[name]) and is_one(q)) or given[name].placements != q.placements:
+            raise InvalidInputError(name, f"is placed as {_shown(given[name])}, but q as {_shown(q)}")
+    along = [i for i, placed in enumerate(q.placements) if placed.is_shard(rows)]
+    if any(placed.is_partial() for placed in q.placements):
+        raise InvalidInputError("q", f"is placed as {_shown(q)}, must be sharded or replicated")
+    if tuple(_members(q.device_mesh, along)) != ranks_of(mesh).members:
+        raise InvalidInputError("q", f"is placed as {_shown(q)}, must be sharded along dimension {rows} over mesh")
+    others = [placed for i, placed in enumerate(q.placements) if i not in along]
+    if given["dropout_p"] and any(placed.is_shard() for placed in others):
+        raise UnsupportedError(
+            "dropout_p: of DTensors whose batch or heads are sharded; a shard does not know its place"
+        )
+    if not packed:
+        given |= {"seqlen_q": q.shape[1], "seqlen_k": given["k"].shape[1]}
+    local = {name: x.to_local() if name in _TENSORS and is_one(x) else x for name, x in given.items()}
+    found = attention(mesh=mesh, **local)
+    out = _placed(found[0] if given["return_lse"] else found, q, q.placements, (*q.shape[:-1], v.shape[-1]))
+    if not given["return_lse"]:
+        return out
+    # In lse, rows and heads have changed places.
+    places = [type(p)(p.dim if p.dim < rows else 2 * rows + 1 - p.dim) if p.is_shard() else p for p in q.placements]
+    return out, _placed(found[1], q, places, (*q.shape[:rows], q.shape[rows + 1], q.shape[rows]))
+
+
+def _placed(x: Any, like: Any, placements: Any, shape: tuple[int, ...]) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    return DTensor.from_local(
+        x, like.device_mesh, placements, run_check=False, shape=_size(shape), stride=tuple(strides)
+    )
+
+
+def _size(shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.Size(shape)
+
+
+def _shown(x: Any) -> str:
+    return str(tuple(x.placements)) if is_one(x) else "no DTensor"
+
+
+def _members(mesh: DeviceMesh, along: list[int]) -> list[int]:
+    """The ranks along some dimensions of a mesh that share this process's place in the others."""
+    here = mesh.get_coordinate()
+    index = tuple(slice(None) if i in along else here[i] for i in range(mesh.ndim)) if here else ()
+    return mesh.mesh[index].flatten().tolist() if along else []

@@ -1,0 +1,298 @@
+"""What ranks send one another: rows around a ring, heads for rows, and first of all what the call is.
+
+Nothing here waits for a GPU, but for ``agree``. A wait for NCCL orders streams; a wait for gloo blocks the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashtile.errors import ExchangeError, InvalidInputError, shown
+
+T = TypeVar("T")
+# PyTorch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Line(NamedTuple):
+    """The ranks along one dimension of a mesh, in order.
+
+    Attributes:
+        group: Their process group; None if there is no such dimension.
+        rank: This process's place.
+        members: Their ranks among all processes.
+    """
+
+    group: Any
+    rank: int
+    members: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.members)
+
+
+class Ranks:
+    """The ranks that share a sequence, those of one mesh; equal to itself alone.
+
+    Attributes:
+        ring: The line along which keys travel.
+        ulysses: The line along which heads are exchanged. Its ranks have neighbouring shards.
+        members: Their ranks among all processes, in the order of their shards.
+    """
+
+    def __init__(self, ring: Line, ulysses: Line, members: tuple[int, ...]) -> None:
+        self.ring, self.ulysses, self.members = ring, ulysses, members
+
+    @property
+    def rank(self) -> int:
+        """The number of this process's shard."""
+        return self.ring.rank * self.ulysses.size + self.ulysses.rank
+
+    @property
+    def lines(self) -> list[Line]:
+        """Those with more than one rank."""
+        return [line for line in (self.ulysses, self.ring) if line.size > 1]
+
+
+_known: dict[int, tuple[weakref.ref[DeviceMesh], Ranks]] = {}
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The lines of a mesh; one of a single dimension is a ring, unless that is called "ulysses".
+
+    Raises:
+        InvalidInputError: It has other dimensions, or this process is not in it.
+    """
+    place = id(mesh)
+    found = _known.get(place)
+    if found is None or found[0]() is not mesh:
+        if not isinstance(mesh, DeviceMesh):
+            raise InvalidInputError("mesh", f"is {shown(mesh)}, must be a DeviceMesh")
+        found = _known[place] = weakref.ref(mesh, lambda _: _known.pop(place, None) and None), _read(mesh)
+    return found[1]
+
+
+def _read(mesh: DeviceMesh) -> Ranks:
+    names = mesh.mesh_dim_names or (("ring",) if mesh.ndim == 1 else ())
+    if mesh.ndim == 1 and names[0] != "ulysses":
+        names = ("ring",)
+    if not (names and set(names) <= {"ring", "ulysses"}):
+        have = f"the dimensions {', '.join(names)}" if names else f"{mesh.ndim} dimensions without names"
+        must = "must have one, or two named ring and ulysses; of a larger mesh take mesh['ring', 'ulysses']"
+        raise InvalidInputError("mesh", f"has {have}, {must}")
+    if mesh.get_coordinate() is None:
+        raise InvalidInputError("mesh", f"has no rank {dist.get_rank()}, which is this process")
+    lines = dict.fromkeys(("ring", "ulysses"), Line(None, 0, (dist.get_rank(),)))
+    for dim, name in enumerate(names):
+        group = mesh.get_group(dim)
+        lines[name] = Line(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
+    members = mesh.mesh if names[0] == "ring" else mesh.mesh.t()
+    return Ranks(lines["ring"], lines["ulysses"], tuple(members.flatten().tolist()))
+
+
+def named(what: str, peers: Sequence[int], action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """An action's result; what the process group raises becomes an ``ExchangeError``."""
+    try:
+        return action(*args, **kwargs)
+    except RuntimeError as error:
+        raise ExchangeError(what, peers, str(error)) from error
+
+
+class Pending:
+    """Sends and receives under way. Until ``wait`` their tensors must not be written, nor what arrives be read.
+
+    On a GPU they run on the process group's own stream, after what was queued before and beside what is queued after;
+    to wait means that the current stream waits.
+    """
+
+    __slots__ = ("_kept", "_waits", "_what")
+
+    def __init__(self, what: str = "", waits: Sequence[tuple[Any, Sequence[int]]] = (), *kept: object) -> None:
+        self._what, self._waits, self._kept = what, waits, kept
+
+    def wait(self) -> None:
+        """Waits for all of them.
+
+        Raises:
+            ExchangeError: Naming the exchange and the peers.
+        """
+        for work, peers in self._waits:
+            named(self._what, peers, work.wait)
+        self._waits, self._kept = (), ()
+
+
+NOTHING = Pending()
+
+
+class Parcel(NamedTuple):
+    """Contiguous tensors that travel together.
+
+    Attributes:
+        tensors: Of keys and of values; None for one that does not travel.
+        peer: The place on the line where they go or come from.
+        kind: "keys", "sums" or "back": those of keys on their way, or home at their owner.
+    """
+
+    tensors: tuple[Tensor | None, Tensor | None]
+    peer: int
+    kind: str
+
+
+class Messages:
+    """The sends and receives of a ring's stages, through the process group.
+
+    Args:
+        line: The ring.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def room(self, kind: str, number: int, part: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor for what a stage receives.
+
+        Args:
+            kind: As in ``Parcel``.
+            number: Of the stage.
+            part: The place of the tensor in the parcel.
+            shape: Its shape.
+            like: A tensor on its device.
+            dtype: Its dtype.
+        """
+        return torch.empty(shape, dtype=dtype, device=like.device)
+
+    def post(self, number: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Pending:
+        """Posts all of a stage. Between two ranks, tensors arrive in the order in which they left.
+
+        Raises:
+            ExchangeError: Naming the stage and the peers.
+        """
+        if not (sends or receives):
+            return NOTHING
+        group, what = self._line.group, stage_name(number)
+        ops = [
+            dist.P2POp(operation, x, group=group, group_peer=parcel.peer)
+            for operation, parcels in ((dist.isend, sends), (dist.irecv, receives))
+            for parcel in parcels
+            for x in parcel.tensors
+            if x is not None
+        ]
+        peers = [self._line.members[op.group_peer] for op in ops]
+        works = named(what, peers, dist.batch_isend_irecv, ops)
+        if len(works) == len(peers):  # else they are one
+            return Pending(what, [(work, (peer,)) for work, peer in zip(works, peers, strict=True)], ops)
+        return Pending(what, [(work, sorted(set(peers))) for work in works], ops)
+
+
+def stage_name(number: int) -> str:
+    """The name of a stage's exchange in errors."""
+    return f"the exchange during step {number} of the ring"
+
+
+def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
+    """Sends the first ``rows_to[0]`` rows of a contiguous tensor to the first rank, and so on.
+
+    Returns:
+        The rows received, in the order of the ranks.
+    """
+    received = sent.new_empty((sum(rows_from), *sent.shape[1:]))
+    splits = list(rows_from), list(rows_to)
+    named(what, line.members, dist.all_to_all_single, received, sent, *splits, group=line.group)
+    return received
+
+
+def gather(line: Line, what: str, given: Sequence[Tensor], most: int) -> tuple[Any, Pending]:
+    """Posts the gathering of all ranks' tensors: each ``(ranks, most, ...)``, of which each fills the first rows."""
+    found, waits = [], []
+    for x in given:
+        if x.shape[0] < most:
+            x = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
+        everyone = x.new_empty((line.size * most, *x.shape[1:]))
+        waits.append(
+            (named(what, line.members, _all_gather, everyone, x, group=line.group, async_op=True), line.members)
+        )
+        found.append(everyone.unflatten(0, (line.size, most)))
+    return tuple(found), Pending(what, waits, given)
+
+
+def scatter_sums(line: Line, what: str, given: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
+    """Posts the sums over ranks of this rank's part of tensors ``(ranks, ...)``, contiguous."""
+    found, waits = [], []
+    for x in given:
+        total = torch.empty_like(x[0])
+        work = named(what, line.members, _reduce_scatter, total, x.flatten(0, 1), group=line.group, async_op=True)
+        waits.append((work, line.members))
+        found.append(total)
+    return found, Pending(what, waits, given)
+
+
+def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, in place."""
+    for line in ranks.lines:
+        named(what, line.members, dist.all_reduce, x, group=line.group)
+    return x
+
+
+def share(ranks: Ranks, what: str, x: Tensor) -> Tensor:
+    """The first rank's tensor, in place."""
+    for line in ranks.lines[::-1]:
+        named(what, line.members, dist.broadcast, x, group_src=0, group=line.group)
+    return x
+
+
+# Bytes in which a rank says what it was called with.
+_RECORD = 6144
+
+
+def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> list[dict[str, Any]]:
+    """Tells all ranks what this one was called with; waits for theirs, and for the GPU.
+
+    Args:
+        ranks: All of them take part.
+        device: Where the process group's tensors are.
+        said: JSON values by name, some kilobytes at most; see ``shortened``.
+
+    Returns:
+        What the ranks say, in the order of their shards.
+    """
+    text = json.dumps(said).encode().ljust(_RECORD)
+    assert len(text) == _RECORD, "a record is too long"
+    found = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)[None]
+    for line in ranks.lines:
+        (gathered,), pending = gather(line, "the comparison of this call with theirs", [found], found.shape[0])
+        pending.wait()
+        found = gathered.flatten(0, 1)
+    everything = bytes(found.flatten().tolist())
+    return [json.loads(everything[i : i + _RECORD]) for i in range(0, len(everything), _RECORD)]
+
+
+def shortened(value: object) -> object:
+    """A JSON value, or if it is long its beginning and a hash of it."""
+    text = json.dumps(value)
+    return value if len(text) <= 160 else f"{text[:100]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+def refuse_differences(ranks: Ranks, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises for what ranks were called with differently; on all the same.
+
+    Raises:
+        InvalidInputError: Naming the argument and two ranks.
+    """
+    first = everyone[0]
+    for name in first:
+        for rank, record in zip(ranks.members, everyone, strict=True):
+            if record[name] != first[name]:
+                message = f"is {record[name]} on rank {rank}, but {first[name]} on rank {ranks.members[0]}"
+                raise InvalidInputError(name, message)

@@ -1,0 +1,366 @@
+"""Kinds of calls: what ranks agree on once, and keep for every later call of the same layouts and options."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile import dispatch, settings
+from flashtile.arguments import Options, Tensors
+from flashtile.backends.base import directions_of
+from flashtile.distributed.copies import Copies, may_copy
+from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, refuse_differences, shortened
+from flashtile.distributed.heads import Heads
+from flashtile.distributed.layouts import Layout, ranges, shard_length
+from flashtile.distributed.plan import make_plan
+from flashtile.distributed.steps import OfRows, Part, Steps
+from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.masks import Band
+from flashtile.problem import Problem
+from flashtile.states import Partial
+
+COMMS = ("auto", "ring", "allgather", "ulysses")
+# Operations of a Hopper GPU, 600 TFLOPS in 16 bits, in the time of a byte over its NVLink, 249 GB/s; and some to spare.
+_HIDDEN = 3000
+
+
+class Spec(NamedTuple):
+    """A call but for its tensors.
+
+    Attributes:
+        ranks: Those that share it.
+        layout: Of queries and keys.
+        comm: One of ``COMMS``.
+        lengths_q: Queries of each document of the whole; of a dense call its one length.
+        lengths_k: Keys, likewise.
+        inferred: Which of the two are this rank's rows times the ranks, since nothing else was said.
+        packed: Whether documents are packed.
+        options: Its options.
+        with_lse: Whether lse is returned.
+    """
+
+    ranks: Ranks
+    layout: Layout
+    comm: str
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    inferred: tuple[bool, bool]
+    packed: bool
+    options: Options
+    with_lse: bool
+
+    @property
+    def band(self) -> Band:
+        """Its mask."""
+        return Band(self.options.window_left, self.options.window_right)
+
+    def rows(self, q: Tensor) -> int:
+        """Rows of a sequence in a tensor, or of all documents."""
+        return q.shape[0 if self.packed else 1]
+
+
+class Saved(NamedTuple):
+    """What the backward needs: packed tensors, of this rank's heads where heads are exchanged."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    rng_state: Tensor | None
+
+
+def make_kind(spec: Spec, t: Tensors) -> Kind:
+    """Compares the call with those of the other ranks, and prepares it; all ranks raise the same.
+
+    Raises:
+        InvalidInputError: Naming what differs between ranks, or what a rank was called with that is not valid.
+        UnsupportedError: On some rank no backend can run it, or it is not supported here.
+        ExchangeError: A rank did not answer.
+    """
+    refused: list[str] = []
+    try:
+        _check(spec, t)
+    except InvalidInputError as error:
+        refused = [error.argument, error.message[:1000]]
+    except UnsupportedError as error:
+        refused = ["", str(error)[:1000]]
+    said = {name: shortened(value) for name, value in _said(spec, t).items()}
+    everyone = agree(spec.ranks, t.q.device, {"refused": refused, **said})
+    for rank, record in zip(spec.ranks.members, everyone, strict=True):
+        if record["refused"]:
+            argument, message = record["refused"]
+            if argument:
+                raise InvalidInputError(argument, f"on rank {rank}: {message}")
+            raise UnsupportedError(f"on rank {rank}: {message}")
+    refuse_differences(spec.ranks, [{**record, "rows_q": 0, "rows_k": 0} for record in everyone])
+    _check_rows(spec, everyone)
+    return Kind(spec, t)
+
+
+def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
+    """What ranks must have alike, by argument, but for ``rows_q`` and ``rows_k``."""
+    o, axis = spec.options, 0 if spec.packed else 1
+
+    def kind(x: Tensor | None) -> str | None:
+        return None if x is None else f"{x.dtype} {(*x.shape[:axis], *x.shape[axis + 1 :])} a row"
+
+    tensors = {"q": t.q, "k": t.k, "v": t.v, "alibi_slopes": t.alibi_slopes, "sinks": t.sinks}
+    lengths = zip("qk", (spec.lengths_q, spec.lengths_k), spec.inferred, strict=True)
+    name = "cu_seqlens" if spec.packed else "seqlen"
+    return {
+        **{name: kind(x) for name, x in tensors.items()},
+        **{f"{name}_{side}": None if inferred else all_of_them for side, all_of_them, inferred in lengths},
+        "layout": spec.layout,
+        "comm": spec.comm,
+        "window_size, causal": [o.window_left, o.window_right],
+        "requires_grad": list(o.grads),
+        "return_lse": spec.with_lse,
+        settings.COPIES.name: settings.COPIES.enabled(),
+        **{each: getattr(o, each) for each in ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend")},
+        "rows_q": spec.rows(t.q),
+        "rows_k": spec.rows(t.k),
+    }
+
+
+def _check_rows(spec: Spec, everyone: list[dict[str, Any]]) -> None:
+    """Raises if a rank does not hold the rows that its shard has."""
+    ring, parts, members = spec.ranks.ring.size, spec.ranks.ulysses.size, spec.ranks.members
+    for side, lengths, inferred in zip("qk", (spec.lengths_q, spec.lengths_k), spec.inferred, strict=True):
+        total, first = sum(lengths), everyone[0][f"rows_{side}"]
+        for i, record in enumerate(everyone):
+            have, want = record[f"rows_{side}"], shard_length(shard_length(total, ring, i // parts), parts, i % parts)
+            if inferred and have != first:
+                must = f"give seqlen_{side}, the length of the whole, where ranks do not divide it"
+                raise InvalidInputError(
+                    side, f"has {have} rows on rank {members[i]} and {first} on rank {members[0]}: {must}"
+                )
+            if not inferred and have != want:
+                of = f"of {total} rows in all it holds {want}"
+                raise InvalidInputError(side, f"has {have} rows on rank {members[i]}, but {of} under every layout")
+
+
+def _check(spec: Spec, t: Tensors) -> None:
+    """Raises for what is wrong with this rank's call, whatever the others say."""
+    for name in ("attn_mask", "attn_bias"):
+        if getattr(t, name) is not None:
+            raise UnsupportedError(f"{name}: is a matrix of rows and keys, of which a rank holds some; not supported")
+    bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
+    whole = dataclasses.replace(t, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    problem = Problem.of(whole, spec.options)
+    heads = _lines(spec, problem)[0]
+    if spec.packed and len(spec.lengths_q) != len(spec.lengths_k):
+        raise InvalidInputError("cu_seqlens_k", "holds another number of documents than cu_seqlens_q")
+    uneven = problem.num_heads_q % heads.size or max(problem.num_heads_kv, heads.size) % min(
+        problem.num_heads_kv, heads.size
+    )
+    if uneven:
+        have = f"{problem.num_heads_q} heads over {problem.num_heads_kv}"
+        raise InvalidInputError(
+            "q", f"has {have}, which the {heads.size} ranks that exchange heads do not divide evenly"
+        )
+    each = max(problem.num_heads_kv // heads.size, 1)
+    inner = problem.but(
+        varlen=True, num_heads_q=problem.num_heads_q // heads.size, num_heads_kv=each, sinks=False,
+        origins=_needs_origins(spec, t), out_dtype=problem.lse_dtype, grad_dtype=problem.lse_dtype,
+    )  # fmt: skip
+    for direction in reversed(directions_of(inner)):
+        dispatch.select(inner, direction, spec.options.backend)
+
+
+def _needs_origins(spec: Spec, t: Tensors) -> bool:
+    """Whether positions count beyond the mask."""
+    return t.alibi_slopes is not None or spec.options.dropout_p > 0
+
+
+def _lines(spec: Spec, problem: Problem) -> tuple[Line, Line]:
+    """The ranks that exchange heads, and those of the ring."""
+    ring, ulysses = spec.ranks.ring, spec.ranks.ulysses
+    if chosen(spec, problem) != "ulysses":
+        return ulysses, ring
+    if ring.size > 1 and ulysses.size > 1:
+        raise InvalidInputError("comm", f"is 'ulysses', but the mesh has a ring of {ring.size} ranks as well")
+    alone = Line(None, 0, (ring.members[ring.rank],))
+    return (ulysses, alone) if ring.size == 1 else (ring, alone)
+
+
+def chosen(spec: Spec, problem: Problem) -> str:
+    """What ``comm`` means for a call; "auto" is the ring where kernels hide it, or else what sends the fewest bytes.
+
+    They hide it from ``_HIDDEN`` operations on, for each byte that a rank sends. Keys go once to each other rank, and
+    again in the backward with their gradients in float32; heads of q, k, v and out go once, and in the backward those
+    of dout and the gradients. Along a mesh's dimension ulysses heads are exchanged whatever ``comm`` is.
+    """
+    n, p = spec.ranks.ring.size, problem
+    if spec.comm != "auto":
+        return spec.comm
+    if n == 1 or spec.ranks.ulysses.size > 1 or p.num_heads_kv % n:
+        return "ring"
+    width, size, both = p.head_dim + p.head_dim_v, p.dtype.itemsize, p.needs_grad
+    keys, rows = (sum(x) * h * width for x, h in ((spec.lengths_k, p.num_heads_kv), (spec.lengths_q, p.num_heads_q)))
+    # Of all ranks, over n - 1.
+    around = keys * (2 * size + p.lse_dtype.itemsize if both else size)
+    across = (keys + rows) * size * (2 if both else 1) / n
+    pairs = sum(spec.band.count(*lengths) for lengths in zip(spec.lengths_q, spec.lengths_k, strict=True))
+    operations = 2 * width * p.num_heads_q * pairs * (3.5 if both else 1)
+    is_hidden = operations >= _HIDDEN * around * (n - 1)
+    return "ring" if is_hidden or around <= across else "ulysses"
+
+
+def _messages(
+    spec: Spec, ring: Line, problem: Problem, heads_q: int, keys: int, device: torch.device
+) -> Messages | Copies:
+    """What sends keys: the process group, or copy engines if the setting says so.
+
+    Args:
+        spec: The call.
+        ring: Its ring.
+        problem: The whole call's.
+        heads_q: Query heads of a rank.
+        keys: Keys of the largest shard.
+        device: A rank's.
+    """
+    if ring.size == 1 or spec.comm == "allgather" or not may_copy(device):
+        return Messages(ring)
+    heads = max(1, problem.num_heads_kv * heads_q // problem.num_heads_q)
+    elements = keys * heads * max(problem.head_dim, problem.head_dim_v)
+    sizes = {"keys": elements * problem.dtype.itemsize}
+    if any(spec.options.grads[1:3]):
+        sizes |= dict.fromkeys(("sums", "back") if ring.size > 3 else ("back",), elements * problem.lse_dtype.itemsize)
+    return Copies(ring, device, sizes)
+
+
+class Kind:
+    """What repeated calls of the same layouts and options share; the ranks have agreed on it.
+
+    Args:
+        spec: The calls.
+        t: Tensors that show layouts.
+    """
+
+    def __init__(self, spec: Spec, t: Tensors) -> None:
+        bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
+        problem = Problem.of(dataclasses.replace(t, cu_seqlens_q=bounds, cu_seqlens_k=bounds), spec.options)
+        self.spec, self._problem, self._keys = spec, problem, spec.rows(t.k)
+        heads, ring = _lines(spec, problem)
+        batch = 1 if spec.packed else problem.batch
+        lengths_q, lengths_k = (x if batch else (0,) for x in (spec.lengths_q, spec.lengths_k))
+        batch, layout = max(batch, 1), spec.layout
+        self._heads: tuple[Heads, Heads] | None = None
+        if heads.size > 1:
+            made = [self._exchange(heads, ring, lengths, batch, t.q.device) for lengths in (lengths_q, lengths_k)]
+            self._heads = made[0], made[1]
+        if ring.size == 1:
+            layout = "contiguous"
+        # Key heads are repeated where there are fewer than ranks.
+        self._repeats = max(1, heads.size // problem.num_heads_kv)
+        self._ring, each = ring, problem.num_heads_q // heads.size
+        self._some = slice(heads.rank * each, (heads.rank + 1) * each)
+        plan = make_plan(
+            lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_origins(spec, t)
+        )
+        most = None
+        if ring.size > 1 and spec.comm == "allgather":
+            most = shard_length(sum(lengths_k), ring.size, 0) * batch
+        part = Part(problem.num_heads_q, self._some.start)
+        messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q.device)
+        self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most)
+
+    def _exchange(self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device) -> Heads:
+        ranks, layout = self.spec.ranks, self.spec.layout
+        if heads is ranks.ring:
+            shards = [ranges(lengths, heads.size, i, layout) for i in range(heads.size)]
+        else:
+            mine = shard_length(sum(lengths), ring.size, ring.rank)
+            ends = [0, *itertools.accumulate(shard_length(mine, heads.size, i) for i in range(heads.size))]
+            shards = [(range(*pair),) for pair in itertools.pairwise(ends)]
+        return Heads(heads, shards, batch, device)
+
+    def forward(self, t: Tensors) -> tuple[Tensor, Tensor | None, Saved]:
+        """Returns out and, if it is wanted, lse, in the shapes of ``api.attention``; and what the backward needs."""
+        q, k, v = (x if self.spec.packed else x.flatten(0, 1) for x in (t.q, t.k, t.v))
+        sinks, slopes = t.sinks, t.alibi_slopes
+        if self._heads is not None:
+            of_rows, of_keys = self._heads
+            if self._repeats > 1:
+                k, v = (x.repeat_interleave(self._repeats, 1) for x in (k, v))
+            (q,), (k, v) = of_rows.split(q), of_keys.split(k, v)
+            sinks = None if sinks is None else sinks[self._some].contiguous()
+            slopes = None if slopes is None else slopes[..., self._some].contiguous()
+        inner = Tensors(q, k.contiguous(), v.contiguous(), slopes, rng_state=t.rng_state)
+        state = self._steps.forward(inner, None if sinks is None else self._start(q, sinks))
+        if state is None:
+            state = self._start(q, None)
+        out, lse = state.out.to(q.dtype), state.lse
+        saved = Saved(q, inner.k, inner.v, out, lse, sinks, slopes, t.rng_state)
+        out_here, lse_here = out, lse
+        if self._heads is not None:
+            out_here = self._heads[0].join(out)
+            lse_here = self._heads[0].join(lse.t()[..., None])[..., 0].t() if self.spec.with_lse else lse
+        return self._like_q(out_here, t.q), self._lse_like_q(lse_here, t.q) if self.spec.with_lse else None, saved
+
+    def backward(self, saved: Saved, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k, v and sinks that are wanted; those of sinks are of all ranks' rows."""
+        q_like = dout
+        if not self.spec.packed:
+            dout = dout.flatten(0, 1)
+            dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
+        if self._heads is not None:
+            (dout,) = self._heads[0].split(dout)
+            dlse = None if dlse is None else self._heads[0].split(dlse.t()[..., None])[0][..., 0].t()
+        dlse = None if dlse is None else dlse.contiguous()
+        rows = OfRows(saved.out.contiguous(), saved.lse.contiguous(), dout.contiguous(), dlse)
+        grads, slopes = self.spec.options.grads, saved.alibi_slopes
+        dq = dk = dv = None
+        if any(grads[:3]):
+            inner = Tensors(saved.q, saved.k.contiguous(), saved.v.contiguous(), slopes, rng_state=saved.rng_state)
+            total, back = self._steps.backward(inner, rows)
+            dq = None if total.dq is None else total.dq.to(saved.q.dtype)
+            dk, dv = (self._of_keys(x, more, saved.k.dtype) for x, more in zip((total.dk, total.dv), back, strict=True))
+            dq = None if dq is None else self._like_q(dq if self._heads is None else self._heads[0].join(dq), q_like)
+        dsinks = self._dsinks(saved.sinks, rows) if grads.sinks and saved.sinks is not None else None
+        return dq, dk, dv, dsinks
+
+    def _start(self, q: Tensor, sinks: Tensor | None) -> Partial:
+        """The state before any key: sinks are a key whose value is 0."""
+        dtype, rows = self._problem.lse_dtype, q.shape[0]
+        out = q.new_zeros((*q.shape[:2], self._problem.head_dim_v), dtype=dtype)
+        if sinks is None:
+            return Partial(out, q.new_full((q.shape[1], rows), -torch.inf, dtype=dtype))
+        return Partial(out, sinks.to(dtype)[:, None].repeat(1, rows))
+
+    def _of_keys(self, x: Tensor | None, more: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of k or v from its sum, and from what other ranks added last."""
+        if x is None:
+            return None
+        if self._repeats > 1:  # rounded once, below
+            dtype, final = x.dtype, dtype
+        x = x.to(dtype) if more is None else torch.add(x, more, out=x.new_empty(x.shape, dtype=dtype))
+        if self._heads is not None:
+            x = self._heads[1].join(x)
+        if self._repeats > 1:
+            x = x.unflatten(1, (-1, self._repeats)).sum(2).to(final)
+        return x if self.spec.packed else x.unflatten(0, (self._problem.batch, self._keys))
+
+    def _dsinks(self, sinks: Tensor, rows: OfRows) -> Tensor:
+        """``-sum over rows of P_sink * delta``, where ``delta = rowsum(dout * out) - dlse``; over all ranks."""
+        dtype = rows.lse.dtype
+        delta = (rows.dout.to(dtype) * rows.out.to(dtype)).sum(-1).t()
+        if rows.dlse is not None:
+            delta = delta - rows.dlse.to(dtype)
+        probs = torch.exp(sinks.to(dtype)[:, None] - torch.where(rows.lse == -torch.inf, torch.inf, rows.lse))
+        found = delta.new_zeros(self._problem.num_heads_q)
+        found[self._some] = -(probs * delta).sum(1)
+        return add_up(self.spec.ranks, "the sum of the gradients of sinks", found).to(sinks.dtype)
+
+    def _like_q(self, x: Tensor, q: Tensor) -> Tensor:
+        return x if self.spec.packed else x.unflatten(0, q.shape[:2])
+
+    def _lse_like_q(self, lse: Tensor, q: Tensor) -> Tensor:
+        return lse.contiguous() if self.spec.packed else lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()

@@ -1,0 +1,167 @@
+"""Rows of a whole tensor and the shards that ranks hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashtile.arguments import check_tensor, integer
+from flashtile.axes import lengths_between
+from flashtile.distributed.bounds import bounds_of
+from flashtile.distributed.exchange import Ranks, gather, ranks_of
+from flashtile.distributed.layouts import LAYOUTS, Layout, ranges
+from flashtile.distributed.layouts import positions as ranges_of_positions
+from flashtile.errors import InvalidInputError, shown
+
+
+def shard(
+    x: Tensor,
+    mesh: DeviceMesh,
+    layout: Layout = "zigzag",
+    dim: int = 1,
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """This rank's rows of a tensor that every rank has in full, such as the tokens of a batch; differentiable.
+
+    Of a sequence of N ranks' rows, "contiguous" gives rank r the r-th of N parts, "striped" every N-th row from r on,
+    and "zigzag" the parts r and 2N - 1 - r of 2N, which is equal work under a causal mask. Shards differ by at most one
+    row; they may be empty. With cu_seqlens "zigzag" does it for each document, and the others for
+    all their rows as one sequence. Ranks of a dimension "ulysses" share in order what a rank of "ring" would have.
+
+    Args:
+        x: Any tensor.
+        mesh: As in ``attention``.
+        layout: See above.
+        dim: The dimension of its rows; 0 for packed documents.
+        cu_seqlens: ``(documents + 1,)`` bounds of packed documents, of which the last is the number of rows.
+
+    Returns:
+        A copy of the rows, contiguous.
+
+    Raises:
+        InvalidInputError: Naming the argument that does not fit.
+    """
+    dim, length = _rows(x, dim)
+    ranks, lengths = ranks_of(mesh), _lengths(cu_seqlens, length)
+    found = ranges(lengths, *_place(ranks, ranks.rank, layout))
+    if not found:
+        return x.narrow(dim, 0, 0)
+    return torch.cat([_part(x, dim, each) for each in found], dim)
+
+
+def unshard(
+    x: Tensor,
+    mesh: DeviceMesh,
+    layout: Layout = "zigzag",
+    dim: int = 1,
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """The whole tensor on every rank, from the shards that ``shard`` gives them; the inverse, without a gradient.
+
+    It waits for the ranks, and for the GPU: the shards may have unequal lengths.
+
+    Args:
+        x: This rank's rows.
+        mesh: As in ``attention``.
+        layout: As in ``shard``.
+        dim: The dimension of the rows.
+        cu_seqlens: As in ``shard``.
+
+    Raises:
+        InvalidInputError: Naming the argument that does not fit, or the shard that the layout does not give.
+    """
+    dim, length = _rows(x, dim)
+    ranks, what = ranks_of(mesh), "the gathering of shards"
+    with torch.no_grad():
+        counts = everyone(ranks, what, torch.tensor([[length]], device=x.device), 1).flatten().tolist()
+        lengths = _lengths(cu_seqlens, sum(counts))
+        shards = [ranges(lengths, *_place(ranks, i, layout)) for i in range(len(counts))]
+        for member, have, found in zip(ranks.members, counts, shards, strict=True):
+            if have != sum(map(len, found)):
+                must = f"must have {sum(map(len, found))} of {sum(lengths)}"
+                raise InvalidInputError("x", f"has {have} rows on rank {member}, {must} under layout {layout!r}")
+        rows = everyone(ranks, what, x.movedim(dim, 0).contiguous(), max(counts))
+        whole = rows.new_empty((sum(lengths), *rows.shape[2:]))
+        for part, found in zip(rows, shards, strict=True):
+            at = 0
+            for each in found:
+                whole[each.start : each.stop : each.step] = part[at : at + len(each)]
+                at += len(each)
+    return whole.movedim(0, dim).contiguous()
+
+
+def positions(
+    mesh: DeviceMesh,
+    layout: Layout = "zigzag",
+    *,
+    seqlen: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The positions of this rank's rows in the whole sequence, or in their documents, as rotary embeddings need them.
+
+    Args:
+        mesh: As in ``attention``.
+        layout: As in ``shard``.
+        seqlen: Length of the whole sequence; or
+        cu_seqlens: bounds of packed documents.
+        device: Of the result.
+
+    Returns:
+        ``(rows,)`` int64.
+
+    Raises:
+        InvalidInputError: Naming the argument that does not fit.
+    """
+    if (seqlen is None) == (cu_seqlens is None):
+        raise InvalidInputError("seqlen", "and cu_seqlens: one of the two must be given")
+    ranks, lengths = ranks_of(mesh), _lengths(cu_seqlens, None if seqlen is None else integer("seqlen", seqlen, 0))
+    found = ranges_of_positions(lengths, *_place(ranks, ranks.rank, layout))
+    rows = [torch.arange(each.start, each.stop, each.step, device=device) for each in found]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _rows(x: Tensor, dim: int) -> tuple[int, int]:
+    """The dimension of the rows, from 0 on, and their number."""
+    check_tensor("x", x)
+    if not -x.dim() <= dim < x.dim():
+        raise InvalidInputError("dim", f"is {dim}, but x has {x.dim()} dimensions")
+    return dim % x.dim(), x.shape[dim]
+
+
+def _lengths(cu_seqlens: Tensor | Sequence[int] | None, rows: int | None) -> tuple[int, ...]:
+    """Lengths of the documents; of one if there are no bounds."""
+    if cu_seqlens is None:
+        return (rows or 0,)
+    bounds = bounds_of("cu_seqlens", cu_seqlens)
+    lengths = lengths_between("cu_seqlens", list(bounds), bounds[-1], "x")
+    if rows is not None and sum(lengths) != rows:
+        raise InvalidInputError("cu_seqlens", f"ends with {sum(lengths)}, but there are {rows} rows")
+    return tuple(lengths)
+
+
+def _place(ranks: Ranks, shard: int, layout: Layout) -> tuple[int, int, Layout, int, int]:
+    """Where a shard is, as ``layouts.ranges`` takes it: ranks of the ring, one of them, and which part of its rows."""
+    if layout not in LAYOUTS:
+        raise InvalidInputError("layout", f"is {shown(layout)}, must be one of {', '.join(LAYOUTS)}")
+    parts = ranks.ulysses.size
+    return ranks.ring.size, shard // parts, layout, shard % parts, parts
+
+
+def _part(x: Tensor, dim: int, rows: range) -> Tensor:
+    return x[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
+
+
+def everyone(ranks: Ranks, what: str, x: Tensor, most: int) -> Tensor:
+    """The tensors of all ranks, in the order of their shards: ``(ranks, most, ...)``."""
+    x = (x if x.shape[0] == most else torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))]))[None]
+    for line in ranks.lines:
+        (found,), pending = gather(line, what, [x], x.shape[0])
+        pending.wait()
+        x = found.flatten(0, 1)
+    return x

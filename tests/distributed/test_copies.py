@@ -1,0 +1,99 @@
+"""The ring by copy engines, with files in place of memory and signals: its places and its order."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashtile import ops
+from flashtile.distributed import copies, kinds
+from tests.distributed import ranks
+from tests.distributed.pool import Pool
+from tests.distributed.ranks import NAMED
+
+SIGNALS = 6
+
+
+class Mapped:
+    """``copies.Memory`` in files, where every operation is done when it is queued."""
+
+    def __init__(self, folder: str, line: Any, size: int) -> None:
+        self.size, self._rank = size, line.rank
+        names = [Path(folder) / f"{member}-{size}" for member in line.members]
+        self._memories = [torch.from_file(str(name), shared=True, size=size, dtype=torch.uint8) for name in names]
+        signals = Path(folder) / "signals"
+        count = SIGNALS * line.size * line.size
+        self._signals = torch.from_file(str(signals), shared=True, size=count, dtype=torch.int32)
+        self._signals = self._signals.view(line.size, SIGNALS, line.size)
+        self.local = self._memories[line.rank]
+
+    def of(self, peer: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        assert peer != self._rank
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return self._memories[peer][start : start + count].view(dtype).view(list(shape))
+
+    def put(self, peer: int, signal: int) -> None:
+        assert self._signals[peer, signal, self._rank] == 0, "a signal that nobody has waited for"
+        self._signals[peer, signal, self._rank] = 1
+
+    def wait(self, peer: int, signal: int) -> None:
+        stop_s = time.monotonic() + 60
+        while not self._signals[self._rank, signal, peer]:
+            assert time.monotonic() < stop_s, f"no signal {signal} of rank {peer}"
+            time.sleep(0.0005)
+        self._signals[self._rank, signal, peer] = 0
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[list[Any]]:
+        events: list[Any] = []
+        yield events
+        events.append(None)
+
+
+def compare(mesh: DeviceMesh, folder: str, name: str, layout: str) -> dict[str, float]:
+    made: list[Mapped] = []
+
+    def memory_of(line: Any, device: torch.device, size: int) -> Mapped:
+        made.append(Mapped(folder, line, size))
+        made[-1].local.fill_(255)  # NaN, in every float dtype
+        torch.distributed.barrier(line.group)
+        return made[-1]
+
+    with (
+        ops.own_plans(OrderedDict()),
+        mock.patch.object(copies, "memory_of", memory_of),
+        mock.patch.object(kinds, "may_copy", lambda device: True),
+        mock.patch.object(copies._Arrival, "wait", lambda self: None),
+    ):
+        found = ranks.compare(mesh, NAMED[name], torch.float64, [(layout, "ring")])
+    assert made and not made[0]._signals[mesh.get_rank()].any()
+    return found
+
+
+@pytest.mark.parametrize(("world", "name", "layout"), [
+    (2, "causal", "zigzag"), (3, "full", "zigzag"), (4, "everything", "striped"), (8, "packed_window", "contiguous"),
+    (8, "packed", "zigzag"), (5, "wider_v", "contiguous"), (4, "only_k", "zigzag"), (4, "only_q", "zigzag"),
+    (8, "window_causal", "zigzag"),
+])  # fmt: skip
+def test_copies_equal_messages(pool: Pool, world: int, name: str, layout: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for found in pool.run(compare, folder, name, layout, mesh=world):
+            assert all(x < 1e-13 for x in found.values()), found
+
+
+def test_only_dv_has_its_place(pool: Pool) -> None:
+    """A parcel of values alone lies where values lie."""
+    with tempfile.TemporaryDirectory() as folder:
+        for found in pool.run(compare, folder, "only_v", "zigzag", mesh=4):
+            assert all(x < 1e-13 for x in found.values()), found

@@ -1,0 +1,355 @@
+"""Plans: every kept pair is computed once, in few calls, and every shard and every sum of gradients arrives."""
+
+import collections
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashtile.distributed import plan as planning
+from flashtile.distributed.layouts import LAYOUTS, pieces, shard_length
+from flashtile.distributed.plan import Origin, Sizes, exchanged_bytes, gathered_bytes, make_plan
+from flashtile.errors import InvalidInputError
+from flashtile.masks import Band
+
+CAUSAL = Band(None, 0)
+BANDS = [Band(), CAUSAL, Band(3, 0), Band(2, 2), Band(None, 4), Band(4, None), Band(-1, 5), Band(6, -2), Band(-2, -2)]
+# Queries and keys of documents.
+LENGTHS = {
+    "even": ((24,), (24,)),
+    "uneven": ((17,), (17,)),
+    "shorter than ranks": ((2,), (2,)),
+    "empty": ((0,), (0,)),
+    "documents": ((7, 0, 1, 12, 1, 3), (7, 0, 1, 12, 1, 3)),
+    "cross": ((9,), (21,)),
+    "cross, more queries": ((19,), (6,)),
+    "cross documents": ((5, 1, 0, 8, 3), (9, 4, 2, 0, 3)),
+}
+
+small = st.one_of(st.sampled_from([0, 1]), st.integers(0, 16))
+bounds = st.one_of(st.none(), st.integers(-6, 12))
+cases = st.fixed_dictionaries(
+    {
+        "documents": st.lists(st.tuples(small, st.one_of(st.none(), small)), min_size=1, max_size=4),
+        "world": st.integers(1, 6),
+        "layout": st.sampled_from(LAYOUTS),
+        "band": st.one_of(st.sampled_from([Band(), CAUSAL]), st.builds(Band, bounds, bounds)),
+    }
+)
+
+
+def is_kept(i, j, seqlen_q, seqlen_k, band):
+    apart = j - i - (seqlen_k - seqlen_q)
+    return (band.left is None or -band.left <= apart) and (band.right is None or apart <= band.right)
+
+
+def all_kept(lengths_q, lengths_k, band, batch=1):
+    """Every pair that the mask keeps: entry of the batch, document, query, key."""
+    return {
+        (entry, document, i, j)
+        for entry in range(batch)
+        for document, (q, k) in enumerate(zip(lengths_q, lengths_k, strict=True))
+        for i in range(q)
+        for j in range(k)
+        if is_kept(i, j, q, k, band)
+    }
+
+
+def rows_of(lengths, world, rank, layout, batch=1):
+    held = [(p.document, p.start + p.stride * t) for p in pieces(lengths, world, rank, layout) for t in range(p.length)]
+    return [(entry, *row) for entry in range(batch) for row in held]
+
+
+def computed(plan, lengths_q, lengths_k, layout, batch=1):
+    """The pairs that a plan's calls compute, each as often as they do."""
+    rows = rows_of(lengths_q, plan.world, plan.rank, layout, batch)
+    assert plan.rows == len(rows)
+    for step in plan.steps:
+        keys = rows_of(lengths_k, plan.world, step.source, layout, batch)
+        assert step.keys == len(keys)
+        for call in step.calls:
+            assert call.cu_seqlens_q[0] == call.cu_seqlens_k[0] == 0
+            assert (call.cu_seqlens_q[-1], call.cu_seqlens_k[-1]) == (len(rows), len(keys))
+            spans = zip(*map(itertools.pairwise, (call.cu_seqlens_q, call.cu_seqlens_k)), strict=True)
+            for number, ((start, stop), (first, last)) in enumerate(spans):
+                assert start <= stop and first <= last and (start, first) != (stop, last)
+                assert stop - start <= call.max_seqlen_q and last - first <= call.max_seqlen_k
+                origin = call.origins[number] if call.origins else None
+                for t, u in itertools.product(range(stop - start), range(last - first)):
+                    row, key = rows[start + t], keys[first + u]
+                    if is_kept(t, u, stop - start, last - first, call.band):
+                        assert row[:2] == key[:2], "a row of one document meets a key of another"
+                        yield (*row, key[2])
+                    if origin is not None and batch == 1:
+                        shift = lengths_k[row[1]] - lengths_q[row[1]]
+                        i, j = origin.i0 + origin.i_stride * t, origin.j0 + origin.j_stride * u
+                        assert (origin.batch, i, j, origin.shift) == (*row[1:], key[2], shift)
+
+
+def plans_of(lengths_q, lengths_k, world, layout, band, **options):
+    return [make_plan(lengths_q, lengths_k, world, rank, layout, band, **options) for rank in range(world)]
+
+
+def check_pairs(lengths_q, lengths_k, world, layout, band, batch=1, origins=False):
+    found = collections.Counter()
+    for plan in plans_of(lengths_q, lengths_k, world, layout, band, batch=batch, origins=origins):
+        own = list(computed(plan, lengths_q, lengths_k, layout, batch))
+        assert plan.pairs == len(own)
+        found.update(own)
+    assert found == dict.fromkeys(all_kept(lengths_q, lengths_k, band, batch), 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_each_kept_pair_is_computed_once(lengths, band, layout):
+    for world, origins in ((1, False), (2, True), (3, False), (4, False), (5, True)):
+        check_pairs(*LENGTHS[lengths], world, layout, band, origins=origins)
+
+
+@given(cases, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_each_kept_pair_is_computed_once_whatever_the_case(case, origins):
+    lengths_q = tuple(q for q, _ in case["documents"])
+    lengths_k = tuple(q if k is None else k for q, k in case["documents"])
+    check_pairs(lengths_q, lengths_k, case["world"], case["layout"], case["band"], origins=origins)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("band", [CAUSAL, Band(3, 1)], ids=str)
+def test_a_batch_is_the_same_for_each_entry(band, layout):
+    check_pairs((11,), (11,), 3, layout, band, batch=3)
+    one, two = (make_plan((8,), (8,), 2, 1, layout, band, batch=batch, origins=True) for batch in (1, 2))
+    for a, b in zip(one.steps[0].calls, two.steps[0].calls, strict=True):
+        assert b.origins == a.origins + tuple(origin._replace(batch=1) for origin in a.origins)
+    assert make_plan((8,), (8,), 2, 1, layout, band, batch=2, origins=True).pairs == 2 * one.pairs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("band", [CAUSAL, Band(), Band(700, 0), Band(300, 50), Band(-5, 900)], ids=str)
+@pytest.mark.parametrize("world", [64, 1024, 4096])
+def test_pairs_of_many_ranks_are_those_of_their_rows(world, band, layout):
+    n = 4 * world + 3
+    draw = random.Random(world)
+    for rank in {0, world - 1, *draw.sample(range(world), 2)}:
+        rows = rows_of((n,), world, rank, layout)
+        kept = [band.row_keys(i, n, n) for _, _, i in rows]
+        plan = make_plan((n,), (n,), world, rank, layout, band)
+        assert plan.pairs == sum(stop - start for start, stop in kept)
+        assert len({step.source for step in plan.steps}) == len(plan.steps)
+    if world == 64:
+        assert sum(plan.pairs for plan in plans_of((n,), (n,), world, layout, band)) == band.count(n, n)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 64, 512, 4096])
+def test_causal_zigzag_is_even(world):
+    lengths = (2 * world * 32,)
+    even = CAUSAL.count(*lengths, *lengths) / world
+    ranks = range(world) if world <= 64 else (0, 1, world // 2, world - 1)
+    for rank in ranks:
+        plan = make_plan(lengths, lengths, world, rank, "zigzag", CAUSAL)
+        assert plan.pairs == pytest.approx(even, rel=0.02)
+        steps = [step.pairs for step in plan.steps]
+        assert steps[1:] == [2 * 32 * 32] * (world - 1)  # half of all pairs of a rank's rows and a shard
+    # What the other layouts are without it.
+    first, last = (make_plan(lengths, lengths, world, rank, "contiguous", CAUSAL).pairs for rank in (0, world - 1))
+    assert last / first > 1.9 * world - 1
+
+
+def test_causal_zigzag_of_documents_is_even():
+    lengths = (16 * 5, 16, 16 * 40, 16 * 7)
+    pairs = {plan.pairs for plan in plans_of(lengths, lengths, 8, "zigzag", CAUSAL)}
+    assert len(pairs) == 1 and pairs.pop() * 8 == sum(CAUSAL.count(n, n) for n in lengths)
+
+
+def spans(call):
+    """Lengths of the sequences of a call that have rows and keys."""
+    lengths = [[b - a for a, b in itertools.pairwise(c)] for c in (call.cu_seqlens_q, call.cu_seqlens_k)]
+    return [(q, k) for q, k in zip(*lengths, strict=True) if q and k]
+
+
+def test_pieces_are_joined_to_one_call_a_step():
+    plan = make_plan((64,), (64,), 4, 1, "zigzag", CAUSAL)
+    own, *rest = plan.steps
+    assert [(call.band, spans(call)) for call in own.calls] == [(CAUSAL, [(16, 16)])]
+    assert [step.source for step in rest] == [0, 3, 2]
+    found = [[(call.band, call.cu_seqlens_q, call.cu_seqlens_k) for call in step.calls] for step in rest]
+    lower = [(Band(), (0, 16, 16), (0, 8, 16))]  # all rows over the first piece of keys
+    higher = [(Band(), (0, 8, 16), (0, 0, 16))]  # the second piece of rows over all keys
+    assert found == [lower, higher, higher]
+    assert rest[1].calls is rest[2].calls
+    # Positions of joined pieces have a gap: where they matter, each pair of pieces is a sequence of its own.
+    apart = make_plan((64,), (64,), 4, 1, "zigzag", CAUSAL, origins=True).steps[0]
+    assert sorted(pair for call in apart.calls for pair in spans(call)) == [(8, 8)] * 3
+    assert [len(call.origins) for call in apart.calls] == [len(call.cu_seqlens_q) - 1 for call in apart.calls]
+    assert Origin() in apart.calls[-1].origins
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_documents_share_calls(layout):
+    lengths = (40, 1, 56, 1, 8, 130)
+    for plan in plans_of(lengths, lengths, 4, layout, CAUSAL):
+        assert all(len(step.calls) == 1 for step in plan.steps if step.calls)
+        # A document of one row keeps all there is, which the causal band keeps too.
+        assert [call.band for call in plan.steps[0].calls] == [CAUSAL]
+    for plan in plans_of((256, 512, 1024), (256, 512, 1024), 4, "contiguous", Band(31, 0)):
+        assert {call.band for step in plan.steps for call in step.calls} <= {Band(31, 0), Band(0, None)}
+
+
+def needed(lengths_q, lengths_k, world, layout, band):
+    """For each shard of keys the other ranks that keep a pair of it."""
+    owner_q, owner_k = (
+        {row[1:]: rank for rank in range(world) for row in rows_of(lengths, world, rank, layout)}
+        for lengths in (lengths_q, lengths_k)
+    )
+    kept = all_kept(lengths_q, lengths_k, band)
+    users = {(owner_k[document, j], owner_q[document, i]) for _, document, i, j in kept}
+    return {p: {user for shard, user in users if shard == p != user} for p in range(world)}
+
+
+def check_transfers(lengths_q, lengths_k, world, layout, band, lag):
+    plans = plans_of(lengths_q, lengths_k, world, layout, band, lag=lag)
+    steps = {(plan.rank, step.number): step for plan in plans for step in plan.steps}
+    users = needed(lengths_q, lengths_k, world, layout, band)
+    sent = [
+        (number, rank, send.to, send.source, send.keys) for (rank, number), step in steps.items() for send in step.sends
+    ]
+    received = [
+        (number, step.receive_from, rank, step.source, step.keys)
+        for (rank, number), step in steps.items()
+        if step.receive_from is not None
+    ]
+    assert sorted(sent) == sorted(received)
+    for number, rank, _, source, keys in sent:
+        assert keys == shard_length(sum(lengths_k), world, source)
+        assert source == rank or (steps[rank, number - 1].source == source and steps[rank, number - 1].calls)
+    assert {p: {to for _, _, to, source, _ in sent if source == p} for p in range(world)} == users
+    assert len(sent) == sum(map(len, users.values()))  # each shard once to each that needs it
+    check_sums(plans, steps, users, lag)
+
+
+def check_sums(plans, steps, users, lag):
+    sums, home = {}, {plan.rank: [] for plan in plans}
+    for (rank, number), step in sorted(steps.items(), key=lambda item: item[0][1]):
+        assert number == 0 or bool(step.calls) == (step.sums_to is not None)
+        if number and step.calls:
+            before = set()
+            if step.sums_from is not None:
+                giver = steps[step.sums_from, number - lag]
+                assert giver.source == step.source and giver.sums_to == rank
+                before = sums.pop((step.sums_from, number - lag))
+            sums[rank, number] = before | {rank}
+            if step.sums_to == step.source:
+                assert steps[step.source, number].sums_back == rank
+                home[step.source] += sums.pop((rank, number))
+        if step.sums_back is not None:
+            assert steps[step.sums_back, number].sums_to == rank
+    assert not sums
+    assert {p: sorted(found) for p, found in home.items()} == {p: sorted(found) for p, found in users.items()}
+
+
+@given(cases, st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_shards_and_sums_arrive(case, lag):
+    lengths_q = tuple(q for q, _ in case["documents"])
+    lengths_k = tuple(q if k is None else k for q, k in case["documents"])
+    check_transfers(lengths_q, lengths_k, case["world"], case["layout"], case["band"], lag)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("band", [Band(), CAUSAL, Band(2, 0), Band(2, 2), Band(5, -4)], ids=str)
+def test_shards_and_sums_arrive_in_a_longer_ring(band, layout):
+    check_transfers((51,), (51,), 12, layout, band, 2)
+    check_transfers((30, 1, 0, 17, 70), (30, 1, 0, 17, 70), 9, layout, band, 1)
+
+
+def test_a_full_ring_passes_shards_to_the_next_rank():
+    for rank, plan in enumerate(plans_of((64,), (64,), 8, "zigzag", CAUSAL)):
+        after, before = (rank + 1) % 8, (rank - 1) % 8
+        for step in plan.steps[1:]:
+            assert step.receive_from == before
+            assert [(send.to, send.source) for send in step.sends] == [(after, (step.source + 1) % 8)]
+
+
+LLAMA = Sizes(32, 8, 128, 128)
+
+
+def test_bytes_are_those_of_the_formulas():
+    n, world = 512, 8
+    # (N - 1) 2 n H_kv D b forward; backward the same and (N - 1) 2 n H_kv D 4.
+    assert gathered_bytes(n, world, LLAMA) == 7 * 2 * n * 8 * 128 * 2
+    assert gathered_bytes(n, world, LLAMA, backward=True) == 7 * 2 * n * 8 * 128 * (2 + 4)
+    # (N - 1) / N n D b (2 H_q + 2 H_kv), in either direction.
+    assert exchanged_bytes(n, world, LLAMA) == 7 * n * 128 * 2 * (2 * 32 + 2 * 8) // 8
+    assert exchanged_bytes(n, 16, LLAMA) == 15 * n * 128 * 2 * (2 * 32 + 2 * 16) // 16  # each key head twice
+    assert exchanged_bytes(n, 1, LLAMA) == gathered_bytes(n, 1, LLAMA) == 0
+    # With g query heads a key head the ring sends less while N < 1 + g (each rank as many rows).
+    assert gathered_bytes(n, 4, LLAMA) < exchanged_bytes(n, 4, LLAMA)
+    assert gathered_bytes(n, 8, LLAMA) > exchanged_bytes(n, 8, LLAMA)
+    for layout, band in itertools.product(LAYOUTS, (Band(), CAUSAL)):
+        plans = plans_of((n * world,), (n * world,), world, layout, band)
+        for backward in (False, True):
+            sent = [plan.bytes_sent(LLAMA, backward) for plan in plans]
+            if layout == "contiguous" and band == CAUSAL:  # half of it: rank r has keys for those after it
+                assert sum(sent) == world * gathered_bytes(n, world, LLAMA, backward) // 2
+            else:
+                assert sent == [gathered_bytes(n, world, LLAMA, backward)] * world
+    uneven = plans_of((35,), (35,), 4, "zigzag", CAUSAL)
+    assert sum(plan.bytes_sent(LLAMA) for plan in uneven) == 3 * 35 * LLAMA.key_bytes
+    assert Sizes(4, 2, 64, 32, 4).key_bytes == 2 * 96 * 4 and Sizes(4, 2, 64, 32, 2).sums_bytes == 2 * 96 * 4
+    batch = make_plan((64,), (64,), 4, 0, "zigzag", CAUSAL, batch=3)
+    assert batch.bytes_sent(LLAMA, True) == 3 * gathered_bytes(16, 4, LLAMA, True)
+
+
+@pytest.mark.parametrize("world", [16, 4096])
+@pytest.mark.parametrize(("layout", "users"), [("contiguous", 1), ("zigzag", 2)])
+def test_far_steps_of_a_window_move_no_bytes(world, layout, users):
+    n = 64 * world
+    for rank in (1, world // 2, world - 2):
+        plan = make_plan((n,), (n,), world, rank, layout, Band(16, 0))
+        assert plan.bytes_sent(LLAMA) == users * 64 * LLAMA.key_bytes
+        assert plan.bytes_sent(LLAMA, True) == users * 64 * (LLAMA.key_bytes + LLAMA.sums_bytes)
+        assert {step.number for step in plan.steps if step.calls} <= {0, 1, world - 1}
+        assert len(plan.steps) <= 1 + 2 * users
+
+
+def test_a_plan_takes_a_number_of_looks_that_grows_with_the_ring(monkeypatch):
+    # One rank of 4,096 in time: it may look at each other rank a few times, and not at all pairs of ranks.
+    looks = 0
+
+    def counted(*args, kept=planning.kept):
+        nonlocal looks
+        looks += 1
+        return kept(*args)
+
+    monkeypatch.setattr(planning, "kept", counted)
+    for layout, band in itertools.product(LAYOUTS, (Band(), CAUSAL, Band(1000, 0))):
+        looks = 0
+        make_plan.__wrapped__((2**20,), (2**20,), 4096, 2048, layout, band)
+        assert looks < 7 * 4 * 4096
+
+
+def test_plans_are_kept():
+    plan = make_plan((100, 3), (100, 3), 4, 2, "zigzag", CAUSAL)
+    assert make_plan((100, 3), (100, 3), 4, 2, "zigzag", CAUSAL) is plan
+    assert make_plan((100, 3), (100, 3), 4, 1, "zigzag", CAUSAL) is not plan
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("lengths_k", {"lengths_k": (8,)}),
+        ("lengths", {"lengths_k": (8, -1)}),
+        ("rank", {"rank": 4}),
+        ("layout", {"layout": "ring"}),
+        ("batch", {"batch": 0}),
+        ("lag", {"lag": 0}),
+    ],
+)
+def test_refusals(argument, changes):
+    call = {"lengths_q": (8, 8), "lengths_k": (8, 8), "world": 4, "rank": 0, "layout": "zigzag", "band": CAUSAL}
+    with pytest.raises(InvalidInputError) as found:
+        make_plan(**call | changes)
+    assert found.value.argument == argument

@@ -1,0 +1,135 @@
+"""Backwards that add to float32 sums: a call in pieces of its keys, each adding, must be the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashtile import reference
+from flashtile.backends.base import Backend, Gradients
+from flashtile.masks import Band
+from flashtile.problem import Problem, Tensors
+from tests.cases import Call, Case, assert_close, build, results
+from tests.partials import key_places, piece
+
+_NAMES = ("dq", "dk", "dv")
+# out, lse, dout, dlse.
+Saved = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _float32(backend: Backend, problem: Problem, t: Tensors, saved: Saved, sums: Gradients | None = None) -> Gradients:
+    plan = backend.plan_backward(problem.but(grad_dtype=torch.float32), t, saved[2], saved[3])
+    return plan(t, *saved, sums)
+
+
+def _noise(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, dtype=torch.float32, device=like.device)
+
+
+def judge_sums(
+    backend: Backend,
+    case: Case,
+    cuts: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    exact: bool = True,
+    deterministic: bool = False,
+    device: str = "cpu",
+) -> None:
+    """Asserts the error rule for gradients in float32, and that pieces of the keys add up to them.
+
+    Args:
+        backend: What computes them.
+        case: The whole call.
+        cuts: Where to cut it, as in ``partials``.
+        dtype: Of q, k and v.
+        exact: Whether a share is computed in full before it is added, so that the sum is rounded once.
+        deterministic: Whether gradients must be repeatable.
+        device: Of the tensors.
+    """
+    torch.manual_seed(3)
+    call = build(case, dtype, device)
+    t = replace(call.tensors, **{name: x.detach() for name, x in vars(call.tensors).items() if x is not None})
+    problem = call.problem.but(deterministic=deterministic, bias_grad=False)
+    out, lse = backend.plan_forward(problem, t)(t)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if case.lse_grad else None
+    saved = out, lse, dout, dlse
+    whole = _float32(backend, problem, t, saved)
+    _assert_right(call, whole, dout, dlse)
+
+    dq: Tensor | None = None
+    for start, stop in itertools.pairwise([None, *cuts, 0]):
+        part, tensors = piece(call, start, stop, has_sinks=False)
+        part = part.but(needs_grad=True, deterministic=deterministic)
+        alone = _float32(backend, part, tensors, saved)
+        before = {"dq": _noise(t.q) if dq is None else dq, "dk": _noise(tensors.k), "dv": _noise(tensors.v)}
+        given = Gradients(**{name: x.clone() for name, x in before.items()})
+        added = _float32(backend, part, tensors, saved, given)
+        for name in _NAMES:
+            share, total, had = (getattr(alone, name), getattr(added, name), before[name])
+            assert share.dtype == total.dtype == torch.float32 and share.is_contiguous()
+            assert total.data_ptr() == getattr(given, name).data_ptr(), "not in place"
+            _assert_rounded(name, total, had + share, exact)
+        dq = alone.dq if dq is None else added.dq
+        rows = key_places(call, start, stop)
+        for name in ("dk", "dv"):
+            of_whole = getattr(whole, name)
+            _assert_rounded(name, getattr(alone, name), of_whole[rows] if problem.varlen else of_whole[:, rows], False)
+    assert dq is not None and whole.dq is not None
+    _assert_rounded("dq", dq, whole.dq, False)
+
+
+def judge_gaps(backend: Backend, dtype: torch.dtype, band: Band, *, head_dim: int = 64, device: str = "cpu") -> None:
+    """Asserts that rows without keys and keys without rows keep the bits of their sums, and that others get theirs.
+
+    Sequences that have one side alone stand for gaps: in q, where rows have no keys in this call, and in k. The NaN
+    that dout, k and v hold there reach nobody.
+    """
+    make = torch.Generator().manual_seed(8)
+    lengths, spare = ((40, 0), (0, 9), (70, 133), (0, 64), (130, 0), (20, 40), (0, 77)), 5
+    bounds = [torch.tensor([0, *column]).cumsum(0).to(device, torch.int32) for column in zip(*lengths, strict=True)]
+    rows, keys = (sum(column) + spare for column in zip(*lengths, strict=True))
+    is_row, is_key = torch.zeros(rows, dtype=torch.bool), torch.zeros(keys, dtype=torch.bool)
+    is_row[40:110] = is_row[240:260] = is_key[9:142] = is_key[206:246] = True
+    is_row, is_key = is_row.to(device), is_key.to(device)
+
+    def normal(count: int, heads: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(count, heads, head_dim, generator=make).to(device, dtype)
+
+    q, k, v, dout = normal(rows, 4, dtype), normal(keys, 2, dtype), normal(keys, 2, dtype), normal(rows, 4, dtype)
+    dout[~is_row] = k[~is_key] = v[~is_key] = torch.nan
+    t = Tensors(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
+    problem = Problem.build(t, band, needs_grad=True, deterministic=True)
+    out, lse = backend.plan_forward(problem, t)(t)
+    # Of all keys: the rows have others in other calls.
+    lse = torch.where(lse == -torch.inf, 0.5, lse)
+    saved = out, lse, dout, None
+    alone = _float32(backend, problem, t, saved)
+    before = Gradients(*(normal(len(x), x.shape[1], torch.float32) for x in (q, k, v)))
+    given = Gradients(*(None if x is None else x.clone() for x in vars(before).values()))
+    _float32(backend, problem, t, saved, given)
+    for name, some in (("dq", is_row), ("dk", is_key), ("dv", is_key)):
+        had, share, total = getattr(before, name), getattr(alone, name), getattr(given, name)
+        assert torch.equal(total[~some], had[~some]), name
+        _assert_rounded(name, total[some], (had + share)[some], False)
+        assert share[some].abs().max() > 0.01 and share[some].isfinite().all(), name
+
+
+def _assert_right(call: Call, got: Gradients, dout: Tensor, dlse: Tensor | None) -> None:
+    upcast = call.upcast()
+    exact = results(upcast, *reference.attention(upcast.problem, upcast.tensors), dout, dlse)
+    plain = results(call, *reference.attention(call.problem, call.tensors, call.problem.dtype), dout, dlse)
+    for name in _NAMES:
+        assert_close(name, getattr(got, name), exact.values[name], plain.values[name])
+
+
+def _assert_rounded(name: str, got: Tensor, want: Tensor, exact: bool) -> None:
+    if exact:
+        assert torch.equal(got, want), f"{name}: not the sum, rounded once"
+        return
+    error, largest = (x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want))
+    assert error <= 32 * torch.finfo(torch.float32).eps * max(largest, 1.0), f"{name}: {error:.3e} of {largest:.3e}"
