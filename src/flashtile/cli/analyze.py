@@ -11,12 +11,13 @@ import typer
 
 from flashtile import analysis
 from flashtile.analysis import AttentionShape, Blocks, Device, LoopOrder
+from flashtile.cli.fp8 import fp8
 from flashtile.cli.options import MAX_SIZE, AsJson, Dtype, HeadDim, facts, integers, positive_int, show, units
 from flashtile.cli.ring import ring
 from flashtile.errors import InvalidInputError
 
 app = typer.Typer(
-    help="What attention costs: memory, traffic, FLOPs, roofline, tiles, decoding, rings.", no_args_is_help=True
+    help="What attention costs: memory, traffic, FLOPs, roofline, tiles, decoding, rings, 8 bits.", no_args_is_help=True
 )
 
 P = ParamSpec("P")
@@ -338,3 +339,4 @@ def decode(
 
 
 _command(ring)
+_command(fp8)

@@ -209,7 +209,7 @@ def hadamard(WIDTH: tl.constexpr, dtype: tl.constexpr):
     x ^= x >> 4
     x ^= x >> 2
     x ^= x >> 1
-    return (1 - 2 * (x & 1)).to(tl.float32).to(dtype)
+    return tl.where((x & 1) == 1, -1.0, 1.0).to(dtype)
 
 
 @triton.jit

@@ -50,9 +50,9 @@ def quantized(given: Inputs, choices: Choices, lengths: tuple[int | None, int | 
         shift = (q * _by_row(mean.repeat_interleave(group, dim=1), bounds_q, q)).sum(-1).movedim(-1, -2).contiguous()
     if choices.rotate:
         q, k = rotate(q, choices.seed), rotate(k, choices.seed)
-    q8, q_scale = _rounded(q, bounds_q, choices.scales)
-    k8, k_scale = _rounded(k, bounds_k, choices.scales)
-    v8, v_scale = _rounded(v, bounds_k, choices.scales)
+    q8, q_scale = rounded(q, bounds_q, choices.scales)
+    k8, k_scale = rounded(k, bounds_k, choices.scales)
+    v8, v_scale = rounded(v, bounds_k, choices.scales)
     q8, k8 = joined(q8, bounds_q, q.shape[-3]).contiguous(), joined(k8, bounds_k, k.shape[-3]).contiguous()
     outs = [q8.view(E4M3), k8.view(E4M3), as_columns(v8).view(E4M3)]
     return record(given, choices, lengths, outs, [q_scale, k_scale, v_scale], shift)
@@ -123,8 +123,8 @@ def _by_row(of_sequences: Tensor, bounds: Tensor | None, like: Tensor) -> Tensor
     return torch.where(exists[:, None, None], of_sequences[sequence], 0.0)
 
 
-def _rounded(x: Tensor, bounds: Tensor | None, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Blocks of rows as the bytes of e4m3 numbers, and their scales in the form of ``Quantized``."""
+def rounded(x: Tensor, bounds: Tensor | None, scales: Scales, room: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Blocks of rows as the bytes of e4m3 numbers, and scales as ``Quantized`` has them, ``room`` times as large."""
     blocks = split(x, bounds)
     largest = blocks.abs().amax((-3, -1)).movedim(-1, -2)  # ([batch,] heads, blocks)
     if scales != "block":
@@ -138,7 +138,7 @@ def _rounded(x: Tensor, bounds: Tensor | None, scales: Scales) -> tuple[Tensor, 
         sequence = sequence_of_blocks(bounds, len(x)).expand_as(largest)
         largest = largest.new_zeros(largest.shape[0], bounds.shape[0] - 1).scatter_reduce(1, sequence, largest, "amax")
         largest = spread_scales(largest, bounds, len(x))
-    scale = scale_of(largest)
+    scale = scale_of(largest * room)
     factor = (1.0 / scale).movedim(-1, -2)[..., None, :, None]
     return (blocks * factor).to(E4M3).view(torch.uint8), scale.contiguous()
 
