@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashtile.backends.decode.config import Config, Splitting, override
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
 from tests.kvcache.drawn import cases
@@ -41,3 +42,17 @@ def test_many_random_calls(case: CacheCase, dtype: torch.dtype, seed: int) -> No
 @pytest.mark.parametrize("case", invariance_cases((15, 17, 65, 150)), ids=str)
 def test_a_sequence_alone_and_among_others(case: CacheCase) -> None:
     judge_alone(case, torch.float16, "portable", "cpu")
+
+
+@pytest.mark.parametrize("case", invariance_cases((0, 15, 17, 65, 150)), ids=str)
+def test_the_number_of_programs_changes_no_bit(case: CacheCase) -> None:
+    """Few programs do whole tiles in registers, more do runs of splits, and many do splits, through memory."""
+    splitting = Splitting(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
+    results = []
+    for count in (1, 2, 7, 40):
+        call = build(case, torch.float16)
+        with override(Config(16, 16, 4, 1, count, splitting)):
+            judge(call, "portable")
+            results.append([x.clone() for x in build(case, torch.float16).run("portable")])
+    for found in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found, results[0], strict=True))

@@ -183,7 +183,9 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
     bounds, bits = Bounds(p, t, config), _decodes_bits(p)
     rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
     search, merge_rows = min(_power_of_two(p.batch + p.varlen), 1024), _power_of_two(rows)
-    slots = bounds.slots
+    slots, run = bounds.slots, config.splitting.run
+    # Splits whose states are loaded at once: whole runs.
+    ahead = max(min(16, 8192 // (merge_rows * padded(p.head_dim_v))) // run, 1) * run
     sizes: dict[str, Any] = {
         **row_strides("q", t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()),
         **row_strides("k", _as(torch.int16, t.k_cache)),
@@ -206,7 +208,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
             "k_scale_stride_b": _scale_stride(t.k_scale),
             "v_scale_stride_b": _scale_stride(t.v_scale),
             "MERGE_ROWS": merge_rows,
-            "MERGE_SPLITS": min(16, max(config.splitting.run, 8192 // (merge_rows * padded(p.head_dim_v)))),
+            "MERGE_SPLITS": ahead,
             "SEARCH": search,
             "KEEPS": config.block_m * padded(p.head_dim_v) <= 16 * 128,
             "BITS": bits,
