@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -58,12 +57,13 @@ def attend(given: Tensors, asked: tuple[Any, ...]) -> Tensor | tuple[Tensor, Ten
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call.
     """
-    tensors, options = read(given, Asked(*asked))
+    call = Asked(*asked)
+    tensors, options = read(given, call)
     if any(options.grads) and not isinstance(given.q, Quantized):
         out, lse = training.attend(tensors, options)
     else:
         out, lse = ops.attend(*quantized_call(given, tensors, options))
-    return (out, lse) if Asked(*asked).return_lse else out
+    return (out, lse) if call.return_lse else out
 
 
 def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
@@ -103,7 +103,8 @@ def _of_record(given: Tensors, asked: Asked) -> tuple[Tensors, tuple[Any, Any]]:
     if asked.packed not in (None, packed):
         other, what = ("_varlen", "packed sequences") if packed else ("", "sequences of one length")
         raise InvalidInputError("q", f"is a Quantized of {what}: flashtile.attention{other} takes it")
-    tensors = dataclasses.replace(given, q=record.q, k=record.k, v=record.v)
+    # Written out: dataclasses.replace takes as long as all checks.
+    tensors = Tensors(record.q, record.k, record.v, given.alibi_slopes, given.attn_mask, given.attn_bias, given.sinks)
     return tensors, (record.max_seqlen_q, record.max_seqlen_k)
 
 
