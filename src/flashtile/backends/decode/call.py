@@ -125,7 +125,7 @@ class Sizes(NamedTuple):
         BLOCK_M: Rows of a tile.
         BLOCK_N: Keys of a block.
         MERGE_ROWS: Rows of a tile that can exist, a power of two.
-        MERGE_SPLITS: Splits that are merged at once, a power of two.
+        MERGE_SPLITS: States that are loaded at once: whole runs.
         splitting: ``Splitting``.
         SEARCH: Sequences whose work is summed at once, a power of two.
         KEEPS: Whether registers hold the fold of a tile's states beside the state of a run.
