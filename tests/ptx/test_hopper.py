@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from flashtile import dispatch
 from flashtile.backends import hopper as hopper_backend
 from flashtile.backends.hopper.forward import launch
 from tests.cases import Case, build, judge, one_sign
@@ -20,6 +21,8 @@ from tests.ptx.decode import Decoder
 from tests.ptx.launch import Build, Kernels
 from tests.ptx.machine import Options
 from tests.ptx.text import PtxError, parse
+from tests.quantization import cases as quantization
+from tests.quantization.cases import QuantizedCase
 from tests.slow import slow_but
 from tests.sums import judge_sums
 
@@ -47,6 +50,25 @@ RUNS = slow_but(
 def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
     with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=at_wait, strict_fences=True), 2):
         judge(build(case, torch.bfloat16), "hopper")
+
+
+QUANTIZED = (
+    QuantizedCase("causal", ((140, 300),), head_dim=64, heads=2, kv_heads=1, causal=True, shifted=True),
+    QuantizedCase("scales", ((130, 260),), head_dim=128, heads=1, kv_heads=1, sinks=True, half=True,
+                  scales=("head", "block", "tensor")),
+    QuantizedCase("packed", ((70, 140), (0, 3), (30, 20)), packed=True, head_dim=128, window=(40, 3), softcap=4.0,
+                  spare=9),
+    QuantizedCase("wide", ((40, 150),), head_dim=256, heads=1, kv_heads=1, causal=True),
+    QuantizedCase("blocks", ((200, 400),), head_dim=128, heads=1, kv_heads=1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", slow_but(QUANTIZED, lambda case: case.name in ("causal", "packed")), ids=str)
+def test_products_of_8_bits(case: QuantizedCase) -> None:
+    with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=True, strict_fences=True), 2):
+        call = quantization.build(case)
+        assert not dispatch.reasons("hopper", call.problem, "quantized")
+        quantization.judge(call, "hopper")
 
 
 WANTED = (
