@@ -17,11 +17,11 @@ _GPUS = ["2,8,64,512,4096"]
 _TOKENS = ["8k"]
 
 _CAPTION = (
-    "A model, not a measurement: the plan's steps, each as long as the slowest rank's, at the rates of {name}; memory: "
-    "running outputs and sums read and written once a step; transfers at {inner:g} GB/s and {inner_us:g} us, across "
-    "nodes of {node} at {outer:g} GB/s and {outer_us:g} us, without congestion and at no cost to kernels. Waiting: "
-    "transfers that no kernel hides. Share: one device's time for the whole sequence over N, by the model's. "
-    "flashtile.analysis.ring lists what is assumed."
+    "A model, not a measurement, of each GPU: the plan's steps, each as long as the slowest rank's, at the rates of "
+    "{name}; running outputs and sums read and written once a step; transfers at {inner:g} GB/s and {inner_us:g} us, "
+    "across nodes of {node} at {outer:g} GB/s and {outer_us:g} us, without congestion and at no cost to kernels. "
+    "Kernels and waiting, for transfers that no kernel hides, in ms. Share: one device's time for the whole sequence "
+    "over N, by the model's. flashtile.analysis.ring lists what is assumed."
 )
 
 
@@ -60,15 +60,13 @@ def ring(
             sizes = (rows_each, world, heads, heads_kv, head_dim, causal, window)
             shape = RingShape(*sizes, cast(Any, layout), cast(Any, scheme), ulysses, dtype)
             cost = analysis.ring_cost(shape, kernels, cluster, backward)
-            times = [cost.kernels_s, cost.memory_s, cost.transfer_s, cost.waiting_s, cost.total_s]
-            cells = [_gb(cost.sent_bytes), *map(_ms, times), f"{cost.hidden:.0%}"]
-            rows.append(
-                [f"{world:,}", f"{rows_each:,}", *cells, f"{cost.flops_per_s / 1e12:,.0f}", f"{cost.share:.3f}"]
-            )
+            times = map(_ms, (cost.kernels_s, cost.waiting_s, cost.total_s))
+            rate, share = f"{cost.flops_per_s / 1e12:,.0f}", f"{cost.share:.3f}"
+            rows.append([f"{world:,}", f"{rows_each:,}", _gb(cost.sent_bytes), *times, rate, share])
             records.append({**facts(shape), **facts(cost, "total_s", "share", "hidden", "flops_per_s")})
     caption = _CAPTION.format(
         name=kernels.name, inner=gb_per_s, inner_us=latency_us, node=node, outer=node_gb_per_s, outer_us=node_latency_us
     )
-    columns = ["GPUs", "tokens each", "GB sent", "kernels", "memory", "transfers", "waiting", "total ms", "hidden"]
+    columns = ["GPUs", "tokens", "GB sent", "kernels", "waiting", "ms", "TFLOP/s", "share"]
     title = f"{'Backward' if backward else 'Forward'} over many devices, {layout}, {scheme}, {heads}/{heads_kv} heads"
-    show(as_json, title, caption, [*columns, "TFLOP/s each", "share"], rows, records)
+    show(as_json, title, caption, columns, rows, records)
