@@ -69,9 +69,9 @@ def fp8(
         q, k, v, about = _read(tensors) if tensors else _made(inputs, rows, seqlen, heads, head_dim)
         choices = errors.PAPER if inputs == "paper" and tensors is None else errors.CHOICES
         results = errors.measure(q.to(device), k.to(device), v.to(device), choices, causal=causal)
-        names = ("choice", "RMSE", "relative", *("paper", "ours / paper") * (choices is errors.PAPER))
+        headers = ("choice", "RMSE", "relative", *("paper", "ours / paper") * (choices is errors.PAPER))
         title = f"Error of 8-bit attention, {about}{', causal' * causal}"
-        show(as_json, title, _CHOICES, names, [_cells(x) for x in results], [_record(x) for x in results])
+        show(as_json, title, _CHOICES, headers, [_cells(x) for x in results], [_record(x) for x in results])
         if plot is not None:
             _draw(results, title, plot)
 

@@ -83,17 +83,9 @@ class Side:
         layouts = (None if x is None else (x.dtype, x.is_meta or x.data_ptr() % 16) for x in tensors)
         width = 0 if given.rotary_cos is None else given.rotary_cos.shape[-1]
         heads = given.q.shape[-2], given.k.shape[-2], self.x.shape[-1]
-        return (
-            what,
-            self.name,
-            self.x.device,
-            self.capability,
-            self.choices,
-            width,
-            heads,
-            search_of(self.batch),
-            *layouts,
-        )
+        choices = dataclasses.replace(self.choices, seed=0)
+        numbers = width, *heads, search_of(self.batch)
+        return what, self.name, self.x.device, self.capability, choices, *numbers, *layouts
 
 
 def search_of(batch: int) -> int:
@@ -155,7 +147,11 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
     if is_v:
         sizes["columns"] = side.blocks * BLOCK
     else:
-        sizes |= {"length_k": side.given.k.shape[-3], "turns": _positions(side)}
+        sizes |= {
+            "length_k": side.given.k.shape[-3],
+            "turns": _positions(side),
+            "seed": side.choices.seed,
+        }
 
     def others() -> dict[str, Any]:
         return {
@@ -190,7 +186,6 @@ def _of_rows(side: Side, finds: bool) -> dict[str, Any]:
         "mean_ptr": Pointer(torch.float32) if has_shift or (smooth and side.name == "k") else None,
         "cu_seqlens_k_ptr": side.given.cu_seqlens_k,
         "num_heads_kv": side.given.k.shape[-2],
-        "seed": side.choices.seed,
         "ROTATE": side.choices.rotate,
     }
 
@@ -245,7 +240,8 @@ class QuantizePlan:
 
     def __call__(self, given: Inputs, lengths: tuple[int | None, int | None] = (None, None)) -> Quantized:
         """The record of tensors of the plan's layouts."""
-        choices, device, given = self._choices, self._device, readable(given, self._choices)
+        choices, device, asked = self._choices, self._device, given
+        given = readable(given, choices)
         outs = [torch.empty(shape, dtype=E4M3, device=device) for shape in self._shapes]
         scales = [torch.empty(shape, device=device) for shape in self._scale_shapes]
         shift = mean = largest = None
@@ -262,7 +258,7 @@ class QuantizePlan:
                 *angles, given.cu_seqlens_q if side == "q" else given.cu_seqlens_k, given.cu_seqlens_k,
             )  # fmt: skip
             run(self._steps[side], operands)
-        return record(given, choices, lengths, outs, scales, shift)
+        return record(asked, choices, lengths, outs, scales, shift)
 
 
 def readable(given: Inputs, choices: Choices) -> Inputs:

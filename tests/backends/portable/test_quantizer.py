@@ -1,0 +1,25 @@
+"""The kernels that quantise, in Triton's interpreter, against PyTorch's arithmetic: the same numbers but for ties.
+
+The interpreter's own conversion to e4m3 loses the carry into the exponent, so the kernels round by integer arithmetic
+here, as on GPUs without an instruction for it. ``tests/ptx/test_quantizer.py`` runs the instruction.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.quantization.quantizer import CASES, Case, check, inputs
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers(case: Case) -> None:
+    check(case, inputs(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers_of_float16(case: Case) -> None:
+    # Before the rotation, numbers without their mean are rounded to 16 bits; rounding to e4m3 is 0.026. There is no
+    # bfloat16, whose products the interpreter takes for those of integers.
+    rounds = case.rotate and (case.smooth_k or (case.rotary_dim % 32 == 0 and case.rotary_dim > 0))
+    check(case, inputs(case, torch.float16), 0.005 if rounds else 0.0)
