@@ -1,4 +1,4 @@
-"""The emulation of the kernels' roundings, and the errors that are claimed: the paper's, over lengths, one key of many."""
+"""The emulation of the kernels' roundings, and the claimed errors: the paper's, over lengths, one key of many."""
 
 from __future__ import annotations
 
