@@ -216,8 +216,11 @@ def attend(place, rows, part, pairs, call):
     ROWS: tl.constexpr = rows.q.shape[0]
     acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
     acc_odd, row_max = tl.zeros([ROWS, WIDE], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
-    run, run_max, run_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), row_max, row_sum
-    total, total_max, total_sum = run, row_max, row_sum
+    run, run_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
+    run_max = tl.full([ROWS], float("-inf"), tl.float32)
+    # Values of their own: of variables that share one before a loop, Triton carries the first alone.
+    total, total_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
+    total_max = tl.full([ROWS], float("-inf"), tl.float32)
     if call.results.acc_ptr is None:
         for n in tl.range(part.first_block, part.stop_block):
             acc, acc_odd, row_max, row_sum = attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call)
