@@ -60,7 +60,7 @@ def _builds(
                 constexprs=what.constexprs,
                 divisible=what.divisible,
                 options=launch.options,
-                spill_limit=64 if capability is not None and head_dim <= 128 else None,
+                spill_limit=128 if capability == (9, 0) and head_dim <= 128 else None,
             )
         )
     return made

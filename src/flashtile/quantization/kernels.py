@@ -237,9 +237,9 @@ def rows_of_head(
     """
     parts, shift = (), tl.zeros([BLOCK], tl.float32)
     dtype: tl.constexpr = x.ptr.dtype.element_ty
+    given = turned(load_parts(x, block, row, h, DIM, WIDTH), angles, row + length_k - block.length, WIDTH)
     if ROTATE:
         matrix = hadamard(WIDTH, dtype)
-    given = turned(load_parts(x, block, row, h, DIM, WIDTH), angles, row + length_k - block.length, WIDTH)
     for p in tl.static_range(DIM // WIDTH):
         part = given[p]
         if mean.ptr is not None:

@@ -42,9 +42,12 @@ def builds(arch: str) -> list[KernelBuild]:
     """
     if arch not in _CAPABILITIES:
         return []
-    if arch == "sm_89":
-        return _quantized(arch)
     from flashtile.backends.decode import builds as decode
+    from flashtile.quantization import builds as quantizer
+
+    rounding = quantizer.builds("portable", _CAPABILITIES[arch])
+    if arch == "sm_89":
+        return _quantized(arch) + rounding
 
     usual = [_problem(arch, dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
     others = [
@@ -64,6 +67,7 @@ def builds(arch: str) -> list[KernelBuild]:
         for build in builds_of(problem, direction)
     ]
     made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
+    made += rounding
     return made + _quantized(arch) if (_CAPABILITIES[arch] or (0, 0)) >= (8, 9) else made
 
 
