@@ -28,6 +28,7 @@ class Case:
     ``direction`` backward is the gradients of q, k and v alone, given a saved forward. ``lengths`` are those of packed
     sequences, for both queries and keys: ``batch`` is then their number, ``seqlen_q`` and ``seqlen_k`` the longest.
     ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v`` is given where it differs from head_dim.
+    ``model`` names a cell of suite ``models``.
     """
 
     direction: Direction
@@ -42,6 +43,7 @@ class Case:
     window: tuple[int, int] | None = None
     lengths: tuple[int, ...] | None = None
     head_dim_v: int | None = None
+    model: str = ""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Case:
@@ -52,9 +54,7 @@ class Case:
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
         fields = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
-        if self.head_dim_v is None:
-            del fields["head_dim_v"]
-        return fields
+        return {name: x for name, x in fields.items() if x or name not in ("head_dim_v", "model")}
 
     @property
     def mask(self) -> str:
@@ -65,6 +65,8 @@ class Case:
     @property
     def name(self) -> str:
         """A short name, such as ``forward-d128-causal-s4096``; ``--cells`` matches against it."""
+        if self.model:
+            return f"{self.direction}-{self.model}"
         dim_v = "" if self.head_dim_v is None else f"v{self.head_dim_v}"
         parts = [self.direction, f"d{self.head_dim}{dim_v}", self.mask]
         if self.lengths is not None:
@@ -169,15 +171,57 @@ def _cpu_cases() -> list[Case]:
     ]
 
 
+# Documents of a packed batch of 16k tokens; and sentences, of which half are short.
+_PACKED = (12000, 100, 3000, 7, 900, 377)
+_SENTENCES = tuple(16 + (i * 37) % 113 for i in range(96)) + tuple(128 + (i * 53) % 385 for i in range(32))
+# Attention as models have it: name -> (batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim), and the rest.
+_MODELS: dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]] = {
+    "llama8b-8k": ((1, 8192, 8192, 32, 8, 128), {"causal": True}),
+    "llama8b-4x2k": ((4, 2048, 2048, 32, 8, 128), {"causal": True}),
+    "llama8b-packed": ((6, 12000, 12000, 32, 8, 128), {"causal": True, "lengths": _PACKED}),
+    "llama70b-8k": ((1, 8192, 8192, 64, 8, 128), {"causal": True}),
+    "llama70b-prefill-1k-of-8k": ((1, 1024, 8192, 64, 8, 128), {"causal": True}),
+    "qwen3-16x8-4k": ((2, 4096, 4096, 16, 8, 128), {"causal": True}),
+    "qwen3-64x4-3000": ((1, 3000, 3000, 64, 4, 128), {"causal": True}),
+    "gemma3-full-4k": ((2, 4096, 4096, 16, 8, 256), {"causal": True}),
+    "gemma3-window-8k": ((1, 8192, 8192, 16, 8, 256), {"causal": True, "window": (1023, 0)}),
+    "gptoss-full-4k": ((2, 4096, 4096, 64, 8, 64), {"causal": True}),
+    "gptoss-window-8k": ((1, 8192, 8192, 64, 8, 64), {"causal": True, "window": (127, 0)}),
+    "falcon-2k": ((2, 2048, 2048, 71, 1, 64), {"causal": True}),
+    "neox-d96-2k": ((4, 2048, 2048, 64, 64, 96), {"causal": True}),
+    "mqa-full-4k": ((2, 4096, 4096, 16, 1, 128), {}),
+    "mla-192x128-4k": ((1, 4096, 4096, 128, 128, 192), {"causal": True, "head_dim_v": 128}),
+    "d192-4k": ((4, 4096, 4096, 16, 16, 192), {"causal": True}),
+    "vit-l-577": ((64, 577, 577, 16, 16, 64), {}),
+    "siglip-d72-729": ((64, 729, 729, 16, 16, 72), {}),
+    "vit-b-197": ((256, 197, 197, 12, 12, 64), {}),
+    "flux-4608": ((1, 4608, 4608, 24, 24, 128), {}),
+    "wan-32k": ((1, 32760, 32760, 12, 12, 128), {}),
+    "whisper-1500": ((16, 1500, 1500, 20, 20, 64), {}),
+    "cross-3x1777-2345": ((3, 1777, 2345, 24, 24, 64), {}),
+    "bert-packed": ((128, 512, 512, 16, 16, 64), {"lengths": _SENTENCES}),
+    "alphafold-d32-384": ((96, 384, 384, 4, 4, 32), {}),
+    "swin-d32-49": ((4096, 49, 49, 4, 4, 32), {}),
+}
+
+
+def _model_cases(dtype: str) -> list[Case]:
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    return [
+        Case(each, dtype, *sizes, model=name, **more) for each in directions for name, (sizes, more) in _MODELS.items()
+    ]
+
+
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """The cells of suite ``forward`` (36), ``backward`` (24) or ``cpu``, which is in float32."""
+    """The cells of suite ``forward`` (36), ``backward`` (24), ``models``, or ``cpu``, which is in float32."""
     made = {
         "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
         "backward": lambda: _grid("backward", BACKWARD_SEQLENS, dtype),
+        "models": lambda: _model_cases(dtype),
         "cpu": _cpu_cases,
     }
     if name not in made:
-        raise ValueError(f"suite is {name!r}, must be forward, backward or cpu")
+        raise ValueError(f"suite is {name!r}, must be forward, backward, models or cpu")
     return made[name]()
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.run forward|backward|cpu``: times the providers in interleaved rounds and appends rows.
+"""``python -m benchmarks.run forward|backward|models|cpu``: times the providers in interleaved rounds and appends rows.
 
 Every provider's results are checked before it is timed; one with wrong results is not timed. Rows are written as each
 cell ends, and a table is printed at the end, also when the budget ends the run within a cell.
@@ -22,7 +22,12 @@ from benchmarks.session import Session, new_parser, run_command
 from benchmarks.timing import Timing, measure
 
 GPU_PROVIDERS = ("flashtile-portable", "flashtile-hopper", "fa3", "cudnn", "fa2", "eager")
-DEFAULT_PROVIDERS = {"forward": GPU_PROVIDERS, "backward": GPU_PROVIDERS, "cpu": ("flashtile-cpu", "sdpa")}
+DEFAULT_PROVIDERS = {
+    "forward": GPU_PROVIDERS,
+    "backward": GPU_PROVIDERS,
+    "models": ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2"),
+    "cpu": ("flashtile-cpu", "sdpa"),
+}
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.hopper.backward import config as backward_tiles
+from flashtile.backends.hopper.backward import subgroups
+from flashtile.backends.hopper.builds import _problem
+from flashtile.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge
 
@@ -77,3 +81,37 @@ def test_keys_past_the_end_weigh_nothing(dim: int) -> None:
         call.leaves["k"].sub_(10.0)
     with on_cpu():
         judge(call, "hopper")
+
+
+SPLIT = (
+    (2, Case("full", batch=2, seqlen_q=200, seqlen_k=150, head_dim=64, heads=4, kv_heads=2, sinks=True)),
+    (3, Case("causal", batch=1, seqlen_q=150, seqlen_k=270, head_dim=120, heads=5, kv_heads=1, causal=True)),
+    (2, Case("varlen", batch=3, lengths=((130, 70), (0, 60), (70, 160)), head_dim=64, heads=3, kv_heads=1,
+             window=(90, 30), alibi="h")),
+    (3, Case("varlen_256", batch=2, lengths=((70, 90), (100, 70)), head_dim=200, heads=3, kv_heads=1, causal=True)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "case"), SPLIT, ids=str)
+def test_groups_of_query_heads_split_into_subgroups(count: int, case: Case) -> None:
+    used = []
+    with mock.patch.object(subgroups, "choose", lambda *args: used.append(args) or count), on_cpu(count):
+        judge(build(case, torch.bfloat16), "hopper")
+    assert used
+
+
+def test_few_key_heads_are_split_and_many_are_not() -> None:
+    config, full, causal = backward_tiles.BASE_128, Band(), Band(None, 0)
+
+    def chosen(band: Band, batch: int, heads: int, heads_kv: int, seqlen: int) -> int:
+        problem = _problem(128, band, batch=batch, num_heads_q=heads, num_heads_kv=heads_kv, seqlen_q=seqlen)
+        return subgroups.choose(problem, config, seqlen)
+
+    # 64 tiles for 132 multiprocessors; 128 causal ones, of which the longest is twice the mean.
+    assert chosen(full, 2, 16, 1, 4096) == 2
+    assert chosen(causal, 1, 32, 8, 2048) == 2
+    assert chosen(causal, 1, 64, 8, 8192) == chosen(full, 2, 16, 16, 4096) == chosen(full, 128, 16, 1, 4096) == 1
+    # Every subgroup has heads.
+    for heads in (2, 3, 5, 7, 12, 71):
+        count = chosen(causal, 1, heads, 1, 1024)
+        assert count > 1 and (count - 1) * -(-heads // count) < heads

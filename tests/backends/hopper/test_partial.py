@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends import hopper
 from flashtile.backends.hopper.backward import config as configs
+from flashtile.backends.hopper.backward import subgroups
 from flashtile.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
@@ -56,7 +59,22 @@ def test_every_variant_adds(name: str) -> None:
         judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_subgroups_add(deterministic: bool) -> None:
+    case = Case(
+        "varlen", batch=2, lengths=((100, 130), (70, 60)), head_dim=64, heads=3, kv_heads=1, causal=True, lse_grad=True
+    )
+    with mock.patch.object(subgroups, "choose", lambda *args: 2), on_cpu(6, 2), poisoned_memory():
+        judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False, deterministic=deterministic)
+
+
 @pytest.mark.parametrize(("head_dim", "band"), zip((128, 256, 64), BANDS, strict=True), ids=str)
 def test_gaps_keep_their_sums(band: Band, head_dim: int) -> None:
     with on_cpu(7, 2), poisoned_memory():
         judge_gaps(hopper.BACKEND, torch.float16, band, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_gaps_keep_their_sums_of_subgroups(band: Band) -> None:
+    with mock.patch.object(subgroups, "choose", lambda *args: 2), on_cpu(8, 2), poisoned_memory():
+        judge_gaps(hopper.BACKEND, torch.float16, band, head_dim=64)

@@ -15,7 +15,7 @@ from flashtile.arguments import GRADIENTS, Grads
 from flashtile.backends import hopper, host
 from flashtile.backends.build import described_tensors
 from flashtile.backends.hopper.backward import config
-from flashtile.backends.hopper.backward.launch import Workspace
+from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.backends.hopper.builds import _problem
 from flashtile.masks import Band
 from tests.backends.hopper.emulated import on_cpu
@@ -78,7 +78,7 @@ def test_what_nobody_wants_is_not_there(names: tuple[str, ...], seqlen_k: int) -
 def test_memory_for_dq_is_for_dq(names: tuple[str, ...]) -> None:
     problem = _problem(128, Band(None, 0), grads=Grads(*(name in names for name in "qkv")), deterministic=True)
     tensors = described_tensors(problem)
-    work = Workspace.of(problem, config.choose(problem), tensors.q)
+    work = Workspace.of(problem, config.choose(problem), tensors)
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     # Two float32 a row, and the counter of tiles; with dq its sums, and a turn for each row block.
     extra = rows * 128 + work.blocks if "q" in names else 0

@@ -14,7 +14,7 @@ from flashtile.masks import Band
 from flashtile.problem import Precision, Problem, described
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
-_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq")
+_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq", "sum_subgroups")
 _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
@@ -54,18 +54,19 @@ def builds(arch: str) -> list[KernelBuild]:
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
     rows.append(_wanting(128, "kv"))
     made += [build for problem in rows for build in builds_of(problem, "backward")[::2]]
+    made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("subgroups",))[1::2]]
     return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
 
 
-def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
-    """The builds of a direction of one problem."""
+def builds_of(problem: Problem, direction: Direction, more: tuple[str, ...] = ()) -> list[KernelBuild]:
+    """The builds of a direction of one problem; ``more`` as in ``kernel_builds``."""
     limits = {
         "attention_quantized": _quantized_limit(problem),
         "attention_forward": _forward_limit(problem),
         "attention_backward": _backward_limit(problem),
     }
     tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
-    return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits)
+    return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits, more)
 
 
 def _quantized_problems() -> list[Problem]:
@@ -149,6 +150,13 @@ def _backward_problems() -> list[Problem]:
     others = [_problem(dim, band, **used) for dim in (128, 64, 256) for band, used in features]
     some = ((128, "q"), (64, "kv"), (256, "v"), (256, "q"), (256, "kv"), (64, "q"), (128, "kv"))
     return _usual() + others + _with_mods(128, 64, 256) + [_wanting(dim, names) for dim, names in some]
+
+
+def _split_problems() -> list[Problem]:
+    """Groups of query heads that are split: of one key head."""
+    kinds: list[tuple[Band, dict[str, Any]]] = [(_FULL, {}), (_CAUSAL, {"varlen": True, "deterministic": True})]
+    one: dict[str, Any] = {"num_heads_kv": 1, "seqlen_q": 2048}
+    return [_problem(dim, band, **one, **used) for dim in (128, 64, 256) for band, used in kinds]
 
 
 def _wanting(head_dim: int, names: str) -> Problem:

@@ -1,10 +1,10 @@
-"""Host side of the Hopper backward: the three launches, their workspace, and the plan that repeats them."""
+"""Host side of the Hopper backward: its launches, their workspace, and the plan that repeats them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.backward.kernel import attention_backward
-from flashtile.backends.hopper.backward.postprocess import finish_dq
+from flashtile.backends.hopper.backward.postprocess import finish_dq, sum_subgroups
 from flashtile.backends.hopper.backward.preprocess import prepare_rows
+from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, TensorMap, row_strides
 from flashtile.backends.vocab import scheduler
@@ -26,54 +27,12 @@ from flashtile.problem import Problem, Tensors
 _CACHE_BYTES = 25 * 1024 * 1024
 # Rows of dq that one program of the postprocess kernel finishes.
 _ROWS = 64
+# Rows of one key head whose subgroups one program sums.
+_HEADS = 32
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
     "bias", "mask",
 )  # fmt: skip
-
-
-class Workspace(NamedTuple):
-    """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
-
-    First come dq's sums in float32, padded to whole row blocks, if dq is wanted; then two float32 a row, then int32:
-    the counter of tiles and, where those sums are ordered, a turn for each row block.
-
-    Attributes:
-        blocks: Row blocks.
-        rows_at: Where the rows begin, in bytes; 0 without dq.
-        counter_at: Where the counter is.
-        turns_at: Where the turns begin, None where sums may be added in any order.
-        floats: Its size, in float32.
-    """
-
-    blocks: int
-    rows_at: int
-    counter_at: int
-    turns_at: int | None
-    floats: int
-
-    @classmethod
-    def of(cls, problem: Problem, config: Config, q: Tensor) -> Workspace:
-        """Of a call whose queries are q."""
-        rows = q.shape[0 if problem.varlen else 1]
-        if problem.varlen:
-            blocks = scheduler.num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
-        else:
-            blocks = -(-rows // config.block_m) * problem.batch * problem.num_heads_q
-        rows_at = 4 * blocks * config.block_m * config.block_d if problem.grads.q else 0
-        counter_at = rows_at + 4 * blocks * 2 * config.block_m
-        turns_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
-        end = counter_at + 16 if turns_at is None else turns_at + 4 * blocks
-        return cls(blocks, rows_at, counter_at, turns_at, end // 4)
-
-    def pointers(self) -> dict[str, Pointer | None]:
-        """The kernels' arguments."""
-        return {
-            "dq_ptr": Pointer(torch.float32, "work") if self.rows_at else None,
-            "rows_ptr": Pointer(torch.float32, "work", self.rows_at),
-            "counter_ptr": Pointer(torch.int32, "work", self.counter_at),
-            "turns_ptr": None if self.turns_at is None else Pointer(torch.int32, "work", self.turns_at),
-        }
 
 
 class BackwardPlan:
@@ -114,7 +73,7 @@ class BackwardPlan:
         if self._copies_dout:
             dout = dout.contiguous()
         config = config or configs.choose(problem)
-        self._work = Workspace.of(problem, config, q)
+        self._work = Workspace.of(problem, config, tensors)
         self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
         self._config, self._known = config, known
@@ -181,16 +140,17 @@ def launches(
     work: Workspace | None = None,
     *,
     adds: bool = False,
-) -> tuple[Launch, Launch | None, Launch | None]:
-    """Preprocess, the main kernel, postprocess, those that the wanted gradients need, for plans and for builds.
+) -> tuple[Launch, Launch | None, Launch | None, Launch | None]:
+    """Preprocess, the main kernel, dq, sums of subgroups: those that the call needs, for plans and for builds.
 
     ``adds``: dq, dk and dv to what is there.
     """
-    work, wanted = work or Workspace.of(problem, config, tensors.q), problem.grads
+    work, wanted = work or Workspace.of(problem, config, tensors), problem.grads
     return (
         _preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
         _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
         _postprocess_launch(problem, tensors, config, work, adds) if wanted.q else None,
+        _sums_launch(problem, tensors, work, adds) if work.subgroups > 1 else None,
     )
 
 
@@ -237,11 +197,34 @@ def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work
     return Launch(finish_dq, programs, _row_sizes(problem, tensors), {"num_warps": 4}, others, key)
 
 
+def _sums_launch(problem: Problem, tensors: Tensors, work: Workspace, adds: bool) -> Launch:
+    p, t = problem, tensors
+    rows = t.k.shape[0] if p.varlen else t.k.shape[0] * t.k.shape[1]
+    places = {
+        f"{name}_sums_ptr": None if at is None else Pointer(torch.float32, "work", at)
+        for name, at in (("dk", work.dk_at), ("dv", work.dv_at))
+    }
+    sizes = {**places, "heads": rows * p.num_heads_kv, "subgroups": work.subgroups}
+
+    def others() -> dict[str, Any]:
+        return {
+            "dk_ptr": Pointer(p.grad_dtype) if p.grads.k else None,
+            "dv_ptr": Pointer(p.grad_dtype) if p.grads.v else None,
+            "HEAD_DIM": p.head_dim,
+            "BLOCK_D": configs.block_d(p.head_dim),
+            "ADDS": adds,
+        }
+
+    programs = -(-rows * p.num_heads_kv // _HEADS)
+    return Launch(sum_subgroups, programs, sizes, {"num_warps": 4}, others, (p.grad_dtype, adds))
+
+
 def _main_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool
 ) -> Launch:
     p, t = problem, tensors
     rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
+    num_sms, splits_groups = tensor_maps.num_sms(t.q.device), work.subgroups > 1
     pointers = work.pointers()
     del pointers["rows_ptr"]
     sizes = {
@@ -250,7 +233,9 @@ def _main_launch(
         "seqlen_q": rows_q,
         "seqlen_k": rows_k,
         "batch": p.batch,
-        "heads_at_once": _heads_at_once(p, config, rows_q),
+        "subgroups": work.subgroups,
+        "subgroup_size": -(-p.group_size // work.subgroups),
+        "heads_at_once": _heads_at_once(p, config, work.subgroups, rows_q, rows_k, num_sms),
     }
 
     def others() -> dict[str, Any]:
@@ -263,15 +248,17 @@ def _main_launch(
             **tensor_maps.bounds(p),
             **tensor_maps.pair_arguments(p, t),
             **constants(p, config),
-            "ADDS": adds,
+            "ADDS": adds and not splits_groups,
+            "SPLITS_GROUPS": splits_groups,
         }
 
     blocks = -(-rows_k // config.block_n) * p.batch
     if p.varlen:
         blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
-    programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_kv)
+    programs = min(num_sms, blocks * p.num_heads_kv * work.subgroups)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_backward, programs, sizes, options, others, (config, dout.dtype, p.grad_dtype, adds))
+    key = (config, dout.dtype, p.grad_dtype, adds, splits_groups)
+    return Launch(attention_backward, programs, sizes, options, others, key)
 
 
 def _tensor_maps(
@@ -281,8 +268,18 @@ def _tensor_maps(
     p, t, wanted = problem, tensors, problem.grads
     adds_by_tma = wanted.q and config.dq_tma and not p.deterministic
     keys, block_d = configs.PART_KEYS, config.block_d
-    cols = config.out_d // 2 if p.grad_dtype == torch.float32 else config.out_d
-    dk, dv = (tensor_maps.contiguous_map(p.grad_dtype, x.shape, keys, cols, p.varlen) for x in (t.k, t.v))
+    dtype = p.grad_dtype if work.subgroups == 1 else torch.float32
+    cols = config.out_d // 2 if dtype == torch.float32 else config.out_d
+    dk, dv = (
+        tensor_maps.contiguous_map(
+            dtype, (*x.shape[:-2], x.shape[-2] * work.subgroups, x.shape[-1]), keys, cols, p.varlen
+        )
+        for x in (t.k, t.v)
+    )
+    if work.dk_at is not None:
+        dk = dk._replace(operand="work", offset=work.dk_at)
+    if work.dv_at is not None:
+        dv = dv._replace(operand="work", offset=work.dv_at)
     rows = tensor_maps.floats_map(2 * work.blocks, config.block_m, 2)
     dq_sums = tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2)
     return {
@@ -358,12 +355,16 @@ def _row_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
     return {"batch": problem.batch, "seqlen_q": tensors.q.shape[-3]}
 
 
-def _heads_at_once(problem: Problem, config: Config, rows: int) -> int:
-    """Key heads whose rows, with dq in float32, fit the cache; one if all tiles of a head cost the same."""
+def _heads_at_once(problem: Problem, config: Config, subgroups: int, rows_q: int, rows_k: int, num_sms: int) -> int:
+    """Heads of tiles whose rows, with dq in float32, fit the cache; one if all tiles of a head cost the same.
+
+    At least as many as have a tile for each multiprocessor: else those that finish a head's short tiles would start the
+    last head's longest ones when nothing is left to do beside them.
+    """
     if problem.band.unbounded:
         return 1
-    a_head = rows * problem.group_size * config.block_d * (2 * 2 + 4)
-    return max(1, _CACHE_BYTES // a_head)
+    a_head = rows_q * -(-problem.group_size // subgroups) * config.block_d * (2 * 2 + 4)
+    return max(1, _CACHE_BYTES // a_head, num_sms // max(1, rows_k // config.block_n))
 
 
 def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""From the Hopper backward's dq in the workspace to dq itself, in plain Triton; see ``workspace``."""
+"""From the Hopper backward's sums in the workspace to the gradients, in plain Triton; see ``workspace``."""
 
 from __future__ import annotations
 
@@ -42,3 +42,33 @@ def finish_dq(
         if ADDS:
             dq += tl.load(out_at, mask=inside, other=0.0)
         tl.store(out_at, dq, mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads", "subgroups"])
+def sum_subgroups(
+    dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, heads, subgroups,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Sums of subgroups, which follow one another, in order: dk and dv of 32 of all rows of key heads.
+
+    Pointers are None for what is not wanted. ADDS: to what is there.
+    """
+    at = tl.program_id(0) * 32 + tl.arange(0, 32)
+    col = tl.arange(0, BLOCK_D)[None, :]
+    inside = (at < heads)[:, None] & (col < HEAD_DIM)
+    at = at.to(tl.int64)[:, None]
+    if dk_ptr is not None:
+        _sum(dk_sums_ptr, dk_ptr, at, col, inside, subgroups, HEAD_DIM, ADDS)
+    if dv_ptr is not None:
+        _sum(dv_sums_ptr, dv_ptr, at, col, inside, subgroups, HEAD_DIM, ADDS)
+
+
+@triton.jit
+def _sum(sums_ptr, out_ptr, at, col, inside, subgroups, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr):
+    sums_at = sums_ptr + at * subgroups * HEAD_DIM + col
+    total = tl.load(sums_at, mask=inside, other=0.0)
+    for i in range(1, subgroups):
+        total += tl.load(sums_at + i * HEAD_DIM, mask=inside, other=0.0)
+    if ADDS:
+        total += tl.load(out_ptr + at * HEAD_DIM + col, mask=inside, other=0.0)
+    tl.store(out_ptr + at * HEAD_DIM + col, total, mask=inside)

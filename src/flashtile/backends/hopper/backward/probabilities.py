@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.backward.channels import PART_KEYS
+from flashtile.backends.hopper.backward.scheduler import query_heads
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.score_mod import Pairs
 from flashtile.backends.hopper.device.wgmma_fragments import from_thread_column, keep_columns
@@ -47,7 +48,7 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
     clear_from = gl.where(key + PART_KEYS > seqlen_k, FAR, clear_from)
     clear_to = mask.last_key(key - shift, FAR, grid.left, grid.has_left) + 1
     first, last = from_thread_column(first, like), from_thread_column(last, like)
-    head = records.get(tiles, "head") * grid.group_size
+    head, _ = query_heads(records.get(tiles, "head"), grid)
     return KeyRows(records.get(tiles, "sequence"), head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to)
 
 

@@ -16,10 +16,12 @@ from flashtile.backends.hopper.backward.probabilities import pairs_of, probabili
 from flashtile.backends.hopper.backward.scheduler import (
     first_row_block,
     first_rows,
+    key_head,
     key_rows,
     next_rows,
     next_tile,
     publish_tile,
+    query_heads,
     row_blocks_per_head,
 )
 from flashtile.backends.hopper.device.coordinates import HeadRows
@@ -32,7 +34,7 @@ def load_keys(desc, tile, grid, ring, use):
     """Starts the load of a tile's keys or values, if there is a ring for them, 64 at a time."""
     if ring is not None:
         full = ring.acquire(use, grid.parts * PART_KEYS * grid.block_d * 2)
-        rows = HeadRows(tile.b, tile.head, tile.start_k, tile.seqlen_k, grid.varlen)
+        rows = HeadRows(tile.b, key_head(tile.head, grid), tile.start_k, tile.seqlen_k, grid.varlen)
         for part in gl.static_range(grid.parts):
             tma_load(desc, rows.at(tile.key + part * PART_KEYS, 0), full, as_box(ring.part(use, part), desc))
 
@@ -59,8 +61,8 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
             head_blocks = row_blocks_per_head(grid)
             row_blocks = first_row_block(tile, grid)
             m = tile.m_min
-            head = tile.head * grid.group_size
-            steps = grid.group_size * (tile.m_max - tile.m_min)
+            head, num_heads = query_heads(tile.head, grid)
+            steps = num_heads * (tile.m_max - tile.m_min)
             for i in range(steps):
                 at = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.varlen).at(m * grid.block_m, 0)
                 full = channels.queries.acquire(used, tile_bytes + row_bytes)
@@ -209,7 +211,8 @@ def consumer(dk_desc, dv_desc, channels, out_s, grid, mod, WARPGROUP: gl.constex
         dk, dv = gradient_zeros(grid), gradient_zeros(grid)
         kept = rows_of_keys(records, tiles, score_zeros(grid), grid, WARPGROUP)
         rows = first_rows(records, tiles, grid)
-        end = used + grid.group_size * rows.remaining
+        _, num_heads = query_heads(records.get(tiles, "head"), grid)
+        end = used + num_heads * rows.remaining
         if end > used:
             channels.keys.wait(key_use)
             if grid.has_dscores:

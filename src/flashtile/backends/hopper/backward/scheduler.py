@@ -20,6 +20,10 @@ class KeyGrid:
     has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once. ``has_dq`` and its like
     say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. If ``adds``, dk and dv are
     added to what is there.
+
+    If ``splits_groups``, the query heads of a key head are split into ``subgroups`` of ``subgroup_size`` heads, the
+    last with fewer, and a tile has those of one: its ``head`` is ``key head * subgroups + subgroup``, and so is that of
+    its dk and dv.
     """
 
     seqlen_q: gl.tensor
@@ -27,6 +31,8 @@ class KeyGrid:
     batch: gl.tensor
     num_heads_kv: gl.tensor
     group_size: gl.tensor
+    subgroups: gl.tensor
+    subgroup_size: gl.tensor
     left: gl.tensor
     right: gl.tensor
     heads_at_once: gl.tensor
@@ -46,6 +52,36 @@ class KeyGrid:
     has_dk: gl.constexpr
     has_dv: gl.constexpr
     adds: gl.constexpr
+    splits_groups: gl.constexpr
+
+
+@gluon.jit
+def num_heads_of_tiles(grid):
+    """Heads that tiles have in each sequence: key heads, or subgroups of all of them."""
+    if grid.splits_groups:
+        return grid.num_heads_kv * grid.subgroups
+    else:
+        return grid.num_heads_kv
+
+
+@gluon.jit
+def key_head(head, grid):
+    """The key head of a tile's head."""
+    if grid.splits_groups:
+        return head // grid.subgroups
+    else:
+        return head
+
+
+@gluon.jit
+def query_heads(head, grid):
+    """(first, number) of the query heads of a tile's head."""
+    if grid.splits_groups:
+        place = head % grid.subgroups * grid.subgroup_size
+        first = head // grid.subgroups * grid.group_size + place
+        return first, gl.minimum(grid.group_size - place, grid.subgroup_size)
+    else:
+        return head * grid.group_size, grid.group_size
 
 
 @aggregate
@@ -72,9 +108,10 @@ def _place(index, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
     """
     if grid.varlen:
         num_blocks = grid.seqlen_k // grid.block_n + grid.batch + 1
-        is_end = index >= num_blocks * grid.num_heads_kv
+        num_heads = num_heads_of_tiles(grid)
+        is_end = index >= num_blocks * num_heads
         index = gl.where(is_end, 0, index)
-        place, head = scheduler.grouped_tile(index, num_blocks, grid.num_heads_kv, grid.heads_at_once)
+        place, head = scheduler.grouped_tile(index, num_blocks, num_heads, grid.heads_at_once)
         if grid.falling:
             place = num_blocks - 1 - place
         b, block = scheduler.packed_tile(cu_seqlens_k_ptr, grid.batch, place, grid.block_n)
@@ -86,14 +123,15 @@ def _place(index, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
         return block, b, head, is_tile, is_end
     else:
         num_blocks = (grid.seqlen_k + grid.block_n - 1) // grid.block_n
-        num_heads = grid.batch * grid.num_heads_kv
+        heads_each = num_heads_of_tiles(grid)
+        num_heads = grid.batch * heads_each
         is_end = index >= num_blocks * num_heads
         index = gl.where(is_end, 0, index)
         block, head = scheduler.grouped_tile(index, num_blocks, num_heads, grid.heads_at_once)
         if grid.falling:
             block = num_blocks - 1 - block
-        b = head // grid.num_heads_kv
-        return block, b, head - b * grid.num_heads_kv, index >= 0, is_end
+        b = head // heads_each
+        return block, b, head - b * heads_each, index >= 0, is_end
 
 
 @gluon.jit
@@ -127,10 +165,11 @@ def row_blocks_per_head(grid):
 @gluon.jit
 def first_row_block(tile, grid):
     """The workspace's row block of the tile's sequence and of its first head of queries, row 0."""
+    head, _ = query_heads(tile.head, grid)
     if grid.varlen:
-        return tile.head * grid.group_size * row_blocks_per_head(grid) + tile.start_q // grid.block_m + tile.b
+        return head * row_blocks_per_head(grid) + tile.start_q // grid.block_m + tile.b
     else:
-        return (tile.b * grid.num_heads_kv + tile.head) * grid.group_size * row_blocks_per_head(grid)
+        return (tile.b * grid.num_heads_kv * grid.group_size + head) * row_blocks_per_head(grid)
 
 
 @gluon.jit
@@ -173,7 +212,7 @@ def publish_tile(records, use, tile, grid):
 
 @gluon.jit
 def key_rows(records, use, grid):
-    """Where a tile's keys and their gradients lie."""
+    """Where a tile's gradients of keys and values lie."""
     start, length = records.get(use, "start_k"), records.get(use, "seqlen_k")
     return HeadRows(records.get(use, "sequence"), records.get(use, "head"), start, length, grid.varlen)
 

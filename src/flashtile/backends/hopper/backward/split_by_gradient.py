@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.hopper.backward.dq import add_dq, adds_to, advance_turn, start_dq
 from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
 from flashtile.backends.hopper.backward.roles import gradient_zeros, score_zeros
-from flashtile.backends.hopper.backward.scheduler import first_rows, key_rows, next_rows
+from flashtile.backends.hopper.backward.scheduler import first_rows, key_rows, next_rows, query_heads
 from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import pieces
 
@@ -144,7 +144,8 @@ def gradient_tiles(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
         grad = gradient_zeros(grid)
         kept = rows_of_keys(records, tiles, score_zeros(grid), grid, 0)
         rows = first_rows(records, tiles, grid)
-        end = used + grid.group_size * rows.remaining
+        _, num_heads = query_heads(records.get(tiles, "head"), grid)
+        end = used + num_heads * rows.remaining
         if end > used:
             adds = adds_to(rows, -1, channels, tiles, grid)
             if WARPGROUP == 1:

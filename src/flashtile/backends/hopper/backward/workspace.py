@@ -1,4 +1,4 @@
-"""The workspace of the Hopper backward, in plain Triton: which rows a row block of it has.
+"""The workspace of the Hopper backward: its size, and in plain Triton which rows a row block of it has.
 
 It consists of row blocks of BLOCK_M rows of one head of one sequence, so that no two sequences share one: block
 ``(b * num_heads_q + h) * cdiv(seqlen_q, BLOCK_M) + m`` if sequences are dense; if they are packed, block
@@ -11,10 +11,75 @@ It consists of row blocks of BLOCK_M rows of one head of one sequence, so that n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from flashtile.backends.hopper.backward import subgroups
+from flashtile.backends.hopper.backward.config import Config
+from flashtile.backends.launch import Pointer
 from flashtile.backends.vocab import scheduler, sequence
+from flashtile.problem import Problem, Tensors
+
+
+class Workspace(NamedTuple):
+    """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
+
+    First come dq's sums in float32, padded to whole row blocks, if dq is wanted; then two float32 a row, then int32:
+    the counter of tiles and, where those sums are ordered, a turn for each row block; then the subgroups' dk and dv in
+    float32, if groups are split: like k and v, with a head for each subgroup.
+
+    Attributes:
+        blocks: Row blocks.
+        subgroups: Into how many a group of query heads is split.
+        rows_at: Where the rows begin, in bytes; 0 without dq.
+        counter_at: Where the counter is.
+        turns_at: Where the turns begin, None where sums may be added in any order.
+        dk_at: Where the subgroups' dk begins, None if groups are not split or dk is not wanted.
+        dv_at: The same for dv.
+        floats: Its size, in float32.
+    """
+
+    blocks: int
+    subgroups: int
+    rows_at: int
+    counter_at: int
+    turns_at: int | None
+    dk_at: int | None
+    dv_at: int | None
+    floats: int
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config, tensors: Tensors) -> Workspace:
+        """Of a call with these queries, keys and values."""
+        q, k, v = tensors.q, tensors.k, tensors.v
+        rows = q.shape[0 if problem.varlen else 1]
+        if problem.varlen:
+            blocks = scheduler.num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
+        else:
+            blocks = -(-rows // config.block_m) * problem.batch * problem.num_heads_q
+        rows_at = 4 * blocks * config.block_m * config.block_d if problem.grads.q else 0
+        counter_at = rows_at + 4 * blocks * 2 * config.block_m
+        turns_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
+        end = counter_at + 16 if turns_at is None else turns_at + 16 * -(-blocks // 4)
+        count = subgroups.choose(problem, config, k.shape[-3])
+        keys_at: list[int | None] = [None, None]
+        for i, (x, wanted) in enumerate(((k, problem.grads.k), (v, problem.grads.v))):
+            if count > 1 and wanted:
+                keys_at[i] = end
+                end += 4 * count * x.numel()
+        return cls(blocks, count, rows_at, counter_at, turns_at, *keys_at, end // 4)
+
+    def pointers(self) -> dict[str, Pointer | None]:
+        """The kernels' arguments."""
+        return {
+            "dq_ptr": Pointer(torch.float32, "work") if self.rows_at else None,
+            "rows_ptr": Pointer(torch.float32, "work", self.rows_at),
+            "counter_ptr": Pointer(torch.int32, "work", self.counter_at),
+            "turns_ptr": None if self.turns_at is None else Pointer(torch.int32, "work", self.turns_at),
+        }
 
 
 @triton.jit

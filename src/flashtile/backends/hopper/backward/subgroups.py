@@ -1,0 +1,67 @@
+"""Into how many subgroups the Hopper backward splits a group of query heads, so that few key heads fill the GPU.
+
+A tile has the keys of one key head, and all query heads of its group unless they are split: then each of several tiles
+has a subgroup of them, writes its own float32 sums of dk and dv, and a last kernel adds those up in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from flashtile.backends.hopper.backward.config import Config
+from flashtile.masks import Band
+from flashtile.problem import Problem
+
+# Multiprocessors of an H100 or H200. Not the device's: so the same bits come out of all devices.
+_MULTIPROCESSORS = 132
+# A step, one row block of one tile, takes about this long with 128 columns: 10 MFLOP at 550 TFLOPS over 132
+# multiprocessors.
+_STEP_US = 2.5
+# Steps that a tile's beginning and end take.
+_TILE_STEPS = 3
+# Sums are written, read, and mostly found in the cache.
+_BYTES_PER_US = 4e6
+_LAUNCH_US = 5.0
+
+
+def choose(problem: Problem, config: Config, rows_k: int) -> int:
+    """The number of subgroups: 1 unless more are expected to take 5% less time.
+
+    Args:
+        problem: The call.
+        config: Its tiles.
+        rows_k: Keys of a sequence, or of all packed ones together.
+    """
+    p = problem
+    if p.group_size == 1 or not (p.grads.k or p.grads.v):
+        return 1
+    sequences = max(1, -(-rows_k // max(p.seqlen_k, 1))) if p.varlen else p.batch
+    heads = sequences * p.num_heads_kv
+    return _choose(p.band, p.seqlen_q, p.seqlen_k, heads, p.group_size, config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: int, config: Config) -> int:
+    rows, keys = config.block_m, config.block_n
+    tiles = -(-seqlen_k // keys) * heads
+    mean = band.count(seqlen_q, seqlen_k) / (rows * keys) * heads / tiles
+    longest = -(-seqlen_q // rows)
+    if band.left is not None and band.right is not None:
+        longest = min(longest, -(-(band.left + band.right + keys) // rows) + 1)
+    step_us = _STEP_US * rows * keys * config.block_d / (64 * 128 * 128)
+
+    def time_us(size: int) -> float:
+        count = -(-group_size // size)
+        if band.unbounded:
+            steps = math.ceil(tiles * count / _MULTIPROCESSORS) * (longest * size + _TILE_STEPS)
+        else:
+            # The longest tiles start first and the others fill what they leave.
+            all_steps = tiles * (mean * group_size + _TILE_STEPS * count)
+            steps = max(all_steps / _MULTIPROCESSORS, longest * size + _TILE_STEPS)
+        written = 0 if count == 1 else 2 * 4 * heads * count * seqlen_k * config.block_d
+        return steps * step_us + (2 * written / _BYTES_PER_US + _LAUNCH_US if written else 0.0)
+
+    sizes = sorted({-(-group_size // count) for count in range(1, group_size + 1)}, reverse=True)
+    best = min(sizes, key=time_us)
+    return -(-group_size // best) if time_us(best) < 0.95 * time_us(group_size) else 1
