@@ -356,15 +356,23 @@ def _row_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
 
 
 def _heads_at_once(problem: Problem, config: Config, subgroups: int, rows_q: int, rows_k: int, num_sms: int) -> int:
-    """Heads of tiles whose rows, with dq in float32, fit the cache; one if all tiles of a head cost the same.
+    """Heads of tiles of which all tiles start longest first; one if all tiles of a head cost the same.
 
-    At least as many as have a tile for each multiprocessor: else those that finish a head's short tiles would start the
-    last head's longest ones when nothing is left to do beside them.
+    As many as have rows, with dq in float32, that fit the cache, but at least a tile for nearly each multiprocessor,
+    and no less in the last round: else its longest tiles run alone at the end. Split groups have few tiles in all.
     """
-    if problem.band.unbounded:
+    p = problem
+    heads = p.num_heads_kv * subgroups * (1 if p.varlen else p.batch)
+    if p.band.unbounded:
         return 1
-    a_head = rows_q * -(-problem.group_size // subgroups) * config.block_d * (2 * 2 + 4)
-    return max(1, _CACHE_BYTES // a_head, num_sms // max(1, rows_k // config.block_n))
+    if subgroups > 1:
+        return heads
+    a_head = rows_q * p.group_size * config.block_d * (2 * 2 + 4)
+    blocks = -(-(min(rows_k, p.seqlen_k) if p.varlen else rows_k) // config.block_n)
+    least = max(1, _CACHE_BYTES // a_head, -(-19 * num_sms // (20 * max(1, blocks))))
+    if least >= heads:
+        return heads
+    return next((n for n in range(least, 2 * least) if n >= heads or heads % n == 0), least)
 
 
 def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:

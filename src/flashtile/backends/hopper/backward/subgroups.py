@@ -56,9 +56,11 @@ def _choose(band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: in
         if band.unbounded:
             steps = math.ceil(tiles * count / _MULTIPROCESSORS) * (longest * size + _TILE_STEPS)
         else:
-            # The longest tiles start first and the others fill what they leave.
+            # The longest tiles start first and the others fill what they leave, but for a tenth of a tile.
             all_steps = tiles * (mean * group_size + _TILE_STEPS * count)
-            steps = max(all_steps / _MULTIPROCESSORS, longest * size + _TILE_STEPS)
+            steps = longest * size + _TILE_STEPS
+            if tiles * count > _MULTIPROCESSORS:
+                steps = max(steps, all_steps / _MULTIPROCESSORS) + 0.1 * steps
         written = 0 if count == 1 else 2 * 4 * heads * count * seqlen_k * config.block_d
         return steps * step_us + (2 * written / _BYTES_PER_US + _LAUNCH_US if written else 0.0)
 
