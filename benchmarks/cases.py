@@ -199,7 +199,7 @@ _MODELS: dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]] =
     "wan-32k": ((1, 32760, 32760, 12, 12, 128), {}),
     "whisper-1500": ((16, 1500, 1500, 20, 20, 64), {}),
     "cross-3x1777-2345": ((3, 1777, 2345, 24, 24, 64), {}),
-    "bert-packed": ((128, 512, 512, 16, 16, 64), {"lengths": _SENTENCES}),
+    "bert-packed": ((128, max(_SENTENCES), max(_SENTENCES), 16, 16, 64), {"lengths": _SENTENCES}),
     "alphafold-d32-384": ((96, 384, 384, 4, 4, 32), {}),
     "swin-d32-49": ((4096, 49, 49, 4, 4, 32), {}),
 }

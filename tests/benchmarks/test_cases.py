@@ -55,7 +55,7 @@ def test_cells_are_chosen_by_glob_or_by_part():
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(ValueError, match="must be forward, backward or cpu"):
+    with pytest.raises(ValueError, match="must be forward, backward, models or cpu"):
         suite("sideways")
 
 
@@ -66,3 +66,11 @@ def test_inputs_are_random_and_laid_out_as_the_case_says():
     assert inputs.cu_seqlens is not None and inputs.cu_seqlens.tolist() == [0, 1, 10, 15]
     assert 0.8 < inputs.q.std() < 1.2 and not torch.equal(inputs.k, inputs.v)
     assert torch.equal(inputs.q, make_inputs(case, torch.device("cpu"), seed=3).q)
+
+
+def test_cells_of_models_have_names_of_their_own() -> None:
+    cases = suite("models")
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.direction for case in cases} == {"forward", "backward"}
+    assert all(Case.from_dict(case.to_dict()) == case and case.flops() > 0 for case in cases)
+    assert all(sum(c.lengths) > 0 and max(c.lengths) == c.seqlen_q for c in cases if c.lengths)
