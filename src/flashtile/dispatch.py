@@ -10,7 +10,7 @@ from flashtile import settings
 from flashtile.arguments import BACKENDS, checked
 from flashtile.backends.base import FEATURES, Backend, Capabilities, Direction, Feature, directions_of
 from flashtile.errors import InvalidInputError, UnsupportedError
-from flashtile.problem import Problem
+from flashtile.problem import TINY, Problem
 
 NAMES = BACKENDS
 # Directions besides the forward and the backward -> the calls that run them, and in the singular.
@@ -48,7 +48,15 @@ def reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _first(problem: Problem, direction: Direction) -> str | None:
-    return next((name for name in NAMES if not reasons(name, problem, direction)), None)
+    able = [name for name in NAMES if not reasons(name, problem, direction)]
+    quick = [name for name in able if not _is_slow(name, problem, direction)]
+    return next(iter(quick or able), None)
+
+
+def _is_slow(name: str, problem: Problem, direction: Direction) -> bool:
+    """Whether another backend is faster for a call of this size."""
+    capabilities = backend(name).capabilities(direction)
+    return capabilities is not None and capabilities.slow_if_tiny and problem.tiny
 
 
 def select(problem: Problem, direction: Direction = "forward", name: str | None = None) -> Backend:
@@ -92,7 +100,12 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
         for other in NAMES:
             if other != chosen.name:
                 against = "; ".join(reasons(other, problem, direction))
-                lines.append(f"  not {other}: {against or f'could run it too, {chosen.name} comes first'}")
+                if not against:
+                    slow = _is_slow(other, problem, direction)
+                    against = "could run it too, " + (
+                        f"slower up to {TINY} rows" if slow else f"{chosen.name} comes first"
+                    )
+                lines.append(f"  not {other}: {against}")
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from flashtile import dispatch
 from flashtile.arguments import Options, is_plain, option_values
 from flashtile.backends.base import DIRECTIONS, Backend, directions_of
-from flashtile.problem import Problem, Tensors, is_aligned
+from flashtile.problem import TINY, Problem, Tensors, is_aligned
 
 
 class Family:
@@ -39,7 +39,9 @@ class Family:
 
 
 def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
-    """What a call is, but for its lengths, its batch and its strides; None if sizes do not fit one another.
+    """What a call is, but for its batch, its strides and, beyond whether it is tiny, its lengths.
+
+    None if sizes do not fit one another.
 
     Of two calls of a family both are valid or none, and their problems differ in lengths and batch alone. Calls with a
     mask or a bias are of none: lengths are in these tensors' shapes too. Nor are those with origins.
@@ -70,8 +72,9 @@ def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
         return None
     # The hash of options is cached.
     without_lengths = o if o.max_seqlen_q is o.max_seqlen_k is None else option_values(o)[:2] + option_values(o)[4:]
+    tiny = rank == 4 and of_q[1] <= TINY and of_k[1] <= TINY
     on_16_bytes = is_aligned(q) and is_aligned(k) and is_aligned(v)
     return (
-        without_lengths, others, of_q[-2], of_q[-1], of_k[-2], of_k[-1], of_v[-1], q.dtype, k.dtype, v.dtype,
+        without_lengths, others, tiny, of_q[-2], of_q[-1], of_k[-2], of_k[-1], of_v[-1], q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, on_16_bytes or (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
     )  # fmt: skip

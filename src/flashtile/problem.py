@@ -101,6 +101,10 @@ class _Short(Generic[T]):
         return value
 
 
+# Up to so many queries and keys a dense call is tiny: a backend whose tiles have more rows may not be the fastest.
+TINY = 64
+
+
 @dataclass(frozen=True)
 class Problem:
     """The description of a call without tensor data; hashable, so it can be a key for tiles and caches.
@@ -165,6 +169,11 @@ class Problem:
     mask = _Short(lambda p: p.mask_mod.tensor, "mask_mod.tensor")
     needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
     bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
+
+    @property
+    def tiny(self) -> bool:
+        """Whether sequences are dense and no longer than ``TINY``."""
+        return not self.varlen and self.seqlen_q <= TINY and self.seqlen_k <= TINY
 
     def but(self, **changes: Any) -> Problem:
         """A copy with other values of fields or of shorthand, e.g. ``problem.but(varlen=True, softcap=30.0)``."""

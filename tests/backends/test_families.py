@@ -23,6 +23,7 @@ from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.portable import builds as portable_builds
 from flashtile.families import family_of
+from flashtile.masks import Band
 from flashtile.problem import Problem, _Short
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
@@ -58,7 +59,9 @@ def test_a_resized_problem_is_the_one_that_would_be_made(case: Case) -> None:
     assert family_of(*first) is not None
     if case.head_dim % 8 == 0 and case.layout != "sliced":
         # Slopes with a batch are part of the family, and whether addresses and strides are on 16 bytes.
-        assert (family_of(*first) == family_of(*second)) == (case.alibi != "bh")
+        of_one = case.alibi != "bh" and Problem.of(*first).tiny == Problem.of(*second).tiny
+        assert (family_of(*first) == family_of(*second)) == of_one
+        assert family_of(*second) == family_of(*_call(_longer(case, 2))) or case.alibi == "bh"
     like = Problem.of(*first)
     names = [name for name in vars(Problem) if _is_short(name)]
     before = [getattr(like, name) for name in names]
@@ -209,7 +212,7 @@ KINDS = [
     Case("varlen", head_dim=64, causal=True, spare=5),
     Case("varlen_bounds", head_dim=64, window=(9, 4), say_longest=False),
 ]
-LENGTHS = ((9, 33), (64, 64), (1, 70), (130, 40), (65, 0))
+LENGTHS = ((9, 133), (64, 65), (1, 70), (130, 40), (65, 0))
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -262,3 +265,21 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
     for _ in range(2):
         with pytest.raises(InvalidInputError, match="^v: "):
             flashtile.attention(q, q, k)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_tiny_dense_calls_are_a_family_of_their_own_and_go_past_the_wide_tiles(direction: Any) -> None:
+    def problem(seqlen_q: int, seqlen_k: int, **more: Any) -> Problem:
+        return hopper_builds._problem(64, Band(), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **more)
+
+    assert dispatch.select(problem(64, 64), direction).name == "portable"
+    assert "slower up to 64 rows" in dispatch.explain(problem(64, 64), only=direction)
+    for other in (problem(65, 64), problem(64, 65), problem(64, 64, varlen=True)):
+        assert dispatch.select(other, direction).name == "hopper"
+    assert dispatch.select(problem(64, 64), direction, "hopper").name == "hopper"
+
+    def family(seqlen_q: int, seqlen_k: int) -> object:
+        q, k = (torch.empty(2, n, 4, 64, dtype=torch.float16) for n in (seqlen_q, seqlen_k))
+        return family_of(Tensors(q, k, k), read(Tensors(q, k, k), False, None, False, (None, 0.0, 0.0, False, None)))
+
+    assert family(49, 64) == family(64, 1) != family(65, 64) == family(64, 65) == family(999, 3)

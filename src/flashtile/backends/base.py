@@ -95,6 +95,7 @@ class Capabilities:
         min_compute_capability: Lowest NVIDIA compute capability, None where that does not apply.
         max_compute_capability: Highest, None for any.
         nvidia: Whether of GPUs only NVIDIA's will do.
+        slow_if_tiny: Whether ``Problem.tiny`` calls go to the next backend that can run them, unless this one is named.
     """
 
     device_types: tuple[str, ...]
@@ -104,6 +105,7 @@ class Capabilities:
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
     nvidia: bool = False
+    slow_if_tiny: bool = False
     causal: bool = False
     window: bool = False
     grouped_heads: bool = False
@@ -244,7 +246,8 @@ class Backend(Protocol):
 
     ``known`` is one dictionary for all plans of a direction of a family, see ``families.family_of``, or None. There a
     backend keeps what it need not make again for other lengths, under keys that say what it depends on besides the
-    family. So whether a backend can run a call must not depend on lengths, batch or strides.
+    family. So whether a backend can run a call must not depend on lengths, batch or strides; whether it is chosen
+    depends on lengths by ``Problem.tiny`` alone.
     """
 
     name: str

@@ -22,6 +22,7 @@ _FORWARD = Capabilities(
     max_head_dim=256,
     head_dim_multiple=8,
     nvidia=True,
+    slow_if_tiny=True,
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
     causal=True,
@@ -40,11 +41,11 @@ _FORWARD = Capabilities(
 _BACKWARD = dataclasses.replace(_FORWARD, head_dim_v=False)
 _DECODE = dataclasses.replace(
     _FORWARD, head_dim_multiple=1, mask=False, bias=False, deterministic=False, unaligned=True, pages=True,
-    float8_cache=True,
+    float8_cache=True, slow_if_tiny=False,
 )  # fmt: skip
 _QUANTIZED = dataclasses.replace(
     _FORWARD, dtypes=(FLOAT8,), head_dim_multiple=16, alibi=False, mask=False, bias=False,
-    deterministic=False,
+    deterministic=False, slow_if_tiny=False,
 )  # fmt: skip
 
 
