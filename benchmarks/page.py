@@ -112,10 +112,13 @@ def _summary_block(rows: Sequence[Row]) -> str:
     return table.to_markdown(table.summary_table(table.cells(rows)))
 
 
-# What the first page shows of all rows: a name, the suite, our provider, and the peer that it is for.
+# What the first page shows of all rows: a name, the suite, our provider, and the peer that it is for. Of a suite of
+# both directions, the one that the name ends with.
 _HEADLINE = (
     ("Hopper, forward", "forward", "flashtile-hopper", table.BEST_PEER),
     ("Hopper, backward", "backward", "flashtile-hopper", table.BEST_PEER),
+    ("shapes of models, forward", "models", "flashtile", table.BEST_PEER),
+    ("shapes of models, backward", "models", "flashtile", table.BEST_PEER),
     ("Hopper, packed sequences, both", "varlen", "flashtile-hopper", table.BEST_PEER),
     ("Hopper, decode", "decode", "flashtile-hopper", decode.PEER),
     ("portable, forward", "forward", "flashtile-portable", "fa2"),
@@ -131,6 +134,8 @@ def _headline_block(rows: list[Row]) -> str:
             grid = [c for c in grid if c.case.lengths is not None]
         if suite == "decode":
             grid = decode.plain(grid)
+        if suite == "models":
+            grid = [c for c in grid if name.endswith(c.case.direction)]
         found = table.summaries(grid)
         lines += [[name, s.against, *s.line()[:-1]] for s in found if [s.provider, s.against] == pair]
     return table.to_markdown(lines)
@@ -148,6 +153,8 @@ _BLOCKS: dict[str, tuple[str, Block]] = {
     "backward": ("backward", _in("bfloat16", _of_cells(table.speed_table))),
     "backward-summary": ("backward", _in("bfloat16", _summary_block)),
     "backward-losses": ("backward", _in("bfloat16", _losses_block)),
+    "models": ("models", _of_cells(table.speed_table)),
+    "models-summary": ("models", _summary_block),
     "cpu": ("cpu", _of_cells(_work_lines)),
     "host": ("host", _of(_host_lines)),
     "loop": ("loop", _of(loop.loop_table)),
