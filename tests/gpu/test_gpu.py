@@ -49,6 +49,7 @@ LARGE = (
     Case("large_dropout", seqlen_q=800, seqlen_k=800, heads=4, kv_heads=4, head_dim=64, dropout=0.2, causal=True),
     Case("large_decode", seqlen_q=1, seqlen_k=4097, heads=8, kv_heads=2, head_dim=128, causal=True),
     Case("large_few_rows", seqlen_q=7, seqlen_k=3000, heads=8, kv_heads=1, head_dim=128, causal=True),
+    Case("large_groups_of_7", seqlen_q=1500, seqlen_k=1400, heads=14, kv_heads=2, head_dim=128, causal=True),
     Case("large_causal_256", seqlen_q=704, seqlen_k=960, heads=4, kv_heads=2, head_dim=256, causal=True),
     Case("large_256_full", seqlen_q=640, seqlen_k=513, heads=4, kv_heads=1, head_dim=256, lse_grad=True),
     Case("large_256_window", seqlen_q=900, seqlen_k=1100, heads=2, kv_heads=2, head_dim=256, window=(300, 40),
