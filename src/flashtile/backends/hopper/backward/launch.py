@@ -17,6 +17,7 @@ from flashtile.backends.hopper.backward.kernel import attention_backward
 from flashtile.backends.hopper.backward.postprocess import finish_dq, sum_subgroups
 from flashtile.backends.hopper.backward.preprocess import prepare_rows
 from flashtile.backends.hopper.backward.workspace import Workspace
+from flashtile.backends.hopper.forward.config import block_d
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, TensorMap, row_strides
 from flashtile.backends.vocab import scheduler
@@ -211,7 +212,7 @@ def _sums_launch(problem: Problem, tensors: Tensors, work: Workspace, adds: bool
             "dk_ptr": Pointer(p.grad_dtype) if p.grads.k else None,
             "dv_ptr": Pointer(p.grad_dtype) if p.grads.v else None,
             "HEAD_DIM": p.head_dim,
-            "BLOCK_D": configs.block_d(p.head_dim),
+            "BLOCK_D": block_d(p.head_dim),
             "ADDS": adds,
         }
 

@@ -54,7 +54,7 @@ def _choose(band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: in
     def time_us(size: int) -> float:
         count = -(-group_size // size)
         if band.unbounded:
-            steps = math.ceil(tiles * count / _MULTIPROCESSORS) * (longest * size + _TILE_STEPS)
+            steps: float = math.ceil(tiles * count / _MULTIPROCESSORS) * (longest * size + _TILE_STEPS)
         else:
             # The longest tiles start first and the others fill what they leave, but for a tenth of a tile.
             all_steps = tiles * (mean * group_size + _TILE_STEPS * count)

@@ -65,12 +65,11 @@ class Workspace(NamedTuple):
         turns_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
         end = counter_at + 16 if turns_at is None else turns_at + 16 * -(-blocks // 4)
         count = subgroups.choose(problem, config, k.shape[-3])
-        keys_at: list[int | None] = [None, None]
-        for i, (x, wanted) in enumerate(((k, problem.grads.k), (v, problem.grads.v))):
-            if count > 1 and wanted:
-                keys_at[i] = end
-                end += 4 * count * x.numel()
-        return cls(blocks, count, rows_at, counter_at, turns_at, *keys_at, end // 4)
+        dk_at = end if count > 1 and problem.grads.k else None
+        end += 0 if dk_at is None else 4 * count * k.numel()
+        dv_at = end if count > 1 and problem.grads.v else None
+        end += 0 if dv_at is None else 4 * count * v.numel()
+        return cls(blocks, count, rows_at, counter_at, turns_at, dk_at, dv_at, end // 4)
 
     def pointers(self) -> dict[str, Pointer | None]:
         """The kernels' arguments."""
