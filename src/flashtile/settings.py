@@ -82,8 +82,8 @@ LAUNCHER = Setting(
 
 COPIES = Setting(
     "FLASHTILE_COPIES",
-    "0",
-    "1: the ring of distributed.attention is copied by the copy engines of one host's GPUs; the same on all ranks.",
+    "",
+    "1 or 0: whether copy engines carry the ring of distributed.attention, the same on all ranks; unset: where they can.",
     (*_ON, *_OFF),
 )
 

@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile import ops
 from flashtile.distributed import copies, kinds
+from flashtile.distributed.copies import SIGNALS
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
 from tests.distributed.ranks import NAMED
-
-SIGNALS = 6
 
 
 class Mapped:
@@ -55,7 +54,7 @@ class Mapped:
         self._signals[self._rank, signal, peer] = 0
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[list[Any]]:
+    def beside(self, what: str, peers: Sequence[int]) -> Iterator[list[Any]]:
         events: list[Any] = []
         yield events
         events.append(None)
@@ -73,7 +72,7 @@ def compare(mesh: DeviceMesh, folder: str, name: str, layout: str) -> dict[str, 
     with (
         ops.own_plans(OrderedDict()),
         mock.patch.object(copies, "memory_of", memory_of),
-        mock.patch.object(kinds, "may_copy", lambda device: True),
+        mock.patch.object(kinds, "reach", lambda device: [str(mesh.get_rank()), *map(str, range(mesh.size()))]),
         mock.patch.object(copies._Arrival, "wait", lambda self: None),
     ):
         found = ranks.compare(mesh, NAMED[name], torch.float64, [(layout, "ring")])
