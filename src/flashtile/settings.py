@@ -83,7 +83,7 @@ LAUNCHER = Setting(
 COPIES = Setting(
     "FLASHTILE_COPIES",
     "",
-    "1 or 0: whether copy engines carry the ring of distributed.attention, the same on all ranks; unset: where they can.",
+    "1 or 0: whether copy engines carry keys in distributed.attention; the same on all ranks; unset: where they can.",
     (*_ON, *_OFF),
 )
 

@@ -310,7 +310,9 @@ class Kind:
         messages: Messages | Copies = Messages(ring)
         if copies and ring.size > 1 and spec.comm != "allgather":
             messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q)
-        self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most)
+        # As keys that leave first are to their sums, which return last.
+        share = problem.dtype.itemsize / (problem.dtype.itemsize + problem.lse_dtype.itemsize)
+        self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most, share)
 
     def _exchange(self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device) -> Heads:
         ranks, layout = self.spec.ranks, self.spec.layout
