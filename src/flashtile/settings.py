@@ -82,9 +82,9 @@ LAUNCHER = Setting(
 
 COPIES = Setting(
     "FLASHTILE_COPIES",
-    "",
-    "1 or 0: whether copy engines carry keys in distributed.attention; the same on all ranks; unset: where they can.",
-    (*_ON, *_OFF),
+    "0",
+    "1: copy engines carry distributed.attention's keys among GPUs of a host; auto: where they can. On all ranks the same.",
+    (*_ON, *_OFF, "auto"),
 )
 
 SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections import OrderedDict
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile import ops
+from flashtile import InvalidInputError, distributed, ops
 from flashtile.distributed import copies, kinds
-from flashtile.distributed.copies import SIGNALS
+from flashtile.distributed.copies import SIGNALS, may_copy
+from flashtile.distributed.exchange import Line, Ranks
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
 from tests.distributed.ranks import NAMED
@@ -73,6 +75,7 @@ def compare(mesh: DeviceMesh, folder: str, name: str, layout: str) -> dict[str, 
         ops.own_plans(OrderedDict()),
         mock.patch.object(copies, "memory_of", memory_of),
         mock.patch.object(kinds, "reach", lambda device: [str(mesh.get_rank()), *map(str, range(mesh.size()))]),
+        mock.patch.dict(os.environ, FLASHTILE_COPIES="auto"),
         mock.patch.object(copies._Arrival, "wait", lambda self: None),
     ):
         found = ranks.compare(mesh, NAMED[name], torch.float64, [(layout, "ring")])
@@ -96,3 +99,28 @@ def test_only_dv_has_its_place(pool: Pool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for found in pool.run(compare, folder, "only_v", "zigzag", mesh=4):
             assert all(x < 1e-13 for x in found.values()), found
+
+
+def apart(mesh: DeviceMesh, copies_are: str) -> None:
+    with mock.patch.dict(os.environ, FLASHTILE_COPIES=copies_are):
+        x = torch.ones(1, 4, 2, 8)
+        distributed.attention(x, x, x, mesh=mesh, comm="ring")
+
+
+def test_asked_for_where_memory_is_not_reached(pool: Pool) -> None:
+    for error in pool.errors(apart, "1", mesh=3)[:3]:
+        said = "FLASHTILE_COPIES: is on, but rank 0 cannot write to the memory of rank 1's GPU"
+        assert isinstance(error, InvalidInputError) and str(error) == said
+    pool.run(apart, "auto", mesh=3)
+
+
+def test_who_reaches_whom() -> None:
+    """Four ranks, two rings of two: it counts who reaches whom in a ring."""
+    ranks = Ranks(Line(None, 0, (0, 2)), Line(None, 0, (0, 1)), (0, 1, 2, 3))
+    reached = [["a", "c"], ["b", "d"], ["c", "a"], ["d", "b"]]
+    with mock.patch.dict(os.environ, FLASHTILE_COPIES="auto"):
+        assert may_copy(ranks, reached)
+        assert not may_copy(ranks, [*reached[:3], ["d", "a"]])
+        assert not may_copy(ranks, [[]] * 4)
+    with mock.patch.dict(os.environ, FLASHTILE_COPIES="0"):
+        assert not may_copy(ranks, reached)

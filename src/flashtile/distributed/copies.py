@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -23,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile import settings
 from flashtile.backends import driver
-from flashtile.distributed.exchange import NOTHING, Line, Parcel, Pending, named, stage_name
-from flashtile.errors import ExchangeError
+from flashtile.distributed.exchange import NOTHING, Line, Parcel, Pending, Ranks, named, stage_name
+from flashtile.errors import ExchangeError, InvalidInputError
 
 # Places of each kind, which stages take in turn; and its signals, that a place is free and that it is filled.
 PLACES = {"keys": 2, "sums": 3, "back": 1}
@@ -59,24 +61,20 @@ class Memory:
         torch.cuda.synchronize(device)
         self._handle: Any = symmetric.rendezvous(whole, line.group)
         self.local: Tensor = whole[self._first :]
-        self._words = [self._view(peer, 0, (1,), torch.int32).data_ptr() for peer in range(line.size)]
         self._tensors: dict[Any, Tensor] = {}
+        self._words = [self.of(peer, -self._first, (1,), torch.int32).data_ptr() for peer in range(line.size)]
         # Of another priority than streams usually have, so that it shares no queue with one that it should run beside.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last = self._stream
-        timeout_s = line.group._get_backend(device).options._timeout.total_seconds()
-        self._watch = _Watch(device, timeout_s)
-
-    def _view(self, peer: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        found: Tensor = self._handle.get_buffer(peer, list(shape), dtype, start // dtype.itemsize)
-        return found
+        self._watch = _Watch(device, line.group._get_backend(device).options._timeout.total_seconds())
 
     def of(self, peer: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor at a place of a peer's memory, in bytes from its start."""
         key = peer, start, tuple(shape), dtype
         found = self._tensors.get(key)
         if found is None:
-            found = self._tensors[key] = self._view(peer, self._first + start, shape, dtype)
+            first = (self._first + start) // dtype.itemsize
+            found = self._tensors[key] = self._handle.get_buffer(peer, list(shape), dtype, first)
         return found
 
     def put(self, peer: int, signal: int) -> None:
@@ -93,15 +91,11 @@ class Memory:
     def beside(self, what: str, peers: Sequence[int]) -> Iterator[list[Any]]:
         """Queues what is done inside on a stream of its own, after all that was queued on the current one.
 
-        Args:
-            what: It, for the error if a signal does not come in time.
-            peers: Those whose signals it waits for.
-
         Yields:
             A list that then holds an event at its end.
 
         Raises:
-            ExchangeError: A signal did not come in time, now or earlier.
+            ExchangeError: An earlier signal did not come in time. Of these it would name ``what`` and ``peers``.
         """
         if self._watch.error is not None:
             raise self._watch.error
@@ -123,12 +117,8 @@ class Memory:
 class _Watch(threading.Thread):
     """Ends a process's work on a GPU when a signal does not come in time: a stream would wait for it for ever.
 
-    A stage ends by writing its number to memory of the host, where a thread looks for it. Other kernels than the one
-    that fails then, and copies, end with it: what waits for the GPU gets an error of CUDA, and a later call ``error``.
-
-    Args:
-        device: The GPU.
-        timeout_s: Seconds from when a stage is queued.
+    A stage ends by writing its number to memory of the host, where a thread looks for it. If it is not there
+    ``timeout_s`` after it was queued a kernel fails, and all work with it: what waits for the GPU gets an error of CUDA.
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -165,7 +155,7 @@ class _Watch(threading.Thread):
                     torch._assert_async(self._holds)
 
 
-# By process group. Calls of all kinds share it: one stream at a time uses a ring.
+# By process group; calls of all kinds share it.
 _memories: dict[Any, Memory] = {}
 
 
@@ -190,6 +180,28 @@ def reach(device: torch.device) -> list[str]:
     reached = [i for i in others if torch.cuda.can_device_access_peer(device, i)]
     # The first digits tell GPUs apart, and the record that all ranks exchange is short.
     return [str(torch.cuda.get_device_properties(i).uuid)[:13] for i in (device.index, *reached)]
+
+
+def may_copy(ranks: Ranks, reached: Sequence[Sequence[str]]) -> bool:
+    """Whether the setting lets copy engines carry keys, and each rank reaches the memory of all others of its ring.
+
+    ``reached`` is what ``reach`` says on each rank, in the order of their shards.
+
+    Raises:
+        InvalidInputError: The setting is on, and a rank does not; on all ranks.
+    """
+    is_on, apart = settings.COPIES.enabled(), ranks.ulysses.size
+    if not is_on and settings.COPIES.get() != "auto":
+        return False
+    rings = [range(first, len(reached), apart) for first in range(apart)]
+    pairs = (pair for ring in rings for pair in itertools.permutations(ring, 2))
+    found = next(((i, j) for i, j in pairs if not set(reached[j][:1]) & set(reached[i])), None)
+    if found and is_on:
+        i, j = (ranks.members[one] for one in found)
+        raise InvalidInputError(
+            settings.COPIES.name, f"is on, but rank {i} cannot write to the memory of rank {j}'s GPU"
+        )
+    return not found
 
 
 class Copies:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile import dispatch, settings
 from flashtile.arguments import Options, Tensors
 from flashtile.backends.base import directions_of
-from flashtile.distributed.copies import Copies, reach
+from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
 from flashtile.distributed.layouts import Layout, ranges, shard_length
@@ -104,31 +104,7 @@ def make_kind(spec: Spec, t: Tensors) -> Kind:
             raise UnsupportedError(f"on rank {rank}: {message}")
     refuse_differences(spec.ranks, [{**record, **_OWN} for record in everyone])
     _check_rows(spec, everyone)
-    return Kind(spec, t, _copies(spec, [record["reach"] for record in everyone]))
-
-
-def _copies(spec: Spec, reached: list[list[str]]) -> bool:
-    """Whether copy engines carry keys: where all ranks of a ring reach one another's memory, unless a setting says no.
-
-    Args:
-        spec: The call.
-        reached: What ``copies.reach`` says on each rank, in the order of their shards.
-
-    Raises:
-        InvalidInputError: The setting says yes, and a rank cannot; on all ranks.
-    """
-    wanted, apart = settings.COPIES.get(), spec.ranks.ulysses.size
-    if spec.comm in ("allgather", "ulysses"):
-        return False
-    rings = [range(first, len(reached), apart) for first in range(apart)]
-    for i, j in (pair for ring in rings for pair in itertools.permutations(ring, 2)):
-        if not (reached[i] and reached[j] and reached[j][0] in reached[i]):
-            if settings.COPIES.enabled():
-                members = spec.ranks.members
-                have = f"is {wanted}, but rank {members[i]} cannot write to the memory of rank {members[j]}'s GPU"
-                raise InvalidInputError(settings.COPIES.name, have)
-            return False
-    return not wanted or settings.COPIES.enabled()
+    return Kind(spec, t, spec.comm in ("auto", "ring") and may_copy(spec.ranks, [each["reach"] for each in everyone]))
 
 
 def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
@@ -241,18 +217,10 @@ def chosen(spec: Spec, problem: Problem) -> str:
 
 
 def _messages(spec: Spec, ring: Line, problem: Problem, heads_q: int, keys: int, q: Tensor) -> Messages | Copies:
-    """Copy engines, as sends and receives; the process group, with a warning, if on a rank memory cannot be mapped.
-
-    Args:
-        spec: The call.
-        ring: Its ring.
-        problem: The whole call's.
-        heads_q: Query heads of a rank.
-        keys: Keys of the largest shard.
-        q: A tensor on the rank's device.
+    """Copy engines, for shards of so many keys; the process group, with a warning, where memory cannot be mapped.
 
     Raises:
-        ExchangeError: Memory cannot be mapped, and the setting asks for it.
+        ExchangeError: It cannot, on this rank or another one, and the setting is on.
     """
     heads = max(1, problem.num_heads_kv * heads_q // problem.num_heads_q)
     elements = keys * heads * max(problem.head_dim, problem.head_dim_v)
@@ -265,12 +233,12 @@ def _messages(spec: Spec, ring: Line, problem: Problem, heads_q: int, keys: int,
         made = Copies(ring, q.device, sizes)
     except RuntimeError as error:
         why = str(error)
-    if not any_of(ring, what, q, isinstance(made, Messages)):
-        return made
-    if settings.COPIES.enabled():
-        raise ExchangeError(what, ring.members, why)
-    warnings.warn(f"flashtile: no copy engines: {why}", RuntimeWarning, stacklevel=2)
-    return Messages(ring)
+    if any_of(ring, what, q, isinstance(made, Messages)):
+        if settings.COPIES.enabled():
+            raise ExchangeError(what, ring.members, why)
+        warnings.warn(f"flashtile: no copy engines: {why}", RuntimeWarning, stacklevel=2)
+        made = Messages(ring)
+    return made
 
 
 class Kind:
