@@ -83,7 +83,7 @@ LAUNCHER = Setting(
 COPIES = Setting(
     "FLASHTILE_COPIES",
     "0",
-    "1: copy engines carry distributed.attention's keys among GPUs of a host; auto: where they can. On all ranks the same.",
+    "1: copy engines carry distributed.attention's keys among a host's GPUs; auto: where they can; alike on all ranks.",
     (*_ON, *_OFF, "auto"),
 )
 

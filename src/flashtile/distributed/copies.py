@@ -118,7 +118,7 @@ class _Watch(threading.Thread):
     """Ends a process's work on a GPU when a signal does not come in time: a stream would wait for it for ever.
 
     A stage ends by writing its number to memory of the host, where a thread looks for it. If it is not there
-    ``timeout_s`` after it was queued a kernel fails, and all work with it: what waits for the GPU gets an error of CUDA.
+    ``timeout_s`` after it was queued, a kernel fails and all work with it: who waits for the GPU gets an error of CUDA.
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
