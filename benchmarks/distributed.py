@@ -32,14 +32,15 @@ from benchmarks.providers import STEP
 from benchmarks.session import NotTimedError, attempt, new_parser, shown
 from benchmarks.table import Table, to_text
 from benchmarks.varlen import draw_lengths
-from flashtile import distributed
+from flashtile import distributed, settings
 from flashtile.distributed.layouts import Layout
 
 Outputs = tuple[Tensor, ...]
 Call = Callable[[], Outputs]
 
 ONE = "one GPU"
-OURS = ("ring", "allgather", "ulysses")
+# The ring by copy engines where they can, and by NCCL.
+OURS = ("ring", "ring-nccl", "allgather", "ulysses")
 # PyTorch's ways to rotate, and the kernels under its function.
 PEERS = tuple(f"torch-{method}-{kernel}" for method in ("allgather", "alltoall") for kernel in ("flash", "cudnn"))
 PROVIDERS = (ONE, *(f"flashtile-{comm}" for comm in OURS), *PEERS)
@@ -87,10 +88,16 @@ def ours(comm: str, case: Case, inputs: Any, what: str, mesh: DeviceMesh) -> Cal
     cut = shards(case, mesh)
     tensors = [cut(x).requires_grad_(what == STEP) for x in (inputs.q, inputs.k, inputs.v)]
     keywords: dict[str, Any] = {"causal": case.causal, "window_size": case.window}
-    keywords |= {"mesh": mesh, "comm": comm, "layout": layout_of(case)}
+    way, _, carrier = comm.partition("-")
+    keywords |= {"mesh": mesh, "comm": way, "layout": layout_of(case)}
     if inputs.cu_seqlens is not None:
         keywords |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu_seqlens)
-    return stepping(functools.partial(distributed.attention, *tensors, **keywords), tensors, cut(inputs.dout), what)
+
+    def forward() -> Any:
+        os.environ[settings.COPIES.name] = "0" if carrier else "auto"
+        return distributed.attention(*tensors, **keywords)
+
+    return stepping(forward, tensors, cut(inputs.dout), what)
 
 
 def shards(case: Case, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:

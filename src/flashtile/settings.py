@@ -83,8 +83,8 @@ LAUNCHER = Setting(
 COPIES = Setting(
     "FLASHTILE_COPIES",
     "0",
-    "1: the ring of distributed.attention is copied by the copy engines of one host's GPUs; the same on all ranks.",
-    (*_ON, *_OFF),
+    "1: copy engines carry distributed.attention's keys among a host's GPUs; auto: where they can; alike on all ranks.",
+    (*_ON, *_OFF, "auto"),
 )
 
 SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES)

@@ -1,4 +1,4 @@
-"""Processes that run functions together over gloo, started once and used by many tests.
+"""Processes that run functions together over gloo, or on a GPU each over NCCL, started once and used by many tests.
 
 They are forked from a server that has imported PyTorch, and wait for functions of test modules: ``Pool.run`` returns
 what the ranks returned, and raises what one of them raised.
@@ -26,10 +26,13 @@ _PATIENCE_S = 120.0
 _meetings = itertools.count()
 
 
-def _work(rank: int, world: int, path: str, timeout_s: float, commands: Connection) -> None:
+def _work(rank: int, world: int, path: str, timeout_s: float, device: str, commands: Connection) -> None:
     torch.set_num_threads(1)
-    wait_s = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=wait_s)
+    wait_s, backend = datetime.timedelta(seconds=timeout_s), "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world, timeout=wait_s)
     meshes: dict[Any, DeviceMesh] = {}
     while True:
         try:
@@ -37,16 +40,12 @@ def _work(rank: int, world: int, path: str, timeout_s: float, commands: Connecti
         except EOFError:
             os._exit(0)
         if what not in meshes:
-            meshes[what] = _mesh(*what)
+            meshes[what] = DeviceMesh(device, torch.tensor(what[0]), mesh_dim_names=what[1])
         try:
             inside = meshes[what].get_coordinate() is not None
             commands.send((True, function(meshes[what], *args) if inside else None))
         except BaseException as error:
             commands.send((False, (error, traceback.format_exc())))
-
-
-def _mesh(members: tuple[Any, ...], names: tuple[str, ...]) -> DeviceMesh:
-    return DeviceMesh("cpu", torch.tensor(members), mesh_dim_names=names)
 
 
 class RankError(AssertionError):
@@ -59,9 +58,10 @@ class Pool:
     Args:
         world: Their number.
         timeout_s: That of their process groups.
+        device: "cpu", or "cuda" for a GPU each.
     """
 
-    def __init__(self, world: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, world: int, timeout_s: float = 60.0, device: str = "cpu") -> None:
         server = mp.get_context("forkserver")
         server.set_forkserver_preload(["torch", "torch.distributed.tensor", "flashtile.distributed", "numpy"])
         path = Path(tempfile.gettempdir()) / f"flashtile-{os.getpid()}-{next(_meetings)}"
@@ -69,7 +69,9 @@ class Pool:
         self.world, self.pipes, self.processes = world, [], []
         for rank in range(world):
             ours, theirs = server.Pipe()
-            process = server.Process(target=_work, args=(rank, world, str(path), timeout_s, theirs), daemon=True)
+            process = server.Process(
+                target=_work, args=(rank, world, str(path), timeout_s, device, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)

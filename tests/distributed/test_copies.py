@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections import OrderedDict
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile import ops
+from flashtile import InvalidInputError, distributed, ops
 from flashtile.distributed import copies, kinds
+from flashtile.distributed.copies import SIGNALS, may_copy
+from flashtile.distributed.exchange import Line, Ranks
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
 from tests.distributed.ranks import NAMED
-
-SIGNALS = 6
 
 
 class Mapped:
@@ -55,7 +56,7 @@ class Mapped:
         self._signals[self._rank, signal, peer] = 0
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[list[Any]]:
+    def beside(self, what: str, peers: Sequence[int]) -> Iterator[list[Any]]:
         events: list[Any] = []
         yield events
         events.append(None)
@@ -73,7 +74,8 @@ def compare(mesh: DeviceMesh, folder: str, name: str, layout: str) -> dict[str, 
     with (
         ops.own_plans(OrderedDict()),
         mock.patch.object(copies, "memory_of", memory_of),
-        mock.patch.object(kinds, "may_copy", lambda device: True),
+        mock.patch.object(kinds, "reach", lambda device: [str(mesh.get_rank()), *map(str, range(mesh.size()))]),
+        mock.patch.dict(os.environ, FLASHTILE_COPIES="auto"),
         mock.patch.object(copies._Arrival, "wait", lambda self: None),
     ):
         found = ranks.compare(mesh, NAMED[name], torch.float64, [(layout, "ring")])
@@ -97,3 +99,28 @@ def test_only_dv_has_its_place(pool: Pool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for found in pool.run(compare, folder, "only_v", "zigzag", mesh=4):
             assert all(x < 1e-13 for x in found.values()), found
+
+
+def apart(mesh: DeviceMesh, copies_are: str) -> None:
+    with mock.patch.dict(os.environ, FLASHTILE_COPIES=copies_are):
+        x = torch.ones(1, 4, 2, 8)
+        distributed.attention(x, x, x, mesh=mesh, comm="ring")
+
+
+def test_asked_for_where_memory_is_not_reached(pool: Pool) -> None:
+    for error in pool.errors(apart, "1", mesh=3)[:3]:
+        said = "FLASHTILE_COPIES: is on, but rank 0 cannot write to the memory of rank 1's GPU"
+        assert isinstance(error, InvalidInputError) and str(error) == said
+    pool.run(apart, "auto", mesh=3)
+
+
+def test_who_reaches_whom() -> None:
+    """Four ranks, two rings of two: it counts who reaches whom in a ring."""
+    ranks = Ranks(Line(None, 0, (0, 2)), Line(None, 0, (0, 1)), (0, 1, 2, 3))
+    reached = [["a", "c"], ["b", "d"], ["c", "a"], ["d", "b"]]
+    with mock.patch.dict(os.environ, FLASHTILE_COPIES="auto"):
+        assert may_copy(ranks, reached)
+        assert not may_copy(ranks, [*reached[:3], ["d", "a"]])
+        assert not may_copy(ranks, [[]] * 4)
+    with mock.patch.dict(os.environ, FLASHTILE_COPIES="0"):
+        assert not may_copy(ranks, reached)

@@ -312,7 +312,7 @@ def chosen(mesh: DeviceMesh, rows: int, heads: int, kv_heads: int, **keywords: A
     found = []
 
     class Noted(kinds.Kind):
-        def __init__(self, spec: Any, t: Any) -> None:
+        def __init__(self, spec: Any, t: Any, copies: bool) -> None:
             found.append(kinds.chosen(spec, kinds.Problem.of(t, spec.options)))
             raise StopIteration
 

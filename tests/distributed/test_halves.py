@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from flashtile.distributed.calls import Call
-from flashtile.distributed.halves import in_halves
+from flashtile.distributed.halves import in_two
 from flashtile.distributed.plan import make_plan
 from flashtile.masks import Band
 
@@ -38,7 +38,7 @@ def test_halves_keep_what_the_calls_keep(
     for rank in range(3):
         plan = make_plan(*lengths, 3, rank, layout, band, batch=2, origins=origins)
         calls = plan.steps[0].calls
-        first, final = in_halves(calls)
+        first, final = in_two(calls)
         whole = sum((kept(call) for call in calls), Counter())
         assert sum((kept(call) for call in (*first, *final)), Counter()) == whole
         assert max(whole.values(), default=1) == 1
@@ -48,8 +48,9 @@ def test_halves_keep_what_the_calls_keep(
 
 @pytest.mark.parametrize("band", [Band(), CAUSAL, Band(5000, 0)], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
-def test_halves_are_even(band: Band, layout: str) -> None:
+@pytest.mark.parametrize("share", [1 / 2, 1 / 3])
+def test_the_first_has_its_share(band: Band, layout: str, share: float) -> None:
     for rank in range(2):
         calls = make_plan((16384,), (16384,), 2, rank, layout, band).steps[0].calls
-        first, final = (sum(call.pairs for call in half) for half in in_halves(calls))
-        assert 0.9 < first / final < 1.1
+        first, final = (sum(call.pairs for call in half) for half in in_two(calls, share))
+        assert 0.9 < first * (1 - share) / (final * share) < 1.1

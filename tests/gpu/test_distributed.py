@@ -1,19 +1,23 @@
-"""Two GPUs over NCCL (``pytest -m gpu``): two ranks against one, by messages and by copy engines, with no host wait."""
+"""Two GPUs over NCCL (``pytest -m gpu``): two ranks against one, by messages and by copy engines, with no host wait.
+
+Most of the time goes into building kernels, about ten for each case: ``-n 8`` builds those of all cases side by side.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
 from flashtile import distributed
+from flashtile.errors import ExchangeError
+from tests.distributed.pool import Pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -75,20 +79,61 @@ def compare(mesh: DeviceMesh, name: str) -> None:
                 assert apart < 1e-2, (layout, comm, copies, step, apart.item())
 
 
-def work(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2)
-    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ring",))
-    for name in CASES:
-        compare(mesh, name)
-        if rank == 0:
-            print(name, "agrees", flush=True)
-    dist.destroy_process_group()
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    """A process for each of two GPUs."""
+    made = Pool(2, device="cuda")
+    yield made
+    made.close()
 
 
-def test_two_gpus_equal_one() -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    mp.spawn(work, (port,), nprocs=2)
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus_equal_one(two: Pool, name: str) -> None:
+    two.run(compare, name)
+
+
+def repeat(mesh: DeviceMesh, times: int) -> None:
+    """Both ways give the same bits, whichever rank is late and by how much."""
+    make = torch.Generator("cuda").manual_seed(mesh.get_rank())
+    rows = 1024
+    for number in range(times):
+        q, k, v, dout = (torch.randn(1, rows, 4, 128, generator=make, device="cuda").bfloat16() for _ in range(4))
+        x = [each.requires_grad_() for each in (q, k, v)]
+        found = []
+        for copies in ("1", "0"):
+            os.environ["FLASHTILE_COPIES"] = copies
+            torch.cuda._sleep((number * 7 + mesh.get_rank() * 5) % 11 * 40_000)
+            out = distributed.attention(*x, mesh=mesh, comm="ring", causal=True, deterministic=True)
+            found.append([out, *torch.autograd.grad(out, x, dout)])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other), number
+
+
+def test_copies_and_messages_give_the_same_bits(two: Pool) -> None:
+    two.run(repeat, 200)
+
+
+def leave(mesh: DeviceMesh) -> str:
+    """What a rank gets to see that waits for one that died."""
+    os.environ["FLASHTILE_COPIES"] = "1"
+    x = torch.ones(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16)
+    distributed.attention(x, x, x, mesh=mesh, comm="ring")
+    torch.cuda.synchronize()
+    if mesh.get_rank() == 1:
+        os._exit(9)
+    distributed.attention(x, x, x, mesh=mesh, comm="ring")
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError):
+        torch.cuda.synchronize()
+    assert time.monotonic() - start_s < 12
+    with pytest.raises(ExchangeError) as error:
+        distributed.attention(x, x, x, mesh=mesh, comm="ring")
+    return str(error.value)
+
+
+def test_a_rank_that_dies_ends_in_an_error() -> None:
+    pool = Pool(2, timeout_s=5.0, device="cuda")
+    (_, said), (_, died) = pool.outcomes(leave)
+    pool.close()
+    assert said == "the exchange during step 0 of the ring, with rank 1: no signal in 5 s"
+    assert isinstance(died[0], EOFError)

@@ -93,7 +93,7 @@ class KernelTable:
         state_bytes: Bytes that merging moves for each element of the output of a step after the first.
         sums_bytes: Bytes that adding moves for each element of dq, dk and dv of a step.
         launch_s: Time that a call of a step adds and nothing hides.
-        overlaps: Whether the own step overlaps what is gathered before the others, and half of it, in a backward, the
+        overlaps: Whether the own step overlaps what is gathered before the others, and part of it, in a backward, the
             sums that return at the end. Where it does not, gathered keys are used by one kernel.
     """
 
@@ -346,7 +346,8 @@ class _Steps:
         leaving = [link.time_s(self.leaving[number] * sizes.sums_bytes) for number in self.numbers]
         busy = [kernel + memory for kernel, memory in self.busy]
         if self.backward and self.kernels.overlaps and len(busy) > 1:
-            busy = [busy[0] / 2, *busy[1:], busy[0] / 2]
+            early = sizes.key_bytes / (sizes.key_bytes + sizes.sums_bytes)
+            busy = [busy[0] * early, *busy[1:], busy[0] * (1 - early)]
         # What travels during a step, and after all of them.
         beside = [a + b for a, b in itertools.zip_longest(coming[1:], [0.0, *leaving], fillvalue=0.0)]
         waiting = sum(max(0.0, a - b) for a, b in itertools.zip_longest(beside, busy, fillvalue=0.0))

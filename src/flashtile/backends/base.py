@@ -95,6 +95,8 @@ class Capabilities:
         min_compute_capability: Lowest NVIDIA compute capability, None where that does not apply.
         max_compute_capability: Highest, None for any.
         nvidia: Whether of GPUs only NVIDIA's will do.
+        chain_rows: Multiples on which sequences that have keys begin, and end unless with the last row, in a ``Chain``;
+            0 for a backward that takes none.
         slow_if_tiny: Whether ``Problem.tiny`` calls go to the next backend that can run them, unless this one is named.
     """
 
@@ -105,6 +107,7 @@ class Capabilities:
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
     nvidia: bool = False
+    chain_rows: int = 0
     slow_if_tiny: bool = False
     causal: bool = False
     window: bool = False
@@ -207,6 +210,22 @@ class Backward(Protocol):
         sums: Gradients | None = None,
     ) -> Gradients:
         """The gradients that ``problem.grads`` requests."""
+
+
+@dataclass(eq=False)
+class Chain:
+    """What backwards over other keys of the same packed rows share, each a call of ``in_chain`` of its own plan.
+
+    That takes what ``Backward`` takes and the chain, of a backend with ``Capabilities.chain_rows``. Sums are of dk and
+    dv alone; dq is None but for the last call, which returns that of all of them in q's dtype.
+
+    Attributes:
+        calls: How many are still to come.
+        work: What the backend keeps until the next one.
+    """
+
+    calls: int
+    work: Any = None
 
 
 # The plan of a cached call: appends k and v to the caches if they are given, writes tensors.out in full, and returns a

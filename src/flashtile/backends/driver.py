@@ -27,6 +27,8 @@ _L2_PROMOTION_128 = 2
 _CONFIG = struct.Struct("<7I4xQQI4x")
 STREAM_WORD = 4
 _MOST_DIMENSIONS = 5
+# CUstreamWaitValue_flags.
+_WAIT_EQUAL = 1
 _ONES = (1,) * _MOST_DIMENSIONS
 
 
@@ -36,11 +38,13 @@ class DriverError(RuntimeError):
 
 @functools.cache
 def library() -> Any:
-    """The driver library with the two functions in use, each taking 64-bit values as they are."""
+    """The driver library with the functions in use, each taking 64-bit values as they are."""
     cuda = ctypes.CDLL("libcuda.so.1")
     # Where CUDA runs an int is passed as 64 bits too, and c_int takes ctypes five times as long.
     cuda.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
     cuda.cuTensorMapEncodeTiled.argtypes = (ctypes.c_void_p,) * 12
+    for function in (cuda.cuStreamWriteValue32_v2, cuda.cuStreamWriteValue64_v2, cuda.cuStreamWaitValue32_v2):
+        function.argtypes = (ctypes.c_void_p,) * 4
     if status := cuda.cuInit(0):
         raise DriverError(f"cuInit: error {status}")
     return cuda
@@ -170,6 +174,17 @@ def address_comes_first() -> bool:
     return [each[:8] for each in maps] == [struct.pack("<Q", each) for each in (first, second)] and (
         maps[0][8:] == maps[1][8:]
     )
+
+
+def write_value(stream: int, address: int, value: int, bits: int = 32) -> None:
+    """Has a stream write to memory that the GPU reaches, when all before it is done and visible there."""
+    call = f"cuStreamWriteValue{bits}_v2"
+    check(getattr(library(), call)(stream, address, value, None), call)
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    """Has a stream wait until memory of its GPU holds 32 bits."""
+    check(library().cuStreamWaitValue32_v2(stream, address, value, _WAIT_EQUAL), "cuStreamWaitValue32")
 
 
 class BlockLayout:

@@ -245,6 +245,13 @@ def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     return x
 
 
+def any_of(line: Line, what: str, like: Tensor, said: bool) -> bool:
+    """Whether any rank of a line says so; waits for the GPU."""
+    found = torch.tensor([int(said)], device=like.device)
+    named(what, line.members, dist.all_reduce, found, dist.ReduceOp.MAX, group=line.group)
+    return bool(found.item())
+
+
 def share(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     """The first rank's tensor, in place."""
     for line in ranks.lines[::-1]:

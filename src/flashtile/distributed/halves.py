@@ -12,19 +12,20 @@ from flashtile.masks import Band
 _TILE = 128
 
 
-def in_halves(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """Calls that together keep what the given ones do, in two lists of about equal work."""
+def in_two(calls: Sequence[Call], share: float = 0.5) -> tuple[list[Call], list[Call]]:
+    """Calls that together keep what the given ones do, in two lists; the first has about ``share`` of the work."""
     if len(calls) == 1:
-        calls = _cut(calls[0])
+        calls = _cut(calls[0], share)
     first: list[Call] = []
     final: list[Call] = []
+    missing = (2 * share - 1) * sum(each.pairs for each in calls)  # in the first, more than in the other
     for call in sorted(calls, key=lambda each: -each.pairs):
-        lighter = min(first, final, key=lambda some: sum(each.pairs for each in some))
-        lighter.append(call)
+        (first if missing >= 0 else final).append(call)
+        missing -= call.pairs if missing >= 0 else -call.pairs
     return first, final
 
 
-def _cut(call: Call) -> list[Call]:
+def _cut(call: Call, share: float) -> list[Call]:
     """The first rows of each sequence, and the other ones; the call itself where they would have other bands."""
     left, right = call.band.left, call.band.right
     if (left is not None if right is None else right > 0) or not call.pairs:
@@ -36,7 +37,7 @@ def _cut(call: Call) -> list[Call]:
     origins = call.origins or [Origin()] * len(rows)
     for (row, row_stop), (key, key_stop), origin in zip(rows, keys, origins, strict=True):
         count, shift = row_stop - row, key_stop - key - row_stop + row
-        cut = _rows_of_half(call.band, count, key_stop - key)
+        cut = _rows_of(share, call.band, count, key_stop - key)
         # With as many keys fewer as rows, the last row is still aligned with the last key.
         seen = key_stop if right is None else key + max(0, cut + shift)
         for bound, last, where in (
@@ -58,16 +59,16 @@ def _append(part: tuple[list[int], list[int], list[Origin]], row: int, key: int,
         part[2].append(origin)
 
 
-def _rows_of_half(band: Band, rows: int, keys: int) -> int:
-    """First rows of a sequence that have about half of its pairs."""
+def _rows_of(share: float, band: Band, rows: int, keys: int) -> int:
+    """First rows of a sequence that have about a share of its pairs."""
     if band.right is None or not keys:
-        cut = rows // 2
+        cut = int(rows * share)
     else:
-        half, low, cut = band.count(rows, keys) // 2, 0, rows
+        wanted, low, cut = int(band.count(rows, keys) * share), 0, rows
         while low < cut:
             middle = (low + cut) // 2
-            if band.count(middle, max(0, middle + keys - rows)) < half:
+            if band.count(middle, max(0, middle + keys - rows)) < wanted:
                 low = middle + 1
             else:
                 cut = middle
-    return cut if rows < 8 * _TILE else round(cut / _TILE) * _TILE
+    return cut if rows < 2 * _TILE else round(cut / _TILE) * _TILE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 from flashtile import dispatch, settings
 from flashtile.arguments import Options, Tensors
 from flashtile.backends.base import directions_of
-from flashtile.distributed.copies import Copies, may_copy
-from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, refuse_differences, shortened
+from flashtile.distributed.copies import Copies, may_copy, reach
+from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
 from flashtile.distributed.layouts import Layout, ranges, shard_length
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.steps import OfRows, Part, Steps
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.errors import ExchangeError, InvalidInputError, UnsupportedError
 from flashtile.masks import Band
 from flashtile.problem import Problem
 from flashtile.states import Partial
@@ -26,6 +27,8 @@ from flashtile.states import Partial
 COMMS = ("auto", "ring", "allgather", "ulysses")
 # Operations of a Hopper GPU, 600 TFLOPS in 16 bits, in the time of a byte over its NVLink, 249 GB/s; and some to spare.
 _HIDDEN = 3000
+# What a rank says that others need not say.
+_OWN = dict.fromkeys(("reach", "rows_q", "rows_k"), 0)
 
 
 class Spec(NamedTuple):
@@ -92,16 +95,16 @@ def make_kind(spec: Spec, t: Tensors) -> Kind:
     except UnsupportedError as error:
         refused = ["", str(error)[:1000]]
     said = {name: shortened(value) for name, value in _said(spec, t).items()}
-    everyone = agree(spec.ranks, t.q.device, {"refused": refused, **said})
+    everyone = agree(spec.ranks, t.q.device, {"refused": refused, "reach": reach(t.q.device), **said})
     for rank, record in zip(spec.ranks.members, everyone, strict=True):
         if record["refused"]:
             argument, message = record["refused"]
             if argument:
                 raise InvalidInputError(argument, f"on rank {rank}: {message}")
             raise UnsupportedError(f"on rank {rank}: {message}")
-    refuse_differences(spec.ranks, [{**record, "rows_q": 0, "rows_k": 0} for record in everyone])
+    refuse_differences(spec.ranks, [{**record, **_OWN} for record in everyone])
     _check_rows(spec, everyone)
-    return Kind(spec, t)
+    return Kind(spec, t, spec.comm in ("auto", "ring") and may_copy(spec.ranks, [each["reach"] for each in everyone]))
 
 
 def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
         "window_size, causal": [o.window_left, o.window_right],
         "requires_grad": list(o.grads),
         "return_lse": spec.with_lse,
-        settings.COPIES.name: settings.COPIES.enabled(),
+        settings.COPIES.name: settings.COPIES.get(),
         **{each: getattr(o, each) for each in ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend")},
         "rows_q": spec.rows(t.q),
         "rows_k": spec.rows(t.k),
@@ -213,27 +216,29 @@ def chosen(spec: Spec, problem: Problem) -> str:
     return "ring" if is_hidden or around <= across else "ulysses"
 
 
-def _messages(
-    spec: Spec, ring: Line, problem: Problem, heads_q: int, keys: int, device: torch.device
-) -> Messages | Copies:
-    """What sends keys: the process group, or copy engines if the setting says so.
+def _messages(spec: Spec, ring: Line, problem: Problem, heads_q: int, keys: int, q: Tensor) -> Messages | Copies:
+    """Copy engines, for shards of so many keys; the process group, with a warning, where memory cannot be mapped.
 
-    Args:
-        spec: The call.
-        ring: Its ring.
-        problem: The whole call's.
-        heads_q: Query heads of a rank.
-        keys: Keys of the largest shard.
-        device: A rank's.
+    Raises:
+        ExchangeError: It cannot, on this rank or another one, and the setting is on.
     """
-    if ring.size == 1 or spec.comm == "allgather" or not may_copy(device):
-        return Messages(ring)
     heads = max(1, problem.num_heads_kv * heads_q // problem.num_heads_q)
     elements = keys * heads * max(problem.head_dim, problem.head_dim_v)
     sizes = {"keys": elements * problem.dtype.itemsize}
     if any(spec.options.grads[1:3]):
         sizes |= dict.fromkeys(("sums", "back") if ring.size > 3 else ("back",), elements * problem.lse_dtype.itemsize)
-    return Copies(ring, device, sizes)
+    made: Messages | Copies = Messages(ring)
+    why, what = "another rank cannot", "the mapping of GPUs' memory"
+    try:
+        made = Copies(ring, q.device, sizes)
+    except RuntimeError as error:
+        why = str(error)
+    if any_of(ring, what, q, isinstance(made, Messages)):
+        if settings.COPIES.enabled():
+            raise ExchangeError(what, ring.members, why)
+        warnings.warn(f"flashtile: no copy engines: {why}", RuntimeWarning, stacklevel=2)
+        made = Messages(ring)
+    return made
 
 
 class Kind:
@@ -242,9 +247,10 @@ class Kind:
     Args:
         spec: The calls.
         t: Tensors that show layouts.
+        copies: Whether copy engines carry keys around a ring.
     """
 
-    def __init__(self, spec: Spec, t: Tensors) -> None:
+    def __init__(self, spec: Spec, t: Tensors, copies: bool) -> None:
         bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
         problem = Problem.of(dataclasses.replace(t, cu_seqlens_q=bounds, cu_seqlens_k=bounds), spec.options)
         self.spec, self._problem, self._keys = spec, problem, spec.rows(t.k)
@@ -269,8 +275,12 @@ class Kind:
         if ring.size > 1 and spec.comm == "allgather":
             most = shard_length(sum(lengths_k), ring.size, 0) * batch
         part = Part(problem.num_heads_q, self._some.start)
-        messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q.device)
-        self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most)
+        messages: Messages | Copies = Messages(ring)
+        if copies and ring.size > 1 and spec.comm != "allgather":
+            messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q)
+        # As keys that leave first are to their sums, which return last.
+        share = problem.dtype.itemsize / (problem.dtype.itemsize + problem.lse_dtype.itemsize)
+        self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most, share)
 
     def _exchange(self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device) -> Heads:
         ranks, layout = self.spec.ranks, self.spec.layout

@@ -9,6 +9,7 @@ ranks, and before its kernels.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from flashtile import dispatch, ops, settings
 from flashtile.arguments import Grads, Options, Tensors
-from flashtile.backends.base import Backward, Forward, Gradients
+from flashtile.backends.base import Backward, Chain, Forward, Gradients
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
-from flashtile.distributed.halves import in_halves
+from flashtile.distributed.halves import in_two
 from flashtile.distributed.plan import Call, Plan, Step
 from flashtile.families import family_of
 from flashtile.masks import Origin
@@ -52,7 +53,7 @@ class _Launch:
     """One call of a step with the backend's plans of it, made when they are first needed."""
 
     def __init__(self, call: Call, options: Options, part: Part, device: torch.device, is_last: bool) -> None:
-        band = call.band
+        self._bounds, band = (call.cu_seqlens_q, call.cu_seqlens_k), call.band
         self.options = dataclasses.replace(
             options,
             window_left=band.left,
@@ -91,19 +92,33 @@ class _Launch:
             self._forward = chosen.plan_forward(problem, given, known)
         return Partial(*self._forward(given, state))
 
-    def backward(self, t: Tensors, keys: Keys, rows: OfRows, sums: Gradients | None) -> Gradients:
+    def backward(
+        self, t: Tensors, keys: Keys, rows: OfRows, sums: Gradients | None, chain: Chain | None = None
+    ) -> Gradients:
         """The sums with this call's gradients added; new ones if there are none."""
         given = self._given(t, keys)
         # Hooks of saved tensors may have given q other strides; all others are contiguous.
         key = t.q.stride(), t.q.data_ptr() % 16, rows.dlse is None
-        run = self._backwards.get(key)
+        run: Any = self._backwards.get(key)
         if run is None:
             problem = Problem.of(given, self.options)
             problem = problem.but(grad_dtype=problem.lse_dtype)
             known = self._known(given, problem, "backward")
             chosen = dispatch.select(problem, "backward", self.options.backend)
             run = self._backwards[key] = chosen.plan_backward(problem, given, rows.dout, rows.dlse, known)
-        return run(given, *rows, sums)
+        return run(given, *rows, sums) if chain is None else run.in_chain(given, *rows, sums, chain)
+
+    def may_chain(self, t: Tensors) -> bool:
+        """Whether the call may be one of a ``Chain``; t has any keys."""
+        bounds_q, bounds_k = self._bounds
+        k, v = (x.new_empty((bounds_k[-1], *x.shape[1:])) for x in (t.k, t.v))
+        problem = Problem.of(self._given(t, (k, v)), self.options)
+        chosen = dispatch.select(problem.but(grad_dtype=problem.lse_dtype), "backward", self.options.backend)
+        can = chosen.capabilities("backward")
+        places = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
+        ends = [end for row, (key, key_stop) in places if key < key_stop and row[0] < row[1] for end in row]
+        rows = 0 if can is None else can.chain_rows
+        return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
 
     def _known(self, t: Tensors, problem: Problem, direction: str) -> dict[Any, Any] | None:
         """What plans share with those of other lengths."""
@@ -183,6 +198,7 @@ class Steps:
         device: Theirs.
         messages: What sends and receives.
         most_keys: If all keys are gathered at once and sums scattered, rows of the largest shard; None if they travel.
+        share: Of the backward over a rank's own keys, what is done first.
     """
 
     def __init__(
@@ -194,6 +210,7 @@ class Steps:
         device: torch.device,
         messages: Messages | Copies,
         most_keys: int | None = None,
+        share: float = 0.5,
     ) -> None:
         self._line, self._grads, self._messages = line, options.grads, messages
         # Shards in a gathered tensor start on 16 bytes, whatever their width.
@@ -210,10 +227,12 @@ class Steps:
 
         self._stages = _stages(plan, launch_of)
         self._forward_stages = [each for each in self._stages if each.launches or each.keys_to or each.next_keys]
-        # In the backward half of step 0 comes first, and half last, while sums return.
+        # In the backward some of step 0 comes first, while keys leave, and the other part last, while sums return.
         own = plan.steps[0].calls
-        ends = in_halves(own) if line.size > 1 else (own, ())
+        ends = in_two(own, share) if line.size > 1 else (own, ())
         self._first, self._final = ([_Launch(call, options, part, device, False) for call in half] for half in ends)
+        # Whether the backward's calls make a chain; known from the first one on.
+        self._chains: bool | None = None
 
     def forward(self, t: Tensors, state: Partial | None) -> Partial | None:
         """Attention of the rank's rows over all keys, merged into a state; in q's dtype if there was any call."""
@@ -240,11 +259,14 @@ class Steps:
         return state
 
     def backward(self, t: Tensors, rows: OfRows) -> tuple[Gradients, Sums]:
-        """The gradients of q, k and v that are wanted, in lse's dtype; to those of k and v the pair must be added."""
+        """The gradients of q, k and v that are wanted, in lse's dtype; to those of k and v the pair must be added.
+
+        That of q is in its own dtype if the calls make a chain.
+        """
         if self._most_keys is not None:
             return self._backward_gathered(t, rows)
         own = held = t.k, t.v
-        total = Gradients()
+        total, chain = Gradients(), self._chain(t)
         sums = left = back = _NO_SUMS
         for stage in self._stages:
             sends, receives, arriving = self._keys(stage, own, held)
@@ -260,21 +282,32 @@ class Steps:
                 receives += _parcels(back, stage.sums_back, "back")
             pending = self._messages.post(stage.number, sends, receives)
             if stage is self._stages[0]:
-                total = self._own(self._first, t, rows, None)
+                total = self._own(self._first, t, rows, None, chain)
             elif stage.launches:
-                left = self._zero_sums(held, rows) if sums is _NO_SUMS else sums
+                given: Gradients | None = None
+                if sums is not _NO_SUMS or chain is None:
+                    given = Gradients(total.dq, *(self._zero_sums(held, rows) if sums is _NO_SUMS else sums))
                 for launch in stage.launches:
-                    launch.backward(t, held, rows, Gradients(total.dq, *left))
+                    given = launch.backward(t, held, rows, given, chain)
+                assert given is not None
+                total.dq, left = given.dq, (given.dk, given.dv)
             if stage is self._stages[-1]:
-                total = self._own(self._final, t, rows, total)
+                total = self._own(self._final, t, rows, total, chain)
             pending.wait()
             held, sums = arriving, coming
         return total, back
 
+    def _chain(self, t: Tensors) -> Chain | None:
+        """What the calls of a backward share, if all of them can."""
+        calls = [*self._first, *self._final, *(launch for stage in self._stages[1:] for launch in stage.launches)]
+        if self._chains is None:
+            self._chains = len(calls) > 1 and all(launch.may_chain(t) for launch in calls)
+        return Chain(len(calls)) if self._chains else None
+
     def _backward_gathered(self, t: Tensors, rows: OfRows) -> tuple[Gradients, Sums]:
         own, most = (t.k, t.v), self._most_keys or 0
         everyone, pending = gather(self._line, "the gathering of keys", own, most)
-        total = self._own(self._first, t, rows, None)
+        total = self._own(self._first, t, rows, None, None)
         pending.wait()
         sums = self._zero_sums(everyone, rows)
         for stage in self._stages[1:]:
@@ -282,18 +315,20 @@ class Steps:
             for launch in stage.launches:
                 launch.backward(t, _shard(everyone, stage), rows, Gradients(total.dq, dk, dv))
         back, pending = scatter_sums(self._line, "the sum of gradients", [x for x in sums if x is not None])
-        total = self._own(self._final, t, rows, total)
+        total = self._own(self._final, t, rows, total, None)
         pending.wait()
         found = iter(x[: t.k.shape[0]] for x in back)
         return total, (None if sums[0] is None else next(found), None if sums[1] is None else next(found))
 
-    def _own(self, launches: Sequence[_Launch], t: Tensors, rows: OfRows, total: Gradients | None) -> Gradients:
+    def _own(
+        self, launches: Sequence[_Launch], t: Tensors, rows: OfRows, total: Gradients | None, chain: Chain | None
+    ) -> Gradients:
         """The sums with the gradients of some calls over the rank's own keys added; zeros if there is nothing."""
         for launch in launches:
-            total = launch.backward(t, (t.k, t.v), rows, total)
+            total = launch.backward(t, (t.k, t.v), rows, total, chain)
         if total is not None:
             return total
-        dq = rows.out.new_zeros(t.q.shape, dtype=rows.lse.dtype) if self._grads.q else None
+        dq = rows.out.new_zeros(t.q.shape, dtype=rows.lse.dtype) if self._grads.q and chain is None else None
         return Gradients(dq, *self._zero_sums((t.k, t.v), rows))
 
     def _zero_sums(self, keys: Keys, rows: OfRows) -> Sums:

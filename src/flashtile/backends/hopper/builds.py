@@ -135,6 +135,12 @@ def _adding_builds() -> list[KernelBuild]:
         sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
         by_name = {name: each for name, each in zip(_BACKWARD, sums, strict=True) if each is not None}
         made += kernel_builds("hopper", "backward", problem, by_name, limits, ("sums",))
+        if used == {"varlen": True} and band is _CAUSAL:
+            chained = launch.chain_launches(
+                problem, tensors, tensors.q, None, config.choose(problem), True, False, False
+            )
+            by_name = {"attention_backward": chained[1]}
+            made += kernel_builds("hopper", "backward", problem, by_name, limits, ("sums", "chain"))
         if used == {"varlen": True}:
             made += builds_of(problem, "backward")[1:]
     return made

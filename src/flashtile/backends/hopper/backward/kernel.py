@@ -41,7 +41,7 @@ def attention_backward(
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, BY_GRADIENT: gl.constexpr, STAGES: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
     REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    FALLING: gl.constexpr, VARLEN: gl.constexpr, ADDS: gl.constexpr, SPLITS_GROUPS: gl.constexpr,
+    FALLING: gl.constexpr, VARLEN: gl.constexpr, ADDS: gl.constexpr, CHAINED: gl.constexpr, SPLITS_GROUPS: gl.constexpr,
     ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr, MASK_CONTIGUOUS: gl.constexpr,
 ):  # fmt: skip
     """Every tile's dk and dv, and what it adds to dq; one program per SM.
@@ -51,8 +51,8 @@ def attention_backward(
     counter of tiles; cu_seqlens, None if dense; numbers of ``launch.scales``; sizes, whose lengths are rows of the
     tensors if VARLEN; the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; then
     ``config.Config`` and what the call has. ADDS says that dk and dv go to what is there, in float32; SPLITS_GROUPS
-    that they are those of subgroups (see ``subgroups``); CONTIGUOUS that a stride of keys is 1.
-    ``preprocess.prepare_rows`` must have run.
+    that they are those of subgroups (see ``subgroups``); CHAINED that the workspace is a chain's; CONTIGUOUS that a
+    stride of keys is 1. ``preprocess.prepare_rows`` must have run.
     """
     dtype: gl.constexpr = q_desc.dtype
     PARTS: gl.constexpr = 1 if BY_GRADIENT else 2
@@ -90,7 +90,7 @@ def attention_backward(
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, subgroups, subgroup_size, left, right,
                    heads_at_once, softmax_scale, HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, PART_KEYS * PARTS,
                    BLOCK_D, PARTS, BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2, DQ_WIDTH,
-                   HAS_DSCORES, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, SPLITS_GROUPS)  # fmt: skip
+                   HAS_DSCORES, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, CHAINED, SPLITS_GROUPS)  # fmt: skip
     alibi = (alibi_ptr, alibi_stride_b)
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Gradients, Known
+from flashtile.backends.base import Chain, Gradients, Known
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward.config import Config
@@ -78,7 +79,7 @@ class BackwardPlan:
         self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
         self._config, self._known = config, known
-        self._steps: dict[bool, list[Step]] = {}
+        self._steps: dict[Any, list[Step]] = {}
 
     def __call__(
         self,
@@ -123,6 +124,43 @@ class BackwardPlan:
             dsinks = self._sinks_gradient(t.sinks, work)
         return Gradients(dq, dk, dv, None, dsinks)
 
+    def in_chain(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Gradients | None,
+        chain: Chain,
+    ) -> Gradients:
+        """The same for a call of a chain, which has rows and keys; see ``Chain``."""
+        t, wanted, is_last = tensors, self._problem.grads, chain.calls == 1
+        dout = dout.contiguous() if self._copies_dout else dout
+        out = out if out.data_ptr() % 16 == 0 else out.clone()
+        kind = sums is not None, chain.work is None, is_last
+        steps = self._steps.get(kind)
+        if steps is None:
+            made = chain_launches(self._problem, t, dout, dlse, self._config, *kind)
+            steps = self._steps[kind] = [Step(each, _OPERANDS, t.q.device, self._known) for each in made if each]
+        if chain.work is None:
+            layout = _chain_workspace(self._problem, self._config, t)
+            work, counter = chain.work = t.q.new_empty(layout.floats, dtype=torch.float32), layout.counter_at // 4
+        else:
+            work, counter = chain.work
+            work[counter:].zero_()  # and the turns
+        chain.calls -= 1
+        dq = _empty_contiguous(t.q, t.q.dtype) if is_last and wanted.q else None
+        if sums is None:
+            dk, dv = (self._empty_like(x) if named else None for x, named in ((t.k, wanted.k), (t.v, wanted.v)))
+        else:
+            dk, dv = sums.dk, sums.dv
+        run(steps, (
+            t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
+            None, None,
+        ))  # fmt: skip
+        return Gradients(dq, dk, dv)
+
     def _sinks_gradient(self, sinks: Tensor, work: Tensor) -> Tensor:
         """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""
         p = self._problem
@@ -155,13 +193,37 @@ def launches(
     )
 
 
+def chain_launches(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, adds: bool, is_first: bool,
+    is_last: bool,
+) -> tuple[Launch | None, Launch, Launch | None]:  # fmt: skip
+    """The launches of a call of a ``Chain``: what comes before the main kernel and after it knows no sequences."""
+    one, rows = _as_one(problem), replace(tensors, cu_seqlens_q=None, cu_seqlens_k=None)
+    work = _chain_workspace(problem, config, tensors)
+    return (
+        _preprocess_launch(one, rows, dout, dlse, config, work, False) if is_first else None,
+        _main_launch(problem, tensors, dout, config, work, adds, is_chained=True),
+        _postprocess_launch(one, rows, config, work, False) if is_last and problem.grads.q else None,
+    )
+
+
+def _chain_workspace(problem: Problem, config: Config, tensors: Tensors) -> Workspace:
+    """Of all calls of a chain; groups are not split, as sums of dk and dv would be of some keys."""
+    return Workspace.of(_as_one(problem).but(num_heads_kv=problem.num_heads_q), config, tensors)
+
+
+def _as_one(problem: Problem) -> Problem:
+    """A packed call's rows as those of one sequence."""
+    return problem.but(varlen=False, batch=1, grad_dtype=problem.dtype)
+
+
 def _preprocess_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace, adds: bool
 ) -> Launch:
     p = problem
     # The gradient of the sinks is made from every row's.
     skips = adds and not p.grads.sinks
-    dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.varlen else dlse.stride()
+    dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
     sizes = {
         "dout_ptr": dout,
         "dlse_ptr": dlse,
@@ -180,7 +242,7 @@ def _preprocess_launch(
             **_row_arguments(p, tensors, config, skips),
         }
 
-    return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype, skips))
+    return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype, skips, p.varlen))
 
 
 def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work: Workspace, adds: bool) -> Launch:
@@ -194,7 +256,7 @@ def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work
         }
 
     programs = work.blocks * (config.block_m // _ROWS)
-    key = (config, problem.grad_dtype, adds)
+    key = (config, problem.grad_dtype, adds, problem.varlen)
     return Launch(finish_dq, programs, _row_sizes(problem, tensors), {"num_warps": 4}, others, key)
 
 
@@ -221,8 +283,9 @@ def _sums_launch(problem: Problem, tensors: Tensors, work: Workspace, adds: bool
 
 
 def _main_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool
-) -> Launch:
+    problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool, *,
+    is_chained: bool = False,
+) -> Launch:  # fmt: skip
     p, t = problem, tensors
     rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
     num_sms, splits_groups = tensor_maps.num_sms(t.q.device), work.subgroups > 1
@@ -250,6 +313,7 @@ def _main_launch(
             **tensor_maps.pair_arguments(p, t),
             **constants(p, config),
             "ADDS": adds and not splits_groups,
+            "CHAINED": is_chained,
             "SPLITS_GROUPS": splits_groups,
         }
 
@@ -258,7 +322,7 @@ def _main_launch(
         blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
     programs = min(num_sms, blocks * p.num_heads_kv * work.subgroups)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    key = (config, dout.dtype, p.grad_dtype, adds, splits_groups)
+    key = (config, dout.dtype, p.grad_dtype, adds, is_chained, splits_groups)
     return Launch(attention_backward, programs, sizes, options, others, key)
 
 

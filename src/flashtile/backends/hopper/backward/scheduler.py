@@ -19,7 +19,7 @@ class KeyGrid:
     Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. A warpgroup
     has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once. ``has_dq`` and its like
     say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. If ``adds``, dk and dv are
-    added to what is there.
+    added to what is there. If ``chained``, the workspace has the rows of all packed sequences as those of one.
 
     If ``splits_groups``, the query heads of a key head are split into ``subgroups`` of ``subgroup_size`` heads, the
     last with fewer, and a tile has those of one: its ``head`` is ``key head * subgroups + subgroup``, and so is that of
@@ -52,6 +52,7 @@ class KeyGrid:
     has_dk: gl.constexpr
     has_dv: gl.constexpr
     adds: gl.constexpr
+    chained: gl.constexpr
     splits_groups: gl.constexpr
 
 
@@ -159,7 +160,7 @@ def next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
 @gluon.jit
 def row_blocks_per_head(grid):
     """Row blocks of one head in the workspace of a sequence, or of all packed ones."""
-    return blocks_per_head(grid.seqlen_q, grid.batch, grid.block_m, grid.varlen)
+    return blocks_per_head(grid.seqlen_q, grid.batch, grid.block_m, grid.varlen and not grid.chained)
 
 
 @gluon.jit
@@ -167,7 +168,10 @@ def first_row_block(tile, grid):
     """The workspace's row block of the tile's sequence and of its first head of queries, row 0."""
     head, _ = query_heads(tile.head, grid)
     if grid.varlen:
-        return head * row_blocks_per_head(grid) + tile.start_q // grid.block_m + tile.b
+        first = head * row_blocks_per_head(grid) + tile.start_q // grid.block_m
+        if not grid.chained:
+            first += tile.b
+        return first
     else:
         return (tile.b * grid.num_heads_kv * grid.group_size + head) * row_blocks_per_head(grid)
 

@@ -55,7 +55,7 @@ class Workspace(NamedTuple):
     def of(cls, problem: Problem, config: Config, tensors: Tensors) -> Workspace:
         """Of a call with these queries, keys and values."""
         q, k, v = tensors.q, tensors.k, tensors.v
-        rows = q.shape[0 if problem.varlen else 1]
+        rows = q.shape[-3]
         if problem.varlen:
             blocks = scheduler.num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
         else:
