@@ -32,13 +32,17 @@ class Setting:
     meaning: str
     values: tuple[str, ...] = ()
 
+    def text(self) -> str:
+        """The variable's value now as it was written, or its default."""
+        return os.environ.get(self.name, "").strip() or self.default
+
     def get(self) -> str:
-        """The variable's value now in lower case, or its default.
+        """The same in lower case.
 
         Raises:
             InvalidInputError: Naming the variable, if it has none of its values.
         """
-        value = os.environ.get(self.name, "").strip().lower() or self.default
+        value = self.text().lower()
         if self.values and value not in (*self.values, self.default):
             raise InvalidInputError(self.name, f"is {value!r}, must be {' or '.join(self.values)}, or unset")
         return value
@@ -58,6 +62,10 @@ class Setting:
     def enabled(self) -> bool:
         """Whether the value is one of 1, true, yes, on (in any case)."""
         return self.get() in _ON
+
+    def disabled(self) -> bool:
+        """Whether the value is one of 0, false, no, off (in any case)."""
+        return self.get() in _OFF
 
 
 CHECK = Setting(
@@ -87,7 +95,18 @@ COPIES = Setting(
     (*_ON, *_OFF),
 )
 
-SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES)
+TILES = Setting(
+    "FLASHTILE_TILES",
+    "",
+    "The file in which flashtile tune saves tiles and calls find them, or off for none; read once.",
+)
+CONFIG_HOME = Setting(
+    "XDG_CONFIG_HOME",
+    "~/.config",
+    "The system's own: unless FLASHTILE_TILES names another, the file is flashtile/tiles.json there.",
+)
+
+SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES, TILES, CONFIG_HOME)
 
 
 def validate() -> None:
