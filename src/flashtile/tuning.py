@@ -109,7 +109,7 @@ def candidates(task: Task, best: Config, arch: str) -> list[Config]:
         over_keys, threads = kernel in ("forward", "dq"), each.num_warps * (64 if arch == "gfx942" else 32)
         fixed, moving = (each.block_m, each.block_n) if over_keys else (each.block_n, each.block_m)
         numbers = fixed * columns + fixed * moving * (1 if kernel in ("forward", "dv") else 2)
-        shared = max(1, each.num_stages - 1) * moving * sum(dims) * p.dtype.itemsize
+        shared = (2 * each.num_stages - 1) * moving * sum(dims) * p.dtype.itemsize // 2
         able = (not each.tma or arch in ("sm_90", "sm_100", "interpreter")) and (not each.maxnreg or arch != "gfx942")
         small = max(fixed, moving) <= tuned.MAX_TILE and shared <= portable.SHARED_BYTES.get(arch, shared)
         if able and small and numbers <= _MOST_NUMBERS * threads:

@@ -46,8 +46,8 @@ def tune(
     if place is None:
         raise InvalidInputError(settings.TILES.name, "is off, so there is no file")
     if clear:
-        place.unlink(missing_ok=True)
-        typer.echo(f"{place}: removed")
+        tuned.write(place, ())
+        typer.echo(f"{place}: nothing is saved any more")
         return
     entries = tuned.read(place)
     if list_:
@@ -60,6 +60,7 @@ def tune(
     problems = [_problem(text, getattr(torch, dtype.value), band) for text in shape or ()]
     if not problems:
         raise InvalidInputError("--shape", "is missing: --shape 1,4096,32,8,128, or --list, or --clear")
+    tuned.write(place, entries)  # or this is refused now, not in the end
     wanted: dict[Direction, bool] = {"forward": forward or not backward, "backward": backward or not forward}
     directions = [direction for direction, is_wanted in wanted.items() if is_wanted]
     results, interrupted = _tune(tuning.tasks(problems, directions), seconds)

@@ -118,7 +118,7 @@ def known() -> dict[Key, Config]:
 def path() -> Path | None:
     """Where entries are; None where calls are to take none."""
     named = settings.TILES.text() or Path(settings.CONFIG_HOME.text(), "flashtile", "tiles.json")
-    return None if settings.TILES.get() == "off" else Path(named).expanduser()
+    return None if settings.TILES.get() == "off" else Path(os.path.expanduser(named))
 
 
 def versions() -> tuple[str, ...]:
@@ -164,11 +164,18 @@ def read(place: Path) -> list[Entry]:
 
 
 def write(place: Path, entries: Iterable[Entry]) -> None:
-    """Replaces the file at once; its owner alone may read and write it."""
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
-        json.dump({"tiles": [entry._asdict() for entry in entries]}, file, indent=1)
-    os.replace(file.name, place)
+    """Replaces the file at once; its owner alone may read and write it.
+
+    Raises:
+        InvalidInputError: Naming the file, if it cannot be written.
+    """
+    try:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
+            json.dump({"tiles": [entry._asdict() for entry in entries]}, file, indent=1)
+        os.replace(file.name, place)
+    except OSError as error:
+        raise InvalidInputError(str(place), f"cannot be written: {error.strerror}") from None
     known.cache_clear()
 
 
