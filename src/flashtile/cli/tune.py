@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Annotated
 
@@ -15,12 +16,10 @@ from flashtile.arguments import band_of
 from flashtile.backends.base import Direction
 from flashtile.backends.portable import tuned
 from flashtile.cli.choices import DtypeName
-from flashtile.cli.options import AsJson, integers, show
+from flashtile.cli.options import AsJson, integers
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
 from flashtile.problem import Problem, compute_capability, described, gpu_name
-
-_COLUMNS = ("calls", "table", "tiles", "gain")
 
 
 def tune(
@@ -33,7 +32,7 @@ def tune(
     dtype: Annotated[DtypeName, typer.Option(help="Of q, k and v.")] = DtypeName.bfloat16,
     forward: Annotated[bool, typer.Option("--forward", help="The forward alone.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="The backward alone.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.0, help="For all of it; what has begun then is ended.")] = 300.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Until no more tiles are begun with.")] = 300.0,
     list_: Annotated[bool, typer.Option("--list", help="What is saved, and which of it calls do not take.")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Remove what is saved.")] = False,
     as_json: AsJson = False,
@@ -52,33 +51,40 @@ def tune(
     entries = tuned.read(place)
     if list_:
         records = [{**each._asdict(), "why_not": each.why_not()} for each in entries]
-        cells = [_cells(each.key, each.tiles, each.gain, each.gpu, each.why_not() or "yes") for each in entries]
-        columns, note = (*_COLUMNS, "GPU", "used here"), "Calls for which the table has these tiles have those beside."
-        show(as_json, f"Tiles in {place}", note, columns, cells, records)
+        lines = [f"{len(entries)} in {place}"]
+        for each in entries:
+            why = f"not used: {each.why_not()}" if each.why_not() else "used"
+            lines.append(f"{each.gpu}: {_line(each.key, each.tiles, each.gain)}; {why}")
+        typer.echo(json.dumps(records, indent=2) if as_json else "\n".join(lines))
         return
     band = band_of(causal, None if window is None else (window, window))
     problems = [_problem(text, getattr(torch, dtype.value), band) for text in shape or ()]
     if not problems:
         raise InvalidInputError("--shape", "is missing: --shape 1,4096,32,8,128, or --list, or --clear")
-    tuned.write(place, entries)  # or this is refused now, not in the end
     wanted: dict[Direction, bool] = {"forward": forward or not backward, "backward": backward or not forward}
     directions = [direction for direction, is_wanted in wanted.items() if is_wanted]
-    results, interrupted = _tune(tuning.tasks(problems, directions), seconds)
-    cells = [_cells(x.task.key, x.tiles.name, x.gain, x.timed, len(x.left_out)) for x in results]
-    records = [
-        {**dict(zip(tuned.Entry._fields, (*x.task.key, x.tiles.name, x.gain), strict=False)), "timed": x.timed,
-         "left_out": x.left_out} for x in results
-    ]  # fmt: skip
+    todo = tuning.tasks(problems, directions)
+    tuned.write(place, entries)  # a file that cannot be written is refused now, not in the end
+    results, interrupted = _tune(todo, seconds)
+    if as_json:
+        found = [(*x.task.key, x.tiles.name, x.gain, x.timed, x.left_out) for x in results]
+        names = (*tuned.Entry._fields[:8], "timed", "left_out")
+        typer.echo(json.dumps([dict(zip(names, row, strict=True)) for row in found], indent=2))
+    else:
+        for x in results:
+            line = _line(x.task.key, x.tiles.name, round(x.gain, 3))
+            typer.echo(f"{line}; {x.timed} timed, {len(x.left_out)} left out")
+        typer.echo(f"In {place}: what is faster than the tables by 3%")
     others = {dispatch.select(problems[0], direction).name for direction in directions} - {"portable"}
-    note = f" Without backend='portable' such calls run on {' and '.join(others)}, which has its own." if others else ""
-    columns = (*_COLUMNS, "timed", "left out")
-    show(as_json, results[0].task.key[0], f"Saved in {place}, where faster.{note}", columns, cells, records)
+    if others:
+        typer.echo(f"These calls run on {' and '.join(others)} here; the tiles are for backend='portable'", err=True)
     if interrupted:
         raise typer.Exit(130)
 
 
-def _cells(key: tuned.Key, tiles: str, gain: object, *more: object) -> list[str]:
-    return [" ".join(key[1:5]), key[5], tiles, *(f"{x:.2f}" if isinstance(x, float) else str(x) for x in (gain, *more))]
+def _line(key: tuned.Key, tiles: str, gain: float) -> str:
+    stays = f"the tables' {tiles}" if gain == 1.0 else f"{tiles} instead of {key[5]}, {gain} times as fast"
+    return f"{' '.join(map(str, key[1:5]))}: {stays}"
 
 
 def _tune(todo: list[tuning.Task], seconds: float) -> tuple[list[tuning.Result], bool]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtile import dispatch, tuning
 from flashtile import builds as all_builds
+from flashtile import dispatch, tuning
 from flashtile.backends.portable import BACKEND, builds, tuned
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
@@ -56,13 +56,20 @@ def test_only_the_calls_of_an_entry_take_its_tiles(kernel: str, place: Path) -> 
     problem = _problem(needs_grad=True)
     before = _choose(problem, kernel)
     tuned.write(place, [_entry(problem, kernel)])
-    same = [{}, {"batch": 77}, {"seqlen_q": 5, "seqlen_k": 9000}, {"num_heads_q": 8}, {"sinks": True}, {"band": Band(None, 3)}]
+    same = [
+        {},
+        {"batch": 77},
+        {"seqlen_q": 5, "seqlen_k": 9000},
+        {"num_heads_q": 8},
+        {"sinks": True},
+        {"band": Band(None, 3)},
+    ]
     for changes in same:
         assert _choose(problem.but(**changes), kernel) == NEW, changes
     assert _choose(problem.but(aligned=False), kernel) == dataclasses.replace(NEW, tma=False)
     others = [
-        {"gpu": "GPU 2"}, {"gpu": ""}, {"dtype": torch.float16}, {"head_dim": 120}, {"head_dim_v": 64}, {"band": Band()},
-        {"band": Band(128, 0)}, {"softcap": 9.0}, {"alibi": True}, {"mask": True}, {"dropout_p": 0.1},
+        {"gpu": "GPU 2"}, {"gpu": ""}, {"dtype": torch.float16}, {"head_dim": 120}, {"head_dim_v": 64},
+        {"band": Band()}, {"band": Band(128, 0)}, {"softcap": 9.0}, {"alibi": True}, {"mask": True}, {"dropout_p": 0.1},
         {"bias_dtype": torch.bfloat16}, {"out_dtype": torch.float32}, {"grad_dtype": torch.float32},
     ]  # fmt: skip
     for changes in others:
@@ -90,7 +97,9 @@ def test_calls_that_share_tiles_share_tuned_ones(arch: str, head_dim: int, place
             assert shares or arch in ("sm_90", "sm_100")
 
 
-def test_explain_names_the_file(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_names_the_file(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = _problem(needs_grad=True)
     before = BACKEND.describe(problem, "forward"), BACKEND.describe(problem, "backward")
     assert "tuned" not in "".join(before)

@@ -91,7 +91,11 @@ def test_the_winner_is_saved_and_the_next_call_runs_with_it(
     assert f"tuned ({place})" in flashtile.explain(*(torch.zeros(1, 9, 1, 16),) * 3, causal=True, backend="portable")
     # The list, and none any more.
     assert main(["tune", "--list"]) == 0
-    assert "32x16x4x1" in capsys.readouterr().out
+    line = "Triton's interpreter: forward float32 16/16 causal: 32x16x4x1 instead of 16x16x4x1, 2.0 times as fast; used"
+    assert capsys.readouterr().out == f"1 in {place}\n{line}\n"
+    tuned.write(place, [entry._replace(triton="2.0.0")])
+    assert main(["tune", "--list"]) == 0
+    assert "; not used: measured with flashtile " in capsys.readouterr().out
     assert main(["tune", "--clear"]) == 0
     with ops.own_plans(OrderedDict()):
         _call(37)
@@ -169,7 +173,7 @@ def test_wrong_tiles_are_not_timed(
 def test_ctrl_c_keeps_what_is_known(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second round of candidates ends it: the first one's winner is timed again and saved; dkdv was saved before."""
+    """The second round of dq ends it: the first one's winner is timed again and saved, as that of dkdv was before."""
     honest = tuning._built
     begun: list[str] = []
 
