@@ -63,10 +63,6 @@ class Setting:
         """Whether the value is one of 1, true, yes, on (in any case)."""
         return self.get() in _ON
 
-    def disabled(self) -> bool:
-        """Whether the value is one of 0, false, no, off (in any case)."""
-        return self.get() in _OFF
-
 
 CHECK = Setting(
     "FLASHTILE_CHECK",

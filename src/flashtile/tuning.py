@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -160,7 +161,7 @@ def tune(task: Task, until: float, report: Callable[[str], None]) -> tuple[Resul
             right = []
             for each, said in _built(task, new):
                 report(f"{' '.join(task.key[1:5])}: {len(tried) - 1} tried, {max(ratios.values()):.2f} times as fast")
-                said = said or _wrong(task, each, checks, wanted)
+                said = said or _failure(functools.partial(_wrong, task, each, checks, wanted))
                 if said:
                     result.left_out[each.name] = said
                 else:
@@ -222,17 +223,22 @@ def _poisoned(task: Task, tiles: Config, call: Run) -> tuple[Tensor, ...]:
 
 
 def _wrong(task: Task, tiles: Config, calls: Sequence[Run], wanted: Sequence[tuple[Tensor, ...]]) -> str:
-    """What is wrong with the results of tiles, or why there are none; empty if every row is as wanted."""
+    """What is wrong with the results of tiles; empty if every row is as wanted."""
+    for call, want in zip(calls, wanted, strict=True):
+        for ours, theirs in zip(_poisoned(task, tiles, call), want, strict=True):
+            norms = theirs.float().norm(dim=-1)
+            error = ((ours.float() - theirs.float()).norm(dim=-1) / norms.clamp(min=float(norms.mean()))).amax()
+            if not error <= max(8 * torch.finfo(theirs.dtype).eps, 1e-4):
+                return f"a row differs by {float(error):.1e} of its size"
+    return ""
+
+
+def _failure(judge: Callable[[], str]) -> str:
+    """What ``judge`` says, or the exception that kept it from saying so."""
     try:
-        for call, want in zip(calls, wanted, strict=True):
-            for ours, theirs in zip(_poisoned(task, tiles, call), want, strict=True):
-                norms = theirs.float().norm(dim=-1)
-                error = ((ours.float() - theirs.float()).norm(dim=-1) / norms.clamp(min=float(norms.mean()))).amax()
-                if not error <= max(8 * torch.finfo(theirs.dtype).eps, 1e-4):
-                    return f"a row differs by {float(error):.1e} of its size"
+        return judge()
     except Exception as error:  # what compilers and drivers raise is of many classes
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    return ""
 
 
 def _built(task: Task, tiles: Sequence[Config]) -> Iterator[tuple[Config, str]]:
@@ -246,16 +252,13 @@ def _built(task: Task, tiles: Sequence[Config]) -> Iterator[tuple[Config, str]]:
                 made[each] += [build.make for build in BACKEND.builds(p, described_tensors(p), direction)]
 
     def make(each: Config) -> str:
-        try:
-            for build in made[each]:
-                build()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+        for build in made[each]:
+            build()
         return ""
 
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        yield from zip(tiles, pool.map(make, tiles), strict=True)
+        yield from zip(tiles, pool.map(lambda each: _failure(functools.partial(make, each)), tiles), strict=True)
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -8,12 +8,14 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flashtile import builds as all_builds
 from flashtile import dispatch, tuning
+from flashtile.backends.base import Build
 from flashtile.backends.portable import BACKEND, builds, tuned
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
@@ -21,7 +23,7 @@ from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
-from flashtile.problem import Problem, described
+from flashtile.problem import Problem, Tensors, described
 
 CAUSAL, NEW = Band(None, 0), Config(32, 128, 8, 2, tma=True)
 CAPABILITIES = {"sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}
@@ -322,3 +324,29 @@ def test_a_saved_result_replaces_its_own_kind_alone(place: Path, monkeypatch: py
     tuning.save(tuning.Result(task, task.table))
     assert tuned.read(place) == [other, older]
     assert [row["tiles"] for row in json.loads(place.read_text())["tiles"]] == [NEW.name, NEW.name]
+
+
+def test_candidates_are_built_with_their_own_tiles_and_failures_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = _tasks("sm_90", 128, monkeypatch)[2]
+    asked: list[tuple[Problem, str, Config]] = []
+    made: list[Config] = []
+
+    def build(problem: Problem, tensors: Tensors, direction: str) -> list[Build]:
+        (held,) = tiles.overridden()
+        assert held[0] == "dq" and tensors.q.is_meta
+        asked.append((problem, direction, held[1]))
+
+        def make() -> None:
+            made.append(held[1])
+            if held[1].num_stages == 5:
+                raise RuntimeError("out of resource: shared memory\nmore")
+
+        return [Build("dq", make)]
+
+    monkeypatch.setattr(tuning, "BACKEND", SimpleNamespace(builds=build))
+    new = [Config(64, 64, 4, 5), Config(64, 64, 4, 2)]
+    found = dict(tuning._built(task, new))
+    assert found == {new[0]: "RuntimeError: out of resource: shared memory", new[1]: ""}
+    wanted = [(problem, "backward", each) for each in new for problem in (*task.problems, task.odd)]
+    assert asked == wanted and made.count(new[1]) == 2 and made.count(new[0]) == 1
+    assert not tiles.overridden()

@@ -75,8 +75,12 @@ def key_of(problem: Problem, kernel: str, table: Config) -> Key:
     if not gpu or config.is_featured(p) or not p.dtype == p.out_dtype == p.grad_dtype:
         return ()
     mask = "full" if p.band.unbounded else "causal" if p.band.left is None else "window"
-    name = dataclasses.replace(table, tma=False).name
-    return gpu, kernel, str(p.dtype).removeprefix("torch."), f"{p.head_dim}/{p.head_dim_v}", mask, name
+    return gpu, kernel, str(p.dtype)[6:], f"{p.head_dim}/{p.head_dim_v}", mask, _without_descriptors(table)
+
+
+@functools.cache
+def _without_descriptors(table: Config) -> str:
+    return dataclasses.replace(table, tma=False).name
 
 
 def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
