@@ -80,8 +80,18 @@ def test_only_the_calls_of_an_entry_take_its_tiles(kernel: str, place: Path) -> 
     for each in {"forward", "dkdv", "dq"} - {kernel}:
         assert _choose(problem, each) == _choose(problem, each, "sm_90")
     assert _choose(problem, kernel, "sm_90") == before
-    with tiles.override(**{kernel: Config(16, 16, 4, 1)}):
-        assert _choose(problem, kernel) == Config(16, 16, 4, 1)
+    for override in (Config(16, 16, 4, 1), before):
+        with tiles.override(**{kernel: override}):
+            assert _choose(problem, kernel) == override
+
+
+@pytest.mark.parametrize("changes", [{"softcap": 9.0}, {"alibi": True}, {"mask": True}, {"dropout_p": 0.1}], ids=str)
+def test_features_have_no_tuned_tiles_even_where_the_tables_have_no_rows_for_them(
+    changes: dict[str, object], place: Path
+) -> None:
+    problem = _problem("gfx942")
+    tuned.write(place, [_entry(problem)])
+    assert _choose(problem) == NEW != _choose(problem.but(**changes)) == _choose(problem, arch="gfx942")
 
 
 @pytest.mark.parametrize("arch", CAPABILITIES)
