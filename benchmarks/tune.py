@@ -43,8 +43,7 @@ KERNELS = {"hopper": ("forward", "backward"), "portable": ("forward", "dkdv", "d
 PEERS = ("fa3", "cudnn", "fa2")
 TABLE = "table"
 
-# Rows x keys x warps x stages, then T for descriptors, O for one loop, A for one loop that masks all blocks, and a
-# limit of registers. While dk is tuned the first of dv is used, and the reverse.
+# As ``portable.Config.name`` has it. While dk is tuned the first of dv is used, and the reverse.
 PORTABLE = {
     ("forward", 64): "128x128x8x3, 128x64x8x3, 128x64x4x3, 64x64x4x3, 64x64x4x3 A, 64x128x4x2, 64x128x4x2 TA",
     (
@@ -84,10 +83,10 @@ class Candidate:
         if self.name == TABLE:
             return contextlib.nullcontext()
         if self.backend == "portable":
-            configs = {self.kernel: parse(self.name)}
+            configs = {self.kernel: portable.Config.parse(self.name)}
             if self.kernel in ("dk", "dv"):
                 other = {"dk": "dv", "dv": "dk"}[self.kernel]
-                configs[other] = parse(PORTABLE[other, self.dims[0]].split(", ")[0])
+                configs[other] = portable.Config.parse(PORTABLE[other, self.dims[0]].split(", ")[0])
             return portable.override(**configs)
         module = importlib.import_module(f"flashtile.backends.hopper.{self.kernel}.config")
         context: AbstractContextManager[None] = module.override(hopper_configs(self.kernel, self.dims)[self.name])
@@ -97,15 +96,6 @@ class Candidate:
         """Calls with these tiles."""
         with self.injected(), ops.own_plans(self.plans):
             return call()
-
-
-def parse(text: str) -> portable.Config:
-    """A configuration of the portable kernels from its name in ``PORTABLE``."""
-    sizes, *rest = text.split()
-    flags, limit = "".join(word for word in rest if word.isalpha()), next((int(w) for w in rest if w.isdigit()), None)
-    block_m, block_n, num_warps, num_stages = map(int, sizes.split("x"))
-    one_loop, mask_all = "O" in flags or "A" in flags, "A" in flags
-    return portable.Config(block_m, block_n, num_warps, num_stages, "T" in flags, one_loop, mask_all, limit)
 
 
 def hopper_configs(kernel: str, dims: tuple[int, int]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from flashtile.arguments import Options, Tensors, check_tensor, flag, read, want
 from flashtile.backends.base import Build, directions_of
 from flashtile.errors import InvalidInputError, shown
 from flashtile.kvcache.api import attention_with_kvcache as attention_with_kvcache
-from flashtile.problem import Problem, check_values, compute_capability
+from flashtile.problem import Problem, check_values, compute_capability, gpu_name
 from flashtile.quantization import ops as quantized_ops  # noqa: F401  # registers its operator
 from flashtile.quantization.record import Quantized
 
@@ -322,7 +322,8 @@ def warm_up(
         shapes = autocast.cast(without_data(tensors), place.type)
         if options.dropout_p > 0:
             shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
-        problem = Problem.of(shapes, options).but(device_type=place.type, compute_capability=compute_capability(place))
+        where = {"device_type": place.type, "compute_capability": compute_capability(place), "gpu": gpu_name(place)}
+        problem = Problem.of(shapes, options).but(**where)
         calls = [(problem, shapes, direction) for direction in directions_of(problem)]
     wanted: list[tuple[str, str, Build]] = []
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():

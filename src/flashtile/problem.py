@@ -130,6 +130,7 @@ class Problem:
         grads: Which tensors need a gradient; none if no backward will follow.
         aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
         rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
+        gpu: Name of the GPU, for tiles that were measured on it; empty where it does not matter or is not here.
     """
 
     device_type: str
@@ -152,6 +153,7 @@ class Problem:
     grads: Grads = Grads()  # noqa: RUF009
     aligned: bool = True
     rotary_interleaved: bool = False
+    gpu: str = ""
 
     # Shorthand: how it is read, and the fields that ``but`` sets.
     dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out", "precision.grad")
@@ -222,6 +224,7 @@ class Problem:
             deterministic=o.deterministic,
             grads=o.grads,
             aligned=q.device.type == "cpu" or all(is_aligned(x) for x in (q, t.k, t.v)),
+            gpu=gpu_name(q.device),
         )
 
     def resized(self, tensors: Tensors, options: Options) -> Problem:
@@ -325,6 +328,12 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
+
+
+@functools.lru_cache(maxsize=64)
+def gpu_name(device: torch.device) -> str:
+    """The name of a GPU that is here, empty for any other device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -32,13 +32,17 @@ class Setting:
     meaning: str
     values: tuple[str, ...] = ()
 
+    def text(self) -> str:
+        """The variable's value now as it was written, or its default."""
+        return os.environ.get(self.name, "").strip() or self.default
+
     def get(self) -> str:
-        """The variable's value now in lower case, or its default.
+        """The same in lower case.
 
         Raises:
             InvalidInputError: Naming the variable, if it has none of its values.
         """
-        value = os.environ.get(self.name, "").strip().lower() or self.default
+        value = self.text().lower()
         if self.values and value not in (*self.values, self.default):
             raise InvalidInputError(self.name, f"is {value!r}, must be {' or '.join(self.values)}, or unset")
         return value
@@ -82,12 +86,23 @@ LAUNCHER = Setting(
 
 COPIES = Setting(
     "FLASHTILE_COPIES",
-    "0",
-    "1: copy engines carry distributed.attention's keys among a host's GPUs; auto: where they can; alike on all ranks.",
+    "auto",
+    "Copy engines carry distributed.attention's keys among a host's GPUs: 0 never, auto where they can, 1 always.",
     (*_ON, *_OFF, "auto"),
 )
 
-SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES)
+TILES = Setting(
+    "FLASHTILE_TILES",
+    "",
+    "The file in which flashtile tune saves tiles and calls find them, or off for none; read once.",
+)
+CONFIG_HOME = Setting(
+    "XDG_CONFIG_HOME",
+    "~/.config",
+    "The system's own: unless FLASHTILE_TILES names another, the file is flashtile/tiles.json there.",
+)
+
+SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES, TILES, CONFIG_HOME)
 
 
 def validate() -> None:

@@ -16,15 +16,17 @@ def test_every_kernel_has_candidates_that_are_legal(backend, dims):
         found = tune.candidates(backend, kernel, dims)
         assert found[0].name == tune.TABLE and len(found) == len(set(found))
         configs = (
-            [tune.parse(c.name) for c in found[1:]] if backend == "portable" else tune.hopper_configs(kernel, dims)
+            [Config.parse(c.name) for c in found[1:]] if backend == "portable" else tune.hopper_configs(kernel, dims)
         )
         assert configs or (kernel in ("dk", "dv") and dims == (64, 64))
     assert len(tune.candidates("portable", "forward", (64, 64), ["64x32x4x2 T"])) == 1 + 1 + 7
 
 
 def test_a_name_says_everything_about_portable_tiles():
-    assert tune.parse("64x128x8x3 TA 168") == Config(64, 128, 8, 3, tma=True, one_loop=True, mask_all=True, maxnreg=168)
-    assert tune.parse("16x32x4x1") == Config(16, 32, 4, 1)
+    assert Config.parse("64x128x8x3 TA 168") == Config(
+        64, 128, 8, 3, tma=True, one_loop=True, mask_all=True, maxnreg=168
+    )
+    assert Config.parse("16x32x4x1") == Config(16, 32, 4, 1)
 
 
 def test_tiles_are_injected_where_the_backend_looks_for_them():

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from flashtile import __version__
-from flashtile.cli import analyze, explain, explore, info, kernels, reproduce
+from flashtile.cli import analyze, explain, explore, info, kernels, reproduce, tune
 from flashtile.cli.demo.command import demo
 from flashtile.errors import InvalidInputError, UnsupportedError
 
@@ -69,6 +69,15 @@ app.command(
     short_help="Published figures beside ours.",
     epilog=_examples("Examples", "flashtile reproduce", "flashtile reproduce fp8", "flashtile reproduce D15"),
 )(reproduce.reproduce)
+app.command(
+    short_help="Faster tiles for your shapes, measured here.",
+    epilog=_examples(
+        "Examples",
+        "flashtile tune --shape 4,4096,32,8,128 --causal",
+        "flashtile tune --shape 1,8k,16,64 --shape 8,1k,16,64 --dtype float16 --forward --seconds 120",
+        "flashtile tune --list",
+    ),
+)(tune.tune)
 app.command(
     short_help="What the compiler makes of GPU kernels.",
     epilog=_examples("Examples", "flashtile kernels --arch sm_90a --quick"),

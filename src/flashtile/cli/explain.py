@@ -13,7 +13,7 @@ from flashtile.arguments import band_of, checked
 from flashtile.backends.base import Direction, directions_of
 from flashtile.cli.choices import DeviceType, DtypeName
 from flashtile.errors import InvalidInputError, UnsupportedError
-from flashtile.problem import Problem, described
+from flashtile.problem import Problem, described, gpu_name
 
 _MAX = 2**40
 # Flags of other names than the arguments of ``attention``.
@@ -78,6 +78,7 @@ def explain(
     problem = described(
         device_type=device_type,
         compute_capability=capability,
+        gpu=gpu_name(torch.device(device_type)) if arch is None else "",
         dtype=getattr(torch, (dtype or default_dtype).value),
         batch=batch,
         seqlen_q=seqlen_q or seqlen,

@@ -7,7 +7,14 @@ It is on or off for a whole process, from before Triton is imported. So the suit
 import os
 
 collect_ignore = (
-    ["test_tiles.py", "test_warm.py"]
+    ["test_tiles.py", "test_tuned.py", "test_warm.py"]
     if os.environ.get("TRITON_INTERPRET") == "1"
-    else ["test_interpreter.py", "test_non_finite.py", "test_quantized.py", "test_quantizer.py", "test_steps.py"]
+    else [
+        "test_interpreter.py",
+        "test_non_finite.py",
+        "test_quantized.py",
+        "test_quantizer.py",
+        "test_steps.py",
+        "test_tuning.py",
+    ]
 )

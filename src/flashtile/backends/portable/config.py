@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,6 +37,7 @@ class Config:
         mask_all: Without that branch: one loop that masks every block. Some branches make ptxas serialise WGMMA, with a
             wait after each; a comparison and a select per score may cost less. Bitwise the same result.
         maxnreg: Register limit per thread, for more programs on a multiprocessor; None for the compiler's choice.
+        source: The file that the tiles are from, empty for a table's.
     """
 
     block_m: int
@@ -46,6 +48,7 @@ class Config:
     one_loop: bool = False
     mask_all: bool = False
     maxnreg: int | None = None
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n"):
@@ -54,6 +57,34 @@ class Config:
                 raise ValueError(f"{name} is {size}, must be a power of two from 16 to 256")
         if self.mask_all and not self.one_loop:
             raise ValueError("mask_all masks every block of one loop, so one_loop must be set too")
+        for name, legal in (("num_warps", (1, 2, 4, 8, 16)), ("num_stages", range(1, 9))):
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be one of {', '.join(map(str, legal))}")
+        if self.maxnreg is not None and not 24 <= self.maxnreg <= 255:
+            raise ValueError(f"maxnreg is {self.maxnreg}, must be from 24 to 255")
+
+    @classmethod
+    def parse(cls, name: str, source: str = "") -> Config:
+        """Tiles from their ``name``.
+
+        Raises:
+            ValueError: It is none, or of tiles that are not legal.
+        """
+        found = re.fullmatch(r"(\d{1,3})x(\d{1,3})x(\d{1,3})x(\d{1,3})(?: (T?[OA]?))?(?: (\d{1,3}))?", name)
+        if found is None:
+            raise ValueError(f"{name!r} is not rows x keys x warps x stages, as 64x128x4x2 TA 168")
+        flags, limit = found[5] or "", found[6]
+        block_m, block_n, num_warps, num_stages = (int(number) for number in found.groups()[:4])
+        loops = "O" in flags or "A" in flags, "A" in flags
+        maxnreg = int(limit) if limit else None
+        return cls(block_m, block_n, num_warps, num_stages, "T" in flags, *loops, maxnreg, source)
+
+    @property
+    def name(self) -> str:
+        """Rows x keys x warps x stages; T for descriptors, O for one loop, A for one that masks all; maxnreg."""
+        flags = "T" * self.tma + ("A" if self.mask_all else "O" * self.one_loop)
+        sizes = f"{self.block_m}x{self.block_n}x{self.num_warps}x{self.num_stages}"
+        return " ".join(filter(None, (sizes, flags, str(self.maxnreg or ""))))
 
     def options(self) -> dict[str, int]:
         """Triton's launch options, besides the kernel's arguments."""
@@ -67,6 +98,7 @@ class Config:
             + (", TMA" if self.tma else "")
             + (", one loop" if self.one_loop else "")
             + (", all masked" if self.mask_all else "")
+            + (f", tuned ({self.source})" if self.source else "")
         )
 
 
@@ -139,9 +171,13 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
         return _float32(problem, arch)
-    config = tables[kind_of(problem, arch)][kernel][dim_of(problem, arch)]
+    return readable(problem, tables[kind_of(problem, arch)][kernel][dim_of(problem, arch)])
+
+
+def readable(problem: Problem, config: Config) -> Config:
+    """The tiles without descriptors where these cannot read a problem's tensors."""
     if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
-        config = dataclasses.replace(config, tma=False)
+        return dataclasses.replace(config, tma=False)
     return config
 
 
@@ -153,9 +189,7 @@ def dim_of(problem: Problem, arch: str) -> int:
 
 def kind_of(problem: Problem, arch: str) -> str:
     """Which rows of the tables a call has: ``"sm_80"``, ``"sm_90 dense"``, ``"sm_90 featured"`` and so on."""
-    # Whether score mods need registers of their own.
-    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None
-    featured = transformed or problem.mask or problem.dropout_p > 0
+    featured = is_featured(problem)
     if arch in ("sm_90", "sm_100"):
         if featured:
             return "sm_90 featured"
@@ -166,6 +200,12 @@ def kind_of(problem: Problem, arch: str) -> str:
         return "sm_90 short" if problem.seqlen_q <= 512 else "sm_90 banded"
     small = max(problem.head_dim, problem.head_dim_v) <= 128
     return f"{arch} featured" if featured and small and arch in ("sm_80", "sm_86") else arch
+
+
+def is_featured(problem: Problem) -> bool:
+    """Whether score mods, masks or dropout need registers of their own."""
+    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None
+    return transformed or problem.mask or problem.dropout_p > 0
 
 
 def _float32(problem: Problem, arch: str) -> Config:

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 
 from flashtile.backends.portable import config
-from flashtile.backends.portable.config import Config, Tables, select
+from flashtile.backends.portable.config import Config, Tables
+from flashtile.backends.portable.tuned import select
 from flashtile.problem import Problem
 
 # dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
@@ -22,7 +23,7 @@ def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
         kernel: Which kernel; dk and dv only where ``key_kernels`` names them, dkdv only where not.
         arch: Architecture to use instead of the problem's device.
     """
-    return select(problem, kernel, _TABLES, arch)
+    return select(problem, kernel, TABLES, arch)
 
 
 def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]:
@@ -37,7 +38,7 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
     elif arch == "interpreter" or problem.dtype == torch.float32:
         apart = False
     else:
-        apart = config.dim_of(problem, arch) in _TABLES[config.kind_of(problem, arch)].get("dv", {})
+        apart = config.dim_of(problem, arch) in TABLES[config.kind_of(problem, arch)].get("dv", {})
     return ("dk", "dv") if apart else ("dkdv",)
 
 
@@ -115,7 +116,7 @@ _FEATURED_SM_80 = {
     "dq": dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2)),
     "dbias": _DBIAS_SM_80,
 }
-_TABLES: Tables = {
+TABLES: Tables = {
     **{kind: {**rows, "dbias": _DBIAS_SM_90} for kind, rows in _SM_90.items()},
     "sm_80": _SM_80,
     "sm_80 featured": _FEATURED_SM_80,

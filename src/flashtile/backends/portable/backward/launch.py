@@ -24,6 +24,7 @@ from flashtile.backends.portable.backward.dbias import attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
 from flashtile.backends.portable.backward.preprocess import prepare_rows
 from flashtile.backends.portable.config import Config, overridden, padded, padded_dims
+from flashtile.backends.portable.tuned import or_tables
 from flashtile.backends.vocab import scores
 from flashtile.problem import Problem, Tensors
 
@@ -81,8 +82,7 @@ class BackwardPlan:
         key = (sums is None, overridden())
         steps = self._steps.get(key)
         if steps is None:
-            made = launches(p, t, dout, dlse, adds=sums is not None).values()
-            steps = self._steps[key] = [Step(each, _OPERANDS, t.q.device, self._known) for each in made]
+            steps = self._steps[key] = or_tables(lambda: self._make(t, dout, dlse, sums is not None))
         run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
             t.origins, out, lse, dlse, rows, dq, dk, dv, dbias,
@@ -92,6 +92,10 @@ class BackwardPlan:
             delta = rows[: len(rows) // 2].view(*lse.shape[:-1], row_pitch(lse.shape[-1], p.varlen))
             dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : lse.shape[-1]])
         return Gradients(dq, dk, dv, dbias, dsinks)
+
+    def _make(self, t: Tensors, dout: Tensor, dlse: Tensor | None, adds: bool) -> list[Step]:
+        made = launches(self._problem, t, dout, dlse, adds=adds).values()
+        return [Step(each, _OPERANDS, t.q.device, self._known) for each in made]
 
 
 def row_pitch(rows: int, varlen: bool) -> int:

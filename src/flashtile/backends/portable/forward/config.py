@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from flashtile.backends.portable.config import Config, Tables, select
+from flashtile.backends.portable.config import Config, Tables
+from flashtile.backends.portable.tuned import select
 from flashtile.problem import Problem
 
 
 def choose(problem: Problem, arch: str | None = None) -> Config:
     """The forward's tiles for a problem, or for an architecture other than its device's."""
-    return select(problem, "forward", _TABLES, arch)
+    return select(problem, "forward", TABLES, arch)
 
 
 # Measured on an H200 (sm_90, Triton 3.6.0, bf16, 16k tokens of hidden size 2048, lengths 512, 2048 and 8192; 2026-11),
@@ -51,4 +52,4 @@ _KINDS = {
     # 64 KB of LDS, and 64 threads per warp.
     "gfx942": dict.fromkeys((16, 32, 64, 128), Config(128, 64, 4, 1)) | {256: Config(64, 32, 4, 1)},
 }
-_TABLES: Tables = {kind: {"forward": tiles} for kind, tiles in _KINDS.items()}
+TABLES: Tables = {kind: {"forward": tiles} for kind, tiles in _KINDS.items()}

@@ -20,6 +20,7 @@ from flashtile.backends.portable.arguments import (
 from flashtile.backends.portable.config import Config, overridden, padded_dims
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
+from flashtile.backends.portable.tuned import or_tables
 from flashtile.problem import Problem, Tensors
 from flashtile.states import Partial
 
@@ -56,15 +57,17 @@ class ForwardPlan:
         key = (partial is None, overridden())
         steps = self._steps.get(key)
         if steps is None:
-            config = choose(self._problem)
-            launch = forward_launch(self._problem, t, config, is_joined=partial is not None)
-            steps = self._steps[key] = (Step(launch, _OPERANDS, t.q.device, self._known),)
+            steps = self._steps[key] = (or_tables(lambda: self._step(t, partial is not None)),)
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
             t.rng_state, t.origins, *parts,
         ))  # fmt: skip
         return out, lse
+
+    def _step(self, t: Tensors, is_joined: bool) -> Step:
+        launch = forward_launch(self._problem, t, choose(self._problem), is_joined=is_joined)
+        return Step(launch, _OPERANDS, t.q.device, self._known)
 
 
 def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:

@@ -1,0 +1,186 @@
+"""Tiles that ``flashtile tune`` measured on a GPU: the file they are saved in, who may write it, which calls take them.
+
+Neither the batch nor a length says which, nor whether sequences are packed, but for what the tables make of these:
+calls that have the same tiles there have the same tuned tiles, so results that are bitwise the same stay so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import stat
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from flashtile import settings
+from flashtile.backends.portable import config
+from flashtile.backends.portable.config import Config, Tables
+from flashtile.errors import InvalidInputError, shown
+from flashtile.problem import Problem
+
+KERNELS = ("forward", "dkdv", "dk", "dv", "dq")
+# The backward pads the rows of delta for tiles of no more.
+MAX_TILE = 128
+Key = tuple[str, ...]
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """A row of the file: for which calls, ``Config.name`` of their tiles, how many times as fast, and who measured.
+
+    ``mask`` is full, causal or window; ``table`` is the name of the tables' tiles without descriptors.
+    """
+
+    gpu: str
+    kernel: str
+    dtype: str
+    head_dims: str
+    mask: str
+    table: str
+    tiles: str
+    gain: float
+    flashtile: str
+    triton: str
+
+    @property
+    def key(self) -> Key:
+        """For which calls."""
+        return self[:6]
+
+    def why_not(self) -> str:
+        """Why calls do not take it here, empty if they do."""
+        if self.kernel not in KERNELS:
+            return f"kernel is {shown(self.kernel)}, must be one of {', '.join(KERNELS)}"
+        try:
+            tiles = Config.parse(self.tiles)
+        except (ValueError, TypeError) as error:
+            return f"tiles: {error}"
+        if max(tiles.block_m, tiles.block_n) > MAX_TILE:
+            return f"tiles: {self.tiles} has more than {MAX_TILE} rows or keys"
+        return "" if self[8:] == versions() else f"measured with flashtile {self.flashtile}, Triton {self.triton}"
+
+
+def key_of(problem: Problem, kernel: str, table: Config) -> Key:
+    """The key of a call for which the tables have some tiles; empty where it takes no tuned ones.
+
+    Those with features take registers of their own, results in another dtype shared memory; a GPU may not be here.
+    """
+    p = problem
+    gpu = "Triton's interpreter" if p.device_type == "cpu" else p.gpu
+    if not gpu or config.is_featured(p) or not p.dtype == p.out_dtype == p.grad_dtype:
+        return ()
+    mask = "full" if p.band.unbounded else "causal" if p.band.left is None else "window"
+    return gpu, kernel, str(p.dtype)[6:], f"{p.head_dim}/{p.head_dim_v}", mask, _without_descriptors(table)
+
+
+@functools.cache
+def _without_descriptors(table: Config) -> str:
+    return dataclasses.replace(table, tma=False).name
+
+
+def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
+    """``config.select``, but for calls that have tuned tiles; for an architecture that is named there are none."""
+    table = config.select(problem, kernel, tables, arch)
+    if arch is not None or not known() or kernel in dict(config.overridden()):
+        return table
+    found = known().get(key_of(problem, kernel, table))
+    return table if found is None else config.readable(problem, found)
+
+
+def or_tables(make: Callable[[], T]) -> T:
+    """What ``make`` makes; where a build fails with tuned tiles, what it makes without any from then on."""
+    try:
+        return make()
+    except Exception as error:
+        if config.overridden() or not known():
+            raise
+        _warn(f"tuned tiles are not used any more, a kernel was not built: {error}")
+        known().clear()
+        return make()
+
+
+@functools.cache
+def known() -> dict[Key, Config]:
+    """The tiles that calls of this process take, read once."""
+    place = path()
+    try:
+        entries = [] if place is None else read(place)
+    except InvalidInputError as error:
+        _warn(f"tuned tiles are not used: {error}")
+        return {}
+    for entry in entries:
+        if entry.why_not() and not entry.why_not().startswith("measured"):
+            _warn(f"{place}: an entry is not used: {entry.why_not()}")
+    return {entry.key: Config.parse(entry.tiles, str(place)) for entry in entries if not entry.why_not()}
+
+
+def path() -> Path | None:
+    """Where entries are; None where calls are to take none."""
+    named = settings.TILES.text() or Path(settings.CONFIG_HOME.text(), "flashtile", "tiles.json")
+    return None if settings.TILES.get() == "off" else Path(os.path.expanduser(named))
+
+
+def versions() -> tuple[str, ...]:
+    """Of flashtile and of Triton."""
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = "none"
+    return sys.modules["flashtile"].__version__, triton  # to import it from below its layers is not allowed
+
+
+def read(place: Path) -> list[Entry]:
+    """The file's entries, whatever their values; none if there is no file.
+
+    Raises:
+        InvalidInputError: Naming the file, which somebody else may write or ``flashtile tune`` did not.
+    """
+    why, rows = "", []
+    try:
+        # The open file is judged, since its name may come to stand for another. To open a pipe would wait.
+        with open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                why = "is no regular file"
+            elif about.st_uid != os.getuid():
+                why = f"belongs to user {about.st_uid}, you are {os.getuid()}"
+            elif about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                why = f"may be written by others, its mode is {about.st_mode & 0o777:o}: chmod 600"
+            else:
+                rows = [Entry(**row) for row in json.load(file)["tiles"]]
+                set(rows)  # lists have no hash
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        why = f"is not of flashtile tune: {type(error).__name__}: {shown(str(error))}"
+    if why:
+        raise InvalidInputError(str(place), why)
+    return rows
+
+
+def write(place: Path, entries: Iterable[Entry]) -> None:
+    """Replaces the file at once; its owner alone may read and write it.
+
+    Raises:
+        InvalidInputError: Naming the file, if it cannot be written.
+    """
+    try:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
+            json.dump({"tiles": [entry._asdict() for entry in entries]}, file, indent=1)
+        os.replace(file.name, place)
+    except OSError as error:
+        raise InvalidInputError(str(place), f"cannot be written: {error.strerror}") from None
+    known.cache_clear()
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
