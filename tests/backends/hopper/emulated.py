@@ -66,7 +66,6 @@ def with_kernels(
     properties = SimpleNamespace(multi_processor_count=num_sms)
     patches: list[tuple[Any, str, Any]] = [
         (hopper, "_FORWARD", dataclasses.replace(hopper._FORWARD, **here)),
-        (hopper, "_BACKWARD", dataclasses.replace(hopper._BACKWARD, **here)),
         (hopper, "_QUANTIZED", dataclasses.replace(hopper._QUANTIZED, **here)),
         (torch.cuda, "get_device_properties", lambda device: properties),
         (host, "launch_by_triton", run),

@@ -38,7 +38,6 @@ _FORWARD = Capabilities(
     deterministic=True,
 )
 
-_BACKWARD = dataclasses.replace(_FORWARD, head_dim_v=False)
 _DECODE = dataclasses.replace(
     _FORWARD, head_dim_multiple=1, mask=False, bias=False, deterministic=False, unaligned=True, pages=True,
     float8_cache=True, slow_if_tiny=False,
@@ -63,7 +62,7 @@ class _Backend:
     summary = "NVIDIA Hopper (compute capability 9.0)"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        return {"forward": _FORWARD, "backward": _BACKWARD, "decode": _DECODE, "quantized": _QUANTIZED}.get(direction)
+        return {"forward": _FORWARD, "backward": _FORWARD, "decode": _DECODE, "quantized": _QUANTIZED}.get(direction)
 
     def missing(self) -> str | None:
         return _missing()

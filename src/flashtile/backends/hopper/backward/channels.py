@@ -9,6 +9,8 @@ from flashtile.backends.hopper.device.ring import Records, Ring
 
 # Keys of a part of a tile: rows of a warpgroup's products.
 PART_KEYS = gl.constexpr(64)
+# Columns of the widest part of a tile: a product with more takes more registers than a thread starts with.
+WIDEST = gl.constexpr(128)
 
 
 @aggregate
@@ -30,7 +32,9 @@ class DqOutput:
 
 @aggregate
 class Channels:
-    """Tile records, and rings. Queries, what belongs to their rows, and dout are claimed and released as one.
+    """Tile records, and rings: of queries, dout, keys and values one for each part of their columns.
+
+    Queries, what belongs to their rows, and dout are claimed and released as one.
 
     Attributes:
         tiles: One record per tile.
@@ -39,20 +43,20 @@ class Channels:
         dout: Of a row block.
         keys: Of a tile, in parts of 64 keys.
         values: The same; None for dv alone.
-        dscores: Their gradients, exchanged between the warpgroups for dq, a part each; None without dq.
+        dscores: Their gradients, handed to the warpgroups that compute dq, a part for 64 keys; None without dq.
         probs: What the first warpgroup hands over where gradients are split (``split_by_gradient``), else None.
-        dq: Where this warpgroup adds to dq; None for the producer, and without dq.
+        dq: Where this warpgroup adds to dq; None for those that do not.
 
     Where gradients are split, dk leaves through the buffers of dscores and dv through those of probs: they exist for
     that even if nothing is handed over, as rings without barriers.
     """
 
     tiles: Records
-    queries: Ring
+    queries: gl.tuple
     rows: gl.shared_memory_descriptor
-    dout: Ring
-    keys: Ring
-    values: Ring | gl.constexpr
+    dout: gl.tuple
+    keys: gl.tuple
+    values: gl.tuple | gl.constexpr
     dscores: Ring | gl.constexpr
     probs: Ring | gl.constexpr
     dq: DqOutput | gl.constexpr
