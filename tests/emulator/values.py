@@ -318,10 +318,8 @@ class SharedMemory:
 
     def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any = None) -> SharedMemory:
         """A view of the buffer's first bytes."""
-        data = self.data.view(TORCH_DTYPES[dtype])
-        return self._part(
-            (data if data.numel() == math.prod(shape) else data.view(-1)[: math.prod(shape)]).view(*shape)
-        )
+        data, count = self.data.view(TORCH_DTYPES[dtype]), math.prod(shape)
+        return self._part((data if data.numel() == count else data.view(-1)[:count]).view(*shape))
 
     _reinterpret = reinterpret
 

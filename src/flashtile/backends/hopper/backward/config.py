@@ -108,7 +108,7 @@ class Config:
 # 128 queries: a product's left operand, read from shared memory, then serves 128 columns and not 64.
 WIDE_64 = Config(block_d=64, block_dv=64, block_m=128, v_stages=2)
 NARROW_64 = Config(block_d=64, block_dv=64, block_m=64, stages=3, v_stages=2, dq_width=32)
-# A third warpgroup for dq has few registers: with 64 of them head_dim 256 took 13% less time than with 80. In parts of 64
+# A third warpgroup for dq has few registers: with 64, head_dim 256 took 13% less time than with 80. In parts of 64
 # and 32, head_dim 96 took 6 to 12% less than in 128 columns, and 20 to 25% less than with a gradient a warpgroup.
 BASE_96 = Config(block_d=96, block_dv=96, stages=3, registers=208, dq_registers=64)
 BASE_128 = Config(block_d=128, block_dv=128)

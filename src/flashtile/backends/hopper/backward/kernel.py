@@ -15,13 +15,11 @@ FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the bac
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.backward.channels import PART_KEYS, WIDEST, Channels, DqOutput
+from flashtile.backends.hopper.backward.channels import PART_KEYS, DqOutput, make_channels, with_dq
 from flashtile.backends.hopper.backward.dq import dq_consumer
 from flashtile.backends.hopper.backward.roles import consumer, producer
-from flashtile.backends.hopper.backward.scheduler import FIELDS, RECORD_SIZE, KeyGrid
+from flashtile.backends.hopper.backward.scheduler import KeyGrid
 from flashtile.backends.hopper.backward.split_by_gradient import gradient_consumer
-from flashtile.backends.hopper.device.head_dim_parts import make_rings, width_of, with_parts
-from flashtile.backends.hopper.device.ring import make_records, make_ring, make_ring_beside
 from flashtile.backends.hopper.device.score_mod import ScoreMod, make_terms, pair_tensors
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
@@ -43,10 +41,9 @@ def attention_backward(
     mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BY_GRADIENT: gl.constexpr,
     STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
-    DQ_WIDTH: gl.constexpr,
-    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr, VARLEN: gl.constexpr, ADDS: gl.constexpr,
-    SPLITS_GROUPS: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
+    DQ_WIDTH: gl.constexpr, REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr, VARLEN: gl.constexpr,
+    ADDS: gl.constexpr, SPLITS_GROUPS: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
     MASK_CONTIGUOUS: gl.constexpr,
 ):  # fmt: skip
     """Every tile's dk and dv, and what it adds to dq; one program per SM.
@@ -63,44 +60,21 @@ def attention_backward(
     PARTS: gl.constexpr = 1 if BY_GRADIENT else 2
     HAS_DQ: gl.constexpr = dq_ptr is not None
     HAS_DK: gl.constexpr = dk_desc is not None
-    HAS_DSCORES: gl.constexpr = HAS_DQ or HAS_DK
-    # dv alone leaves the second of two that share keys nothing to do.
-    CONSUMERS: gl.constexpr = 2 if HAS_DSCORES or not BY_GRADIENT else 1
-    # A third warpgroup reads keys for dq. Those that share dq are those that make the scores.
     DQ_WARPGROUPS: gl.constexpr = 1 if DQ_REGISTERS > 0 else 2
-    THIRD: gl.constexpr = 1 if HAS_DQ and DQ_WARPGROUPS == 1 else 0
-    dout_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, width_of(BLOCK_DV, -1, WIDEST)], dtype)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, BLOCK_M], dtype)
-    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, CONSUMERS + THIRD)
-    queries = make_rings(dtype, BLOCK_M, BLOCK_D, STAGES, CONSUMERS, 1, WIDEST)
-    rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout)
-    dout = make_ring_beside(queries[0], dtype, [BLOCK_M, width_of(BLOCK_DV, 0, WIDEST)], dout_layout)
-    dout = with_parts(dout, dout_layout, BLOCK_DV, WIDEST)
-    keys = make_rings(dtype, PART_KEYS, BLOCK_D, K_STAGES, PARTS + THIRD, PARTS, WIDEST)
-    # A ring that nobody uses would be a fault: see make_ring_beside.
-    values, dscores, probs, dq0, dq1 = None, None, None, None, None
-    if HAS_DSCORES:
-        values = make_rings(dtype, PART_KEYS, BLOCK_DV, V_STAGES, PARTS, PARTS, WIDEST)
-    if HAS_DQ or (BY_GRADIENT and HAS_DK):
-        readers: gl.constexpr = DQ_WARPGROUPS if HAS_DQ else 0
-        dscores = make_ring(dtype, [PART_KEYS, BLOCK_M], ds_layout, DS_STAGES, readers, PARTS, PARTS)
-    if dq_desc is not None:
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_WIDTH // 2, 128], dq_desc.layout)
-        dq0 = DqOutput(dq_ptr, dq_desc, dq_s.index(0), turns_ptr)
-        dq1 = DqOutput(dq_ptr, dq_desc, dq_s.index(1), turns_ptr)
-    elif HAS_DQ:
-        dq0 = DqOutput(dq_ptr, None, None, turns_ptr)
-        dq1 = DqOutput(dq_ptr, None, None, turns_ptr)
-    if BY_GRADIENT:
-        probs = make_ring(gl.float16, [PART_KEYS, BLOCK_M], ds_layout, DS_STAGES, 1 if HAS_DSCORES else 0)
-    of_producer = Channels(tiles, queries, rows, dout, keys, values, dscores, probs, None)
-    channels0 = Channels(tiles, queries, rows, dout, keys, values, dscores, probs, dq0)
-    channels1 = Channels(tiles, queries, rows, dout, keys, values, dscores, probs, dq1)
+    DQ_SHARE: gl.constexpr = BLOCK_D if BLOCK_M == 128 or DQ_WARPGROUPS == 1 else BLOCK_D // 2
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, subgroups, subgroup_size, left, right,
                    heads_at_once, softmax_scale, HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, PART_KEYS * PARTS,
-                   BLOCK_D, BLOCK_DV, PARTS, DQ_WARPGROUPS,
-                   BLOCK_D if BLOCK_M == 128 or DQ_WARPGROUPS == 1 else BLOCK_D // 2, DQ_WIDTH,
-                   HAS_DSCORES, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, SPLITS_GROUPS)  # fmt: skip
+                   BLOCK_D, BLOCK_DV, PARTS, DQ_WARPGROUPS, DQ_SHARE, DQ_WIDTH,
+                   HAS_DQ or HAS_DK, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, SPLITS_GROUPS)  # fmt: skip
+    channels = make_channels(dtype, rows_desc.layout, grid, STAGES, K_STAGES, V_STAGES, DS_STAGES)
+    channels0, channels1 = channels, channels
+    if dq_desc is not None:
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_WIDTH // 2, 128], dq_desc.layout)
+        channels0 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(0), turns_ptr))
+        channels1 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(1), turns_ptr))
+    elif HAS_DQ:
+        channels0 = with_dq(channels, DqOutput(dq_ptr, None, None, turns_ptr))
+        channels1 = channels0
     alibi = (alibi_ptr, alibi_stride_b)
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)
@@ -108,29 +82,26 @@ def attention_backward(
                    make_terms(alibi, (bias_ptr, bias_strides), batch, ALIBI_ONE_SIDED),
                    pair_tensors((mask_ptr, mask_strides)))  # fmt: skip
     produced = (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                of_producer, grid)  # fmt: skip
-    if BY_GRADIENT:
+                channels, grid)  # fmt: skip
+    if DQ_WARPGROUPS == 1:
         gl.warp_specialize([
-            (gradient_consumer, (dv_desc, of_producer, grid, mod, 0)),
-            (gradient_consumer, (dk_desc, of_producer, grid, mod, 1)),
+            (of_keys, (dk_desc, dv_desc, channels, grid, mod, 0)),
+            (of_keys, (dk_desc, dv_desc, channels, grid, mod, 1)),
             (dq_consumer, (channels0, grid)),
             (producer, produced),
         ], [4, 4, 1], [REGISTERS, DQ_REGISTERS, 24])  # fmt: skip
     else:
-        # dk and dv leave in boxes of their narrowest part.
-        out_cols: gl.constexpr = width_of(BLOCK_D, -1)
-        out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, out_cols], dtype)
-        out_s = gl.allocate_shared_memory(dtype, [2 * (BLOCK_D // out_cols), PART_KEYS, out_cols], out_layout)
-        if DQ_WARPGROUPS == 1:
-            gl.warp_specialize([
-                (consumer, (dk_desc, dv_desc, of_producer, out_s, grid, mod, 0)),
-                (consumer, (dk_desc, dv_desc, of_producer, out_s, grid, mod, 1)),
-                (dq_consumer, (channels0, grid)),
-                (producer, produced),
-            ], [4, 4, 1], [REGISTERS, DQ_REGISTERS, 24])  # fmt: skip
-        else:
-            gl.warp_specialize([
-                (consumer, (dk_desc, dv_desc, channels0, out_s, grid, mod, 0)),
-                (consumer, (dk_desc, dv_desc, channels1, out_s, grid, mod, 1)),
-                (producer, produced),
-            ], [4, 1], [REGISTERS, 24])  # fmt: skip
+        gl.warp_specialize([
+            (of_keys, (dk_desc, dv_desc, channels0, grid, mod, 0)),
+            (of_keys, (dk_desc, dv_desc, channels1, grid, mod, 1)),
+            (producer, produced),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+
+
+@gluon.jit
+def of_keys(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
+    """A warpgroup that works on a tile's keys: one gradient of all of them, or both of its own."""
+    if channels.out is None:
+        gradient_consumer(dk_desc if WARPGROUP == 1 else dv_desc, channels, grid, mod, WARPGROUP)
+    else:
+        consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP)

@@ -68,7 +68,7 @@ def sum_subgroups(
 def _sum(sums_ptr, out_ptr, at, exists, subgroups, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr):
     col = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
     inside = exists & (col < HEAD_DIM)
-    sums_at_at = sums_ptr + at * subgroups * HEAD_DIM + col
+    sums_at = sums_ptr + at * subgroups * HEAD_DIM + col
     total = tl.load(sums_at, mask=inside, other=0.0)
     for i in range(1, subgroups):
         total += tl.load(sums_at + i * HEAD_DIM, mask=inside, other=0.0)

@@ -177,13 +177,12 @@ def wait_for_gradients(dk, dv, grid, PENDING: gl.constexpr):
     """Waits for all but PENDING products; returns dk and dv, of which one may not be computed."""
     if grid.has_dk and grid.has_dv:
         both = wait_for_products(dk + dv, PENDING)
-        return both[: len(dk)], both[len(dk) :]
+        dk, dv = both[: len(dk)], both[len(dk) :]
     elif grid.has_dk:
-        return wait_for_products(dk, PENDING), dv
+        dk = wait_for_products(dk, PENDING)
     elif grid.has_dv:
-        return dk, wait_for_products(dv, PENDING)
-    else:
-        return dk, dv
+        dv = wait_for_products(dv, PENDING)
+    return dk, dv
 
 
 @gluon.jit
@@ -231,7 +230,7 @@ def store_gradient(desc, grad, records, tiles, out_s, grid, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, channels, out_s, grid, mod, WARPGROUP: gl.constexpr):
+def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
     # A tile's first row block may end before its second 64 keys begin to be kept.
     may_be_blank: gl.constexpr = grid.has_right and WARPGROUP == 1 and grid.block_m < grid.block_n
@@ -278,15 +277,15 @@ def consumer(dk_desc, dv_desc, channels, out_s, grid, mod, WARPGROUP: gl.constex
                 channels.dscores.wait(used - 1)
                 dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
             # dv leaves under the last product.
-            store_gradient(dv_desc, dv, records, tiles, out_s, grid, WARPGROUP)
+            store_gradient(dv_desc, dv, records, tiles, channels.out, grid, WARPGROUP)
             if shares_dq:
                 add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
                 advance_turn(channels.dq.turns_ptr, adds.block)
             channels.keys[0].release(key_use)
             key_use += 1
         else:
-            store_gradient(dv_desc, dv, records, tiles, out_s, grid, WARPGROUP)
-        store_gradient(dk_desc, times(dk, grid.softmax_scale), records, tiles, out_s, grid, WARPGROUP)
+            store_gradient(dv_desc, dv, records, tiles, channels.out, grid, WARPGROUP)
+        store_gradient(dk_desc, times(dk, grid.softmax_scale), records, tiles, channels.out, grid, WARPGROUP)
         records.ring.release(tiles)
         tiles += 1
         records.ring.wait(tiles)
