@@ -125,7 +125,7 @@ def _adding_builds() -> list[KernelBuild]:
 
     made = []
     packed: list[tuple[int, Band, dict[str, Any]]] = [(dim, _CAUSAL, {"varlen": True}) for dim in (128, 64, 256)]
-    others = [
+    others: list[tuple[int, Band, dict[str, Any]]] = [
         (192, _CAUSAL, {"varlen": True, "head_dim_v": 128}),
         (128, _FULL, {"varlen": True}),
         (128, _CAUSAL, {"varlen": True, "deterministic": True}),
@@ -151,8 +151,8 @@ def _backward_problems() -> list[Problem]:
     ]
     others = [_problem(dim, band, **used) for dim in (128, 64, 256) for band, used in features]
     for dim, dim_v in ((96, 96), (192, 192), (192, 128), (160, 160)):
-        cases = ((_FULL, {}), (_CAUSAL, {}), features[3], (_WINDOW, _EVERYTHING | {"mask": True}))
-        others += [_problem(dim, band, head_dim_v=dim_v, **used) for band, used in cases]
+        others += [_problem(dim, band, head_dim_v=dim_v) for band in (_FULL, _CAUSAL)]
+        others += [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING | more) for more in ({}, {"mask": True})]
     some = ((128, "q"), (64, "kv"), (256, "v"), (256, "q"), (256, "kv"), (64, "q"), (128, "kv"))
     return _usual() + others + _with_mods(128, 64, 256) + [_wanting(dim, names) for dim, names in some]
 

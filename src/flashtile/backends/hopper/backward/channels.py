@@ -48,7 +48,7 @@ class Channels:
         values: The same; None for dv alone.
         dscores: Their gradients, handed to the warpgroups that compute dq, a part for 64 keys; None without dq.
         probs: What the first warpgroup hands over where gradients are split (``split_by_gradient``), else None.
-        out: Through what dk and dv leave, as many buffers a warpgroup as a gradient has boxes; None where those are split.
+        out: Through what dk and dv leave, a buffer a box for each warpgroup; None where gradients are split.
         dq: Where this warpgroup adds to dq; None for those that do not.
 
     Where gradients are split, dk leaves through the buffers of dscores and dv through those of probs: they exist for
