@@ -68,7 +68,7 @@ class Channels:
 
 
 @gluon.jit
-def make_channels(dtype: gl.constexpr, rows_layout: gl.constexpr, grid, stages: gl.constexpr, k_stages: gl.constexpr,
+def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_stages: gl.constexpr,
                   v_stages: gl.constexpr, ds_stages: gl.constexpr):  # fmt: skip
     """The channels of a ``KeyGrid``, of those that do not add to dq."""
     ROWS: gl.constexpr = grid.block_m
@@ -81,7 +81,7 @@ def make_channels(dtype: gl.constexpr, rows_layout: gl.constexpr, grid, stages: 
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, ROWS], dtype)
     tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third)
     queries = make_rings(dtype, ROWS, grid.block_d, stages, consumers, 1, WIDEST)
-    rows = gl.allocate_shared_memory(gl.float32, [stages, 2, ROWS], rows_layout)
+    rows = gl.allocate_shared_memory(gl.float32, [stages, 2, ROWS], rows_desc.layout)
     dout = make_ring_beside(queries[0], dtype, [ROWS, width_of(grid.block_dv, 0, WIDEST)], dout_layout)
     dout = with_parts(dout, dout_layout, grid.block_dv, WIDEST)
     keys = make_rings(dtype, PART_KEYS, grid.block_d, k_stages, grid.parts + third, grid.parts, WIDEST)

@@ -66,7 +66,7 @@ def attention_backward(
                    heads_at_once, softmax_scale, HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, PART_KEYS * PARTS,
                    BLOCK_D, BLOCK_DV, PARTS, DQ_WARPGROUPS, DQ_SHARE, DQ_WIDTH,
                    HAS_DQ or HAS_DK, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, SPLITS_GROUPS)  # fmt: skip
-    channels = make_channels(dtype, rows_desc.layout, grid, STAGES, K_STAGES, V_STAGES, DS_STAGES)
+    channels = make_channels(dtype, rows_desc, grid, STAGES, K_STAGES, V_STAGES, DS_STAGES)
     channels0, channels1 = channels, channels
     if dq_desc is not None:
         dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_WIDTH // 2, 128], dq_desc.layout)
