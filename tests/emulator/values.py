@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -304,9 +305,9 @@ class SharedMemory:
         part = self._part(self.data.narrow(dim, start, length))
         if self._boxes > 1 and dim == self.data.dim() - 1:
             cols = self.data.shape[dim] // self._boxes
-            if start % cols or length != cols:
+            if start % cols or length % cols:
                 raise MachineError(f"columns {start} to {start + length}, where boxes have {cols}")
-            part.places = self.places[start // cols : start // cols + 1]
+            part.places = self.places[start // cols : (start + length) // cols]
         return part
 
     def permute(self, order: Sequence[int]) -> SharedMemory:
@@ -316,7 +317,9 @@ class SharedMemory:
         return self._part(self.data.view(*shape))
 
     def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any = None) -> SharedMemory:
-        return self._part(self.data.view(TORCH_DTYPES[dtype]).view(*shape))
+        """A view of the buffer's first bytes."""
+        data, count = self.data.view(TORCH_DTYPES[dtype]), math.prod(shape)
+        return self._part((data if data.numel() == count else data.view(-1)[:count]).view(*shape))
 
     _reinterpret = reinterpret
 

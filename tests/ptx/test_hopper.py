@@ -35,11 +35,16 @@ CASES = (
          alibi="bh", bias="hqk", bias_grad=False, mask="bqk", softcap=5.0, lse_grad=True),
     # No edge behind a first block; a turn that is passed on; keys that end in another block than the rows.
     Case("causal", batch=1, seqlen_q=200, seqlen_k=264, heads=1, kv_heads=1, head_dim=256, causal=True),
+    Case("latent", batch=1, seqlen_q=130, seqlen_k=150, heads=2, kv_heads=1, head_dim=192, head_dim_v=128, causal=True,
+         lse_grad=True),
+    Case("causal", batch=1, seqlen_q=140, seqlen_k=200, heads=2, kv_heads=1, head_dim=88, causal=True),
+    Case("varlen", batch=2, lengths=((70, 130), (100, 30)), heads=1, kv_heads=1, head_dim=160, window=(60, 9)),
+    Case("full", batch=1, seqlen_q=130, seqlen_k=70, heads=1, kv_heads=1, head_dim=192),
 )  # fmt: skip
 
 
 # The first two share their kernels with what is taken out below, and with the sums.
-QUICK = {(0, True), (1, False), (2, True), (3, False)}
+QUICK = {(0, True), (1, False), (2, True), (3, False), (6, True), (7, False)}
 RUNS = slow_but(
     [(case, at_wait) for case in CASES for at_wait in (True, False)],
     lambda each: (CASES.index(each[0]), each[1]) in QUICK,
@@ -79,6 +84,8 @@ WANTED = (
     (Case("varlen", batch=2, lengths=((70, 130), (100, 30)), heads=2, kv_heads=1, head_dim=128, window=(60, 9)), "v"),
     (Case("full", batch=1, seqlen_q=100, seqlen_k=150, heads=1, kv_heads=1, head_dim=256), "qv"),
     (Case("full", batch=1, seqlen_q=100, seqlen_k=150, heads=1, kv_heads=1, head_dim=256), "kv"),
+    (Case("full", batch=1, seqlen_q=100, seqlen_k=150, heads=1, kv_heads=1, head_dim=96), "qk"),
+    (Case("full", batch=1, seqlen_q=100, seqlen_k=150, heads=1, kv_heads=1, head_dim=192, head_dim_v=128), "k"),
 )
 
 
@@ -99,6 +106,8 @@ SUMS: tuple[tuple[Case, tuple[int, ...]], ...] = (
           spare=5), (21,)),
     (Case("varlen", batch=2, lengths=((70, 130), (40, 70)), heads=1, kv_heads=1, head_dim=120, lse_grad=True), (60,)),
     (Case("causal", batch=1, seqlen_q=80, seqlen_k=130, heads=1, kv_heads=1, head_dim=200, causal=True), (66,)),
+    (Case("full", batch=1, seqlen_q=80, seqlen_k=130, heads=1, kv_heads=1, head_dim=96), (66,)),
+    (Case("causal", batch=1, seqlen_q=80, seqlen_k=130, heads=1, kv_heads=1, head_dim=160, causal=True), (66,)),
 )  # fmt: skip
 
 
@@ -116,10 +125,10 @@ def test_scores_all_of_one_sign(sign: float) -> None:
         judge(one_sign(build(case, torch.float16), sign), "hopper")
 
 
-@pytest.mark.parametrize("num_sms", slow_but([1, 3], lambda n: n == 3))
-def test_sums_in_a_fixed_order_end(num_sms: int) -> None:
+@pytest.mark.parametrize(("num_sms", "dim"), slow_but([(1, 128), (3, 128), (3, 192)], lambda each: each == (3, 128)))
+def test_sums_in_a_fixed_order_end(num_sms: int, dim: int) -> None:
     """Several row blocks a tile and several tiles a row block: whose turn it is must move on."""
-    case = Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=128, heads=2, kv_heads=1, causal=True)
+    case = Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=dim, heads=2, kv_heads=1, causal=True)
     with hopper.on_cpu(Options(seed=num_sms), num_sms):
         call = build(case, torch.bfloat16)
         call.keywords["deterministic"] = True

@@ -21,11 +21,11 @@ from tests.cases import Case, build, judge
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
 def test_every_variant(name: str) -> None:
     config = backward_tiles.VARIANTS[name]
-    dim = config.block_d - 8
+    dim, dim_v = config.block_d - 8, config.block_dv - 8
     for case in (
-        Case("causal", batch=1, seqlen_q=210, seqlen_k=270, head_dim=dim, causal=True, kv_heads=1),
-        Case("varlen", batch=2, lengths=((200, 130), (70, 260)), head_dim=dim, heads=1, kv_heads=1, window=(90, 30),
-             softcap=9.0),
+        Case("causal", batch=1, seqlen_q=210, seqlen_k=270, head_dim=dim, head_dim_v=dim_v, causal=True, kv_heads=1),
+        Case("varlen", batch=2, lengths=((200, 130), (70, 260)), head_dim=dim, head_dim_v=dim_v, heads=1, kv_heads=1,
+             window=(90, 30), softcap=9.0),
     ):  # fmt: skip
         with on_cpu(zlib.crc32(name.encode()), 2, backward=config):
             judge(build(case, torch.bfloat16), "hopper")
@@ -36,6 +36,8 @@ ORDERED = (
     Case("full", batch=1, seqlen_q=200, seqlen_k=300, head_dim=64),
     Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=128, heads=2, kv_heads=1, causal=True),
     Case("window_left", batch=1, seqlen_q=300, seqlen_k=300, head_dim=128, heads=1, kv_heads=1, window=(100, None)),
+    Case("causal_96", batch=1, seqlen_q=200, seqlen_k=300, head_dim=96, heads=2, kv_heads=1, causal=True),
+    Case("latent", batch=1, seqlen_q=200, seqlen_k=300, head_dim=192, head_dim_v=128, kv_heads=1, causal=True),
     Case("varlen_256", batch=2, lengths=((130, 150), (70, 100)), head_dim=256, heads=1, kv_heads=1, window=(100, 0)),
 )
 
@@ -72,7 +74,7 @@ def test_sums_are_in_any_order_unless_asked_for() -> None:
     pytest.fail("every order gave the same bits")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
 def test_keys_past_the_end_weigh_nothing(dim: int) -> None:
     """Where all scores are far below 0, a key of zeros would have a probability of infinity."""
     call = build(Case("full", batch=1, seqlen_q=300, seqlen_k=150, heads=1, kv_heads=1, head_dim=dim), torch.bfloat16)
@@ -88,6 +90,7 @@ SPLIT = (
     (3, Case("causal", batch=1, seqlen_q=150, seqlen_k=270, head_dim=120, heads=5, kv_heads=1, causal=True)),
     (2, Case("varlen", batch=3, lengths=((130, 70), (0, 60), (70, 160)), head_dim=64, heads=3, kv_heads=1,
              window=(90, 30), alibi="h")),
+    (2, Case("latent", batch=1, seqlen_q=70, seqlen_k=150, head_dim=192, head_dim_v=128, heads=2, kv_heads=1)),
     (3, Case("varlen_256", batch=2, lengths=((70, 90), (100, 70)), head_dim=200, heads=3, kv_heads=1, causal=True)),
 )  # fmt: skip
 
@@ -115,3 +118,29 @@ def test_few_key_heads_are_split_and_many_are_not() -> None:
     for heads in (2, 3, 5, 7, 12, 71):
         count = chosen(causal, 1, heads, 1, 1024)
         assert count > 1 and (count - 1) * -(-heads // count) < heads
+
+
+@pytest.mark.parametrize("dims", [(40, 80), (64, 128), (128, 64), (192, 96), (160, 200)], ids=str)
+def test_any_two_widths(dims: tuple[int, int]) -> None:
+    case = Case("causal", batch=1, seqlen_q=130, seqlen_k=150, kv_heads=1, head_dim=dims[0], head_dim_v=dims[1],
+                causal=True, lse_grad=True)  # fmt: skip
+    with on_cpu():
+        judge(build(case, torch.bfloat16), "hopper")
+
+
+def test_what_is_handed_over_is_rounded_no_more_than_what_it_becomes() -> None:
+    """Rounded as coarsely as bfloat16, it would leave errors of dq and dk 1.2 times as large."""
+    call = build(Case("full", batch=1, seqlen_q=256, seqlen_k=256, heads=1, kv_heads=1, head_dim=128), torch.bfloat16)
+    exact = [x.detach().double()[0, :, 0].requires_grad_() for x in call.leaves.values()]
+    q, k, v = exact
+    weight = torch.randn(v.shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+    with torch.enable_grad():
+        wanted = torch.autograd.grad((q @ k.T / 128**0.5).softmax(1) @ v, exact, weight.double())
+    errors = []
+    for config in (backward_tiles.BY_GRADIENT_128, backward_tiles.BASE_128):
+        with on_cpu(backward=config):
+            out, _ = call.run("hopper")
+            got = torch.autograd.grad(out, list(call.leaves.values()), weight[None, :, None])
+        errors.append([float((a[0, :, 0] - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)])
+    for handed_over, kept in zip(*errors, strict=True):
+        assert handed_over < 1.05 * kept

@@ -29,15 +29,28 @@ def _name(build: KernelBuild) -> str:
     return build.label.replace(" ", "-")
 
 
-def _usual(dim: int) -> KernelBuild:
-    return next(b for b in SWEEPS if b.config["head_dim"] == dim and b.config["mask"] == "causal")
+def _usual(dim: int, dim_v: int | None = None) -> KernelBuild:
+    dims = (dim, dim_v or dim)
+    found = (b for b in SWEEPS if (b.constexprs["BLOCK_D"], b.constexprs["BLOCK_DV"]) == dims)
+    return next(b for b in found if b.config["mask"] == "causal")
 
 
 # Every gradient, then some: each at one head_dim, and slow at others.
 SOME = [build for build in SWEEPS if "only" in str(build.config.get("features"))]
 # To float32, and added to it: one of each. Turns would be atomics too.
 WIDE = [b for b in SWEEPS if "float32" in str(b.config.get("features")) and "turns_ptr" in b.constexprs]
-CHIEF = [*map(_usual, (64, 128, 256)), *slow_but(SOME, SOME[:3].__contains__), *slow_but(WIDE, WIDE[:2].__contains__)]
+CHIEF = [
+    *map(_usual, (64, 96, 128, 256)),
+    _usual(192, 128),
+    *slow_but(SOME, SOME[:3].__contains__),
+    *slow_but(WIDE, WIDE[:2].__contains__),
+]
+
+
+def _parts(width: int, most: int) -> list[int]:
+    """Powers of two that add up to a width, the widest first, none over ``most``."""
+    widest = min(1 << width.bit_length() >> 1, most)
+    return [widest, *_parts(width - widest, most)] if width else []
 
 
 @pytest.mark.parametrize("build", CHIEF, ids=_name)
@@ -47,27 +60,34 @@ def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None
     c = build.constexprs
     has_dq, has_dk, has_dv = ("dq_ptr" in build.signature, *(f"{x}_desc" in build.signature for x in ("dk", "dv")))
     has_dscores = has_dq or has_dk
-    parts, block_m, block_d = 1 if c["BY_GRADIENT"] else 2, c["BLOCK_M"], c["BLOCK_D"]
+    parts, block_m = 1 if c["BY_GRADIENT"] else 2, c["BLOCK_M"]
+    dim, dim_v, has_third = c["BLOCK_D"], c["BLOCK_DV"], c["DQ_REGISTERS"] > 0
+    columns, columns_v = (_parts(width, 128) for width in (dim, dim_v))
     # Scores and their gradients go over head_dim, dk and dv over the rows, dq over the keys; 16 a product. Each
-    # warpgroup has a tile's first step, if there is dq to add a step later, its loop, and dq in two places. It makes
-    # both gradients of 64 keys, or one.
-    share = block_d if block_m == 128 else block_d // 2
-    dq = parts * 64 // 16 * (share // c["DQ_WIDTH"])
-    steps = 1 if not has_dq and not c["BY_GRADIENT"] else 2
-    products = steps * parts * ((1 + has_dscores) * block_d + (has_dk + has_dv) * block_m) // 16
-    assert report.instructions["wgmma"] == products + has_dq * 4 * dq
-    # A load moves 64 columns: queries, dout, a warpgroup's keys and values at a time; one moves what belongs to rows.
-    # The compiler may write a tile's first loads twice.
-    assert report.instructions["tma_load"] >= (2 + (1 + has_dscores) * parts) * block_d // 64 + 1
+    # warpgroup has a tile's first step, where it differs, and its loop. It makes both gradients of 64 keys, or one. If
+    # no third one makes dq, each does, and adds it a step later, in two places.
+    share = dim if block_m == 128 or has_third else dim // 2
+    pieces = _parts(share, c["DQ_WIDTH"])
+    dq = parts * 64 // 16 * len(pieces) * (1 if has_third else 4)
+    steps = 2 if c["BY_GRADIENT"] or (has_dq and not has_third) else 1
+    gradients = (has_dk * len(columns) + has_dv * len(columns_v)) * block_m
+    products = steps * parts * (dim + has_dscores * dim_v + gradients) // 16
+    assert report.instructions["wgmma"] == products + has_dq * dq
+    # A load moves 64 columns, or a narrower part: queries, dout, a warpgroup's keys and values at a time; one moves
+    # what belongs to rows. The compiler may write a tile's first loads twice.
+    loads = dim // min(64, columns[-1]) * (1 + parts) + dim_v // min(64, columns_v[-1]) * (1 + has_dscores * parts)
+    assert report.instructions["tma_load"] >= loads + 1
     # Four neighbours at once: dq of 64 rows is as many vectors as a thread has accumulators, by 4; by TMA, a piece.
     by_tma = "dq_desc" in build.signature
-    assert report.instructions["atomic"] == (2 * 2 * share // 8 + 1 if has_dq and not by_tma else 1)
+    adds = (1 if has_third else 4) * share // 8
+    assert report.instructions["atomic"] == (adds + 1 if has_dq and not by_tma else 1)
     # dk and dv leave at the end of a tile, dv in two places where it leaves under a last product.
-    stores = block_d // 64 if c["BY_GRADIENT"] else 2
-    places = has_dk + has_dv * (1 if c["BY_GRADIENT"] else 2)
+    box = min(columns[-1], columns_v[-1], 64 if c["BY_GRADIENT"] else 128)
+    stores, stores_v = (width // box * (1 if c["BY_GRADIENT"] else 2) for width in (dim, dim_v))
+    stores = has_dk * stores + has_dv * stores_v * (1 if c["BY_GRADIENT"] else 2)
     # A box of float32 has half the columns.
-    stores *= places * (2 if "fp32" in build.signature.get("dk_desc", "") else 1)
-    added = 2 * 2 * share // c["DQ_WIDTH"] if by_tma else 0
+    stores *= 2 if "fp32" in build.signature.get("dk_desc", "") else 1
+    added = 2 * 2 * len(pieces) if by_tma else 0
     assert report.instructions.get("tma_reduce", 0) == added + (stores if c["ADDS"] else 0)
     assert report.instructions.get("tma_store", 0) == (0 if c["ADDS"] else stores)
     assert report.instructions["setmaxnreg"] > 0
@@ -114,11 +134,10 @@ def test_every_build_keeps_its_promises(build: KernelBuild) -> None:
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
 def test_every_variant_builds(name: str) -> None:
     config = backward_tiles.VARIANTS[name]
-    dim = config.block_d
     problem = described(
         device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, batch=1, seqlen_q=512, seqlen_k=512,
-        num_heads_q=2, num_heads_kv=1, head_dim=dim, head_dim_v=dim, band=Band(None, 0), softmax_scale=0.1,
-        needs_grad=True,
+        num_heads_q=2, num_heads_kv=1, head_dim=config.block_d, head_dim_v=config.block_dv, band=Band(None, 0),
+        softmax_scale=0.1, needs_grad=True,
     )  # fmt: skip
     with backward_tiles.override(config):
         build = hopper_builds.builds_of(problem, "backward")[1]
@@ -140,7 +159,9 @@ def test_what_does_not_fit_is_refused(change: dict[str, int]) -> None:
         dataclasses.replace(backward_tiles.BASE_128, **change)
 
 
-@pytest.mark.parametrize("change", [{"block_m": 128}, {"dq_tma": True}, {"block_d": 64}, {"k_stages": 2}])
-def test_a_gradient_each_leaves_through_the_buffers_it_has(change: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"block_m": 128}, {"dq_tma": True}, {"dq_registers": 0}, {"k_stages": 2}, {"dq_width": 48}]
+)
+def test_a_gradient_each_takes_a_third_warpgroup(change: dict[str, int]) -> None:
     with pytest.raises(ValueError):
         dataclasses.replace(backward_tiles.BASE_256, **change)

@@ -51,10 +51,8 @@ def test_a_share_in_a_fixed_order_is_added_with_one_rounding(case: Case, cuts: t
 @pytest.mark.parametrize("name", configs.VARIANTS)
 def test_every_variant_adds(name: str) -> None:
     config = configs.VARIANTS[name]
-    dim = config.block_d - 8
-    case = Case(
-        "varlen", batch=2, lengths=((200, 130), (70, 260)), head_dim=dim, kv_heads=1, causal=True, lse_grad=True
-    )
+    case = Case("varlen", batch=2, lengths=((200, 130), (70, 260)), head_dim=config.block_d - 8,
+                head_dim_v=config.block_dv - 8, kv_heads=1, causal=True, lse_grad=True)  # fmt: skip
     with on_cpu(5, 2, backward=config), poisoned_memory():
         judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False)
 

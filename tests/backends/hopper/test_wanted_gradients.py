@@ -30,6 +30,8 @@ CASES = (
     Case("varlen_128", batch=2, lengths=((130, 200), (70, 64)), heads=1, kv_heads=1, head_dim=128, window=(90, 30),
          spare=9, softcap=5.0),
     Case("causal_256", batch=1, seqlen_q=130, seqlen_k=150, head_dim=256, kv_heads=1, causal=True),
+    Case("latent", batch=1, seqlen_q=130, seqlen_k=150, head_dim=192, head_dim_v=128, kv_heads=1, causal=True),
+    Case("causal_96", batch=1, seqlen_q=130, seqlen_k=150, head_dim=88, kv_heads=1, causal=True),
     Case("varlen_256", batch=2, lengths=((130, 70), (0, 30)), heads=1, kv_heads=1, head_dim=200, alibi="h"),
 )  # fmt: skip
 RUNS = slow_but(

@@ -38,7 +38,7 @@ _FORWARD = Capabilities(
     deterministic=True,
 )
 
-_BACKWARD = dataclasses.replace(_FORWARD, head_dim_v=False, chain_rows=128)
+_BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128)
 _DECODE = dataclasses.replace(
     _FORWARD, head_dim_multiple=1, mask=False, bias=False, deterministic=False, unaligned=True, pages=True,
     float8_cache=True, slow_if_tiny=False,

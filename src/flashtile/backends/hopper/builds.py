@@ -52,6 +52,7 @@ def builds(arch: str) -> list[KernelBuild]:
     made += _adding_builds()
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
+    rows.append(_problem(192, _FULL, head_dim_v=128))
     rows.append(_wanting(128, "kv"))
     made += [build for problem in rows for build in builds_of(problem, "backward")[::2]]
     made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("subgroups",))[1::2]]
@@ -124,7 +125,8 @@ def _adding_builds() -> list[KernelBuild]:
 
     made = []
     packed: list[tuple[int, Band, dict[str, Any]]] = [(dim, _CAUSAL, {"varlen": True}) for dim in (128, 64, 256)]
-    others = [
+    others: list[tuple[int, Band, dict[str, Any]]] = [
+        (192, _CAUSAL, {"varlen": True, "head_dim_v": 128}),
         (128, _FULL, {"varlen": True}),
         (128, _CAUSAL, {"varlen": True, "deterministic": True}),
         (128, _CAUSAL, {}),
@@ -154,6 +156,9 @@ def _backward_problems() -> list[Problem]:
         (_WINDOW, {"varlen": True, "softcap": 30.0}),
     ]
     others = [_problem(dim, band, **used) for dim in (128, 64, 256) for band, used in features]
+    for dim, dim_v in ((96, 96), (192, 192), (192, 128), (160, 160)):
+        others += [_problem(dim, band, head_dim_v=dim_v) for band in (_FULL, _CAUSAL)]
+        others += [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING | more) for more in ({}, {"mask": True})]
     some = ((128, "q"), (64, "kv"), (256, "v"), (256, "q"), (256, "kv"), (64, "q"), (128, "kv"))
     return _usual() + others + _with_mods(128, 64, 256) + [_wanting(dim, names) for dim, names in some]
 
@@ -230,11 +235,11 @@ def _quantized_limit(problem: Problem) -> int:
 def _backward_limit(problem: Problem) -> int:
     """Bytes that a thread of the backward may spill: indices computed ahead of all loops.
 
-    dk, dv and two blocks of scores take 192 of the 240 registers. Measured (2026-11-22), Triton 3.7.1: at most 24 bytes
-    at head_dim 64 and 128; at 256 with bias and mask up to 112, up to 27 instructions of a loop. Triton 3.9.0: up to 88
-    at 64, up to 14 instructions of a loop; 128 at 128 with a softcap; 176 at 256.
+    dk, dv and two blocks of scores take 192 of the 240 registers. Measured (2026-11-22), Triton 3.7.1: at most 40 bytes
+    up to head_dim 192; at 256 with bias and mask up to 168. Triton 3.9.0: up to 88 at 64, up to 14 instructions of a
+    loop; 128 at 128 with a softcap.
     """
     reads_pairs = problem.mask or problem.bias_dtype is not None
     has_softcap = problem.softcap > 0 and 64 < problem.head_dim <= 128
-    usual = 128 if has_softcap or (reads_pairs and problem.head_dim > 128) else 64
+    usual = 192 if reads_pairs and problem.head_dim > 192 else 128 if has_softcap else 64
     return usual + 64 if _is_new_triton() else usual

@@ -1,14 +1,19 @@
 """What the roles of the Hopper backward hand each other, and where dq goes."""
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from flashtile.backends.hopper.backward.scheduler import FIELDS, RECORD_SIZE
 from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.ring import Records, Ring
+from flashtile.backends.hopper.device.head_dim_parts import make_rings, width_of, with_parts
+from flashtile.backends.hopper.device.ring import Records, Ring, make_records, make_ring, make_ring_beside
 
 # Keys of a part of a tile: rows of a warpgroup's products.
 PART_KEYS = gl.constexpr(64)
+# Columns of the widest part of a tile: a product with more takes more registers than a thread starts with.
+WIDEST = gl.constexpr(128)
 
 
 @aggregate
@@ -30,7 +35,9 @@ class DqOutput:
 
 @aggregate
 class Channels:
-    """Tile records, and rings. Queries, what belongs to their rows, and dout are claimed and released as one.
+    """Tile records, and rings: of queries, dout, keys and values one for each part of their columns.
+
+    Queries, what belongs to their rows, and dout are claimed and released as one.
 
     Attributes:
         tiles: One record per tile.
@@ -39,20 +46,63 @@ class Channels:
         dout: Of a row block.
         keys: Of a tile, in parts of 64 keys.
         values: The same; None for dv alone.
-        dscores: Their gradients, exchanged between the warpgroups for dq, a part each; None without dq.
+        dscores: Their gradients, handed to the warpgroups that compute dq, a part for 64 keys; None without dq.
         probs: What the first warpgroup hands over where gradients are split (``split_by_gradient``), else None.
-        dq: Where this warpgroup adds to dq; None for the producer, and without dq.
+        out: Through what dk and dv leave, a buffer a box for each warpgroup; None where gradients are split.
+        dq: Where this warpgroup adds to dq; None for those that do not.
 
     Where gradients are split, dk leaves through the buffers of dscores and dv through those of probs: they exist for
     that even if nothing is handed over, as rings without barriers.
     """
 
     tiles: Records
-    queries: Ring
+    queries: gl.tuple
     rows: gl.shared_memory_descriptor
-    dout: Ring
-    keys: Ring
-    values: Ring | gl.constexpr
+    dout: gl.tuple
+    keys: gl.tuple
+    values: gl.tuple | gl.constexpr
     dscores: Ring | gl.constexpr
     probs: Ring | gl.constexpr
+    out: gl.shared_memory_descriptor | gl.constexpr
     dq: DqOutput | gl.constexpr
+
+
+@gluon.jit
+def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_stages: gl.constexpr,
+                  v_stages: gl.constexpr, ds_stages: gl.constexpr):  # fmt: skip
+    """The channels of a ``KeyGrid``, of those that do not add to dq."""
+    ROWS: gl.constexpr = grid.block_m
+    by_gradient: gl.constexpr = grid.parts == 1
+    # dv alone leaves the second of two that share keys nothing to do. A third one reads keys for dq; those that share
+    # dq are those that make the scores.
+    consumers: gl.constexpr = 2 if grid.has_dscores or not by_gradient else 1
+    third: gl.constexpr = 1 if grid.has_dq and grid.dq_warpgroups == 1 else 0
+    dout_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(grid.block_dv, -1, WIDEST)], dtype)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, ROWS], dtype)
+    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third)
+    queries = make_rings(dtype, ROWS, grid.block_d, stages, consumers, 1, WIDEST)
+    rows = gl.allocate_shared_memory(gl.float32, [stages, 2, ROWS], rows_desc.layout)
+    dout = make_ring_beside(queries[0], dtype, [ROWS, width_of(grid.block_dv, 0, WIDEST)], dout_layout)
+    dout = with_parts(dout, dout_layout, grid.block_dv, WIDEST)
+    keys = make_rings(dtype, PART_KEYS, grid.block_d, k_stages, grid.parts + third, grid.parts, WIDEST)
+    # A ring that nobody uses would be a fault: see make_ring_beside.
+    values, dscores, probs, out = None, None, None, None
+    if grid.has_dscores:
+        values = make_rings(dtype, PART_KEYS, grid.block_dv, v_stages, grid.parts, grid.parts, WIDEST)
+    if grid.has_dq or (by_gradient and grid.has_dk):
+        readers: gl.constexpr = grid.dq_warpgroups if grid.has_dq else 0
+        dscores = make_ring(dtype, [PART_KEYS, ROWS], ds_layout, ds_stages, readers, grid.parts, grid.parts)
+    if by_gradient:
+        probs = make_ring(gl.float16, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.has_dscores else 0)
+    else:
+        cols: gl.constexpr = width_of(grid.block_d, -1)
+        out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)
+        out = gl.allocate_shared_memory(dtype, [2 * (grid.block_d // cols), PART_KEYS, cols], out_layout)
+    return Channels(tiles, queries, rows, dout, keys, values, dscores, probs, out, None)
+
+
+@gluon.jit
+def with_dq(channels, dq):
+    """The channels of a warpgroup that adds to dq."""
+    c = channels
+    return Channels(c.tiles, c.queries, c.rows, c.dout, c.keys, c.values, c.dscores, c.probs, c.out, dq)

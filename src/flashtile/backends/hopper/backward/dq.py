@@ -1,6 +1,6 @@
 """A row block's dq in the Hopper backward: its products, and adding them up in the workspace.
 
-Both warpgroups compute it: each has 64 of 128 rows, or half the columns of 64 rows.
+The two warpgroups that have the keys compute it, 64 of 128 rows each or half the columns of 64 rows, or a third one.
 """
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
@@ -8,8 +8,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.hopper.backward.scheduler import turn_of
+from flashtile.backends.hopper.backward.channels import WIDEST
+from flashtile.backends.hopper.backward.scheduler import first_rows, next_rows, query_heads, turn_of
 from flashtile.backends.hopper.device.gluon_compat import aggregate, thread_barrier, tma_add, tma_store_wait
+from flashtile.backends.hopper.device.head_dim_parts import (
+    num_parts,
+    part_at,
+    start_of,
+    width_of,
+    zero_accumulator,
+)
 
 
 @aggregate
@@ -39,14 +47,16 @@ def adds_to(rows, ended, channels, tiles, grid):
 @gluon.jit
 def start_dq(channels, used, key_use, grid, PIECE: gl.constexpr, WARPGROUP: gl.constexpr):
     """Starts the product for one piece of this warpgroup's share of dq."""
-    width: gl.constexpr = grid.dq_width
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    width: gl.constexpr = width_of(grid.dq_share, PIECE, grid.dq_width)
     row: gl.constexpr = 64 * WARPGROUP if grid.block_m == 128 else 0
-    col: gl.constexpr = PIECE * width + (0 if grid.block_m == 128 else WARPGROUP * grid.dq_share)
-    dq = gl.zeros([64, width], gl.float32, layout)
+    first: gl.constexpr = 0 if grid.block_m == 128 else WARPGROUP * grid.dq_share
+    col: gl.constexpr = first + start_of(grid.dq_share, PIECE, grid.dq_width)
+    col_part: gl.constexpr = part_at(grid.block_d, col, WIDEST)
+    dq = zero_accumulator(64, width)
     for part in gl.static_range(grid.parts):
         ds_tile = channels.dscores.part(used, part).slice(row, 64, dim=1).permute((1, 0))
-        k_tile = channels.keys.fixed_part(key_use, part, used).slice(col, width, dim=1)
+        k_tile = channels.keys[col_part].fixed_part(key_use, part, used)
+        k_tile = k_tile.slice(col - start_of(grid.block_d, col_part, WIDEST), width, dim=1)
         dq = warpgroup_mma(ds_tile, k_tile, dq, use_acc=part > 0, is_async=True)
     return dq
 
@@ -85,10 +95,10 @@ def add_dq(dq, adds, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
 
     The turn of the block before is advanced now: its adds have had time to finish.
     """
-    width: gl.constexpr = grid.dq_width
-    pieces: gl.constexpr = grid.dq_share // width
+    share: gl.constexpr = grid.dq_share
+    most: gl.constexpr = grid.dq_width
     out = channels.dq
-    offset = adds.block.to(gl.int64) * (grid.block_m * grid.block_d) + WARPGROUP * (64 * grid.dq_share)
+    offset = adds.block.to(gl.int64) * (grid.block_m * grid.block_d) + WARPGROUP * (64 * share)
     dq = warpgroup_mma_wait(0, deps=[dq])
     advance_turn(out.turns_ptr, adds.ended)
     if out.turns_ptr is not None:
@@ -98,11 +108,43 @@ def add_dq(dq, adds, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
         # threads that take no part in it.
         gl.atomic_add(out.turns_ptr + adds.block, 0, sem="acquire")
         thread_barrier()
-    for piece in gl.static_range(1, pieces):
-        add_accumulators(out, offset + (piece - 1) * (64 * width), dq, width)
+    for piece in gl.static_range(1, num_parts(share, most)):
+        add_accumulators(out, offset + 64 * start_of(share, piece - 1, most), dq, width_of(share, piece - 1, most))
         # Keeps the adds in front of the next product, which takes their registers.
         thread_barrier()
         dq = start_dq(channels, used, key_use, grid, piece, WARPGROUP)
         dq = warpgroup_mma_wait(0, deps=[dq])
     channels.dscores.release(used)
-    add_accumulators(out, offset + (pieces - 1) * (64 * width), dq, width)
+    last: gl.constexpr = num_parts(share, most) - 1
+    add_accumulators(out, offset + 64 * start_of(share, last, most), dq, width_of(share, last, most))
+
+
+@gluon.jit
+def dq_consumer(channels, grid):
+    """A third warpgroup: what every tile adds to dq, while the other two go on."""
+    if grid.has_dq:
+        records = channels.tiles
+        tiles = 0
+        used = 0
+        key_use = 0
+        records.ring.wait(tiles)
+        while records.get(tiles, "is_tile") > 0:
+            rows = first_rows(records, tiles, grid)
+            _, num_heads = query_heads(records.get(tiles, "head"), grid)
+            end = used + num_heads * rows.remaining
+            if end > used:
+                channels.keys[0].wait(key_use)
+                adds = adds_to(rows, -1, channels, tiles, grid)
+                while used < end:
+                    channels.dscores.wait(used)
+                    dq = start_dq(channels, used, key_use, grid, 0, 0)
+                    add_dq(dq, adds, channels, used, key_use, grid, 0)
+                    rows = next_rows(rows, records, tiles, grid)
+                    adds = adds_to(rows, adds.block, channels, tiles, grid)
+                    used += 1
+                advance_turn(channels.dq.turns_ptr, adds.ended)
+                channels.keys[0].release(key_use)
+                key_use += 1
+            records.ring.release(tiles)
+            tiles += 1
+            records.ring.wait(tiles)

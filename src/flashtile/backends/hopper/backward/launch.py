@@ -18,7 +18,6 @@ from flashtile.backends.hopper.backward.kernel import attention_backward
 from flashtile.backends.hopper.backward.postprocess import finish_dq, sum_subgroups
 from flashtile.backends.hopper.backward.preprocess import prepare_rows
 from flashtile.backends.hopper.backward.workspace import Workspace
-from flashtile.backends.hopper.forward.config import block_d
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, TensorMap, row_strides
 from flashtile.backends.vocab import scheduler
@@ -240,6 +239,7 @@ def _preprocess_launch(
             "out_ptr": Pointer(dout.dtype),
             "lse_ptr": Pointer(torch.float32),
             **_row_arguments(p, tensors, config, skips),
+            "HEAD_DIM": p.head_dim_v,
         }
 
     return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype, skips, p.varlen))
@@ -274,7 +274,7 @@ def _sums_launch(problem: Problem, tensors: Tensors, work: Workspace, adds: bool
             "dk_ptr": Pointer(p.grad_dtype) if p.grads.k else None,
             "dv_ptr": Pointer(p.grad_dtype) if p.grads.v else None,
             "HEAD_DIM": p.head_dim,
-            "BLOCK_D": block_d(p.head_dim),
+            "HEAD_DIM_V": p.head_dim_v,
             "ADDS": adds,
         }
 
@@ -332,12 +332,12 @@ def _tensor_maps(
     """Maps of the tensors, of the workspace's rows and, where TMA adds to it, of its dq as lines of 128 floats."""
     p, t, wanted = problem, tensors, problem.grads
     adds_by_tma = wanted.q and config.dq_tma and not p.deterministic
-    keys, block_d = configs.PART_KEYS, config.block_d
+    keys, cols, cols_v = configs.PART_KEYS, configs.box_cols(config.block_d), configs.box_cols(config.block_dv)
     dtype = p.grad_dtype if work.subgroups == 1 else torch.float32
-    cols = config.out_d // 2 if dtype == torch.float32 else config.out_d
+    out_cols = config.out_cols // 2 if dtype == torch.float32 else config.out_cols
     dk, dv = (
         tensor_maps.contiguous_map(
-            dtype, (*x.shape[:-2], x.shape[-2] * work.subgroups, x.shape[-1]), keys, cols, p.varlen
+            dtype, (*x.shape[:-2], x.shape[-2] * work.subgroups, x.shape[-1]), keys, out_cols, p.varlen
         )
         for x in (t.k, t.v)
     )
@@ -348,10 +348,10 @@ def _tensor_maps(
     rows = tensor_maps.floats_map(2 * work.blocks, config.block_m, 2)
     dq_sums = tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2)
     return {
-        "q_desc": tensor_maps.rows_map(t.q, config.block_m, block_d, p.varlen),
-        "k_desc": tensor_maps.rows_map(t.k, keys, block_d, p.varlen),
-        "v_desc": tensor_maps.rows_map(t.v, keys, block_d, p.varlen),
-        "dout_desc": tensor_maps.rows_map(dout, config.block_m, block_d, p.varlen),
+        "q_desc": tensor_maps.rows_map(t.q, config.block_m, cols, p.varlen),
+        "k_desc": tensor_maps.rows_map(t.k, keys, cols, p.varlen),
+        "v_desc": tensor_maps.rows_map(t.v, keys, cols_v, p.varlen),
+        "dout_desc": tensor_maps.rows_map(dout, config.block_m, cols_v, p.varlen),
         "rows_desc": rows._replace(operand="work", offset=work.rows_at),
         "dk_desc": dk if wanted.k else None,
         "dv_desc": dv if wanted.v else None,
@@ -387,6 +387,7 @@ def constants(problem: Problem, config: Config) -> dict[str, Any]:
     """The main kernel's compile-time arguments."""
     return {
         "BLOCK_D": config.block_d,
+        "BLOCK_DV": config.block_dv,
         "BLOCK_M": config.block_m,
         "BY_GRADIENT": config.by_gradient,
         "STAGES": config.stages,
@@ -395,6 +396,7 @@ def constants(problem: Problem, config: Config) -> dict[str, Any]:
         "DS_STAGES": config.ds_stages,
         "DQ_WIDTH": config.dq_width,
         "REGISTERS": config.registers,
+        "DQ_REGISTERS": config.dq_registers,
         "HAS_LEFT": problem.band.left is not None,
         "HAS_RIGHT": problem.band.right is not None,
         "HAS_SOFTCAP": problem.softcap > 0,

@@ -27,16 +27,18 @@ def finish_dq(
     if cu_seqlens_k_ptr is not None:
         exists = exists & has_keys(cu_seqlens_k_ptr, b, batch)
     if exists:
-        size: tl.constexpr = 64 * BLOCK_D
-        held = tl.load(dq_ptr + tl.cast(pid, tl.int64) * size + tl.arange(0, size))
+        # A power of two of columns, of which the last may not be there.
+        cols: tl.constexpr = triton.next_power_of_2(BLOCK_D)
+        place = tl.arange(0, 64 * cols)
+        held = tl.load(dq_ptr + tl.cast(pid, tl.int64) * (64 * BLOCK_D) + place, mask=place < 64 * BLOCK_D)
         # Columns by 8; warp, row of 8 and column pair of a thread; rows 8 apart; the two columns of a pair.
-        held = tl.reshape(held, [BLOCK_D // 8, 4, 8, 4, 2, 2])
-        dq = tl.reshape(tl.permute(held, (1, 4, 2, 0, 3, 5)), [64, BLOCK_D]) * scale
+        held = tl.reshape(held, [cols // 8, 4, 8, 4, 2, 2])
+        dq = tl.reshape(tl.permute(held, (1, 4, 2, 0, 3, 5)), [64, cols]) * scale
         b64 = tl.cast(b, tl.int64)
         if VARLEN:
             b64 = b64 * 0
         row = b64 * seqlen_q + tl.cast(start, tl.int64) + at
-        col = tl.arange(0, BLOCK_D)[None, :]
+        col = tl.arange(0, cols)[None, :]
         out_at = out_ptr + (row * num_heads_q + h)[:, None] * HEAD_DIM + col
         inside = (at < length)[:, None] & (col < HEAD_DIM)
         if ADDS:
@@ -47,24 +49,25 @@ def finish_dq(
 @triton.jit(do_not_specialize=["heads", "subgroups"])
 def sum_subgroups(
     dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, heads, subgroups,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ADDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Sums of subgroups, which follow one another, in order: dk and dv of 32 of all rows of key heads.
 
     Pointers are None for what is not wanted. ADDS: to what is there.
     """
     at = tl.program_id(0) * 32 + tl.arange(0, 32)
-    col = tl.arange(0, BLOCK_D)[None, :]
-    inside = (at < heads)[:, None] & (col < HEAD_DIM)
+    exists = (at < heads)[:, None]
     at = at.to(tl.int64)[:, None]
     if dk_ptr is not None:
-        _sum(dk_sums_ptr, dk_ptr, at, col, inside, subgroups, HEAD_DIM, ADDS)
+        _sum(dk_sums_ptr, dk_ptr, at, exists, subgroups, HEAD_DIM, ADDS)
     if dv_ptr is not None:
-        _sum(dv_sums_ptr, dv_ptr, at, col, inside, subgroups, HEAD_DIM, ADDS)
+        _sum(dv_sums_ptr, dv_ptr, at, exists, subgroups, HEAD_DIM_V, ADDS)
 
 
 @triton.jit
-def _sum(sums_ptr, out_ptr, at, col, inside, subgroups, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr):
+def _sum(sums_ptr, out_ptr, at, exists, subgroups, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr):
+    col = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
+    inside = exists & (col < HEAD_DIM)
     sums_at = sums_ptr + at * subgroups * HEAD_DIM + col
     total = tl.load(sums_at, mask=inside, other=0.0)
     for i in range(1, subgroups):

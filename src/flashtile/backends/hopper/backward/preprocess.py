@@ -37,7 +37,7 @@ def prepare_rows(
         exists = exists & (b < batch)
         b64 = b64 * 0
     i = start64 + at
-    col = tl.arange(0, BLOCK_D)[None, :]
+    col = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
     inside = exists[:, None] & (col < HEAD_DIM)
     out_at = out_ptr + ((b64 * seqlen_q + i) * num_heads_q + h)[:, None] * HEAD_DIM + col
     out = tl.load(out_at, mask=inside, other=0.0)
@@ -52,7 +52,9 @@ def prepare_rows(
     tl.store(row_at, softmax.backward_origin(lse))
     tl.store(row_at + BLOCK_M, tl.where(lse == float("-inf"), 0.0, delta))
     if dq_ptr is not None:
-        size: tl.constexpr = BLOCK_M * BLOCK_D
-        tl.store(dq_ptr + tl.cast(pid, tl.int64) * size + tl.arange(0, size), tl.zeros([size], tl.float32))
+        size: tl.constexpr = triton.next_power_of_2(BLOCK_M * BLOCK_D)
+        place = tl.arange(0, size)
+        dq_at = dq_ptr + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D) + place
+        tl.store(dq_at, tl.zeros([size], tl.float32), mask=place < BLOCK_M * BLOCK_D)
     if turns_ptr is not None:
         tl.store(turns_ptr + pid, 0)

@@ -6,11 +6,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.hopper.backward.channels import PART_KEYS
+from flashtile.backends.hopper.backward.channels import PART_KEYS, WIDEST
 from flashtile.backends.hopper.backward.dq import add_dq, adds_to, advance_turn, start_dq
 from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
 from flashtile.backends.hopper.backward.scheduler import (
@@ -26,28 +25,46 @@ from flashtile.backends.hopper.backward.scheduler import (
 )
 from flashtile.backends.hopper.device.coordinates import HeadRows
 from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_load, tma_put, tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import pieces
+from flashtile.backends.hopper.device.head_dim_parts import (
+    add_products,
+    also,
+    load_boxes,
+    pieces,
+    start_sum,
+    tiles_at,
+    wait_for_products,
+    zero_accumulators,
+)
 
 
 @gluon.jit
-def load_keys(desc, tile, grid, ring, use):
-    """Starts the load of a tile's keys or values, if there is a ring for them, 64 at a time."""
-    if ring is not None:
-        full = ring.acquire(use, grid.parts * PART_KEYS * grid.block_d * 2)
+def key_tile(rings, use, part, step):
+    """64 keys or values of a tile: ``Ring.fixed_part`` of each part of their columns."""
+    tile = ()
+    for i in gl.static_range(len(rings)):
+        tile = also(tile, rings[i].fixed_part(use, part, step))
+    return tile
+
+
+@gluon.jit
+def load_keys(desc, tile, grid, rings, use, COLS: gl.constexpr):
+    """Starts the load of a tile's keys or values, if there are rings for them, 64 at a time."""
+    if rings is not None:
+        full = rings[0].acquire(use, grid.parts * PART_KEYS * COLS * 2)
         rows = HeadRows(tile.b, key_head(tile.head, grid), tile.start_k, tile.seqlen_k, grid.varlen)
         for part in gl.static_range(grid.parts):
-            tma_load(desc, rows.at(tile.key + part * PART_KEYS, 0), full, as_box(ring.part(use, part), desc))
+            load_boxes(desc, key_tile(rings, use, part, 0), full, rows, tile.key + part * PART_KEYS, COLS, WIDEST)
 
 
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, channels,
              grid):  # fmt: skip
     """Takes tiles and loads what they need, in the order in which it is used and buffers become free."""
-    tile_bytes: gl.constexpr = grid.block_m * grid.block_d * 2
+    q_bytes: gl.constexpr = grid.block_m * grid.block_d * 2
     row_bytes: gl.constexpr = 2 * grid.block_m * 4
-    stages: gl.constexpr = channels.queries.stages
+    stages: gl.constexpr = channels.queries[0].stages
     # A second buffer for keys is free long before the values', an only one is free last.
-    keys_first: gl.constexpr = channels.keys.stages > 1
+    keys_first: gl.constexpr = channels.keys[0].stages > 1
     tiles = 0
     used = 0
     key_use = 0
@@ -64,23 +81,25 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
             head, num_heads = query_heads(tile.head, grid)
             steps = num_heads * (tile.m_max - tile.m_min)
             for i in range(steps):
-                at = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.varlen).at(m * grid.block_m, 0)
-                full = channels.queries.acquire(used, tile_bytes + row_bytes)
-                tma_load(q_desc, at, full, as_box(channels.queries.at(used), q_desc))
+                rows = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.varlen)
+                full = channels.queries[0].acquire(used, q_bytes + row_bytes)
+                load_boxes(q_desc, tiles_at(channels.queries, used), full, rows, m * grid.block_m, grid.block_d, WIDEST)
                 tma_load(rows_desc, [2 * (row_blocks + m), 0], full, channels.rows.index(used % stages))
                 if i == 0:
                     if keys_first:
-                        load_keys(k_desc, tile, grid, channels.keys, key_use)
+                        load_keys(k_desc, tile, grid, channels.keys, key_use, grid.block_d)
                     else:
-                        load_keys(v_desc, tile, grid, channels.values, key_use)
-                full = channels.dout.full.index(used % stages)
-                mbarrier.expect(full, tile_bytes)
-                tma_load(dout_desc, at, full, as_box(channels.dout.at(used), dout_desc))
+                        load_keys(v_desc, tile, grid, channels.values, key_use, grid.block_dv)
+                full = channels.dout[0].full.index(used % stages)
+                mbarrier.expect(full, grid.block_m * grid.block_dv * 2)
+                load_boxes(
+                    dout_desc, tiles_at(channels.dout, used), full, rows, m * grid.block_m, grid.block_dv, WIDEST
+                )
                 if i == 0:
                     if keys_first:
-                        load_keys(v_desc, tile, grid, channels.values, key_use)
+                        load_keys(v_desc, tile, grid, channels.values, key_use, grid.block_dv)
                     else:
-                        load_keys(k_desc, tile, grid, channels.keys, key_use)
+                        load_keys(k_desc, tile, grid, channels.keys, key_use, grid.block_d)
                 used += 1
                 m += 1
                 if m == tile.m_max:
@@ -98,10 +117,12 @@ def score_zeros(grid):
 
 
 @gluon.jit
-def gradient_zeros(grid):
-    """[64, block_d] float32: dk or dv of 64 keys, 0."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, grid.block_d, 16])
-    return gl.zeros([PART_KEYS, grid.block_d], gl.float32, layout)
+def times(accs, factor):
+    """Accumulators times a number."""
+    scaled = ()
+    for i in gl.static_range(len(accs)):
+        scaled = also(scaled, accs[i] * factor)
+    return scaled
 
 
 @gluon.jit
@@ -113,31 +134,29 @@ def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, ADDS_DQ: 
     run while the other computes.
     """
     zeros = score_zeros(grid)
-    dtype: gl.constexpr = channels.queries.buffers.dtype
+    dtype: gl.constexpr = channels.queries[0].buffers.dtype
     layout: gl.constexpr = zeros.type.layout
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    q_tile, dout_tile = channels.queries.at(used), channels.dout.at(used)
-    k_tile = channels.keys.fixed_part(key_use, WARPGROUP, used)
+    q_tile, dout_tile = tiles_at(channels.queries, used), tiles_at(channels.dout, used)
+    k_tile = key_tile(channels.keys, key_use, WARPGROUP, used)
     if grid.has_dscores:
-        v_tile = channels.values.fixed_part(key_use, WARPGROUP, used)
-    numbers = channels.rows.index(used % channels.queries.stages)
-    channels.queries.wait(used)
-    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    channels.dout.wait(used)
+        v_tile = key_tile(channels.values, key_use, WARPGROUP, used)
+    numbers = channels.rows.index(used % channels.queries[0].stages)
+    channels.queries[0].wait(used)
+    s = start_sum(k_tile, q_tile, zeros)
+    channels.dout[0].wait(used)
     if grid.has_dscores:
-        dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = start_sum(v_tile, dout_tile, zeros)
     pairs = pairs_of(kept, rows)
     fetched = mod.fetch(pairs, zeros)
-    s = warpgroup_mma_wait(1 if grid.has_dscores else 0, deps=[s])
+    s = warpgroup_mma_wait(len(channels.dout) if grid.has_dscores else 0, deps=[s])
     p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
     if grid.has_dv:
-        probs = gl.convert_layout(p.to(dtype), operand)
-        dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)
+        dv = add_products(p.to(dtype), channels.dout, used, dv)
     if grid.has_dscores:
-        dp = warpgroup_mma_wait(1 if grid.has_dv else 0, deps=[dp])
+        dp = warpgroup_mma_wait(len(dv) if grid.has_dv else 0, deps=[dp])
         ds = (factor * (dp - numbers.slice(1, 1).load(layout))).to(dtype)
         if grid.has_dk:
-            dk = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk, is_async=True)
+            dk = add_products(ds, channels.queries, used, dk)
     if grid.has_dq:
         if ADDS_DQ:
             channels.dscores.wait(used - 1)
@@ -147,7 +166,7 @@ def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, ADDS_DQ: 
         fence_async_shared()
         channels.dscores.publish(used)
     dk, dv = wait_for_gradients(dk, dv, grid, 1 if ADDS_DQ else 0)
-    channels.queries.release(used)
+    channels.queries[0].release(used)
     if ADDS_DQ:
         add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
     return dk, dv
@@ -157,11 +176,12 @@ def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, ADDS_DQ: 
 def wait_for_gradients(dk, dv, grid, PENDING: gl.constexpr):
     """Waits for all but PENDING products; returns dk and dv, of which one may not be computed."""
     if grid.has_dk and grid.has_dv:
-        dk, dv = warpgroup_mma_wait(PENDING, deps=[dk, dv])
+        both = wait_for_products(dk + dv, PENDING)
+        dk, dv = both[: len(dk)], both[len(dk) :]
     elif grid.has_dk:
-        dk = warpgroup_mma_wait(PENDING, deps=[dk])
+        dk = wait_for_products(dk, PENDING)
     elif grid.has_dv:
-        dv = warpgroup_mma_wait(PENDING, deps=[dv])
+        dv = wait_for_products(dv, PENDING)
     return dk, dv
 
 
@@ -170,54 +190,67 @@ def blank_step(channels, used, grid, WARPGROUP: gl.constexpr):
     """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
     channels.dscores.claim(used)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    blank = gl.zeros([PART_KEYS, grid.block_m], channels.queries.buffers.dtype, layout)
+    blank = gl.zeros([PART_KEYS, grid.block_m], channels.queries[0].buffers.dtype, layout)
     channels.dscores.part(used, WARPGROUP).store(blank)
     fence_async_shared()
     channels.dscores.publish(used)
-    channels.queries.release(used)
+    channels.queries[0].release(used)
+
+
+@gluon.jit
+def boxes(desc, grad, grid):
+    """The parts of dk or dv in pieces as wide as a descriptor's box."""
+    width: gl.constexpr = desc.block_type.shape[4 if grid.varlen else 3]
+    found = ()
+    for i in gl.static_range(len(grad)):
+        found = found + pieces(grad[i].to(desc.dtype), width)
+    return found
 
 
 @gluon.jit
 def store_gradient(desc, grad, records, tiles, out_s, grid, WARPGROUP: gl.constexpr):
-    """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the store before it has left the buffer.
+    """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the stores before it have left its buffers.
 
-    In float32, half the columns at a time: it holds no more.
+    In float32, half the columns at a time: they hold no more.
     """
     if desc is not None:
         keys = key_rows(records, tiles, grid)
         key = records.get(tiles, "key") + WARPGROUP * PART_KEYS
-        # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
-        out_s = out_s.index(WARPGROUP + (tiles >> 30))
-        width: gl.constexpr = grid.block_d // 2 if desc.dtype == gl.float32 else grid.block_d
-        parts = pieces(grad.to(desc.dtype), width)
+        count: gl.constexpr = out_s.shape[0] // 2
+        parts = boxes(desc, grad, grid)
+        width: gl.constexpr = parts[0].shape[1]
         for i in gl.static_range(len(parts)):
-            tma_store_wait(0)
-            as_tile(out_s, desc.dtype, width).store(parts[i])
+            if i % count == 0:
+                tma_store_wait(0)
+            # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
+            buffer = out_s.index(WARPGROUP * count + i % count + (tiles >> 30))
+            as_tile(buffer, desc.dtype, width).store(parts[i])
             fence_async_shared()
-            tma_put(desc, keys.at(key, i * width), as_box(out_s, desc), grid.adds)
+            tma_put(desc, keys.at(key, i * width), as_box(buffer, desc), grid.adds)
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, channels, out_s, grid, mod, WARPGROUP: gl.constexpr):
+def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
     # A tile's first row block may end before its second 64 keys begin to be kept.
     may_be_blank: gl.constexpr = grid.has_right and WARPGROUP == 1 and grid.block_m < grid.block_n
+    shares_dq: gl.constexpr = grid.has_dq and grid.dq_warpgroups == 2
     records = channels.tiles
     tiles = 0
     used = 0
     key_use = 0
     records.ring.wait(tiles)
     while records.get(tiles, "is_tile") > 0:
-        dk, dv = gradient_zeros(grid), gradient_zeros(grid)
+        dk, dv = zero_accumulators(PART_KEYS, channels.queries), zero_accumulators(PART_KEYS, channels.dout)
         kept = rows_of_keys(records, tiles, score_zeros(grid), grid, WARPGROUP)
         rows = first_rows(records, tiles, grid)
         _, num_heads = query_heads(records.get(tiles, "head"), grid)
         end = used + num_heads * rows.remaining
         if end > used:
-            channels.keys.wait(key_use)
+            channels.keys[0].wait(key_use)
             if grid.has_dscores:
-                channels.values.wait(key_use)
-            if grid.has_dq:
+                channels.values[0].wait(key_use)
+            if shares_dq:
                 adds = adds_to(rows, -1, channels, tiles, grid)
                 is_blank = False
                 if may_be_blank:
@@ -239,21 +272,20 @@ def consumer(dk_desc, dv_desc, channels, out_s, grid, mod, WARPGROUP: gl.constex
                     rows = next_rows(rows, records, tiles, grid)
                     used += 1
             if grid.has_dscores:
-                channels.values.release(key_use)
-            if grid.has_dq:
+                channels.values[0].release(key_use)
+            if shares_dq:
                 channels.dscores.wait(used - 1)
                 dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
             # dv leaves under the last product.
-            store_gradient(dv_desc, dv, records, tiles, out_s, grid, WARPGROUP)
-            if grid.has_dq:
+            store_gradient(dv_desc, dv, records, tiles, channels.out, grid, WARPGROUP)
+            if shares_dq:
                 add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
                 advance_turn(channels.dq.turns_ptr, adds.block)
-            channels.keys.release(key_use)
+            channels.keys[0].release(key_use)
             key_use += 1
         else:
-            store_gradient(dv_desc, dv, records, tiles, out_s, grid, WARPGROUP)
-        dk = dk * grid.softmax_scale
-        store_gradient(dk_desc, dk, records, tiles, out_s, grid, WARPGROUP)
+            store_gradient(dv_desc, dv, records, tiles, channels.out, grid, WARPGROUP)
+        store_gradient(dk_desc, times(dk, grid.softmax_scale), records, tiles, channels.out, grid, WARPGROUP)
         records.ring.release(tiles)
         tiles += 1
         records.ring.wait(tiles)

@@ -16,10 +16,11 @@ from flashtile.backends.vocab import blocks, scheduler, sequence
 class KeyGrid:
     """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``.
 
-    Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. A warpgroup
-    has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once. ``has_dq`` and its like
-    say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. If ``adds``, dk and dv are
-    added to what is there. If ``chained``, the workspace has the rows of all packed sequences as those of one.
+    Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. Each of
+    ``dq_warpgroups`` has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once.
+    ``has_dq`` and its like say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. If
+    ``adds``, dk and dv are added to what is there. If ``chained``, the workspace has the rows of all packed sequences
+    as those of one.
 
     If ``splits_groups``, the query heads of a key head are split into ``subgroups`` of ``subgroup_size`` heads, the
     last with fewer, and a tile has those of one: its ``head`` is ``key head * subgroups + subgroup``, and so is that of
@@ -44,7 +45,9 @@ class KeyGrid:
     block_m: gl.constexpr
     block_n: gl.constexpr
     block_d: gl.constexpr
+    block_dv: gl.constexpr
     parts: gl.constexpr
+    dq_warpgroups: gl.constexpr
     dq_share: gl.constexpr
     dq_width: gl.constexpr
     has_dscores: gl.constexpr
@@ -264,8 +267,8 @@ def next_rows(rows, records, tiles, grid):
 def turn_of(start, records, tiles, grid):
     """What the turn of the rows from ``start`` on must have reached before this tile adds to their dq.
 
-    Two warpgroups advance it once each per tile.
+    Each warpgroup that computes dq advances it once per tile.
     """
     key = records.get(tiles, "key")
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
-    return 2 * tiles_before(start, key, seqlen_q, seqlen_k, grid)
+    return grid.dq_warpgroups * tiles_before(start, key, seqlen_q, seqlen_k, grid)

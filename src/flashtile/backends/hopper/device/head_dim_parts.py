@@ -16,27 +16,34 @@ from flashtile.backends.hopper.device.ring import Ring, make_ring
 
 
 @gluon.constexpr_function
-def parts_of(cols):
-    """The widths of the parts, powers of two."""
-    return [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
+def parts_of(cols, most=256):
+    """The widths of the parts, powers of two; parts wider than ``most`` in several."""
+    widths = [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
+    return [min(width, most) for width in widths for _ in range(0, width, most)]
 
 
 @gluon.constexpr_function
-def num_parts(cols):
+def num_parts(cols, most=256):
     """How many parts a width has."""
-    return len(parts_of(cols))
+    return len(parts_of(cols, most))
 
 
 @gluon.constexpr_function
-def width_of(cols, part):
+def width_of(cols, part, most=256):
     """The width of a part; -1 is the narrowest."""
-    return parts_of(cols)[part]
+    return parts_of(cols, most)[part]
 
 
 @gluon.constexpr_function
-def start_of(cols, part):
+def start_of(cols, part, most=256):
     """The column with which a part begins."""
-    return sum(parts_of(cols)[:part])
+    return sum(parts_of(cols, most)[:part])
+
+
+@gluon.constexpr_function
+def part_at(cols, col, most=256):
+    """The part that a column is in."""
+    return sum(start_of(cols, part, most) <= col for part in range(num_parts(cols, most))) - 1
 
 
 @gluon.jit
@@ -47,27 +54,49 @@ def also(parts, part):
 
 @gluon.jit
 def make_rings(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, stages: gl.constexpr,
-               consumers: gl.constexpr):  # fmt: skip
-    """A channel of ``stages`` tiles [ROWS, COLS], each released by ``consumers`` warpgroups."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(COLS, -1)], dtype)
-    first = make_ring(dtype, [ROWS, width_of(COLS, 0)], layout, stages, consumers)
+               consumers: gl.constexpr, buffers: gl.constexpr = 1, most: gl.constexpr = 256):  # fmt: skip
+    """A channel of ``stages`` tiles [ROWS, COLS], or of several buffers each, released by ``consumers`` warpgroups."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(COLS, -1, most)], dtype)
+    first = make_ring(dtype, [ROWS, width_of(COLS, 0, most)], layout, stages, consumers, 1, buffers)
+    return with_parts(first, layout, COLS, most)
+
+
+@gluon.jit
+def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constexpr):
+    """A channel of tiles of COLS columns from the ring of their first part."""
+    shape: gl.constexpr = first.buffers.shape
     rings = (first,)
-    for i in gl.static_range(1, num_parts(COLS)):
-        buffers = gl.allocate_shared_memory(dtype, [stages, ROWS, width_of(COLS, i)], layout)
-        rings = also(rings, Ring(buffers, first.full, first.empty, stages, 1))
+    for i in gl.static_range(1, num_parts(COLS, most)):
+        buffers = gl.allocate_shared_memory(first.buffers.dtype, [shape[0], shape[1], width_of(COLS, i, most)], layout)
+        rings = also(rings, Ring(buffers, first.full, first.empty, first.stages, first.parts))
     return rings
 
 
 @gluon.jit
 def load(desc, rings, use, rows, row, COLS: gl.constexpr):
     """Starts the load of ``rows`` (``HeadRows``) from ``row`` on into a channel."""
-    BOX: gl.constexpr = width_of(COLS, -1)
     BYTES: gl.constexpr = rings[0].buffers.dtype.primitive_bitwidth // 8
     full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * BYTES)
+    load_boxes(desc, tiles_at(rings, use), full, rows, row, COLS)
+
+
+@gluon.jit
+def load_boxes(desc, tiles, full, rows, row, COLS: gl.constexpr, most: gl.constexpr = 256):
+    """Starts the load of a tile, which signals ``full``, a box at a time."""
+    BOX: gl.constexpr = width_of(COLS, -1, most)
+    for i in gl.static_range(len(tiles)):
+        for j in gl.static_range(width_of(COLS, i, most) // BOX):
+            at = rows.at(row, start_of(COLS, i, most) + j * BOX)
+            tma_load(desc, at, full, as_box(box_of(tiles[i], j * BOX, BOX), desc))
+
+
+@gluon.jit
+def tiles_at(rings, use):
+    """The parts of a use."""
+    tiles = ()
     for i in gl.static_range(len(rings)):
-        tile = rings[i].at(use)
-        for j in gl.static_range(width_of(COLS, i) // BOX):
-            tma_load(desc, rows.at(row, start_of(COLS, i) + j * BOX), full, as_box(box_of(tile, j * BOX, BOX), desc))
+        tiles = also(tiles, rings[i].at(use))
+    return tiles
 
 
 @gluon.jit
@@ -86,6 +115,15 @@ def start_scores(q_rings, tiles, k_rings, use, zeros):
     s = warpgroup_mma(q_rings[0].at(tiles), k_tile, zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(q_rings)):
         s = warpgroup_mma(q_rings[i].at(tiles), k_rings[i].at(use).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_sum(a_tiles, b_tiles, zeros):
+    """Starts the products of the rows of two tiles: a sum over the parts."""
+    s = warpgroup_mma(a_tiles[0], b_tiles[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(a_tiles)):
+        s = warpgroup_mma(a_tiles[i], b_tiles[i].permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -122,12 +160,12 @@ def add_product(probs, v_tile, acc):
 
 
 @gluon.jit
-def wait_for_products(accs):
-    """The accumulators after everything that was started."""
+def wait_for_products(accs, PENDING: gl.constexpr = 0):
+    """The accumulators after all but the last PENDING products that were started."""
     if len(accs) == 1:
-        return (warpgroup_mma_wait(0, deps=[accs[0]]),)
+        return (warpgroup_mma_wait(PENDING, deps=[accs[0]]),)
     else:
-        return warpgroup_mma_wait(0, deps=accs)
+        return warpgroup_mma_wait(PENDING, deps=accs)
 
 
 @gluon.jit
