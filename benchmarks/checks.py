@@ -65,21 +65,25 @@ class Reference:
 
 
 def judged(
-    reference: Reference, device: torch.device, makers: Mapping[str, Callable[[], tuple[Call, Outputs]]]
+    reference: Reference,
+    device: torch.device,
+    makers: Mapping[str, Callable[[], tuple[Call, Outputs]]],
+    limits: Mapping[str, float | None] | None = None,
 ) -> tuple[dict[str, Call], dict[str, float | str]]:
     """The calls whose outputs are correct, and the error or failure reason of all, by name.
 
-    ``makers`` make a call and its outputs, in the layout of q, k and v.
+    ``makers`` make a call and its outputs, in the layout of q, k and v; ``limits`` replace the reference's.
     """
 
-    def judge(make: Callable[[], tuple[Call, Outputs]]) -> tuple[Call, float]:
+    def judge(make: Callable[[], tuple[Call, Outputs]], limit: float) -> tuple[Call, float]:
         call, outputs = make()
         error = reference.error(outputs)
-        if not error <= reference.limit:
-            raise NotTimedError(f"wrong: relative error {error:.3g}, limit {reference.limit:.3g}")
+        if not error <= limit:
+            raise NotTimedError(f"wrong: relative error {error:.3g}, limit {limit:.3g}")
         return call, error
 
-    made = {name: attempt(device, name, functools.partial(judge, make)) for name, make in makers.items()}
+    allowed = {name: (limits or {}).get(name) or reference.limit for name in makers}
+    made = {name: attempt(device, name, functools.partial(judge, make, allowed[name])) for name, make in makers.items()}
     calls = {name: of[0] for name, of in made.items() if not isinstance(of, str)}
     return calls, {name: of if isinstance(of, str) else of[1] for name, of in made.items()}
 
