@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.masks import Band
 
-Direction = Literal["forward", "backward", "quantize"]
+Direction = Literal["forward", "backward", "quantized"]
 
 TOTAL_TOKENS = 16384
 HIDDEN_SIZE = 2048
@@ -26,7 +26,7 @@ FP8_SEQLENS = (2048, 8192, 16384, 32768)
 class Case:
     """The definition of a benchmark cell, without any measurement.
 
-    ``direction`` backward is the gradients of q, k and v alone, given a saved forward; quantize is their rounding to 8
+    ``direction`` backward is the gradients of q, k and v alone, given a saved forward; quantized is their rounding to 8
     bits. ``lengths`` are those of packed sequences, for both queries and keys: ``batch`` is then their number,
     ``seqlen_q`` and ``seqlen_k`` the longest.
     ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v`` is given where it differs from head_dim.
@@ -107,10 +107,10 @@ class Case:
         return kept * (rows_q * (size + 1) + rows_k * (3 * size + 2))
 
     def flops(self) -> float:
-        """Floating-point operations by the usual count: two products forward, 2.5 times that backward."""
+        """Floating-point operations by the usual count: two products forward, 2.5 times that backward, else none."""
         dims = self.head_dim + (self.head_dim_v or self.head_dim)
         forward = 2.0 * self.num_heads_q * dims * self.kept_pairs()
-        return forward if self.direction == "forward" else 2.5 * forward
+        return forward * {"forward": 1.0, "backward": 2.5, "quantized": 0.0}[self.direction]
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,9 +222,8 @@ def _model_cases(dtype: str) -> list[Case]:
 
 
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """The cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``fp8`` (24, 3 of rounding) or ``cpu``, float32.
-    """
-    rounding = [case for case in _grid("quantize", FP8_SEQLENS[:1], dtype) if not case.causal]
+    """The cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``fp8`` (27), or ``cpu``, in float32."""
+    rounding = [case for case in _grid("quantized", FP8_SEQLENS[:1], dtype) if not case.causal]
     made = {
         "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
         "backward": lambda: _grid("backward", BACKWARD_SEQLENS, dtype),

@@ -95,7 +95,7 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
                 places.setdefault(place, []).append(cell)
     else:
         for cell in sorted(grid, key=lambda cell: cell.case.head_dim):
-            if (c := cell.case).dtype == "bfloat16" and c.lengths is None and c.direction != "quantize":
+            if (c := cell.case).dtype == "bfloat16" and c.lengths is None and c.flops():
                 places.setdefault((c.mask, f"head_dim {c.head_dim}"), []).append(cell)
     if not places:
         return None

@@ -34,9 +34,9 @@ from flashtile.errors import UnsupportedError
 Attend = Callable[..., Tensor]
 OURS = "flashtile"
 STEP = "forward and backward"
-# The relative error that an output in 8 bits may have: rounding normal numbers to e4m3 makes 0.053 of it, and an
-# output in e4m3 0.058; a scale or an order of keys that is wrong makes more than 0.1.
-EIGHT_BIT_ERROR = 0.065
+# The relative error that attention in 8 bits may have: of normal numbers ours has 0.053 and, with an output in e4m3 too,
+# cuDNN's 0.058 to 0.066. A scale or an order of keys that is wrong makes more than 0.1.
+EIGHT_BIT_ERROR = 0.08
 
 
 class Provider:

@@ -36,8 +36,7 @@ class Row:
         error: Relative error against float64 of a correct result, None if not checked; text, without a time, if the
             provider refused the case, failed or was wrong.
         extra_bytes: Peak memory of a call beyond inputs and outputs; only in rows of suite ``memory``.
-        values: Other measured values by name; only in rows of suites ``accuracy``, ``host``, ``train`` and
-            ``train-fp8``.
+        values: Other measured values by name; only in rows of suites ``accuracy``, ``host`` and ``train``s.
     """
 
     suite: str

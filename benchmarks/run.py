@@ -15,6 +15,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,9 +42,9 @@ def run_cell(
     case: Case, chosen: Sequence[Provider], session: Session, *, rounds: int, burst_ms: float = 6.0
 ) -> list[results.Row]:
     """Checks and times one cell; returns one row per provider. What rounds is checked where attention follows."""
-    if case.direction == "quantize":
+    if case.direction == "quantized":
         calls = rounding(case, session.device)
-        errors: dict[str, float | str] = dict.fromkeys(calls)
+        errors: dict[str, Any] = dict.fromkeys(calls)
     else:
         calls, errors = checked(case, chosen, session.device)
     timings = measure(calls, session.device, rounds=rounds, burst_ms=burst_ms, deadline=session.deadline)
@@ -66,13 +67,12 @@ def rounding(case: Case, device: torch.device) -> dict[str, Call]:
     return {table.ROUNDING: lambda: (flashtile.quantize(x.q, x.k, x.v).q,), table.COPY: lambda: (target.copy_(source),)}
 
 
-def timed_row(run: results.Run, case: Case, name: str, verdict: float | str | None, timing: Timing | None) -> results.Row:
+def timed_row(run: results.Run, case: Case, name: str, verdict: float | str, timing: Timing | None) -> results.Row:
     """A row of a provider that was checked and, if correct, timed."""
     measured: dict[str, object] = {"error": verdict}
     if timing is not None:
-        measured |= vars(timing)
-    if timing is not None and case.direction != "quantize":
-        measured["tflops"] = case.flops() / (timing.median_ms * 1e9)
+        tflops = case.flops() / (timing.median_ms * 1e9)
+        measured |= {"median_ms": timing.median_ms, "spread": timing.spread, "tflops": tflops}
     return run.row(case.to_dict(), name, **measured)
 
 
