@@ -32,7 +32,13 @@ from tests.emulator.values import (
 from tests.machine import Barrier, MachineError
 from tests.machine.clocks import Message
 
-_NAMES_OF_DTYPES = {"fp8e4nv": "float8e4nv", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+_NAMES_OF_DTYPES = {
+    "fp8e4nv": "float8e4nv",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
 _LAYOUTS = (
     "NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout",
     "SwizzledSharedLayout", "AutoLayout",

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from flashtile.quantization.blocks import as_columns, joined, sequence_of_blocks, sequence_of_rows, split
 from flashtile.quantization.record import E4M3, LARGEST, Quantized, Scales, spread_scales
-from flashtile.quantization.rotation import rotate
+from flashtile.quantization.rotation import rotate, unrotate
 from flashtile.rotary import apply_rotary, row_positions
 
 
@@ -74,6 +74,18 @@ def record(
         q, k, v, q_scale, k_scale, v_scale, shift, given.cu_seqlens_q, given.cu_seqlens_k, *lengths, dtype,
         choices.scales, choices.rotate, choices.smooth_k, choices.seed,
     )  # fmt: skip
+
+
+def restored(record: Quantized, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The q, k and v that the 8-bit numbers of a record stand for, in its output's dtype; ``k`` is what it was made of."""
+    found = record.dequantized()
+    if record.rotated:
+        found = unrotate(found[0], record.seed), unrotate(found[1], record.seed), found[2]
+    if record.smoothed:
+        mean = _by_row(_mean(k.float(), record.cu_seqlens_k), record.cu_seqlens_k, k)
+        found = found[0], found[1] + mean, found[2]
+    q, k, v = (x.to(record.dtype) for x in found)
+    return q, k, v
 
 
 def turned(given: Inputs, choices: Choices) -> tuple[Tensor, Tensor]:
