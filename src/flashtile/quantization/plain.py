@@ -77,7 +77,7 @@ def record(
 
 
 def restored(record: Quantized, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The q, k and v that the 8-bit numbers of a record stand for, in its output's dtype; ``k`` is what it was made of."""
+    """The q, k and v that the numbers of a record stand for, in its output's dtype; ``k`` is what it was made of."""
     found = record.dequantized()
     if record.rotated:
         found = unrotate(found[0], record.seed), unrotate(found[1], record.seed), found[2]
