@@ -82,7 +82,9 @@ def _made(inputs: Inputs, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
     rows, seqlen, heads, head_dim, seed = shape
     kind: errors.Kind = "outliers" if inputs == "paper" else inputs
-    about = f"{kind}: {rows:,} queries, {seqlen:,} keys, {heads} heads, head_dim {head_dim}{f', seed {seed}' * (seed > 0)}"
+    about = (
+        f"{kind}: {rows:,} queries, {seqlen:,} keys, {heads} heads, head_dim {head_dim}{f', seed {seed}' * (seed > 0)}"
+    )
     return *errors.generated(kind, *shape), about
 
 

@@ -76,16 +76,14 @@ def record(
     )  # fmt: skip
 
 
-def restored(record: Quantized, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The q, k and v that the numbers of a record stand for, in its output's dtype; ``k`` is what it was made of."""
-    found = record.dequantized()
+def restored(record: Quantized, k_given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The q, k and v that the numbers of a record stand for, in its output's dtype; k_given is what it was made of."""
+    q, k, v = record.dequantized()
     if record.rotated:
-        found = unrotate(found[0], record.seed), unrotate(found[1], record.seed), found[2]
+        q, k = unrotate(q, record.seed), unrotate(k, record.seed)
     if record.smoothed:
-        mean = _by_row(_mean(k.float(), record.cu_seqlens_k), record.cu_seqlens_k, k)
-        found = found[0], found[1] + mean, found[2]
-    q, k, v = (x.to(record.dtype) for x in found)
-    return q, k, v
+        k = k + _by_row(_mean(k_given.float(), record.cu_seqlens_k), record.cu_seqlens_k, k)
+    return q.to(record.dtype), k.to(record.dtype), v.to(record.dtype)
 
 
 def turned(given: Inputs, choices: Choices) -> tuple[Tensor, Tensor]:
