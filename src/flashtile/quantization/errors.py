@@ -197,10 +197,8 @@ def needle(
 ) -> float:
     """Among many keys, one for each query that matters: the share of queries whose output is nearest to its value.
 
-    Args:
-        attend: Attention of q, k and v, ``(1, rows, 1, head_dim)``, of the device and dtype given.
-        num_keys: Keys, all normal but for those that matter, which lie at all depths.
-        weight: The probability of the key that matters, about; all others share the rest.
+    ``attend`` is attention of q, k and v, ``(1, rows, 1, head_dim)``. Keys are normal but for those that matter, which
+    lie at all depths and have a probability of about ``weight``; all others share the rest.
     """
     q, k, v = generated("normal", queries, num_keys, 1, head_dim, seed)
     places = torch.linspace(0, num_keys - 1, queries).long()
