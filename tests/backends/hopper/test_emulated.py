@@ -109,6 +109,13 @@ def test_tensors_of_8_bits(case: QuantizedCase) -> None:
         quantization.judge(call, "hopper")
 
 
+@pytest.mark.parametrize("shard", slow_but(range(15), lambda shard: shard < 2))
+def test_random_problems_of_8_bits(shard: int) -> None:
+    for number in range(shard * 20, shard * 20 + 20):
+        with on_cpu(number, num_sms=1 + number % 3):
+            quantization.judge(quantization.build(quantization.random_case(number, 260), seed=number), "hopper")
+
+
 @pytest.mark.parametrize("case", slow_but(LONG, named(*ORDERS)), ids=str)
 def test_bits_depend_neither_on_the_order_of_events_nor_on_the_programs(case: Case) -> None:
     runs = []
