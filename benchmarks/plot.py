@@ -140,18 +140,21 @@ def memory_plot(rows: Sequence[Row], path: Path) -> Path | None:
 
 
 def training_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
-    """Loss against step, every attention in one panel, and tokens per second, if any, against context length."""
+    """Loss against step, and beside it tokens per second against context length, or if none the loss over eager's."""
     chosen = of_suite(rows, suite)
     training = training_of(chosen)
     if not training.losses:
         return None
-    figure, axes = _figure(1, 2 if training.tokens_per_s else 1)
-    left, right = axes[0][0], axes[0][-1]
+    figure, axes = _figure(1, 2)
+    left, right = axes[0]
+    base = smooth(training.losses.get("eager", []), _SMOOTHED_STEPS)
     for name in table.in_order(training.losses):
         curve = smooth(training.losses[name], _SMOOTHED_STEPS)
         steps = [_SMOOTHED_STEPS * (i + 0.5) for i in range(len(curve))]
         style = {**_STYLES.get(name, {}), "marker": ""}
         left.plot(steps, curve, label=name, **style)
+        if not training.tokens_per_s:
+            right.plot(steps[: len(base)], [a - b for a, b in zip(curve, base, strict=False)], **style)
     left.set_title(f"loss, means of {_SMOOTHED_STEPS} steps", fontsize=10)
     left.set_xlabel("step")
     left.set_ylabel("nats a character")
@@ -165,6 +168,10 @@ def training_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
         right.set_ylim(bottom=0)
         right.set_xlabel("context")
         right.set_ylabel("thousand tokens/s")
+    else:
+        right.set_title("over eager's", fontsize=10)
+        right.set_xlabel("step")
+        right.grid(alpha=0.3, linewidth=0.6)
     return _save(figure, axes, f"a character GPT in bf16, {chosen[-1].device}", path)
 
 
