@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.masks import Band
 
-Direction = Literal["forward", "backward"]
+Direction = Literal["forward", "backward", "quantized"]
 
 TOTAL_TOKENS = 16384
 HIDDEN_SIZE = 2048
@@ -19,14 +19,16 @@ HEAD_DIMS = (64, 128, 256)
 OUTLIER_STD = 10.0
 FORWARD_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 BACKWARD_SEQLENS = (512, 2048, 8192, 16384)
+FP8_SEQLENS = (2048, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
 class Case:
     """The definition of a benchmark cell, without any measurement.
 
-    ``direction`` backward is the gradients of q, k and v alone, given a saved forward. ``lengths`` are those of packed
-    sequences, for both queries and keys: ``batch`` is then their number, ``seqlen_q`` and ``seqlen_k`` the longest.
+    ``direction`` backward is the gradients of q, k and v alone, given a saved forward; quantized is their rounding to 8
+    bits. ``lengths`` are those of packed sequences, for both queries and keys: ``batch`` is then their number,
+    ``seqlen_q`` and ``seqlen_k`` the longest.
     ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v`` is given where it differs from head_dim.
     ``model`` names a cell of suite ``models``.
     """
@@ -97,11 +99,18 @@ class Case:
             return sum(q * k for q, k in self.sequences) // 2
         return sum(self.band.count(q, k) for q, k in self.sequences)
 
+    @property
+    def rounding_bytes(self) -> int:
+        """Read and written to round q, k and v to 8 bits: k is read twice, first for its mean."""
+        size, kept = self.torch_dtype.itemsize, self.batch * self.head_dim
+        rows_q, rows_k = self.seqlen_q * self.num_heads_q, self.seqlen_k * self.num_heads_kv
+        return kept * (rows_q * (size + 1) + rows_k * (3 * size + 2))
+
     def flops(self) -> float:
-        """Floating-point operations by the usual count: two products forward, 2.5 times that backward."""
+        """Floating-point operations by the usual count: two products forward, 2.5 times that backward, else none."""
         dims = self.head_dim + (self.head_dim_v or self.head_dim)
         forward = 2.0 * self.num_heads_q * dims * self.kept_pairs()
-        return forward if self.direction == "forward" else 2.5 * forward
+        return forward * {"forward": 1.0, "backward": 2.5, "quantized": 0.0}[self.direction]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +154,9 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0, outliers: float
 
 
 def _grid(direction: Direction, seqlens: tuple[int, ...], dtype: str) -> list[Case]:
-    """16k tokens in total and hidden size 2048 for every sequence length and head dim."""
+    """16k tokens in total, in one sequence if longer, and hidden size 2048 for every sequence length and head dim."""
     return [
-        Case(direction, dtype, TOTAL_TOKENS // n, n, n, HIDDEN_SIZE // dim, HIDDEN_SIZE // dim, dim, causal)
+        Case(direction, dtype, max(1, TOTAL_TOKENS // n), n, n, HIDDEN_SIZE // dim, HIDDEN_SIZE // dim, dim, causal)
         for dim in HEAD_DIMS
         for causal in (False, True)
         for n in seqlens
@@ -213,15 +222,17 @@ def _model_cases(dtype: str) -> list[Case]:
 
 
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """The cells of suite ``forward`` (36), ``backward`` (24), ``models``, or ``cpu``, which is in float32."""
+    """The cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``fp8`` (27), or ``cpu``, in float32."""
+    rounding = [case for case in _grid("quantized", FP8_SEQLENS[:1], dtype) if not case.causal]
     made = {
         "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
         "backward": lambda: _grid("backward", BACKWARD_SEQLENS, dtype),
         "models": lambda: _model_cases(dtype),
+        "fp8": lambda: _grid("forward", FP8_SEQLENS, dtype) + rounding,
         "cpu": _cpu_cases,
     }
     if name not in made:
-        raise ValueError(f"suite is {name!r}, must be forward, backward, models or cpu")
+        raise ValueError(f"suite is {name!r}, must be forward, backward, models, fp8 or cpu")
     return made[name]()
 
 

@@ -20,6 +20,7 @@ from benchmarks.session import NotTimedError, attempt
 
 Outputs = tuple[Tensor, ...]
 Call = Callable[[], Outputs]
+Maker = Callable[[], tuple[Call, Outputs]]
 
 _ROWS_PER_CHUNK = 1024
 _LEAST = 1e-3
@@ -65,21 +66,21 @@ class Reference:
 
 
 def judged(
-    reference: Reference, device: torch.device, makers: Mapping[str, Callable[[], tuple[Call, Outputs]]]
+    reference: Reference, device: torch.device, makers: Mapping[str, Maker], limits: Mapping[str, float | None] = {}
 ) -> tuple[dict[str, Call], dict[str, float | str]]:
     """The calls whose outputs are correct, and the error or failure reason of all, by name.
 
-    ``makers`` make a call and its outputs, in the layout of q, k and v.
+    ``makers`` make a call and its outputs, in the layout of q, k and v; ``limits`` replace the reference's.
     """
 
-    def judge(make: Callable[[], tuple[Call, Outputs]]) -> tuple[Call, float]:
-        call, outputs = make()
-        error = reference.error(outputs)
-        if not error <= reference.limit:
-            raise NotTimedError(f"wrong: relative error {error:.3g}, limit {reference.limit:.3g}")
+    def judge(name: str) -> tuple[Call, float]:
+        call, outputs = makers[name]()
+        error, limit = reference.error(outputs), limits.get(name) or reference.limit
+        if not error <= limit:
+            raise NotTimedError(f"wrong: relative error {error:.3g}, limit {limit:.3g}")
         return call, error
 
-    made = {name: attempt(device, name, functools.partial(judge, make)) for name, make in makers.items()}
+    made = {name: attempt(device, name, functools.partial(judge, name)) for name in makers}
     calls = {name: of[0] for name, of in made.items() if not isinstance(of, str)}
     return calls, {name: of if isinstance(of, str) else of[1] for name, of in made.items()}
 

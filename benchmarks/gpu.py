@@ -37,6 +37,7 @@ _SUITES = {
     "memory": (100, "memory"),
     "accuracy": (200, "accuracy"),
     "varlen": (100, "varlen"),
+    "fp8": (120, "run fp8 --resume"),
     "train": (400, "train"),
     "decode": (400, "decode --providers flashtile-hopper,flashtile-portable,fa3,sdpa --resume"),
     "decode-cold": (100, "decode --measures cold --cells *h32x8*,*h64x8* --resume"),

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and docs/performance-tables.md, written from saved rows.
+"""The tables of the pages of performance and of docs/fp8.md, written from saved rows.
 
 A generated table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; text outside is unchanged.
 """
@@ -14,7 +14,7 @@ from benchmarks.table import Cell
 
 Block = Callable[[list[Row]], str]
 
-DOCS_PAGES = tuple(ROOT / "docs" / name for name in ("performance.md", "performance-tables.md"))
+DOCS_PAGES = tuple(ROOT / "docs" / name for name in ("performance.md", "performance-tables.md", "fp8.md"))
 
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -162,6 +162,10 @@ _BLOCKS: dict[str, tuple[str, Block]] = {
     "accuracy": ("accuracy", _of(accuracy.error_table)),
     "varlen": ("varlen", _of(varlen.varlen_table)),
     "train": ("train", _train_block),
+    "train-fp8": ("train-fp8", _train_block),
+    "fp8": ("fp8", _of_cells(table.fp8_table)),
+    "fp8-summary": ("fp8", _of_cells(table.fp8_summary)),
+    "fp8-rounding": ("fp8", _of_cells(table.rounding_table)),
     "decode": ("decode", _of_cells(decode.decode_table)),
     "decode-summary": ("decode", _of_cells(lambda grid: table.summary_table(decode.plain(grid)))),
     "decode-variants": ("decode", _of_cells(decode.variants_table)),

@@ -21,8 +21,12 @@ _STYLES: dict[str, dict[str, Any]] = {
     "flashtile-portable": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "flashtile-hopper": {"color": "#D55E00", "marker": "D", "linewidth": 2.2, "zorder": 6},
     "flashtile": {"color": "#D55E00", "marker": "D", "linewidth": 2.2, "zorder": 6},
+    "flashtile-hopper-fp8": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 7},
+    "flashtile-hopper-fp8-call": {"color": "#56B4E9", "marker": "o", "linewidth": 1.4},
+    "flashtile-cpu-fp8-call": {"color": "#D55E00", "marker": "D", "linewidth": 1.4, "zorder": 6},
     "flashtile-cpu": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "fa3": {"color": "#009E73", "marker": "s", "linestyle": "--"},
+    "cudnn-fp8": {"color": "#CC79A7", "marker": "^", "linestyle": "--"},
     "cudnn": {"color": "#CC79A7", "marker": "^", "linestyle": "--"},
     "fa2": {"color": "#E69F00", "marker": "v", "linestyle": "--"},
     "eager": {"color": "#7F7F7F", "marker": "x", "linestyle": ":"},
@@ -91,7 +95,7 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
                 places.setdefault(place, []).append(cell)
     else:
         for cell in sorted(grid, key=lambda cell: cell.case.head_dim):
-            if (c := cell.case).dtype == "bfloat16" and c.lengths is None:
+            if (c := cell.case).dtype == "bfloat16" and c.lengths is None and c.flops():
                 places.setdefault((c.mask, f"head_dim {c.head_dim}"), []).append(cell)
     if not places:
         return None
@@ -107,7 +111,8 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
             axes[i, j].set_xlabel("sequence length")
     for row, column in {(row, column) for row in down for column in across} - places.keys():
         axes[down.index(row), across.index(column)].axis("off")
-    return _save(figure, axes, f"{suite}, bf16, {chosen[-1].device}", path)
+    what = "forward in 8 bits" if suite == "fp8" else f"{suite}, bf16"
+    return _save(figure, axes, f"{what}, {chosen[-1].device}", path)
 
 
 def memory_plot(rows: Sequence[Row], path: Path) -> Path | None:
@@ -134,19 +139,22 @@ def memory_plot(rows: Sequence[Row], path: Path) -> Path | None:
     return _save(figure, axes, title, path)
 
 
-def training_plot(rows: Sequence[Row], path: Path) -> Path | None:
-    """Loss against step, every attention in one panel, and tokens per second against context length."""
-    chosen = of_suite(rows, "train")
+def training_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
+    """Loss against step, and beside it tokens per second against context length, or if none the loss over eager's."""
+    chosen = of_suite(rows, suite)
     training = training_of(chosen)
     if not training.losses:
         return None
     figure, axes = _figure(1, 2)
     left, right = axes[0]
+    base = smooth(training.losses.get("eager", []), _SMOOTHED_STEPS)
     for name in table.in_order(training.losses):
         curve = smooth(training.losses[name], _SMOOTHED_STEPS)
         steps = [_SMOOTHED_STEPS * (i + 0.5) for i in range(len(curve))]
         style = {**_STYLES.get(name, {}), "marker": ""}
         left.plot(steps, curve, label=name, **style)
+        if not training.tokens_per_s:
+            right.plot(steps[: len(base)], [a - b for a, b in zip(curve, base, strict=False)], **style)
     left.set_title(f"loss, means of {_SMOOTHED_STEPS} steps", fontsize=10)
     left.set_xlabel("step")
     left.set_ylabel("nats a character")
@@ -157,17 +165,22 @@ def training_plot(rows: Sequence[Row], path: Path) -> Path | None:
             series.setdefault(name, []).append((seqlen, by_name[name] / 1e3))
     if series:
         _panel(right, series, "training speed")
-    right.set_ylim(bottom=0)
-    right.set_xlabel("context")
-    right.set_ylabel("thousand tokens/s")
+        right.set_ylim(bottom=0)
+        right.set_xlabel("context")
+        right.set_ylabel("thousand tokens/s")
+    else:
+        right.set_title("over eager's", fontsize=10)
+        right.set_xlabel("step")
+        right.grid(alpha=0.3, linewidth=0.6)
     return _save(figure, axes, f"a character GPT in bf16, {chosen[-1].device}", path)
 
 
 def draw(rows: Sequence[Row], folder: Path, suffix: str) -> list[Path]:
     """All plots that the rows allow."""
-    drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("forward", "backward", "decode")]
+    speeds = ("forward", "backward", "decode", "fp8")
+    drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in speeds]
     drawn.append(memory_plot(rows, folder / f"memory.{suffix}"))
-    drawn.append(training_plot(rows, folder / f"train.{suffix}"))
+    drawn += [training_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("train", "train-fp8")]
     return [path for path in drawn if path is not None]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import lzma
 import os
 import shutil
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
+from benchmarks import cudnn_fp8
 from benchmarks.cases import Case, Inputs
 from benchmarks.checks import Call, Outputs
 from benchmarks.session import NotTimedError
@@ -32,6 +34,9 @@ from flashtile.errors import UnsupportedError
 Attend = Callable[..., Tensor]
 OURS = "flashtile"
 STEP = "forward and backward"
+# The relative error that attention in 8 bits may have: of normal numbers ours has 0.053, and cuDNN's, with an output in
+# 8 bits too, 0.058 to 0.066. A scale or an order of keys that is wrong makes more than 0.1.
+EIGHT_BIT_ERROR = 0.08
 
 
 class Provider:
@@ -39,11 +44,13 @@ class Provider:
 
     ``code`` says in one phrase which code runs; no other may. With ``heads_first`` its dense tensors are ``(batch,
     heads, seqlen, head_dim)``, views of ours; otherwise, and if packed, they are laid out as in ``Inputs``.
+    ``limit`` is the relative error that it may have, None what its inputs' dtype allows.
     """
 
     name: str
     code: str
     heads_first = False
+    limit: float | None = None
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         """Why it cannot run on this machine at all, or None."""
@@ -113,6 +120,36 @@ class Flashtile(Provider):
             features |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
             features |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
         return features
+
+
+class EightBits(Flashtile):
+    """This library in 8 bits by one backend: attention of tensors quantised before, or in the call."""
+
+    limit = EIGHT_BIT_ERROR
+
+    def __init__(self, backend: str, in_call: bool) -> None:
+        super().__init__(backend)
+        self.in_call = in_call
+        self.name += "-fp8-call" if in_call else "-fp8"
+        self.code += " in 8 bits, " + ("quantised in the call" if in_call else "of tensors quantised before")
+
+    def missing(self, direction: Direction, device: torch.device) -> str | None:
+        if direction == "backward" and not self.in_call:
+            return "has no backward"
+        return super().missing("quantized", device)
+
+    def prepare(self, case: Case, inputs: Inputs, what: str | None = None) -> Call:
+        if self.in_call:
+            return super().prepare(case, inputs, what)
+        features = self._features(case, inputs)
+        names = [name for name in features if "seqlen" in name]
+        record = flashtile.quantize(inputs.q, inputs.k, inputs.v, **{name: features.pop(name) for name in names})
+        del features["precision"]
+        attention: Attend = flashtile.attention if case.lengths is None else flashtile.attention_varlen  # type: ignore
+        return lambda: (attention(record, **features),)
+
+    def _features(self, case: Case, inputs: Inputs) -> dict[str, Any]:
+        return super()._features(case, inputs) | {"precision": "fp8"}
 
 
 class FlashAttention3(Provider):
@@ -200,6 +237,28 @@ class SdpaKernel(Provider):
         return lambda q, k, v: cudnn(q, k, v, None, q.requires_grad, 0.0, causal)[0]
 
 
+class CudnnEightBits(SdpaKernel):
+    """cuDNN's attention of e4m3 tensors by nvidia-cudnn-frontend: a scale a tensor, given before; an output in e4m3."""
+
+    heads_first = False
+    limit = EIGHT_BIT_ERROR
+
+    def __init__(self) -> None:
+        super().__init__("cudnn")
+        self.name, self.code = "cudnn-fp8", "cudnn.pygraph.sdpa_fp8"
+
+    def missing(self, direction: Direction, device: torch.device) -> str | None:
+        if importlib.util.find_spec("cudnn") is None:
+            return "nvidia-cudnn-frontend is not installed"
+        return super().missing(direction, device) if direction == "forward" else f"has no {direction} here"
+
+    def prepare(self, case: Case, inputs: Inputs, what: str | None = None) -> Call:
+        return cudnn_fp8.make_call((inputs.q, inputs.k, inputs.v), case.causal)
+
+    def native(self, tensors: Outputs, case: Case) -> Outputs:
+        return tuple(x.float() / cudnn_fp8.OF_OUT for x in tensors)
+
+
 class Sdpa(Provider):
     """PyTorch's function as its users call it: with a boolean mask for a window, packed sequences one by one."""
 
@@ -254,7 +313,8 @@ class Eager(Provider):
 
 
 _OURS: list[Provider] = [Flashtile(name) for name in (None, "portable", "hopper", "cpu")]
-_PEERS: list[Provider] = [FlashAttention3(), SdpaKernel("cudnn"), SdpaKernel("fa2"), Sdpa(), Eager()]
+_OURS += [EightBits(name, in_call) for name in ("portable", "hopper", "cpu") for in_call in (False, True)]
+_PEERS: list[Provider] = [FlashAttention3(), SdpaKernel("cudnn"), CudnnEightBits(), SdpaKernel("fa2"), Sdpa(), Eager()]
 PROVIDERS = {provider.name: provider for provider in _OURS + _PEERS}
 
 

@@ -36,7 +36,7 @@ class Row:
         error: Relative error against float64 of a correct result, None if not checked; text, without a time, if the
             provider refused the case, failed or was wrong.
         extra_bytes: Peak memory of a call beyond inputs and outputs; only in rows of suite ``memory``.
-        values: Other measured values by name; only in rows of suites ``accuracy``, ``host`` and ``train``.
+        values: Other measured values by name; only in rows of suites ``accuracy``, ``host`` and ``train``s.
     """
 
     suite: str
@@ -62,7 +62,7 @@ class Row:
         return json.dumps(fields, allow_nan=False)
 
 
-_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": ("accuracy", "host", "train")}
+_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": ("accuracy", "host", "train", "train-fp8")}
 
 
 @dataclass(frozen=True)

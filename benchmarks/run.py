@@ -1,7 +1,11 @@
-"""``python -m benchmarks.run forward|backward|models|cpu``: times the providers in interleaved rounds and appends rows.
+"""``python -m benchmarks.run SUITE``: times the providers in interleaved rounds and appends rows.
 
 Every provider's results are checked before it is timed; one with wrong results is not timed. Rows are written as each
 cell ends, and a table is printed at the end, also when the budget ends the run within a cell.
+
+In suite fp8 all get the same normal numbers in 16 bits and round them in their own way: ours with a scale a block,
+rotated and smoothed, before the timed call or, where the name ends in ``-call``, in it; cuDNN with a scale a tensor,
+before. Its last cells are our rounding alone, and a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import flashtile
 from benchmarks import against, results, table
 from benchmarks.cases import Case, Direction, Inputs, make_inputs, select, suite
 from benchmarks.checks import Call, Outputs, Reference, judged, poison
@@ -26,6 +32,7 @@ DEFAULT_PROVIDERS = {
     "forward": GPU_PROVIDERS,
     "backward": GPU_PROVIDERS,
     "models": ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2"),
+    "fp8": ("flashtile-hopper-fp8", "flashtile-hopper-fp8-call", "flashtile-hopper", "cudnn-fp8"),
     "cpu": ("flashtile-cpu", "sdpa"),
 }
 
@@ -34,8 +41,12 @@ DEFAULT_PROVIDERS = {
 def run_cell(
     case: Case, chosen: Sequence[Provider], session: Session, *, rounds: int, burst_ms: float = 6.0
 ) -> list[results.Row]:
-    """Checks and times one cell; returns one row per provider."""
-    calls, errors = checked(case, chosen, session.device)
+    """Checks and times one cell; returns one row per provider. What rounds is checked where attention follows."""
+    if case.direction == "quantized":
+        calls = rounding(case, session.device)
+        errors: dict[str, Any] = dict.fromkeys(calls)
+    else:
+        calls, errors = checked(case, chosen, session.device)
     timings = measure(calls, session.device, rounds=rounds, burst_ms=burst_ms, deadline=session.deadline)
     return [timed_row(session.run, case, name, verdict, timings.get(name)) for name, verdict in errors.items()]
 
@@ -46,7 +57,14 @@ def checked(
     """The calls of the providers whose results are correct, and the error or failure reason of all, by name."""
     inputs = make_inputs(case, device)
     makers = {provider.name: functools.partial(second_call, provider, case, inputs) for provider in chosen}
-    return judged(Reference(case, inputs), device, makers)
+    return judged(Reference(case, inputs), device, makers, {provider.name: provider.limit for provider in chosen})
+
+
+def rounding(case: Case, device: torch.device) -> dict[str, Call]:
+    """Calls that round q, k and v to 8 bits, and copy as many bytes."""
+    x = make_inputs(case, device)
+    source, target = torch.zeros(2, case.rounding_bytes // 2, dtype=torch.uint8, device=device)
+    return {table.ROUNDING: lambda: (flashtile.quantize(x.q, x.k, x.v).q,), table.COPY: lambda: (target.copy_(source),)}
 
 
 def timed_row(run: results.Run, case: Case, name: str, verdict: float | str, timing: Timing | None) -> results.Row:

@@ -17,6 +17,8 @@ from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.results import Row
 
 BEST_PEER = "best peer"
+# Providers of the cells of rounding to 8 bits; a copy counts as the peer.
+ROUNDING, COPY = f"{OURS}-quantize", "copy"
 UNITS: dict[str, Callable[[Row], float | None]] = {
     "TFLOPS": lambda r: r.tflops,
     "ms": lambda r: r.median_ms,
@@ -124,6 +126,34 @@ def speed_table(grid: Sequence[Cell], unit: str = "TFLOPS", against: str = BEST_
         ratios = ["" if (ratio := cell.ratio(*pair)) is None else f"{ratio:.2f}" for pair in columns]
         table.append([cell.case.name, *(_speed(cell.rows.get(name), unit) for name in names), *ratios])
     return table
+
+
+def fp8_table(grid: Sequence[Cell]) -> Table:
+    """The cells of attention in 8 bits: TFLOPS, and ours over cuDNN's."""
+    return speed_table([cell for cell in grid if COPY not in cell.rows], against="cudnn-fp8")
+
+
+def fp8_summary(grid: Sequence[Cell]) -> Table:
+    """Ours in 8 bits over cuDNN's and over ours in 16 bits, by head_dim."""
+    lines = [["head_dim", "provider", *SUMMARY_HEAD]]
+    own = f"{OURS}-hopper"
+    for dim in sorted({cell.case.head_dim for cell in grid}):
+        for pair in ((f"{own}-fp8", "cudnn-fp8"), (f"{own}-fp8", own), (f"{own}-fp8-call", own)):
+            ratios = {c.case.name: r for c in grid if c.case.head_dim == dim and (r := c.ratio(*pair)) is not None}
+            lines += [[str(dim), *pair, *Summary(*pair, ratios).line()]] if ratios else []
+    return lines
+
+
+def rounding_table(grid: Sequence[Cell]) -> Table:
+    """The time of rounding q, k and v to 8 bits, its rate, and that rate over a copy's."""
+    lines = [["rounding q, k and v", "us", "GB/s", "share of a copy's rate"]]
+    for cell in grid:
+        own, share = cell.time(ROUNDING), cell.ratio(ROUNDING, COPY)
+        if own and share:
+            c, rate = cell.case, cell.case.rounding_bytes / own / 1e6
+            name = f"{c.batch} x {c.seqlen_k} rows, {c.num_heads_kv} heads of {c.head_dim}"
+            lines.append([name, f"{own * 1e3:.1f}", f"{rate:.0f}", f"{share:.2f}"])
+    return lines
 
 
 SUMMARY_HEAD = ["against", "cells", "lost", "geomean", "best", "worst", "worst cell"]

@@ -7,7 +7,7 @@ Two measurements:
     speed   tokens per second of a wider model at several contexts, in interleaved rounds of whole steps
 
 ``--steps``, ``--seqlen`` and ``--width`` apply to the curves, at head_dim 64; ``--contexts`` and ``--speed-width`` to
-the speeds, at head_dim 128; ``--tokens`` (per step) and ``--layers`` to both.
+the speeds, at head_dim 128; ``--tokens`` (per step) and ``--layers`` to both. ``--suite`` names the rows.
 
 Losses stay on the device until a part of the curve is saved, so no step waits for the host.
 """
@@ -259,9 +259,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures speeds, then curves; returns the process's exit code."""
     defaults = {
         "steps": 2000, "seqlen": 512, "width": 384, "tokens": 16384, "layers": 6,
-        "contexts": [512, 2048, 8192], "speed_width": 1024, "rounds": 8,
+        "contexts": [512, 2048, 8192], "speed_width": 1024, "rounds": 8, "suite": "train",
     }  # fmt: skip
-    return run_command(new_parser("train", __doc__, defaults).parse_args(argv), "train", _measure_all)
+    args = new_parser("train", __doc__, defaults).parse_args(argv)
+    return run_command(args, args.suite, _measure_all)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     dims, longest = args.head_dims, args.longest or sys.maxsize
     cases = [case for case in all_cases() if case.head_dim in (dims or [case.head_dim]) and case.seqlen_k <= longest]
     work = [(case, name, args.device) for case in cases for name in args.providers or OURS[args.device]]
+    if args.device == "cuda":
+        # Two lengths: short causal sequences have tiles of their own.
+        work += [(case, "flashtile-hopper-fp8-call", "cuda") for case in suite("fp8") if case.seqlen_q < 16384]
     wrong = 0
     for (case, name, _), said in side_by_side(call_once, work, args.workers, args.budget_s):
         if said is not None:

@@ -40,7 +40,7 @@ def test_packed_and_windowed_cells_count_the_pairs_they_keep():
     assert window.kept_pairs() == int(Band(4, 0).dense(32, 32).sum())
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "cpu"])
+@pytest.mark.parametrize("name", ["forward", "backward", "fp8", "cpu"])
 def test_every_case_survives_json(name):
     for case in suite(name):
         assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
@@ -55,7 +55,7 @@ def test_cells_are_chosen_by_glob_or_by_part():
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(ValueError, match="must be forward, backward, models or cpu"):
+    with pytest.raises(ValueError, match="must be forward, backward, models, fp8 or cpu"):
         suite("sideways")
 
 

@@ -39,7 +39,10 @@ def test_every_choice_and_options() -> None:
     records = json.loads(run(*SMALL, "--inputs", "biased", "--json"))
     assert [each["name"] for each in records] == [each.name for each in CHOICES]
     causal = json.loads(run(*SMALL, "--inputs", "biased", "--json", "--causal"))
-    assert all(one["rmse"] != other["rmse"] for one, other in zip(records, causal, strict=True))
+    other_seed = json.loads(run(*SMALL, "--inputs", "biased", "--json", "--seed", "1"))
+    for others in (causal, other_seed):
+        assert all(one["rmse"] != other["rmse"] for one, other in zip(records, others, strict=True))
+    assert "seed 1" in " ".join(run(*SMALL, "--seed", "1").split()) and "seed" not in run(*SMALL)
 
 
 @pytest.mark.parametrize("inputs", ["paper", "normal"])

@@ -32,7 +32,13 @@ from tests.emulator.values import (
 from tests.machine import Barrier, MachineError
 from tests.machine.clocks import Message
 
-_NAMES_OF_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+_NAMES_OF_DTYPES = {
+    "fp8e4nv": "float8e4nv",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
 _LAYOUTS = (
     "NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout",
     "SwizzledSharedLayout", "AutoLayout",
@@ -309,7 +315,7 @@ class Language:
         return SimpleNamespace(
             **self.shared_names() | layouts | {"NVMMASharedLayout": BoxLayout},
             to_tensor=value_of,
-            convert_layout=lambda x, layout: x,
+            convert_layout=lambda x, layout, assert_trivial=False: x,
             set_auto_layout=lambda x, layout: x,
             shared_memory_descriptor=SharedMemory,
             allocate_shared_memory=self.allocate_shared_memory,

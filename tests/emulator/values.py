@@ -21,6 +21,7 @@ TORCH_DTYPES: dict[Any, torch.dtype] = {
     tl.int16: torch.int16,
     tl.int32: torch.int32,
     tl.int64: torch.int64,
+    tl.float8e4nv: torch.float8_e4m3fn,
     tl.float16: torch.float16,
     tl.bfloat16: torch.bfloat16,
     tl.float32: torch.float32,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.quantization.rotation import parts, rotate, signs
+from flashtile.quantization.rotation import parts, rotate, signs, unrotate
 
 DIMS = [16, 48, 64, 80, 96, 112, 128, 192, 240, 256]
 
@@ -17,7 +17,7 @@ def matrix(dim: int, seed: int) -> Tensor:
     for side in parts(dim):
         shared = [[(i & j).bit_count() for j in range(side)] for i in range(side)]
         blocks.append((-1.0) ** torch.tensor(shared, dtype=torch.float64) * side**-0.5)
-    return torch.tensor(signs(dim, seed), dtype=torch.float64)[:, None] * torch.block_diag(*blocks)
+    return signs(dim, seed).double()[:, None] * torch.block_diag(*blocks)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -25,6 +25,7 @@ def test_is_the_signed_hadamard_matrix(dim: int) -> None:
     assert sum(parts(dim)) == dim
     x = torch.randn(5, 3, dim, dtype=torch.float64)
     torch.testing.assert_close(rotate(x, 7), x @ matrix(dim, 7), rtol=0, atol=1e-12)
+    torch.testing.assert_close(unrotate(rotate(x, 7), 7), x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -44,7 +45,8 @@ def test_spreads_one_large_feature_over_its_part() -> None:
 
 
 def test_signs_are_fixed_and_balanced() -> None:
-    assert signs(16, 0) == (1, -1, 1, 1, 1, 1, -1, 1, -1, 1, 1, -1, 1, 1, -1, 1)
-    assert signs(64, 0) == signs(256, 0)[:64] != signs(64, 1)
-    total = sum(sum(signs(256, seed)) for seed in range(100))
+    assert signs(16, 0).tolist() == [1, -1, 1, 1, 1, 1, -1, 1, -1, 1, 1, -1, 1, 1, -1, 1]
+    assert torch.equal(signs(64, 0), signs(256, 0)[:64]) and not torch.equal(signs(64, 0), signs(64, 1))
+    assert torch.equal(signs(64, 2**32 + 5), signs(64, 5))
+    total = sum(signs(256, seed).sum().item() for seed in range(100))
     assert abs(total) < 5 * 25600**0.5

@@ -42,6 +42,7 @@ def fp8(
     rows: Annotated[int, typer.Option(min=1, help="Queries, at most as many as keys with --causal.")] = 2048,
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 16,
     head_dim: Annotated[int, typer.Option(min=16, max=256, help="Width of one head, a multiple of 16.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Of the generated numbers.")] = 0,
     causal: Annotated[bool, typer.Option("--causal", help="Query i sees the keys up to its own.")] = False,
     growth: Annotated[bool, typer.Option("--growth", help="The error from 512 to 64k keys instead.")] = False,
     needle: Annotated[bool, typer.Option("--needle", help="One key among 128k that matters instead.")] = False,
@@ -66,7 +67,7 @@ def fp8(
         cells = [[name, f"{share:.0%}"] for name, share in shares.items()]
         show(as_json, "Keys that were found among 131,072", _NEEDLE, ("attention", "found"), cells, [shares])
     else:
-        q, k, v, about = _read(tensors) if tensors else _made(inputs, rows, seqlen, heads, head_dim)
+        q, k, v, about = _read(tensors) if tensors else _made(inputs, rows, seqlen, heads, head_dim, seed)
         choices = errors.PAPER if inputs == "paper" and tensors is None else errors.CHOICES
         results = errors.measure(q.to(device), k.to(device), v.to(device), choices, causal=causal)
         headers = ("choice", "RMSE", "relative", *("paper", "ours / paper") * (choices is errors.PAPER))
@@ -79,9 +80,11 @@ def fp8(
 def _made(inputs: Inputs, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
     from flashtile.quantization import errors
 
-    rows, seqlen, heads, head_dim = shape
+    rows, seqlen, heads, head_dim, seed = shape
     kind: errors.Kind = "outliers" if inputs == "paper" else inputs
-    about = f"{kind}: {rows:,} queries, {seqlen:,} keys, {heads} heads, head_dim {head_dim}"
+    about = (
+        f"{kind}: {rows:,} queries, {seqlen:,} keys, {heads} heads, head_dim {head_dim}{f', seed {seed}' * (seed > 0)}"
+    )
     return *errors.generated(kind, *shape), about
 
 

@@ -79,14 +79,8 @@ def generated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in float64, ``(1, seqlen, num_heads, head_dim)``.
 
-    Args:
-        kind: ``"normal"``: N(0, 1). ``"outliers"``: N(0, 1) + N(0, 100) * Bernoulli(0.001), as in the paper.
-            ``"biased"``: N(0, 1), and one feature in 16 of k has another number of N(0, 100) added, one for all keys.
-        seqlen_q: Queries.
-        seqlen_k: Keys.
-        num_heads: Heads.
-        head_dim: Width.
-        seed: Of the numbers.
+    ``"normal"`` ones are N(0, 1); ``"outliers"`` N(0, 1) + N(0, 100) * Bernoulli(0.001), as in the paper; ``"biased"``
+    ones N(0, 1), and one feature in 16 of k has another number of N(0, 100) added, one for all keys.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -203,15 +197,8 @@ def needle(
 ) -> float:
     """Among many keys, one for each query that matters: the share of queries whose output is nearest to its value.
 
-    Args:
-        attend: Attention of q, k and v, ``(1, rows, 1, head_dim)``.
-        num_keys: Keys, all normal but for those that matter, which lie at all depths.
-        queries: Queries.
-        head_dim: Width.
-        weight: The probability of the key that matters, about; all others share the rest.
-        seed: Of the numbers.
-        device: Of the tensors.
-        dtype: Of the tensors.
+    ``attend`` is attention of q, k and v, ``(1, rows, 1, head_dim)``. Keys are normal but for those that matter, which
+    lie at all depths and have a probability of about ``weight``; all others share the rest.
     """
     q, k, v = generated("normal", queries, num_keys, 1, head_dim, seed)
     places = torch.linspace(0, num_keys - 1, queries).long()

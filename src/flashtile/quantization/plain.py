@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from flashtile.quantization.blocks import as_columns, joined, sequence_of_blocks, sequence_of_rows, split
 from flashtile.quantization.record import E4M3, LARGEST, Quantized, Scales, spread_scales
-from flashtile.quantization.rotation import rotate
+from flashtile.quantization.rotation import rotate, unrotate
 from flashtile.rotary import apply_rotary, row_positions
 
 
@@ -74,6 +74,16 @@ def record(
         q, k, v, q_scale, k_scale, v_scale, shift, given.cu_seqlens_q, given.cu_seqlens_k, *lengths, dtype,
         choices.scales, choices.rotate, choices.smooth_k, choices.seed,
     )  # fmt: skip
+
+
+def restored(record: Quantized, k_given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The q, k and v that the numbers of a record stand for, in its output's dtype; k_given is what it was made of."""
+    q, k, v = record.dequantized()
+    if record.rotated:
+        q, k = unrotate(q, record.seed), unrotate(k, record.seed)
+    if record.smoothed:
+        k = k + _by_row(_mean(k_given.float(), record.cu_seqlens_k), record.cu_seqlens_k, k)
+    return q.to(record.dtype), k.to(record.dtype), v.to(record.dtype)
 
 
 def turned(given: Inputs, choices: Choices) -> tuple[Tensor, Tensor]:

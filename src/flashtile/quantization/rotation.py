@@ -6,8 +6,6 @@ section 3.3). A head_dim that is no power of two is cut into parts that are, the
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -19,25 +17,26 @@ def parts(dim: int) -> list[int]:
     return [1 << bit for bit in reversed(range(dim.bit_length())) if dim >> bit & 1]
 
 
-@functools.lru_cache(maxsize=256)
-def signs(dim: int, seed: int) -> tuple[int, ...]:
+def signs(dim: int, seed: int, device: torch.device | None = None) -> Tensor:
     """The sign of each feature, 1 or -1: the top bits of hashes of its number, the same on every machine.
 
     Source: the finaliser of MurmurHash3 (Appleby 2011), of ``seed + i * 0x9E3779B9``.
     """
-    found = []
-    for i in range(dim):
-        x = (seed + i * 0x9E3779B9) & _MASK
-        x = (x ^ x >> 16) * 0x85EBCA6B & _MASK
-        x = (x ^ x >> 13) * 0xC2B2AE35 & _MASK
-        found.append(-1 if x >> 31 else 1)
-    return tuple(found)
+    x = seed % 2**32 + torch.arange(dim, device=device) * 0x9E3779B9 & _MASK
+    x = (x ^ x >> 16) * 0x85EBCA6B & _MASK
+    x = (x ^ x >> 13) * 0xC2B2AE35 & _MASK
+    return 1 - 2 * (x >> 31)
 
 
 def rotate(x: Tensor, seed: int = 0) -> Tensor:
     """Rows times M, for ``(..., head_dim)`` in float32 or float64, in head_dim times log(head_dim) additions a row."""
-    x = x * torch.tensor(signs(x.shape[-1], seed), dtype=x.dtype, device=x.device)
+    x = x * signs(x.shape[-1], seed, x.device)
     return torch.cat([_hadamard(part) for part in x.split(parts(x.shape[-1]), dim=-1)], dim=-1)
+
+
+def unrotate(x: Tensor, seed: int = 0) -> Tensor:
+    """Rows times the inverse of M, its transpose, in one product."""
+    return x @ rotate(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), seed).mT
 
 
 def _hadamard(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Training in 8 bits: the forward rounds q, k and v; the backward does not, and starts from that forward's results.
+"""Training in 8 bits: the forward rounds q, k and v; the backward computes in 16 bits, from that forward's results.
 
-A straight-through estimator: gradients are those of attention in the inputs' 16 bits, with probabilities
-``exp(score - lse)`` from the 8-bit forward's lse. It saves no time in the backward.
+A straight-through estimator: gradients are those of attention in 16 bits at the numbers to which q, k and v were
+rounded, with probabilities ``exp(score - lse)`` from the 8-bit forward's lse. Scores of q and k themselves would not go
+with that lse: the probabilities of a row would not add up to 1, and training diverges. It saves no time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from flashtile.arguments import GRADIENTS, TENSORS, Options, Tensors, tensor_val
 from flashtile.problem import Problem
 from flashtile.quantization import ops
 from flashtile.quantization.arguments import QuantizedTensors, options_of
+from flashtile.quantization.plain import restored
 from flashtile.quantization.quantize import quantize
 from flashtile.quantization.record import Quantized
 
@@ -42,27 +44,28 @@ def attend(t: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling():
         # A call whose backward cannot run is refused now.
         dispatch.select(Problem.of(t, options), "backward", options.backend)
-    found: tuple[Tensor, Tensor] = _StraightThrough.apply(options, *tensor_values(t))
-    return found
+    out, lse, *_ = _StraightThrough.apply(options, *tensor_values(t))
+    return out, lse
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The quantized forward with the gradients of a regular call."""
+    """The quantized forward with the gradients of a regular call; also returns the rounded q, k and v, to save them."""
 
     @staticmethod
-    def forward(options: Options, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(options: Options, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         t = Tensors(*inputs)  # type: ignore[arg-type]
         record = rounded(t, options)
-        return ops.attend(of_record(record, t.sinks), options_of(options, record.dtype))
+        return *ops.attend(of_record(record, t.sinks), options_of(options, record.dtype)), *restored(record, t.k)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[0]
-        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*output[2:], *inputs[4:], *output[:2])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         t = Tensors(*inputs)
         dout = torch.zeros_like(out) if dout is None else dout

@@ -15,6 +15,8 @@ import flashtile
 from flashtile import dispatch
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
+from tests.quantization import cases as quantization
+from tests.quantization.cases import QuantizedCase
 from tests.slow import named, slow_but
 
 # Alignment is not looked at on a CPU, where nothing needs it.
@@ -57,6 +59,21 @@ LONG = (
 )  # fmt: skip
 
 
+# Of 8-bit tensors.
+LONG_8 = (
+    QuantizedCase("long", ((300, 420),), head_dim=128, heads=2, kv_heads=1, shifted=True),
+    QuantizedCase("long_causal", ((513, 513),), head_dim=64, heads=3, kv_heads=1, causal=True, sinks=True),
+    QuantizedCase("long_256", ((150, 300),), head_dim=256, causal=True, scales=("head", "block", "tensor")),
+    QuantizedCase("long_window", ((400, 650),), head_dim=96, window=(130, 20), softcap=5.0, half=True),
+    QuantizedCase("long_packed", ((200, 200), (1, 400), (0, 7), (333, 150)), packed=True, head_dim=128, causal=True,
+                  spare=70, shifted=True),
+)  # fmt: skip
+QUICK_8 = named(
+    "blocks_causal", "window_left", "one_kv_head", "mixed_scales", "narrower_v", "dim_256", "packed_spare",
+    "everything", "long", "long_packed",
+)  # fmt: skip
+
+
 # Numbers of programs and dtypes, each case with one of them in ``make test`` and with all in ``make test-all``.
 PROGRAMS, DTYPES = (1, 2, 5), (torch.float16, torch.bfloat16)
 MANY_TILES = slow_but(
@@ -82,6 +99,21 @@ def test_the_case_table(case: Case) -> None:
 def test_many_tiles_a_program(case: Case, num_sms: int, dtype: torch.dtype) -> None:
     with on_cpu(_seed(case) + num_sms, num_sms):
         judge(build(case, dtype), "hopper")
+
+
+@pytest.mark.parametrize("case", slow_but(quantization.CASES + LONG_8, QUICK_8), ids=str)
+def test_tensors_of_8_bits(case: QuantizedCase) -> None:
+    with on_cpu(zlib.crc32(case.name.encode()), num_sms=2):
+        call = quantization.build(case)
+        assert not dispatch.reasons("hopper", call.problem, "quantized")
+        quantization.judge(call, "hopper")
+
+
+@pytest.mark.parametrize("shard", slow_but(range(15), lambda shard: shard < 2))
+def test_random_problems_of_8_bits(shard: int) -> None:
+    for number in range(shard * 20, shard * 20 + 20):
+        with on_cpu(number, num_sms=1 + number % 3):
+            quantization.judge(quantization.build(quantization.random_case(number, 260), seed=number), "hopper")
 
 
 @pytest.mark.parametrize("case", slow_but(LONG, named(*ORDERS)), ids=str)

@@ -179,7 +179,9 @@ def tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP: gl.constexpr):
         num_keys, own_b = records.get(tiles, "seqlen_k"), gl.to_tensor(0)
     num_keys = gl.where(loop.is_tile, num_keys, 0)
     row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
-    q_scale = scales.q.fetch(scales.q.start(own_b, head, first_q), row, num_keys > 0)
+    # Of three warpgroups' rows the last may have no scale.
+    exists = (num_keys > 0) & (row < query_rows(records, tiles, sizes).length)
+    q_scale = scales.q.fetch(scales.q.start(own_b, head, first_q), row, exists)
     return TileScales(
         q_scale, scales.k.start(own_b, head_kv, first_k), scales.v.start(own_b, head_kv, first_k), num_keys
     )
