@@ -181,15 +181,19 @@ def test_an_explicit_backend_never_falls_back(backend: str, monkeypatch: pytest.
         flashtile.attention(RECORD, backend=backend)
 
 
-def test_older_gpus_and_amd_are_refused_with_reasons() -> None:
+def test_gpus_on_which_the_portable_kernel_is_not_right_and_amd_are_refused_with_reasons() -> None:
     problem = build(CASES[0]).problem
     for capability, reason in (
-        ((8, 0), "needs compute capability 8.9 or later, this device is 8.0"), (None, "needs an NVIDIA GPU"),
+        ((8, 0), "needs compute capability 8.9, this device is 8.0"),
+        ((9, 0), "needs compute capability 8.9, this device is 9.0"),
+        ((10, 0), "needs compute capability 8.9, this device is 10.0"),
+        (None, "needs an NVIDIA GPU"),
     ):  # fmt: skip
         gpu = problem.but(device_type="cuda", compute_capability=capability)
         assert reason in dispatch.reasons("portable", gpu, "quantized")
-        with pytest.raises(UnsupportedError, match="no backend supports this quantized call"):
-            dispatch.select(gpu, "quantized")
+        if capability != (9, 0):
+            with pytest.raises(UnsupportedError, match="no backend supports this quantized call"):
+                dispatch.select(gpu, "quantized")
     ada = problem.but(device_type="cuda", compute_capability=(8, 9))
     assert dispatch.reasons("portable", ada, "quantized") in ([], ["needs Triton, which is not installed"])
 
