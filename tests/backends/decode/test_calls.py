@@ -56,3 +56,13 @@ def test_the_number_of_programs_changes_no_bit(case: CacheCase) -> None:
             results.append([x.clone() for x in build(case, torch.float16).run("portable")])
     for found in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found, results[0], strict=True))
+
+
+def test_splits_that_registers_fold_are_folded_in_runs() -> None:
+    """One program has each tile whole, with splits too long for a run to be a state; seven share tiles."""
+    case = CacheCase("long", ((5200, 1, 0), (40, 1, 0), (5100, 1, 0)), heads=2, kv_heads=1, head_dim=16)
+    splitting, results = Splitting(programs=8, fewest_keys=512, most_keys=512, most_splits=12, run=3), []
+    for count in (1, 7):
+        with override(Config(16, 256, 4, 1, count, splitting)):
+            results.append([x.clone() for x in build(case, torch.float32).run("portable")])
+    assert all(map(torch.equal, *results))

@@ -372,9 +372,10 @@ def run_tile(tile, state, stop_state, b, slots_before, tiles_before, shape, call
     keeps = shape.num_states == 1
     if call.sizes.KEEPS:
         keeps = stop_state - state == shape.num_states
+    # Registers that hold all states fold their splits run by run, as those that go through memory are folded.
     part = Part(
-        state, stop_state, first_block, stop_block, shape.chunk // call.sizes.BLOCK_N, shape.state_splits, keeps, slot,
-        pitch, exists,
+        state, stop_state, first_block, stop_block, shape.chunk // call.sizes.BLOCK_N,
+        tl.where(keeps, call.sizes.splitting.RUN, shape.state_splits), keeps, slot, pitch, exists,
     )  # fmt: skip
     head = scores.head_of(call.terms, valid_b, h[:, None], shape.num_rows, shape.high)
     acc, row_max, row_sum = attend_tile(place, shape, row, h, part, Pairs(call.terms, head), call)
