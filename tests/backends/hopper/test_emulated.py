@@ -161,7 +161,7 @@ def test_lengths_known_to_be_equal_change_no_bit(head_dim: int) -> None:
 
 
 def test_another_head_dim_v_is_not_refused() -> None:
-    case = Case("latent", seqlen_q=64, seqlen_k=64, head_dim=192, head_dim_v=128)
+    case = Case("latent", seqlen_q=64, seqlen_k=65, head_dim=192, head_dim_v=128)
     problem = dataclasses.replace(
         build(case, torch.bfloat16).problem, device_type="cuda", compute_capability=(9, 0)
     )  # fmt: skip
