@@ -25,6 +25,9 @@ CASES = (
 
 # Small ones, so that few keys are many splits, which several programs share.
 TILES = Config(16, 32, 4, 3, programs_per_sm=2, splitting=Splitting(programs=8, fewest_keys=32, most_keys=64))
+# Two groups of warps, whose products are WGMMA.
+WIDE_TILES = Config(128, 64, 8, 3, 1, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
+WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_dim=64, window=(300, 0))
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,20 @@ TILES = Config(16, 32, 4, 3, programs_per_sm=2, splitting=Splitting(programs=8, 
 def test_compiled_kernels_under_the_rule(case: CacheCase, arch: str) -> None:
     with portable.on_cpu(Options(seed=len(case.name)), arch), mock.patch.object(config, "_override", [TILES]):
         judge(build(case, torch.bfloat16), "portable")
+
+
+def test_tiles_of_many_rows() -> None:
+    """Blocks with and without a mask, runs of splits, and a fold of states so large that programs wait to share it."""
+    with portable.on_cpu(Options(seed=3), "sm_90"), mock.patch.object(config, "_override", [WIDE_TILES]):
+        judge(build(WIDE, torch.bfloat16), "portable")
+
+
+# Programs that run at once: some wait for the others to share a fold, and some of those give up at the last moment.
+SHARED_TILES = Config(16, 32, 4, 2, 8, Splitting(programs=16, fewest_keys=32, most_keys=32, run=2))
+SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(12), lambda seed: seed in (0, 5, 6)))
+def test_programs_that_wait_share_a_fold(seed: int) -> None:
+    with portable.on_cpu(Options(seed=seed), "sm_90"), mock.patch.object(config, "_override", [SHARED_TILES]):
+        judge(build(SHARED, torch.bfloat16), "portable")

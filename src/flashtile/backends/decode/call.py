@@ -80,9 +80,8 @@ class Results(NamedTuple):
         stride_head: Of heads.
         lse_ptr: Contiguous (batch, num_heads_q, rows), or packed (num_heads_q, rows), float32.
         acc_ptr: float32 [slots, head_dim_v]: a row's sum of one split, unnormalised; None if nothing is ever split.
-        max_ptr: float32 [slots]: its maximum, base 2.
-        sum_ptr: float32 [slots]: its denominator.
-        counters_ptr: int32, 0 between launches: the splits of a tile that have been stored.
+        stats_ptr: float32 [slots, 2]: its maximum, base 2, and its denominator.
+        counters_ptr: int32, two for each tile, see ``kernel.share_tile``; the first is 0 between launches.
         sinks_ptr: (num_heads_q,), or None.
     """
 
@@ -92,8 +91,7 @@ class Results(NamedTuple):
     stride_head: Any
     lse_ptr: Any
     acc_ptr: Any
-    max_ptr: Any
-    sum_ptr: Any
+    stats_ptr: Any
     counters_ptr: Any
     sinks_ptr: Any
 
@@ -124,8 +122,10 @@ class Sizes(NamedTuple):
         BLOCK_DV: See DIM.
         BLOCK_M: Rows of a tile.
         BLOCK_N: Keys of a block.
-        MERGE_ROWS: Rows of a tile that can exist, a power of two.
-        MERGE_SPLITS: States that are loaded at once: whole runs.
+        FOLD_ROWS: Rows whose stored states are folded at once, a power of two.
+        AHEAD: States that are loaded at once: whole runs.
+        LANES: Neighbouring key heads whose work is cut alike, for as many programs to read their keys at the same time.
+        PATIENCE: How often a program looks whether the others of its tile have stored their states; 0 for never.
         splitting: ``Splitting``.
         SEARCH: Sequences whose work is summed at once, a power of two.
         KEEPS: Whether registers hold the fold of a tile's states beside the state of a run.
@@ -144,8 +144,10 @@ class Sizes(NamedTuple):
     BLOCK_DV: Any
     BLOCK_M: Any
     BLOCK_N: Any
-    MERGE_ROWS: Any
-    MERGE_SPLITS: Any
+    FOLD_ROWS: Any
+    AHEAD: Any
+    LANES: Any
+    PATIENCE: Any
     splitting: Any
     SEARCH: Any
     KEEPS: Any

@@ -49,8 +49,8 @@ class Splitting:
     def cut(self, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
         """Splits of a tile and keys of each, as ``kernel.cut``."""
         most, wanted = self.most(rows, num_heads_kv), max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
-        chunk = min(max(-(-keys // wanted), self.fewest_keys), self.most_keys)
-        chunk = -(-max(chunk, -(-keys // most)) // block_n) * block_n
+        count = max(1, min(max(wanted, -(-keys // self.most_keys)), most, -(-keys // self.fewest_keys)))
+        chunk = max(-(-keys // (count * block_n)), 1) * block_n
         return max(-(-keys // chunk), 1), chunk
 
     def bound(self, capacity: int, rows: int, num_tiles: int, num_heads_kv: int) -> int:
@@ -127,8 +127,11 @@ def choose(problem: Problem) -> Config:
         return Config(block_m, block_n // 2, 4 if block_m <= 16 else 8, 2)
     if block_m <= 16:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered)
+    if block_m == 32 and dim <= 128:
+        return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
     # The registers and the shared memory of a multiprocessor hold one program.
-    return Config(block_m, block_n, 8, stages + 2 * is_gathered, 1, Splitting(fewest_keys=128))
+    fewest = 256 if block_m == 128 else 128
+    return Config(block_m, block_n, 8, stages + 2 * is_gathered, 1, Splitting(fewest_keys=fewest))
 
 
 def _has_little_shared_memory(problem: Problem) -> bool:
@@ -147,6 +150,4 @@ def rows_of_tile(problem: Problem) -> int:
         return 16 if rows <= 16 and not problem.varlen else 32
     if problem.varlen:
         return 64
-    # 128 where a thread's registers need not hold a second softmax state, or where states are narrow.
-    wide = Splitting().most(rows, problem.num_heads_kv) == 1 or (64 < rows <= 128 and dim <= 64)
-    return 16 if rows <= 16 else 32 if rows <= 32 else 128 if wide else 64
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128

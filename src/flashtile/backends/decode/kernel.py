@@ -50,6 +50,10 @@ class Rows(NamedTuple):
         i: [BLOCK_M, 1], the position of each row.
         low: First key that counts.
         high: End of the keys.
+        first: [BLOCK_M, 1], the first key that each row sees; None if it sees all up to ``last``.
+        last: [BLOCK_M, 1], the last key that each row sees.
+        clear_first: The first key that all rows see.
+        clear_last: The last key that all rows see.
     """
 
     q: Any
@@ -58,6 +62,10 @@ class Rows(NamedTuple):
     i: Any
     low: Any
     high: Any
+    first: Any
+    last: Any
+    clear_first: Any
+    clear_last: Any
 
 
 class Part(NamedTuple):
@@ -71,9 +79,10 @@ class Part(NamedTuple):
         blocks: Blocks of a split.
         state_splits: Splits of a state.
         keeps: Whether the fold of the states stays in registers: they are all of the tile.
-        slot: [BLOCK_M] int64, each row's slot of the part's first state.
-        pitch: Slots from one state to the next.
-        exists: [BLOCK_M], which rows do.
+        slot: int64, the first row's slot of the part's first state.
+        pitch: Slots from one state to the next: the rows of all tiles.
+        count: Rows of the tile that exist.
+        waits: Whether the program has no other part to compute after this one.
     """
 
     first: Any
@@ -85,7 +94,8 @@ class Part(NamedTuple):
     keeps: Any
     slot: Any
     pitch: Any
-    exists: Any
+    count: Any
+    waits: Any
 
 
 @triton.jit
@@ -143,10 +153,9 @@ def address_of(cache, place):
 
 
 @triton.jit
-def score_block(k, key, inside, page, place, rows, pairs, call):
+def score_block(k, first, key, inside, page, place, rows, pairs, call):
     """Scores [BLOCK_M, BLOCK_N] of a block, -inf where a row does not see a key; and the factor to base 2."""
     INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
-    band = pairs.terms.band
     if k.dtype == tl.int16:
         even, odd = eight_bit.halves(k, call.sizes.BITS)
         product = tl.dot(rows.q, tl.trans(even.to(rows.q.dtype)), input_precision=INPUT_PRECISION)
@@ -157,35 +166,55 @@ def score_block(k, key, inside, page, place, rows, pairs, call):
     if call.sizes.BY_PAGE and call.k.scale_ptr is not None:
         product *= eight_bit.page_scales(call.k, page, place.h_kv, inside)[None, :]
     x, scale_log2, _derivative = scores.transform(product, pairs, rows.i, key[None, :], False)
-    x = tl.where(inside[None, :], x, float("-inf"))
-    if band.right is not None:
-        x = tl.where(key[None, :] <= rows.i + band.right, x, float("-inf"))
-    if band.left is not None:
-        x = tl.where(key[None, :] >= rows.i - band.left, x, float("-inf"))
+    if x.shape[0] < 64:
+        x = masked(x, key, rows)
+    else:
+        # ptxas moves comparisons before the WGMMA, one register for each. And a product that the branch alone reads is
+        # waited for too late: hence the factor here.
+        x, scale_log2 = x * scale_log2, 1.0
+        if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):
+            x = masked(x, key, rows)
     return x, scale_log2
 
 
 @triton.jit
-def attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call):
-    """Adds the keys of block n to the softmax state of a tile's rows.
+def masked(x, key, rows):
+    """Scores, -inf where a row does not see a key."""
+    x = tl.where(key[None, :] <= rows.last, x, float("-inf"))
+    if rows.first is not None:
+        x = tl.where(key[None, :] >= rows.first, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def read_keys(n, place, rows, pairs, call):
+    """Scores of block n as ``score_block``, where its keys lie, and which are inside.
 
     8-bit keys and values are loaded as pairs of neighbouring columns, which become two matrices: of even columns and of
     odd ones. So the tensor cores' operands are loaded from shared memory as 16-bit ones are.
     """
     BLOCK_N: tl.constexpr = call.sizes.BLOCK_N
     UNIT: tl.constexpr = 2 if call.k.ptr.dtype.element_ty == tl.int16 else 1
-    INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
-    LIKE: tl.constexpr = rows.q.dtype
     key = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (key >= rows.low) & (key < rows.high)
     at = place_block(n * BLOCK_N, inside, place.b, call.pages, call.sizes.PAGE_SIZE, BLOCK_N)
     k = load_block(call.k, address_of(call.k, place), at, inside, call.sizes.DIM // UNIT, call.sizes.BLOCK_D // UNIT)
-    x, scale_log2 = score_block(k, key, inside, at[0], place, rows, pairs, call)
+    x, scale_log2 = score_block(k, n * BLOCK_N, key, inside, at[0], place, rows, pairs, call)
+    return x, scale_log2, at, inside
+
+
+@triton.jit
+def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, pairs, call):
+    """Adds a block of keys, as ``read_keys`` returns it, to the softmax state of a tile's rows."""
+    UNIT: tl.constexpr = 2 if call.v.ptr.dtype.element_ty == tl.int16 else 1
+    INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
+    LIKE: tl.constexpr = rows.q.dtype
+    x, scale_log2, at, inside = keys
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
     v = load_block(call.v, address_of(call.v, place), at, inside, call.sizes.DIM_V // UNIT, call.sizes.BLOCK_DV // UNIT)
-    # A product of its own, then added: ptxas waits after every WGMMA if other instructions write its accumulator.
-    rescale = tl.broadcast_to(rescale[:, None], acc.shape)
+    acc *= rescale[:, None]
     if v.dtype == tl.int16:
+        acc_odd *= rescale[:, None]
         even, odd = eight_bit.halves(v, call.sizes.BITS)
         even, odd = even.to(LIKE), odd.to(LIKE)
         if call.sizes.BY_PAGE and call.v.scale_ptr is not None:
@@ -193,14 +222,39 @@ def attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call):
             scale = eight_bit.page_scales(call.v, at[0], place.h_kv, inside)
             largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
             shares = (probs * (scale / largest)[None, :]).to(LIKE)
-            acc = acc * rescale + tl.dot(shares, even, input_precision=INPUT_PRECISION) * largest
-            acc_odd = acc_odd * rescale + tl.dot(shares, odd, input_precision=INPUT_PRECISION) * largest
+            acc += tl.dot(shares, even, input_precision=INPUT_PRECISION) * largest
+            acc_odd += tl.dot(shares, odd, input_precision=INPUT_PRECISION) * largest
         else:
-            acc = tl.fma(acc, rescale, tl.dot(probs.to(LIKE), even, input_precision=INPUT_PRECISION))
-            acc_odd = tl.fma(acc_odd, rescale, tl.dot(probs.to(LIKE), odd, input_precision=INPUT_PRECISION))
+            acc = tl.dot(probs.to(LIKE), even, acc, input_precision=INPUT_PRECISION)
+            acc_odd = tl.dot(probs.to(LIKE), odd, acc_odd, input_precision=INPUT_PRECISION)
     else:
-        acc = tl.fma(acc, rescale, tl.dot(probs.to(LIKE), v, input_precision=INPUT_PRECISION))
+        acc = tl.dot(probs.to(LIKE), v, acc, input_precision=INPUT_PRECISION)
     return acc, acc_odd, row_max, row_sum
+
+
+@triton.jit
+def end_split(state, run, total, slot, splits_left, is_last, part, call):
+    """Folds the (acc, row_max, row_sum) of a split into its run's. A run's at its end is stored, or folded into all.
+
+    Returns:
+        The run's, that of all, the slot of the next state and how many splits its run has left.
+    """
+    run, run_max, run_sum = run
+    total, total_max, total_sum = total
+    if splits_left == part.state_splits:
+        run, run_sum = tl.zeros(run.shape, tl.float32), tl.zeros(run_sum.shape, tl.float32)
+        run_max = tl.full(run_max.shape, float("-inf"), tl.float32)
+    # With nothing folded yet, the fold is the split's own state, bit for bit.
+    run, run_max, run_sum = states.fold(run, run_max, run_sum, state[0], state[1], state[2])
+    splits_left -= 1
+    if (splits_left == 0) | is_last:
+        if part.keeps == 0:
+            states.store_state(run, run_max, run_sum, slot, part.count, call)
+        elif call.sizes.KEEPS:
+            total, total_max, total_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum)
+        slot += part.pitch
+        splits_left = part.state_splits
+    return run, run_max, run_sum, total, total_max, total_sum, slot, splits_left
 
 
 @triton.jit
@@ -221,37 +275,32 @@ def attend(place, rows, part, pairs, call):
     # Values of their own: of variables that share one before a loop, Triton carries the first alone.
     total, total_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
     total_max = tl.full([ROWS], float("-inf"), tl.float32)
-    if call.results.acc_ptr is None:
-        for n in tl.range(part.first_block, part.stop_block):
-            acc, acc_odd, row_max, row_sum = attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call)
-        total, total_max, total_sum = eight_bit.joined(acc, acc_odd, EIGHT_BIT), row_max, row_sum
-    else:
-        slot, blocks_left, splits_left = part.slot, part.blocks, part.state_splits
-        for n in tl.range(part.first_block, part.stop_block):
-            acc, acc_odd, row_max, row_sum = attend_block(acc, acc_odd, row_max, row_sum, n, place, rows, pairs, call)
-            blocks_left -= 1
-            is_last = n == part.stop_block - 1
-            if (blocks_left == 0) | is_last:
-                if splits_left == part.state_splits:
-                    run, run_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
-                    run_max = tl.full([ROWS], float("-inf"), tl.float32)
-                state = eight_bit.joined(acc, acc_odd, EIGHT_BIT)
-                # With nothing folded yet, the fold is the split's own state, bit for bit.
-                run, run_max, run_sum = states.fold(run, run_max, run_sum, state, row_max, row_sum)
-                splits_left -= 1
-                if (splits_left == 0) | is_last:
-                    if part.keeps == 0:
-                        states.store_state(run, run_max, run_sum, slot, part.exists, call)
-                    elif call.sizes.KEEPS:
-                        total, total_max, total_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum)
-                    slot += part.pitch
-                    splits_left = part.state_splits
+    slot, blocks_left, splits_left = part.slot, part.blocks, part.state_splits
+    for n in tl.range(part.first_block, part.stop_block):
+        keys = read_keys(n, place, rows, pairs, call)
+        if call.results.acc_ptr is not None:  # noqa: SIM102 a compile-time condition
+            # Here, where the product of the block before has been waited for. After this block's, ptxas would wait
+            # within the product.
+            if blocks_left == 0:
+                run, run_max, run_sum, total, total_max, total_sum, slot, splits_left = end_split(
+                    (eight_bit.joined(acc, acc_odd, EIGHT_BIT), row_max, row_sum), (run, run_max, run_sum),
+                    (total, total_max, total_sum), slot, splits_left, False, part, call,
+                )  # fmt: skip
                 acc, acc_odd = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
                 row_max, row_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
                 blocks_left = part.blocks
-        if not call.sizes.KEEPS:
-            # Then a part keeps a state only if it is the tile's only one.
-            total, total_max, total_sum = run, run_max, run_sum
+        acc, acc_odd, row_max, row_sum = add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, pairs, call)
+        blocks_left -= 1
+    state = (eight_bit.joined(acc, acc_odd, EIGHT_BIT), row_max, row_sum)
+    if call.results.acc_ptr is None:
+        total, total_max, total_sum = state
+    elif part.first_block < part.stop_block:
+        run, run_max, run_sum, total, total_max, total_sum, slot, splits_left = end_split(
+            state, (run, run_max, run_sum), (total, total_max, total_sum), slot, splits_left, True, part, call
+        )
+    if call.results.acc_ptr is not None and not call.sizes.KEEPS:
+        # Then a part keeps a state only if it is the tile's only one.
+        total, total_max, total_sum = run, run_max, run_sum
     return total, total_max, total_sum
 
 
@@ -273,10 +322,23 @@ def load_queries(b, first_row, row, h, exists, call, FIRST: tl.constexpr, STEP: 
 @triton.jit
 def attend_tile(place, shape, row, h, part, pairs, call):
     """``attend`` after loading the rows; the scales of 8-bit values are left to ``finish``."""
-    exists, i = part.exists, (row + shape.high - shape.num_rows)[:, None]
+    exists, i = tl.arange(0, row.shape[0]) < part.count, (row + shape.high - shape.num_rows)[:, None]
+    band, shift, GROUP = call.terms.band, shape.high - shape.num_rows, call.sizes.GROUP
+    last, clear_last = i * 0 + shape.high - 1, shape.high - 1
+    if band.right is not None:
+        last = tl.minimum(last, i + band.right)
+        clear_last = tl.minimum(clear_last, place.first // GROUP + shift + band.right)
+    first, clear_first = None, shape.low
+    if band.left is not None:
+        last_row = tl.minimum((place.first + call.sizes.BLOCK_M - 1) // GROUP, shape.num_rows - 1)
+        first, clear_first = tl.maximum(i - band.left, shape.low), tl.maximum(clear_first, last_row + shift - band.left)
+    elif call.lengths.leftpad_ptr is not None:
+        first = i * 0 + shape.low
     if call.k.ptr.dtype.element_ty != tl.int16:
         q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 1)
-        acc, row_max, row_sum = attend(place, Rows(q, q, None, i, shape.low, shape.high), part, pairs, call)
+        acc, row_max, row_sum = attend(
+            place, Rows(q, q, None, i, shape.low, shape.high, first, last, clear_first, clear_last), part, pairs, call
+        )
     else:
         q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 2)
         q_odd = load_queries(place.b, shape.first_row, row, h, exists, call, 1, 2)
@@ -286,15 +348,21 @@ def attend_tile(place, shape, row, h, part, pairs, call):
             q, q_odd, power = eight_bit.scaled(q, power), eight_bit.scaled(q_odd, power), power * k_scale
         else:
             power = tl.full([q.shape[0]], 1.0, tl.float32) * k_scale
-        acc, row_max, row_sum = attend(place, Rows(q, q_odd, power, i, shape.low, shape.high), part, pairs, call)
+        acc, row_max, row_sum = attend(
+            place,
+            Rows(q, q_odd, power, i, shape.low, shape.high, first, last, clear_first, clear_last),
+            part,
+            pairs,
+            call,
+        )
     return acc, row_max, row_sum
 
 
 @triton.jit
-def finish(acc, row_max, row_sum, b, place, shape, call):
-    """Normalises a tile's rows, of which acc may have fewer than BLOCK_M, and stores them; sinks join here, once."""
+def finish(acc, row_max, row_sum, b, place, first, shape, call):
+    """Normalises rows of a tile, from its row ``first`` on, and stores them; sinks join here, once."""
     queries, results = call.queries, call.results
-    row, h, exists = work.rows_of_tile(place.first, place.h_kv, shape.num_rows, acc.shape[0], call.sizes.GROUP)
+    row, h, exists = work.rows_of_tile(place.first + first, place.h_kv, shape.num_rows, acc.shape[0], call.sizes.GROUP)
     if call.v.ptr.dtype.element_ty == tl.int16:
         acc *= eight_bit.scale_of(call.v, place, call)
     if results.sinks_ptr is not None:
@@ -320,91 +388,139 @@ def finish(acc, row_max, row_sum, b, place, shape, call):
 
 @triton.jit
 def share_tile(b, base, counter, place, shape, part, call):
-    """Finishes a tile of several states, if all others have been stored.
+    """Finishes a tile of several states once all have been stored; each program that waits for that does some rows.
+
+    Programs that have nothing else to do after a part wait for a tile that takes long to fold, but not for ever: nobody
+    says that the others run at the same time. Of the tile's two counters the first holds the states that have been
+    stored, in STATES bits, and who waits, by the numbers of their first items; the second who waited when the last was
+    stored, under a number that changes then.
 
     base: The slot of the tile's first row and state.
     """
+    STATES: tl.constexpr = 7
+    HELPERS: tl.constexpr = 24
+    count, item = part.stop - part.first, part.first // shape.item_states
+    is_long = shape.num_states * part.count * call.sizes.DIM_V >= 16384
+    helps = part.waits & is_long & (item < HELPERS) & (call.sizes.PATIENCE > 0)
+    bit = tl.where(helps, 1 << (tl.minimum(item, HELPERS - 1) + STATES), 0)
+    before = tl.load(counter + 1, volatile=True)
     # All threads have stored before one of them says so.
     tl.debug_barrier()
-    count = part.stop - part.first
-    if tl.atomic_add(counter, count, sem="acq_rel") == shape.num_states - count:
-        _row, _h, exists = work.rows_of_tile(
-            place.first, place.h_kv, shape.num_rows, call.sizes.MERGE_ROWS, call.sizes.GROUP
-        )
-        slot = base + tl.arange(0, call.sizes.MERGE_ROWS)
-        acc, row_max, row_sum = states.fold_stored(slot, part.pitch, shape, exists, call)
-        finish(acc, row_max, row_sum, b, place, shape, call)
+    stored = tl.atomic_add(counter, count + bit, sem="acq_rel")
+    helpers, rank, folds = stored >> STATES, 0, False
+    if (stored & ((1 << STATES) - 1)) + count == shape.num_states:
+        folds = True
         tl.store(counter, 0)
+        if helpers != 0:
+            tl.atomic_xchg(counter + 1, ((((before >> HELPERS) + 1) & 0x7F) << HELPERS) | helpers, sem="release")
+    elif helps:
+        helpers, folds = wait_for_others(counter, before, bit, shape.num_states, call.sizes.PATIENCE)
+        rank = 1 + count_bits(helpers & ((bit >> STATES) - 1))
+        helpers = helpers & ((1 << HELPERS) - 1)
+    if folds:
+        FOLD_ROWS: tl.constexpr = call.sizes.FOLD_ROWS
+        for group in range(rank, (part.count + FOLD_ROWS - 1) // FOLD_ROWS, 1 + count_bits(helpers)):
+            first = group * FOLD_ROWS
+            acc, row_max, row_sum = states.fold_stored(base + first, part.pitch, shape, part.count - first, call)
+            finish(acc, row_max, row_sum, b, place, first, shape, call)
 
 
 @triton.jit
-def run_part(at, stop, sizing, call):
+def wait_for_others(counter, before, bit, num_states, PATIENCE: tl.constexpr):
+    """Waits until the second counter is not ``before``, and returns it and whether that came to be."""
+    now, polls, waits = before, 0, True
+    while waits:
+        now = tl.atomic_add(counter + 1, 0, sem="acquire")
+        polls += 1
+        waits = now == before
+        if waits & (polls == PATIENCE):
+            # The program that stored the last state counts on those whose bits it saw, before it sets the counter to 0.
+            stored = tl.atomic_and(counter, ~bit)
+            waits = ((stored & bit) == 0) | ((stored & 0x7F) == num_states)
+    return now, now != before
+
+
+@triton.jit
+def count_bits(x):
+    """How many of the bits 0 to 23 are set."""
+    return tl.sum((x >> tl.arange(0, 32)) & (0xFFFFFF >> tl.arange(0, 32)) & 1)
+
+
+@triton.jit
+def run_part(at, stop, lane, spans, sizing, call):
     """Computes the items of the next tile that begin between costs ``at`` and ``stop``; returns the cost after them."""
-    b, before, slots_before, tiles_before = work.find_sequence(at, sizing, call)
-    shape = work.shape_of(b, sizing, call)
-    cost, count = work.cost_of(shape, call), shape.num_tiles * shape.num_items * call.sizes.num_heads_kv
+    b, before, slots_before, tiles_before = work.find_sequence(at, spans, sizing, call)
+    shape = work.shape_of(work.span_of(b, call), sizing, call)
+    cost, tiles = (
+        work.cost_of(shape, call).to(tl.int64),
+        shape.num_tiles * (call.sizes.num_heads_kv // call.sizes.LANES),
+    )
     # The first item that begins here, and the end of those that do.
     begin = ((at - before + cost - 1) // cost).to(tl.int32)
-    end = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), count)
-    reached = tl.minimum(before + count.to(tl.int64) * cost, stop)
+    end = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), tiles * shape.num_items)
+    reached = tl.minimum(before + tiles * shape.num_items * cost, stop)
     if begin < end:
         tile, item = begin // shape.num_items, begin % shape.num_items
         stop_item = tl.minimum(shape.num_items, item + end - begin)
+        reached = before + (begin + stop_item - item) * cost
         state, stop_state = item * shape.item_states, tl.minimum(stop_item * shape.item_states, shape.num_states)
-        run_tile(tile, state, stop_state, b, slots_before, tiles_before, shape, call)
-        reached = before + (begin + stop_item - item).to(tl.int64) * cost
+        h_kv = tile // shape.num_tiles * call.sizes.LANES + lane
+        place = Place(tl.minimum(b, call.sizes.batch - 1), 0, h_kv, tile % shape.num_tiles * call.sizes.BLOCK_M)
+        run_tile(place, state, stop_state, b, slots_before, tiles_before, reached >= stop, shape, call)
     return reached
 
 
 @triton.jit
-def run_tile(tile, state, stop_state, b, slots_before, tiles_before, shape, call):
+def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, shape, call):
     """Computes states of a tile, and finishes the tile if no other state of it is still to be stored."""
     BLOCK_M: tl.constexpr = call.sizes.BLOCK_M
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
-    valid_b = tl.minimum(b, call.sizes.batch - 1)
-    h_kv, first = tile // shape.num_tiles, tile % shape.num_tiles * BLOCK_M
+    valid_b, h_kv, first = place.b, place.h_kv, place.first
     place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first)
-    row, h, exists = work.rows_of_tile(first, h_kv, shape.num_rows, BLOCK_M, call.sizes.GROUP)
+    row, h, _exists = work.rows_of_tile(first, h_kv, shape.num_rows, BLOCK_M, call.sizes.GROUP)
     first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
     pitch = shape.num_rows * call.sizes.GROUP
     base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_states * pitch + first
-    slot = base + tl.cast(state, tl.int64) * pitch + tl.arange(0, BLOCK_M)
     keeps = shape.num_states == 1
     if call.sizes.KEEPS:
         keeps = stop_state - state == shape.num_states
     # Registers that hold all states fold their splits run by run, as those that go through memory are folded.
     part = Part(
         state, stop_state, first_block, stop_block, shape.chunk // call.sizes.BLOCK_N,
-        tl.where(keeps, call.sizes.splitting.RUN, shape.state_splits), keeps, slot, pitch, exists,
+        tl.where(keeps, call.sizes.splitting.RUN, shape.state_splits), keeps,
+        base + tl.cast(state, tl.int64) * pitch, pitch, tl.minimum(pitch - first, BLOCK_M), waits,
     )  # fmt: skip
     head = scores.head_of(call.terms, valid_b, h[:, None], shape.num_rows, shape.high)
     acc, row_max, row_sum = attend_tile(place, shape, row, h, part, Pairs(call.terms, head), call)
     if call.results.acc_ptr is None:  # noqa: SIM114 a compile-time condition
-        finish(acc, row_max, row_sum, b, place, shape, call)
+        finish(acc, row_max, row_sum, b, place, 0, shape, call)
     elif keeps:
-        finish(acc, row_max, row_sum, b, place, shape, call)
+        finish(acc, row_max, row_sum, b, place, 0, shape, call)
     else:
-        counter = call.results.counters_ptr + tiles_before + tile
+        counter = call.results.counters_ptr + 2 * (tiles_before + h_kv * shape.num_tiles + first // BLOCK_M)
         share_tile(b, base, counter, place, shape, part, call)
 
 
 @triton.jit
 def run_items(call):
-    """This program's part of the items: those that begin in its share of the cost of all.
+    """This program's part of the items: those that begin in its share of the cost of a lane's.
 
     Of fewer items than programs, each goes to a program of its own as far as they cost the same.
     """
-    sizing, cost, items = work.plan_items(call)
-    programs, program = tl.minimum(tl.num_programs(0), items), tl.program_id(0)
-    if program < programs:
-        at, stop = cost * program // programs, cost * (program + 1) // programs
+    LANES: tl.constexpr = call.sizes.LANES
+    SEARCH: tl.constexpr = call.sizes.SEARCH
+    spans = work.span_of(tl.full((), 0, tl.int32) if SEARCH == 1 else tl.arange(0, SEARCH), call)
+    sizing, items, cost = work.plan_items(spans, call)
+    teams, team = tl.minimum(tl.num_programs(0) // LANES, items), tl.program_id(0) // LANES
+    if team < teams:
+        at, stop = cost * team // teams, cost * (team + 1) // teams
         while at < stop:
-            at = run_part(at, stop, sizing, call)
+            at = run_part(at, stop, tl.program_id(0) % LANES, spans, sizing, call)
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"])
 def cache_attention(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, max_ptr, sum_ptr, counters_ptr, cached_ptr, leftpad_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, counters_ptr, cached_ptr, leftpad_ptr,
     cu_seqlens_q_ptr, cu_seqlens_new_ptr, entries_ptr, pages_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, out_stride_b, out_stride_row, out_stride_head,
@@ -412,7 +528,8 @@ def cache_attention(
     batch, seqlen_q, num_heads_kv, num_new, capacity, left, right, scale, param,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, FEWEST_KEYS: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr, PATIENCE: tl.constexpr,
+    PROGRAMS: tl.constexpr, FEWEST_KEYS: tl.constexpr,
     MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_SLOTS: tl.constexpr, RUN: tl.constexpr,
     SEARCH: tl.constexpr, KEEPS: tl.constexpr, BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
@@ -426,12 +543,12 @@ def cache_attention(
             Cache(v_ptr, v_stride_b, v_stride_row, v_stride_head, v_scale_ptr, v_scale_stride_b),
             Pages(pages_ptr, pages_stride_b),
             Results(
-                out_ptr, out_stride_b, out_stride_row, out_stride_head, lse_ptr, acc_ptr, max_ptr, sum_ptr,
-                counters_ptr, sinks_ptr,
+                out_ptr, out_stride_b, out_stride_row, out_stride_head, lse_ptr, acc_ptr, stats_ptr, counters_ptr,
+                sinks_ptr,
             ),
             Sizes(
                 batch, num_heads_kv, GROUP, capacity, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M,
-                BLOCK_N, MERGE_ROWS, MERGE_SPLITS,
+                BLOCK_N, FOLD_ROWS, AHEAD, LANES, PATIENCE,
                 Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS, RUN), SEARCH, KEEPS,
                 BITS, BY_PAGE,
             ),

@@ -89,7 +89,7 @@ class Bounds:
         items: Work items: their splits.
         slots: Rows of splits in the workspace; 0 if nothing is ever split.
         floats: Size of the workspace.
-        counters: One for each tile, 0 if nothing is ever split.
+        counters: Two for each tile, 0 if nothing is ever split.
     """
 
     def __init__(self, problem: Problem, tensors: CacheTensors, config: Config) -> None:
@@ -112,7 +112,7 @@ class Bounds:
         # The sums and maxima begin on 16 bytes.
         self.slots = -(-self.slots // 4) * 4
         self.floats = self.slots * (p.head_dim_v + 2)
-        self.counters = self.tiles if self.slots else 0
+        self.counters = 2 * self.tiles if self.slots else 0
 
 
 _CHUNK = 1 << 20
@@ -182,17 +182,18 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
     p, t = problem, tensors
     bounds, bits = Bounds(p, t, config), _decodes_bits(p)
     rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
-    search, merge_rows = min(_power_of_two(p.batch + p.varlen), 1024), _power_of_two(rows)
-    slots, run = bounds.slots, config.splitting.run
-    # Splits whose states are loaded at once: whole runs.
-    ahead = max(min(16, 8192 // (merge_rows * padded(p.head_dim_v))) // run, 1) * run
+    slots, run, search = bounds.slots, config.splitting.run, _power_of_two(p.batch + p.varlen)
+    fold_rows = min(_power_of_two(rows), 4)
+    # States that are loaded at once: whole runs. Over more Triton takes long; of many rows, programs do some each.
+    ahead = max(min(16 if rows <= 4 else 8, 8192 // (fold_rows * padded(p.head_dim_v))) // run, 1) * run
+    programs = min(bounds.items, num_sms * config.programs_per_sm)
+    lanes = max(n for n in range(1, 17) if p.num_heads_kv % n == programs % n == 0)
     sizes: dict[str, Any] = {
         **row_strides("q", t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()),
         **row_strides("k", _as(torch.int16, t.k_cache)),
         **row_strides("v", _as(torch.int16, t.v_cache)),
         **row_strides("out", t.out),
-        "max_ptr": Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v) if slots else None,
-        "sum_ptr": Pointer(torch.float32, "acc", 4 * slots * (p.head_dim_v + 1)) if slots else None,
+        "stats_ptr": Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v) if slots else None,
         "pages_stride_b": 0 if t.page_table is None else t.page_table.stride(0),
         "batch": p.batch,
         "seqlen_q": t.q.shape[-3],
@@ -207,18 +208,18 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
             "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
             "k_scale_stride_b": _scale_stride(t.k_scale),
             "v_scale_stride_b": _scale_stride(t.v_scale),
-            "MERGE_ROWS": merge_rows,
-            "MERGE_SPLITS": ahead,
+            "FOLD_ROWS": fold_rows,
+            "AHEAD": ahead,
+            "LANES": lanes,
+            "PATIENCE": 64 if p.device_type == "cuda" else 1,
             "SEARCH": search,
             "KEEPS": config.block_m * padded(p.head_dim_v) <= 16 * 128,
             "BITS": bits,
             "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
         }
 
-    programs = min(bounds.items, num_sms * config.programs_per_sm)
-    return Launch(
-        cache_attention, programs, sizes, config.options(), others, ("attend", config, search, merge_rows, slots > 0)
-    )
+    key = ("attend", config, search, fold_rows, lanes, slots > 0)
+    return Launch(cache_attention, programs, sizes, config.options(), others, key)
 
 
 def _attention_tensors(t: CacheTensors, *, is_split: bool) -> dict[str, Any]:

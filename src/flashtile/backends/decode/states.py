@@ -23,28 +23,31 @@ def fold(total, total_max, total_sum, acc, row_max, row_sum):
 
 
 @triton.jit
-def store_state(acc, row_max, row_sum, slot, exists, call):
-    """Stores the softmax state of a tile's rows over a run or a split."""
+def store_state(acc, row_max, row_sum, slot, count, call):
+    """Stores the softmax state of the first ``count`` rows of a tile, over a run or a split, from ``slot`` on."""
+    slot, exists = slot + tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[0]) < count
     col = tl.arange(0, acc.shape[1])[None, :]
     at = call.results.acc_ptr + slot[:, None] * call.sizes.DIM_V + col
     tl.store(at, acc, mask=exists[:, None] & (col < call.sizes.DIM_V))
-    tl.store(call.results.max_ptr + slot, row_max, mask=exists)
-    tl.store(call.results.sum_ptr + slot, row_sum, mask=exists)
+    at = call.results.stats_ptr + 2 * slot[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(at, tl.join(row_max, row_sum), mask=exists[:, None])
 
 
 @triton.jit
-def fold_stored(slot, pitch, shape, exists, call):
-    """The fold of all states of a tile: of the splits of each run, and then of the runs.
+def fold_stored(slot, pitch, shape, count, call):
+    """The fold of all states of some rows: of the splits of each run, and then of the runs.
 
     Args:
-        slot: [MERGE_ROWS] int64, each row's slot of the first state.
+        slot: int64, the first row's slot of the first state.
         pitch: Slots from one state to the next.
         shape: ``Shape``; at least 2 states.
-        exists: [MERGE_ROWS].
+        count: Rows that there are, from this one on.
         call: ``Call``.
     """
     RUN: tl.constexpr = call.sizes.splitting.RUN
-    AHEAD: tl.constexpr = call.sizes.MERGE_SPLITS
+    AHEAD: tl.constexpr = call.sizes.AHEAD
+    row = tl.arange(0, call.sizes.FOLD_ROWS)
+    slot, exists = slot + row, row < count
     if shape.state_splits == RUN:
         acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, 1, AHEAD // RUN)
     else:
@@ -71,8 +74,8 @@ def fold_states(slot, pitch, num_states, exists, call, RUN: tl.constexpr, AHEAD:
 
 @triton.jit
 def empty_state(call):
-    """The state [MERGE_ROWS, ...] of no keys."""
-    ROWS: tl.constexpr = call.sizes.MERGE_ROWS
+    """The state [FOLD_ROWS, ...] of no keys."""
+    ROWS: tl.constexpr = call.sizes.FOLD_ROWS
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     return tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), row_max, tl.zeros([ROWS], tl.float32)
 
@@ -84,8 +87,8 @@ def load_state(slot, pitch, number, num_states, exists, call):
     col = tl.arange(0, call.sizes.BLOCK_DV)[None, :]
     there = exists & (number < num_states)
     # Past the first-level cache, which does not see what other multiprocessors store.
-    top = tl.load(call.results.max_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    part_sum = tl.load(call.results.sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+    stats = call.results.stats_ptr + 2 * at[:, None] + tl.arange(0, 2)[None, :]
+    top, part_sum = tl.split(tl.load(stats, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"))
     wide = there[:, None] & (col < call.sizes.DIM_V)
     part = tl.load(call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
     # What a row has of keys of which it sees none counts for nothing.

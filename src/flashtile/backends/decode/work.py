@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class Shape(NamedTuple):
-    """Lengths of one sequence, or of many.
+    """Lengths of one sequence, or of many, and how their work is cut; without that it is called a span.
 
     Attributes:
         first_row: Of a packed sequence.
@@ -32,10 +32,10 @@ class Shape(NamedTuple):
     num_tiles: Any
     num_splits: Any
     chunk: Any
-    num_states: Any
-    state_splits: Any
-    num_items: Any
-    item_states: Any
+    num_states: Any = 0
+    state_splits: Any = 0
+    num_items: Any = 0
+    item_states: Any = 0
 
 
 class Sizing(NamedTuple):
@@ -65,26 +65,30 @@ def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
     most = splitting.MOST_SLOTS // tl.maximum(rows * num_heads_kv, 1)
     most = tl.minimum(tl.maximum(most, 1), splitting.MOST_SPLITS)
     wanted = tl.maximum(splitting.PROGRAMS // tl.maximum(num_tiles * num_heads_kv, 1), 1)
-    chunk = tl.minimum(tl.maximum((keys + wanted - 1) // wanted, splitting.FEWEST_KEYS), splitting.MOST_KEYS)
-    chunk = tl.maximum(chunk, (keys + most - 1) // most)
-    chunk = (chunk + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    return tl.maximum((keys + chunk - 1) // chunk, 1), chunk
+    count = tl.maximum(wanted, (keys + splitting.MOST_KEYS - 1) // splitting.MOST_KEYS)
+    count = tl.minimum(tl.minimum(count, most), (keys + splitting.FEWEST_KEYS - 1) // splitting.FEWEST_KEYS)
+    blocks, count = (keys + BLOCK_N - 1) // BLOCK_N, tl.maximum(count, 1)
+    chunk = tl.maximum((blocks + count - 1) // count, 1)
+    return tl.maximum((blocks + chunk - 1) // chunk, 1), chunk * BLOCK_N
 
 
 @triton.jit
-def shape_of(b, sizing, call):
-    """The ``Shape`` of sequence b, a number or a tensor; beyond the batch there are no keys.
+def span_of(b, call):
+    """The span of sequence b, a number or a tensor; beyond the batch there are no keys.
 
     For packed queries, b == batch stands for the rows past the last sequence.
     """
     BLOCK_M: tl.constexpr = call.sizes.BLOCK_M
     BLOCK_N: tl.constexpr = call.sizes.BLOCK_N
+    GROUP: tl.constexpr = call.sizes.GROUP
     exists = b < call.sizes.batch
     first_row, num_rows = b * 0, tl.where(exists, call.queries.length, 0)
+    each = call.queries.length
     if call.queries.cu_seqlens_ptr is not None:
         first_row = tl.load(call.queries.cu_seqlens_ptr + b, mask=b <= call.sizes.batch, other=0)
         stop = tl.load(call.queries.cu_seqlens_ptr + b + 1, mask=exists, other=0)
         num_rows = tl.where(exists, stop, tl.where(b == call.sizes.batch, call.queries.length, first_row)) - first_row
+        each = num_rows
     cached = tl.load(call.lengths.cached_ptr + b, mask=exists, other=-1)
     num_new = call.lengths.num_new
     if call.lengths.cu_seqlens_new_ptr is not None:
@@ -97,17 +101,25 @@ def shape_of(b, sizing, call):
         low = tl.maximum(tl.load(call.lengths.leftpad_ptr + b, mask=exists, other=0), 0)
     if call.terms.band.left is not None:
         low = tl.maximum(low, high - num_rows - call.terms.band.left)
-    rows = num_rows * call.sizes.GROUP
-    num_tiles = (rows + BLOCK_M - 1) // BLOCK_M
     keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
-    num_splits, chunk = cut(keys, rows, num_tiles, call.sizes.num_heads_kv, BLOCK_N, call.sizes.splitting)
+    tiles = (each * GROUP + BLOCK_M - 1) // BLOCK_M
+    num_splits, chunk = cut(keys, each * GROUP, tiles, call.sizes.num_heads_kv, BLOCK_N, call.sizes.splitting)
+    return Shape(first_row, num_rows, low, high, tl.where(num_rows > 0, tiles, 0), num_splits, chunk)
+
+
+@triton.jit
+def shape_of(span, sizing, call):
+    """The ``Shape`` of a span."""
     RUN: tl.constexpr = call.sizes.splitting.RUN
-    state_splits = tl.where(RUN * chunk <= sizing.run_keys, RUN, 1)
-    num_states = (num_splits + state_splits - 1) // state_splits
-    num_items = (num_states + sizing.grain - 1) // sizing.grain
+    state_splits = tl.where(RUN * span.chunk <= sizing.run_keys, RUN, 1)
+    num_states = tl.where(state_splits == RUN, (span.num_splits + RUN - 1) // RUN, span.num_splits)
+    num_items = num_states
+    if sizing.grain > 1:
+        num_items = (num_states + sizing.grain - 1) // sizing.grain
     return Shape(
-        first_row, num_rows, low, high, num_tiles, num_splits, chunk, num_states, state_splits, num_items, sizing.grain
-    )
+        span.first_row, span.num_rows, span.low, span.high, span.num_tiles, span.num_splits, span.chunk,
+        num_states, state_splits, num_items, sizing.grain,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -117,80 +129,68 @@ def cost_of(shape, call):
 
 
 @triton.jit
-def work_of(shape, call):
-    """The cost of sequences, their slots (rows of the workspace), their tiles and their items."""
-    tiles = shape.num_tiles * call.sizes.num_heads_kv
-    items = tiles * shape.num_items
-    slots = tl.where(shape.num_states > 1, shape.num_states * shape.num_rows, 0).to(tl.int64)
-    cost = items.to(tl.int64) * cost_of(shape, call)
-    return cost, slots * (call.sizes.GROUP * call.sizes.num_heads_kv), tiles, items
-
-
-@triton.jit
-def count_sequences(call):
-    """The sequences of a call; the rows past the last packed one count as one more."""
-    count = call.sizes.batch
-    if call.queries.cu_seqlens_ptr is not None:
-        count += 1
-    return count
-
-
-@triton.jit
-def all_work(sizing, call):
-    """The cost of all sequences together, and their items."""
-    SEARCH: tl.constexpr = call.sizes.SEARCH
-    if SEARCH == 1:
-        cost, _slots, _tiles, items = work_of(shape_of(tl.full((), 0, tl.int32), sizing, call), call)
+def all_work(spans, sizing, call):
+    """The items of a lane, their cost, and that of the costliest."""
+    shape = shape_of(spans, sizing, call)
+    cost = cost_of(shape, call)
+    items = shape.num_tiles * (call.sizes.num_heads_kv // call.sizes.LANES) * shape.num_items
+    most, cost = tl.where(items > 0, cost, 0), items.to(tl.int64) * cost
+    if call.sizes.SEARCH == 1:
+        all_items, all_cost, all_most = items, cost, most
     else:
-        cost, items = tl.full((), 0, tl.int64), 0
-        for first in range(0, count_sequences(call), SEARCH):
-            costs, _slots, _tiles, counts = work_of(shape_of(first + tl.arange(0, SEARCH), sizing, call), call)
-            cost += tl.sum(costs)
-            items += tl.sum(counts)
-    return cost, items
+        all_items, all_most = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+        all_cost = tl.full((), 0, tl.int64)
+        # This loop runs once. Without one Triton 3.7 and later take addresses that depend on a reduction for unaligned.
+        for _ in range(0, call.sizes.batch, call.sizes.SEARCH):
+            all_items, all_cost = all_items + tl.sum(items), all_cost + tl.sum(cost)
+            all_most = tl.maximum(all_most, tl.max(most, 0))
+    return all_items, all_cost, all_most
 
 
 @triton.jit
-def plan_items(call):
-    """The ``Sizing`` of the items, the cost of all, and their number.
+def plan_items(spans, call):
+    """The ``Sizing`` of a lane's items, their number, and the cost of all.
 
     Runs send fewer states through memory than splits, which keep more programs busy. Best is one item for each program:
-    one that works on two tiles begins and ends twice. Where items must be smaller for that, long sequences' are splits,
-    which balance better.
+    one that works on two tiles begins and ends twice. Where items must be smaller for that, or differ in cost, long
+    sequences' are splits, which balance better.
     """
     LONG: tl.constexpr = 1024
-    programs = tl.num_programs(0)
+    teams = tl.num_programs(0) // call.sizes.LANES
     run_keys, grain = tl.full((), 2**30, tl.int32), tl.full((), 1, tl.int32)
-    cost, items = all_work(Sizing(run_keys, grain), call)
-    if items * 8 < programs * 7:
+    items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
+    if items * 8 < teams * 7:
         run_keys = tl.full((), 0, tl.int32)
-        cost, items = all_work(Sizing(run_keys, grain), call)
-    if items > programs:
-        grain = (items + programs - 1) // programs
-        cost, items = all_work(Sizing(run_keys, grain), call)
-        if items > programs:
-            run_keys, grain = tl.minimum(run_keys, LONG), tl.full((), 1, tl.int32)
-            cost, items = all_work(Sizing(run_keys, grain), call)
-    return Sizing(run_keys, grain), cost, items
+        items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
+    if items > teams:
+        grain = (items + teams - 1) // teams
+        items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
+    if (items > teams) | (items * most.to(tl.int64) * 8 > cost * 9):
+        run_keys, grain = tl.minimum(run_keys, LONG), tl.full((), 1, tl.int32)
+        items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
+    return Sizing(run_keys, grain), items, cost
 
 
 @triton.jit
-def find_sequence(at, sizing, call):
-    """The sequence in which the work stands at a cost of ``at``; and the cost, the slots and the tiles before it."""
-    SEARCH: tl.constexpr = call.sizes.SEARCH
-    found, tiles_before = tl.full((), 0, tl.int32), 0
+def find_sequence(at, spans, sizing, call):
+    """The sequence in which a lane's work stands at a cost of ``at``; and the cost, the slots and the tiles before it.
+
+    Slots are rows of the workspace. They and tiles are those of all lanes.
+    """
+    found, tiles_before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     cost_before, slots_before = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
-    if SEARCH > 1:
-        end = tl.full((), 0, tl.int64)
-        for first in range(0, count_sequences(call), SEARCH):
-            shape = shape_of(first + tl.arange(0, SEARCH), sizing, call)
-            costs, slots, tiles, _items = work_of(shape, call)
-            earlier = end + tl.cumsum(costs, 0) <= at
+    if call.sizes.SEARCH > 1:
+        shape = shape_of(spans, sizing, call)
+        heads = call.sizes.num_heads_kv
+        items = shape.num_tiles * (heads // call.sizes.LANES) * shape.num_items
+        cost = items.to(tl.int64) * cost_of(shape, call)
+        slots = tl.where(shape.num_states > 1, shape.num_states * shape.num_rows, 0).to(tl.int64)
+        earlier = tl.cumsum(cost, 0) <= at
+        for _ in range(0, call.sizes.batch, call.sizes.SEARCH):  # once, as in ``all_work``
             found += tl.sum(earlier.to(tl.int32))
-            cost_before += tl.sum(tl.where(earlier, costs, 0))
-            slots_before += tl.sum(tl.where(earlier, slots, 0))
-            tiles_before += tl.sum(tl.where(earlier, tiles, 0))
-            end += tl.sum(costs)
+            cost_before += tl.sum(tl.where(earlier, cost, 0))
+            slots_before += tl.sum(tl.where(earlier, slots * (call.sizes.GROUP * heads), 0))
+            tiles_before += tl.sum(tl.where(earlier, shape.num_tiles * heads, 0))
     return found, cost_before, slots_before, tiles_before
 
 
