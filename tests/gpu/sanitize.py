@@ -26,6 +26,8 @@ CASES = (
     Case("full", seqlen_q=200, seqlen_k=150, head_dim=64),
     Case("causal", seqlen_q=150, seqlen_k=200, head_dim=128, causal=True, heads=4, kv_heads=2),
     Case("wide", seqlen_q=100, seqlen_k=100, head_dim=256, causal=True),
+    Case("latent", seqlen_q=130, seqlen_k=150, head_dim=192, head_dim_v=128, causal=True),
+    Case("parts", seqlen_q=150, seqlen_k=140, head_dim=96, heads=8, kv_heads=1),
     Case("window", seqlen_q=300, seqlen_k=300, head_dim=64, window=(70, 20), softcap=5.0),
     Case("odd", seqlen_q=61, seqlen_k=77, head_dim=33, head_dim_v=7, window=(20, 5)),
     Case("features", batch=1, seqlen_q=70, seqlen_k=70, head_dim=32, softcap=3.0, alibi="h", bias="hqk", mask="qk",
