@@ -21,7 +21,9 @@ class Splitting:
 
     Measured on an H200 (bf16, 32 heads over 8, head_dim 128, CUDA graphs; 2026-11): 1 x 32k take 43 us with at most
     2048 keys to a split and 40 with 1024; 8 x 8k take 71 with 132 programs and 83 with 264, as more states are stored.
-    Splits of 64 keys at the least against 128: 1 x 1k 7.8 and 8.6 us, 8 x 1k 16.6 and 15.2.
+    Splits of 64 keys at the least against 128: 1 x 1k 7.8 and 8.6 us, 8 x 1k 16.6 and 15.2. With 16 heads over 2,
+    1 x 32k take 28.0 us with at most 32 splits and 23.7 with 64; with 32 over 8, 42.6 and 49.2: 64 states take longer to
+    fold.
 
     A split's state travels through memory, head_dim_v + 2 floats for each row; so splits are as many as fill a device
     with this one sequence, and long enough for that traffic to be small beside their keys.
@@ -30,7 +32,7 @@ class Splitting:
         programs: Work items that fill a device.
         fewest_keys: Of a split, unless the sequence has fewer.
         most_keys: Of a split, unless most_splits forbids it: many sequences of different lengths balance better.
-        most_splits: Of a tile.
+        most_splits: Of a tile; twice as many where key heads are so few that a device is not full otherwise.
         most_slots: Packed rows times splits that a sequence may have, over all key heads. It bounds the workspace.
         run: Splits of a run, whose states are folded before those of runs are.
     """
@@ -42,13 +44,15 @@ class Splitting:
     most_slots: int = 4096
     run: int = 4
 
-    def most(self, rows: int, num_heads_kv: int) -> int:
-        """The most splits of a sequence with so many packed rows of each key head."""
-        return min(max(self.most_slots // max(rows * num_heads_kv, 1), 1), self.most_splits)
+    def most(self, rows: int, num_heads_kv: int, wanted: int) -> int:
+        """The most splits of a sequence with so many packed rows of each key head, of which ``wanted`` fill a device."""
+        most = min(max(self.most_splits, wanted), 2 * self.most_splits)
+        return min(max(self.most_slots // max(rows * num_heads_kv, 1), 1), most)
 
     def cut(self, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
         """Splits of a tile and keys of each, as ``kernel.cut``."""
-        most, wanted = self.most(rows, num_heads_kv), max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
+        wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
+        most = self.most(rows, num_heads_kv, wanted)
         count = max(1, min(max(wanted, -(-keys // self.most_keys)), most, -(-keys // self.fewest_keys)))
         chunk = max(-(-keys // (count * block_n)), 1) * block_n
         return max(-(-keys // chunk), 1), chunk
@@ -57,7 +61,7 @@ class Splitting:
         """The most splits that a tile may have with at most ``capacity`` keys."""
         wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
         by_keys = max(wanted, -(-capacity // self.most_keys))
-        return max(1, min(self.most(rows, num_heads_kv), by_keys, -(-capacity // self.fewest_keys)))
+        return max(1, min(self.most(rows, num_heads_kv, wanted), by_keys, -(-capacity // self.fewest_keys)))
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def choose(problem: Problem) -> Config:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
     # The registers and the shared memory of a multiprocessor hold one program.
     fewest = 256 if block_m == 128 else 128
-    return Config(block_m, block_n, 8, stages + 2 * is_gathered, 1, Splitting(fewest_keys=fewest))
+    return Config(block_m, block_n, 8, stages + 2 * is_gathered, 1, Splitting(fewest_keys=fewest, most_splits=16))
 
 
 def _has_little_shared_memory(problem: Problem) -> bool:

@@ -62,9 +62,9 @@ def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
         BLOCK_N: Keys of a block.
         splitting: ``Splitting``.
     """
-    most = splitting.MOST_SLOTS // tl.maximum(rows * num_heads_kv, 1)
-    most = tl.minimum(tl.maximum(most, 1), splitting.MOST_SPLITS)
     wanted = tl.maximum(splitting.PROGRAMS // tl.maximum(num_tiles * num_heads_kv, 1), 1)
+    most = tl.maximum(splitting.MOST_SLOTS // tl.maximum(rows * num_heads_kv, 1), 1)
+    most = tl.minimum(most, tl.minimum(tl.maximum(wanted, splitting.MOST_SPLITS), 2 * splitting.MOST_SPLITS))
     count = tl.maximum(wanted, (keys + splitting.MOST_KEYS - 1) // splitting.MOST_KEYS)
     count = tl.minimum(tl.minimum(count, most), (keys + splitting.FEWEST_KEYS - 1) // splitting.FEWEST_KEYS)
     blocks, count = (keys + BLOCK_N - 1) // BLOCK_N, tl.maximum(count, 1)

@@ -143,7 +143,10 @@ explore.model = (() => {
     const rule = explore.data.decode;
     const tiles = Math.ceil(group / rule.block_m);
     const wanted = Math.max(1, Math.floor(rule.programs / (tiles * headsKv)));
-    const most = Math.min(Math.max(1, Math.floor(rule.most_slots / (group * headsKv))), rule.most_splits);
+    const most = Math.min(
+      Math.max(1, Math.floor(rule.most_slots / (group * headsKv))),
+      Math.min(Math.max(rule.most_splits, wanted), 2 * rule.most_splits),
+    );
     const longest = Math.min(Math.max(Math.ceil(keys / wanted), rule.fewest_keys), rule.most_keys);
     const chunk = Math.ceil(Math.max(longest, Math.ceil(keys / most)) / rule.block_n) * rule.block_n;
     return { splits: Math.max(1, Math.ceil(keys / chunk)), chunk };
