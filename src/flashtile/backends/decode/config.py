@@ -22,8 +22,7 @@ class Splitting:
     Measured on an H200 (bf16, 32 heads over 8, head_dim 128, CUDA graphs; 2026-11): 1 x 32k take 43 us with at most
     2048 keys to a split and 40 with 1024; 8 x 8k take 71 with 132 programs and 83 with 264, as more states are stored.
     Splits of 64 keys at the least against 128: 1 x 1k 7.8 and 8.6 us, 8 x 1k 16.6 and 15.2. With 16 heads over 2,
-    1 x 32k take 28.0 us with at most 32 splits and 23.7 with 64; with 32 over 8, 42.6 and 49.2: 64 states take longer to
-    fold.
+    1 x 32k take 28.0 us with at most 32 splits and 23.7 with 64; with 32 over 8, 42.6 and 49.2: folds take longer.
 
     A split's state travels through memory, head_dim_v + 2 floats for each row; so splits are as many as fill a device
     with this one sequence, and long enough for that traffic to be small beside their keys.
@@ -45,7 +44,7 @@ class Splitting:
     run: int = 4
 
     def most(self, rows: int, num_heads_kv: int, wanted: int) -> int:
-        """The most splits of a sequence with so many packed rows of each key head, of which ``wanted`` fill a device."""
+        """The most splits of a sequence with so many packed rows a key head; ``wanted`` of them fill a device."""
         most = min(max(self.most_splits, wanted), 2 * self.most_splits)
         return min(max(self.most_slots // max(rows * num_heads_kv, 1), 1), most)
 
