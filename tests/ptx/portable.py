@@ -32,8 +32,7 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
         (portable, "_DECODE", dataclasses.replace(
             portable._DECODE, device_types=("cpu",), min_compute_capability=None)),
         (portable, "_QUANTIZED", dataclasses.replace(
-            portable._QUANTIZED, device_types=("cpu",), min_compute_capability=None,
-            max_compute_capability=None)),
+            portable._QUANTIZED, device_types=("cpu",), min_compute_capability=None)),
         (portable, "_needs_widening", lambda problem: False),
         (tiles, "arch_of", lambda problem: "sm_86" if arch == "sm_89" else arch),
         (host, "launch_by_triton", run),

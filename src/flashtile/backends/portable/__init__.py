@@ -70,8 +70,6 @@ _QUANTIZED = dataclasses.replace(
     dtypes=(FLOAT8,),
     head_dim_multiple=16,
     min_compute_capability=(8, 9),
-    # On an H200 its results were wrong (Triton 3.6.0, 2026-11-22), and why is not known; on newer GPUs it never ran.
-    max_compute_capability=(8, 9),
     nvidia=True,
     alibi=False,
     mask=False,

@@ -93,16 +93,15 @@ def in_order_of_values(probs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def rounded(probs, like):
-    """Probabilities up to 2^8 as e4m3 numbers, rounded to nearest, in the dtype of ``like``: e4m3 or float32.
+def rounded(probs):
+    """Probabilities up to 2^8 rounded to the nearest e4m3 numbers, in float32.
 
-    In float32 by bits and sums: Triton's interpreter, which has float32 operands, would cut digits off.
+    By bits and sums, so that nothing is converted back from e4m3: ptxas 12.8 and 12.9 fuse two conversions that make
+    one operand of a product, and what else reads the second one's result gets a register that was never written.
     """
-    if like.dtype == tl.float32:
-        bits = probs.to(tl.uint32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
-        probs = tl.where(probs < 0.015625, (probs + 24576.0) - 24576.0, normal)
-    return probs.to(like.dtype)
+    bits = probs.to(tl.uint32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+    return tl.where(probs < 0.015625, (probs + 24576.0) - 24576.0, normal)
 
 
 @triton.jit
@@ -132,12 +131,15 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, mor
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
         row_max, origin, rescale = softmax.raise_max(row_max, tl.max(x, 1) * scale_log2, True)
-        probs = rounded(softmax.exponentials(x, scale_log2, origin - PROBS_LOG2), q)
-        row_sum = row_sum * rescale + tl.sum(probs.to(tl.float32), 1)
-        column = block * SCALE_BLOCK + first % SCALE_BLOCK
+        probs = rounded(softmax.exponentials(x, scale_log2, origin - PROBS_LOG2))
+        row_sum = row_sum * rescale + tl.sum(probs, 1)
+        column = tl.multiple_of(block * SCALE_BLOCK + first % SCALE_BLOCK, 16)
         v = load_values(call.v, keys.batch_index, head_kv, column, BLOCK_N)
         v_scale = load_scale(more.v_scale, keys.batch_index, head_kv, block, True)
-        acc = acc * rescale[:, None] + tl.dot(in_order_of_values(probs, call.BLOCK_M, BLOCK_N), tl.trans(v)) * v_scale
+        acc = (
+            acc * rescale[:, None]
+            + tl.dot(in_order_of_values(probs.to(q.dtype), call.BLOCK_M, BLOCK_N), tl.trans(v)) * v_scale
+        )
     return acc, row_max, row_sum
 
 
