@@ -24,13 +24,14 @@ class DqOutput:
         ptr: dq of the workspace.
         desc: Its descriptor, or None: added from registers.
         buffer: What TMA adds from, or None.
-        turns_ptr: Whose turn it is to add to each row block, or None: in any order.
+        turns: A use for each step, published when it is this tile's turn to add to the row block and released when it
+            has; None: in any order.
     """
 
     ptr: gl.tensor
     desc: tma.tensor_descriptor | gl.constexpr
     buffer: gl.shared_memory_descriptor | gl.constexpr
-    turns_ptr: gl.tensor | gl.constexpr
+    turns: Ring | gl.constexpr
 
 
 @aggregate
@@ -69,8 +70,8 @@ class Channels:
 
 @gluon.jit
 def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_stages: gl.constexpr,
-                  v_stages: gl.constexpr, ds_stages: gl.constexpr):  # fmt: skip
-    """The channels of a ``KeyGrid``, of those that do not add to dq."""
+                  v_stages: gl.constexpr, ds_stages: gl.constexpr, in_turns: gl.constexpr):  # fmt: skip
+    """The channels of a ``KeyGrid``, of those that do not add to dq; ``in_turns``: a warp keeps turns."""
     ROWS: gl.constexpr = grid.block_m
     by_gradient: gl.constexpr = grid.parts == 1
     # dv alone leaves the second of two that share keys nothing to do. A third one reads keys for dq; those that share
@@ -79,7 +80,7 @@ def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_
     third: gl.constexpr = 1 if grid.has_dq and grid.dq_warpgroups == 1 else 0
     dout_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(grid.block_dv, -1, WIDEST)], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, ROWS], dtype)
-    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third)
+    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third + (1 if in_turns else 0))
     queries = make_rings(dtype, ROWS, grid.block_d, stages, consumers, 1, WIDEST)
     rows = gl.allocate_shared_memory(gl.float32, [stages, 2, ROWS], rows_desc.layout)
     dout = make_ring_beside(queries[0], dtype, [ROWS, width_of(grid.block_dv, 0, WIDEST)], dout_layout)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.hopper.backward.channels import WIDEST
 from flashtile.backends.hopper.backward.scheduler import first_rows, next_rows, query_heads, turn_of
-from flashtile.backends.hopper.device.gluon_compat import aggregate, thread_barrier, tma_add, tma_store_wait
+from flashtile.backends.hopper.device.gluon_compat import thread_barrier, tma_add, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import (
     num_parts,
     part_at,
@@ -18,30 +18,6 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     width_of,
     zero_accumulator,
 )
-
-
-@aggregate
-class Adds:
-    """Adds to dq that are still to be made or ended.
-
-    Attributes:
-        block: The row block that the next ones go to.
-        turn: What its turn must have reached before; 0 without turns.
-        ended: The row block of the adds before, whose turn is advanced once they are over; -1 for none.
-    """
-
-    block: gl.tensor
-    turn: gl.tensor
-    ended: gl.tensor
-
-
-@gluon.jit
-def adds_to(rows, ended, channels, tiles, grid):
-    """The ``Adds`` to a ``RowBlock``."""
-    turn = gl.to_tensor(0)
-    if grid.has_dq and channels.dq.turns_ptr is not None:
-        turn = turn_of(rows.start, channels.tiles, tiles, grid)
-    return Adds(rows.block, turn, gl.to_tensor(ended))
 
 
 @gluon.jit
@@ -82,32 +58,45 @@ def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def advance_turn(turns_ptr, block):
-    """Advances a row block's turn, if there are turns and the block is one: other tiles may add to it."""
-    if turns_ptr is not None:
-        thread_barrier()
-        gl.atomic_add(turns_ptr + block, 1, mask=block >= 0, sem="release")
+def keep_turns(turns_ptr, channels, grid):
+    """A warp that waits for the turn of each step of its program, and ends it once the step has added to dq.
+
+    The two take longer than a product, so they run beside the products. An atomic orders what follows it after the adds
+    of those who ended a turn, and what precedes it before those of the next; the ring does so for other warps.
+    """
+    records, turns = channels.tiles, channels.dq.turns
+    tiles = 0
+    used = 0
+    records.ring.wait(tiles)
+    while records.get(tiles, "is_tile") > 0:
+        rows = first_rows(records, tiles, grid)
+        _, num_heads = query_heads(records.get(tiles, "head"), grid)
+        end = used + num_heads * rows.remaining
+        while used < end:
+            turn = turn_of(rows.start, records, tiles, grid)
+            while gl.atomic_add(turns_ptr + rows.block, 0, sem="acquire") < turn:
+                pass
+            turns.publish(used)
+            block = rows.block
+            rows = next_rows(rows, records, tiles, grid)
+            used += 1
+            turns.claim(used)
+            gl.atomic_add(turns_ptr + block, 1, sem="release")
+        records.ring.release(tiles)
+        tiles += 1
+        records.ring.wait(tiles)
 
 
 @gluon.jit
-def add_dq(dq, adds, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
-    """Adds this warpgroup's share of dq to its row block, of which ``dq`` is the first piece, when its turn has come.
-
-    The turn of the block before is advanced now: its adds have had time to finish.
-    """
+def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
+    """Adds this warpgroup's share of dq to row block ``block``, of which ``dq`` is the first piece, in its turn."""
     share: gl.constexpr = grid.dq_share
     most: gl.constexpr = grid.dq_width
     out = channels.dq
-    offset = adds.block.to(gl.int64) * (grid.block_m * grid.block_d) + WARPGROUP * (64 * share)
+    offset = block.to(gl.int64) * (grid.block_m * grid.block_d) + WARPGROUP * (64 * share)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    advance_turn(out.turns_ptr, adds.ended)
-    if out.turns_ptr is not None:
-        while gl.load(out.turns_ptr + adds.block, volatile=True) < adds.turn:
-            pass
-        # An atomic orders what follows it after the adds of those who advanced the turn; the barrier does so for the
-        # threads that take no part in it.
-        gl.atomic_add(out.turns_ptr + adds.block, 0, sem="acquire")
-        thread_barrier()
+    if out.turns is not None:
+        out.turns.wait(used)
     for piece in gl.static_range(1, num_parts(share, most)):
         add_accumulators(out, offset + 64 * start_of(share, piece - 1, most), dq, width_of(share, piece - 1, most))
         # Keeps the adds in front of the next product, which takes their registers.
@@ -117,6 +106,9 @@ def add_dq(dq, adds, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
     channels.dscores.release(used)
     last: gl.constexpr = num_parts(share, most) - 1
     add_accumulators(out, offset + 64 * start_of(share, last, most), dq, width_of(share, last, most))
+    if out.turns is not None:
+        thread_barrier()
+        out.turns.release(used)
 
 
 @gluon.jit
@@ -134,15 +126,12 @@ def dq_consumer(channels, grid):
             end = used + num_heads * rows.remaining
             if end > used:
                 channels.keys[0].wait(key_use)
-                adds = adds_to(rows, -1, channels, tiles, grid)
                 while used < end:
                     channels.dscores.wait(used)
                     dq = start_dq(channels, used, key_use, grid, 0, 0)
-                    add_dq(dq, adds, channels, used, key_use, grid, 0)
+                    add_dq(dq, rows.block, channels, used, key_use, grid, 0)
                     rows = next_rows(rows, records, tiles, grid)
-                    adds = adds_to(rows, adds.block, channels, tiles, grid)
                     used += 1
-                advance_turn(channels.dq.turns_ptr, adds.ended)
                 channels.keys[0].release(key_use)
                 key_use += 1
             records.ring.release(tiles)

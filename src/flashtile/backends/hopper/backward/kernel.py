@@ -16,10 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.backward.channels import PART_KEYS, DqOutput, make_channels, with_dq
-from flashtile.backends.hopper.backward.dq import dq_consumer
+from flashtile.backends.hopper.backward.dq import dq_consumer, keep_turns
 from flashtile.backends.hopper.backward.roles import consumer, producer
 from flashtile.backends.hopper.backward.scheduler import KeyGrid
 from flashtile.backends.hopper.backward.split_by_gradient import gradient_consumer
+from flashtile.backends.hopper.device.ring import make_ring
 from flashtile.backends.hopper.device.score_mod import ScoreMod, make_terms, pair_tensors
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
@@ -66,14 +67,16 @@ def attention_backward(
                    heads_at_once, softmax_scale, HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, BLOCK_M, PART_KEYS * PARTS,
                    BLOCK_D, BLOCK_DV, PARTS, DQ_WARPGROUPS, DQ_SHARE, DQ_WIDTH,
                    HAS_DQ or HAS_DK, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, CHAINED, SPLITS_GROUPS)  # fmt: skip
-    channels = make_channels(dtype, rows_desc, grid, STAGES, K_STAGES, V_STAGES, DS_STAGES)
-    channels0, channels1 = channels, channels
+    channels = make_channels(dtype, rows_desc, grid, STAGES, K_STAGES, V_STAGES, DS_STAGES, turns_ptr is not None)
+    channels0, channels1, turns = channels, channels, None
+    if turns_ptr is not None:
+        turns = make_ring(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]), 1, DQ_WARPGROUPS)
     if dq_desc is not None:
         dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_WIDTH // 2, 128], dq_desc.layout)
-        channels0 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(0), turns_ptr))
-        channels1 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(1), turns_ptr))
+        channels0 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(0), turns))
+        channels1 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(1), turns))
     elif HAS_DQ:
-        channels0 = with_dq(channels, DqOutput(dq_ptr, None, None, turns_ptr))
+        channels0 = with_dq(channels, DqOutput(dq_ptr, None, None, turns))
         channels1 = channels0
     alibi = (alibi_ptr, alibi_stride_b)
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
@@ -83,19 +86,37 @@ def attention_backward(
                    pair_tensors((mask_ptr, mask_strides)))  # fmt: skip
     produced = (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                 channels, grid)  # fmt: skip
+    keys0, keys1 = (dk_desc, dv_desc, channels0, grid, mod), (dk_desc, dv_desc, channels1, grid, mod)
     if DQ_WARPGROUPS == 1:
+        if turns is None:
+            gl.warp_specialize([
+                (first_keys, keys0), (second_keys, keys1), (dq_consumer, (channels0, grid)), (producer, produced),
+            ], [4, 4, 1], [REGISTERS, DQ_REGISTERS, 24])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (first_keys, keys0), (second_keys, keys1), (dq_consumer, (channels0, grid)), (producer, produced),
+                (keep_turns, (turns_ptr, channels0, grid)),
+            ], [4, 4, 1, 1], [REGISTERS, DQ_REGISTERS, 24, 24])  # fmt: skip
+    elif turns is None:
         gl.warp_specialize([
-            (of_keys, (dk_desc, dv_desc, channels, grid, mod, 0)),
-            (of_keys, (dk_desc, dv_desc, channels, grid, mod, 1)),
-            (dq_consumer, (channels0, grid)),
-            (producer, produced),
-        ], [4, 4, 1], [REGISTERS, DQ_REGISTERS, 24])  # fmt: skip
+            (first_keys, keys0), (second_keys, keys1), (producer, produced),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (of_keys, (dk_desc, dv_desc, channels0, grid, mod, 0)),
-            (of_keys, (dk_desc, dv_desc, channels1, grid, mod, 1)),
-            (producer, produced),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+            (first_keys, keys0), (second_keys, keys1), (producer, produced), (keep_turns, (turns_ptr, channels0, grid)),
+        ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
+
+
+@gluon.jit
+def first_keys(dk_desc, dv_desc, channels, grid, mod):
+    """The first warpgroup that works on a tile's keys."""
+    of_keys(dk_desc, dv_desc, channels, grid, mod, 0)
+
+
+@gluon.jit
+def second_keys(dk_desc, dv_desc, channels, grid, mod):
+    """The second one."""
+    of_keys(dk_desc, dv_desc, channels, grid, mod, 1)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.hopper.backward.channels import PART_KEYS, WIDEST
-from flashtile.backends.hopper.backward.dq import add_dq, adds_to, advance_turn, start_dq
+from flashtile.backends.hopper.backward.dq import add_dq, start_dq
 from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
 from flashtile.backends.hopper.backward.scheduler import (
     first_row_block,
@@ -126,7 +126,7 @@ def times(accs, factor):
 
 
 @gluon.jit
-def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, ADDS_DQ: gl.constexpr,
+def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ: gl.constexpr,
          WARPGROUP: gl.constexpr):  # fmt: skip
     """What a row block adds to dk and dv, and what the one before adds to dq, if there is one and dq is wanted.
 
@@ -168,7 +168,7 @@ def step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, ADDS_DQ: 
     dk, dv = wait_for_gradients(dk, dv, grid, 1 if ADDS_DQ else 0)
     channels.queries[0].release(used)
     if ADDS_DQ:
-        add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
+        add_dq(dq, block, channels, used - 1, key_use, grid, WARPGROUP)
     return dk, dv
 
 
@@ -251,7 +251,8 @@ def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
             if grid.has_dscores:
                 channels.values[0].wait(key_use)
             if shares_dq:
-                adds = adds_to(rows, -1, channels, tiles, grid)
+                # The row block whose dq is still to be added.
+                block = rows.block
                 is_blank = False
                 if may_be_blank:
                     # The first row that keeps a key lies after the first row block.
@@ -259,12 +260,12 @@ def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
                 if is_blank:
                     blank_step(channels, used, grid, WARPGROUP)
                 else:
-                    dk, dv = step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, False, WARPGROUP)
+                    dk, dv = step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, False, WARPGROUP)
                 used += 1
                 while used < end:
                     rows = next_rows(rows, records, tiles, grid)
-                    dk, dv = step(channels, used, key_use, dk, dv, rows, kept, adds, grid, mod, True, WARPGROUP)
-                    adds = adds_to(rows, adds.block, channels, tiles, grid)
+                    dk, dv = step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, True, WARPGROUP)
+                    block = rows.block
                     used += 1
             else:
                 while used < end:
@@ -279,8 +280,7 @@ def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
             # dv leaves under the last product.
             store_gradient(dv_desc, dv, records, tiles, channels.out, grid, WARPGROUP)
             if shares_dq:
-                add_dq(dq, adds, channels, used - 1, key_use, grid, WARPGROUP)
-                advance_turn(channels.dq.turns_ptr, adds.block)
+                add_dq(dq, block, channels, used - 1, key_use, grid, WARPGROUP)
             channels.keys[0].release(key_use)
             key_use += 1
         else:

@@ -265,10 +265,7 @@ def next_rows(rows, records, tiles, grid):
 
 @gluon.jit
 def turn_of(start, records, tiles, grid):
-    """What the turn of the rows from ``start`` on must have reached before this tile adds to their dq.
-
-    Each warpgroup that computes dq advances it once per tile.
-    """
+    """What the turn of the rows from ``start`` on must have reached before this tile adds to their dq."""
     key = records.get(tiles, "key")
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
-    return grid.dq_warpgroups * tiles_before(start, key, seqlen_q, seqlen_k, grid)
+    return tiles_before(start, key, seqlen_q, seqlen_k, grid)
