@@ -427,11 +427,12 @@ def _heads_at_once(problem: Problem, config: Config, subgroups: int, rows_q: int
 
     As many as have rows, with dq in float32, that fit the cache, but at least a tile for nearly each multiprocessor,
     and no less in the last round: else its longest tiles run alone at the end. Split groups have few tiles in all.
+    Where sums are ordered, tiles of one head wait for one another, so few of them run at once.
     """
     p = problem
     heads = p.num_heads_kv * subgroups * (1 if p.varlen else p.batch)
     if p.band.unbounded:
-        return 1
+        return min(heads, -(-num_sms // 4)) if p.deterministic else 1
     if subgroups > 1:
         return heads
     a_head = rows_q * p.group_size * config.block_d * (2 * 2 + 4)
