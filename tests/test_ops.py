@@ -7,8 +7,10 @@ import functools
 import inspect
 import subprocess
 import sys
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import UnsupportedError, dispatch, ops
+from flashtile import InvalidInputError, UnsupportedError, dispatch, ops
 from flashtile.arguments import Grads, Options, Tensors, differentiable, flatten, unflatten
 from flashtile.problem import Problem
 
@@ -316,3 +318,75 @@ def test_explain_takes_every_argument_of_a_call():
     assert flashtile.explain(q, k, v, return_lse=True) == flashtile.explain(q, k, v)
     of_call = inspect.signature(flashtile.attention_varlen).parameters
     assert set(inspect.signature(flashtile.explain).parameters) == set(of_call)
+
+
+def test_a_call_with_the_keywords_of_the_one_before() -> None:
+    q, k, v = (torch.randn(2, 6, 2, 8) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = flashtile.attention(q, k, v, causal=True)
+    for _ in range(3):  # In turns: layouts, lengths, gradients, grad mode.
+        strided = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+        rows = [torch.cat((x, x[:, :1]), 1)[:, :6] for x in (q, k, v)]
+        for tensors in ((q, k, v), strided, rows, leaves):
+            out = flashtile.attention(*tensors, causal=True)
+            assert out.requires_grad == (tensors is leaves)
+            torch.testing.assert_close(out, want, check_stride=False)
+        short = flashtile.attention(q[:, :3], k[:, :3], v[:, :3], causal=True)
+        torch.testing.assert_close(short, want[:, :3])
+        with torch.no_grad():
+            assert not flashtile.attention(*leaves, causal=True).requires_grad
+        grads = torch.autograd.grad(flashtile.attention(q, leaves[1], v, causal=True).sum(), leaves[1])
+        one = flashtile.attention(leaves[0].detach(), leaves[1], v, causal=True, backend="cpu")
+        torch.testing.assert_close(grads, torch.autograd.grad(one.sum(), leaves[1]))
+    bias = torch.randn(6, 6, requires_grad=True)
+    flashtile.attention(*leaves, causal=True, attn_bias=bias)
+    with mock.patch.object(ops, "attention_again", side_effect=AssertionError("has no bias")):
+        grads = torch.autograd.grad(flashtile.attention(*leaves, causal=True).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(flashtile.attention(*leaves, causal=True).sum(), leaves), grads)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flashtile.attention(q, k, v, causal=True).dtype == torch.bfloat16
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, want) and lse.shape == (2, 2, 6)
+    assert not torch.equal(flashtile.attention(q, k, v, causal=True, sinks=torch.ones(2)), want)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({}, {"causal": 0}),
+        ({}, {"deterministic": 0}),
+        ({}, {"softcap": False}),
+        ({}, {"dropout_p": False}),
+        ({}, {"return_lse": 0}),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ({"backend": "cpu"}, {"backend": "gpu"}),
+    ],
+)
+def test_a_keyword_equal_to_the_one_before_is_still_checked(right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    x = torch.randn(1, 5, 2, 8)
+    for _ in range(2):
+        flashtile.attention(x, x, x, **right)
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        flashtile.attention(x, x, x, **{**right, **wrong})
+
+
+def test_a_window_is_read_in_every_call() -> None:
+    x, window = torch.randn(1, 5, 2, 8), [1, 0]
+    want = flashtile.attention(x, x, x, window_size=(1, 0))
+    for _ in range(2):
+        assert torch.equal(flashtile.attention(x, x, x, window_size=window), want)
+    window[0] = 0
+    assert torch.equal(flashtile.attention(x, x, x, window_size=window), x)
+
+
+def test_new_plans_are_made_where_others_are_kept() -> None:
+    x, seen = torch.randn(1, 5, 2, 8), OrderedDict[Any, Any]()
+    for _ in range(3):
+        flashtile.attention(x, x, x)
+    with ops.own_plans(seen):
+        flashtile.attention(x, x, x)
+        assert len(seen) == 1
+        flashtile.attention(x, x, x)
+    flashtile.attention(x, x, x)
+    assert len(seen) == 1

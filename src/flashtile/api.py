@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile import autocast, dispatch, flops, ops, sharding, states, transforms
-from flashtile.arguments import Options, Tensors, check_tensor, flag, read, wanting, without_data
+from flashtile.arguments import Grads, Options, Tensors, check_tensor, flag, read, wanting, without_data
 from flashtile.backends.base import Build, directions_of
 from flashtile.errors import InvalidInputError, shown
 from flashtile.kvcache.api import attention_with_kvcache as attention_with_kvcache
@@ -81,11 +81,34 @@ def attention(
 
     Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691.
     """
+    global _last
+    alone = Tensors(q, k, v)  # type: ignore[arg-type]
+    if not ops.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
+        # Most calls have the keywords of the one before. Compared by identity, since True == 1.
+        options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_ = _last
+        if (
+            causal is causal_ and window_size is window_ and softmax_scale is scale_ and softcap is softcap_
+            and dropout_p is dropout_ and deterministic is deterministic_ and backend is backend_
+            and alibi_slopes is attn_mask is attn_bias is sinks is None and precision is None and return_lse is False
+            and options.grads == (
+                (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False)
+                if torch.is_grad_enabled() else _NO_GRADS
+            )
+        ):  # fmt: skip
+            return ops.attention_again(options, alone)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
     if precision is not None or isinstance(q, Quantized):
         return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain))
-    return _run(tensors, read(tensors, causal, window_size, return_lse, plain), return_lse)
+    options = read(tensors, causal, window_size, return_lse, plain)
+    if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
+        _last = options, causal, window_size, *plain
+    return _run(tensors, options, return_lse)
+
+
+_NO_GRADS = Grads()
+# The options of a call without dropout, and the keywords that they were read from.
+_last: tuple[Any, ...] = (Options(), object(), *[None] * 6)
 
 
 def attention_varlen(

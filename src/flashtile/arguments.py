@@ -181,6 +181,11 @@ class Options:
     backend: Annotated[str, Argument("Explicit choice, empty for none.", "str", check=_backend)] = ""
 
     @functools.cached_property
+    def kinds(self) -> dict[Any, Any]:
+        """What ``ops`` knows of calls with these options."""
+        return {}
+
+    @functools.cached_property
     def _hash(self) -> int:
         return hash(option_values(self))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from flashtile import dispatch, settings
 from flashtile.arguments import (
@@ -75,8 +75,25 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
     if not any(options.grads):
         return kind.run(tensors)
     inputs = (tensors.q, tensors.k, tensors.v) if is_plain(tensors) else differentiable(tensors)
-    found = _apply(kind, tensors, with_lse, *inputs)
+    found = _apply((kind, tensors, with_lse), *inputs)
     return found if with_lse else (found, None)
+
+
+def attention_again(options: Options, t: Tensors) -> Tensor:
+    """``attention`` where only q, k and v are given, lse is not used, and nothing watches."""
+    try:
+        layouts = _layouts(t.q, t.k, t.v)
+    except RuntimeError:
+        return attention(t, options, False)[0]  # names what has no layout
+    kind = options.kinds.get(layouts)
+    if kind is None or kind.home is not _KNOWN:
+        t, kind = _kind(t, options, (options, layouts))
+        if len(options.kinds) == _MOST_AGAIN:
+            options.kinds.clear()
+        if kind.key[1] == layouts:  # t was not copied
+            options.kinds[layouts] = kind
+    found: Tensor = _apply((kind, t, False), t.q, t.k, t.v) if any(options.grads) else kind.run(t)[0]
+    return found
 
 
 def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -88,17 +105,22 @@ def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return not (
         type(q) is type(k) is type(v) is Tensor
         and not q.is_meta
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not _is_compiling()
+        and _num_modes() == 0
+        and _transform() is None
         and forward_ad._current_level < 0
-        and not torch.autograd.profiler._is_profiler_enabled
+        and not profiler._is_profiler_enabled
     )
+
+
+# By names of this module: each object more that another thread has used too costs the backward's thread.
+_is_compiling, _num_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
+_transform, _is_batch = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.is_legacy_batchedtensor
 
 
 def _is_special(dout: Tensor | None) -> bool:
     """Whether a gradient that arrives is of a subclass, or a batch of gradients (``is_grads_batched``)."""
-    return dout is not None and (type(dout) is not Tensor or torch._C._functorch.is_legacy_batchedtensor(dout))
+    return dout is not None and (type(dout) is not Tensor or _is_batch(dout))
 
 
 def _readable(t: Tensors) -> Tensors:
@@ -129,18 +151,19 @@ class _Kind:
         key: What ``_key`` says of them.
         options: The calls' options.
         family: What they share with calls of other lengths.
+        home: The dictionary that it is kept in.
         problem: Their problem, made by the first forward.
         run: The forward's plan, made by the first forward.
         backwards: The backward's plans, by the layouts that ``_gradients`` gets.
     """
 
-    __slots__ = ("backwards", "family", "key", "options", "problem", "run")
+    __slots__ = ("backwards", "family", "home", "key", "options", "problem", "run")
 
     def __init__(self, key: tuple[Any, ...], options: Options, family: Family) -> None:
-        self.key, self.options, self.family = key, options, family
+        self.key, self.options, self.family, self.home = key, options, family, _KNOWN
         self.problem: Problem | None = None
         self.run: Callable[[Tensors], tuple[Tensor, Tensor]] = self._plan
-        self.backwards: dict[tuple[Any, ...], Backward] = {}
+        self.backwards: dict[Any, Backward] = {}
 
     def _plan(self, t: Tensors) -> tuple[Tensor, Tensor]:
         family = self.family
@@ -162,7 +185,8 @@ class _Kind:
 # calls are among them. Only single operations on the dictionary, so that threads need no lock.
 _KNOWN: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 _FAMILIES: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
-_MOST_KNOWN = 4096
+# In all, and beside one ``Options``.
+_MOST_KNOWN, _MOST_AGAIN = 4096, 256
 
 
 @contextlib.contextmanager
@@ -176,10 +200,10 @@ def own_plans(plans: OrderedDict[tuple[Any, ...], Any]) -> Iterator[None]:
         _KNOWN, _FAMILIES = before
 
 
-def _kind(t: Tensors, options: Options) -> tuple[Tensors, _Kind]:
-    """The tensors with readable strides, and the cached ``_Kind`` of the call."""
+def _kind(t: Tensors, options: Options, key: tuple[Any, ...] | None = None) -> tuple[Tensors, _Kind]:
+    """The tensors with readable strides, and the cached ``_Kind`` of the call, whose key may be known."""
     try:
-        key = _key(t, options)
+        key = key or _key(t, options)
     except RuntimeError:
         Problem.of(t, options)  # names the nested or sparse tensor, which has no strides or no address
         raise
@@ -228,15 +252,18 @@ def products(q: Tensor) -> object:
 
 
 def _key(t: Tensors, options: Options) -> tuple[Any, ...]:
-    q, k, v = t.q, t.k, t.v
+    layouts = _layouts(t.q, t.k, t.v)
+    return (options, layouts) if is_plain(t) else (options, layouts, *_other_layouts(t))
+
+
+def _layouts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     # Written out for speed: every call runs this. Most addresses are on 16 bytes.
-    key = (
-        options, settings.BACKEND.raw(), q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
+    return (
+        settings.BACKEND.raw(), q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
         v.shape, v.stride(), v.dtype, v.device,
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 and tuple(x.data_ptr() % 16 for x in (q, k, v)),
     )  # fmt: skip
-    return key if is_plain(t) else (*key, *_other_layouts(t))
 
 
 def _other_layouts(t: Tensors) -> tuple[Any, ...]:
@@ -266,12 +293,11 @@ def _gradients(
     """
     q, k, v = t.q, t.k, t.v
     results, given = out.data_ptr() | lse.data_ptr(), q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()
-    key: tuple[Any, ...] = (
-        q.stride(), k.stride(), v.stride(), dout.stride(), None if dlse is None else layout(dlse), dout.dtype,
-        (results | given) % 16 and (results % 16, *(x.data_ptr() % 16 for x in (q, k, v, dout))),
-    )  # fmt: skip
-    if not is_plain(t):
-        key += _other_layouts(t)
+    key: Any = dout.dtype
+    is_dense = q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and dout.is_contiguous()
+    if not is_dense or dlse is not None or (results | given) % 16 or not is_plain(t):
+        layouts = ((*x.stride(), x.data_ptr() % 16) for x in (q, k, v, dout))
+        key = key, results % 16, *layouts, None if dlse is None else layout(dlse), *_other_layouts(t)
     run = kind.backwards.get(key)
     if run is None:
         run = kind.backwards[key] = kind.plan_backward(t, dout, dlse)
@@ -334,9 +360,8 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, kind: _Kind, t: Tensors, with_lse: bool, *inputs: Tensor | None
-    ) -> tuple[Tensor, Tensor] | Tensor:
+    def forward(ctx: Any, call: tuple[_Kind, Tensors, bool], *inputs: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
+        kind, t, with_lse = call
         out, lse = kind.run(t)
         ctx.save_for_backward(*(inputs if is_plain(t) else tensor_values(t)), out, lse)
         ctx.kind = kind
@@ -345,19 +370,22 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors  # once: under torch.utils.checkpoint a second access is an error
-        tensors, kind = Tensors(*inputs), ctx.kind
-        watched = torch.is_grad_enabled() or is_watched(*inputs[:3]) or _is_special(dout) or _is_special(dlse)
+        # Once: under torch.utils.checkpoint a second access is an error.
+        q, k, v, *others, out, lse = ctx.saved_tensors
+        tensors, kind = Tensors(q, k, v, *others), ctx.kind
+        watched = torch.is_grad_enabled() or is_watched(q, k, v) or _is_special(dout) or _is_special(dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         if watched:
             grads = watched_gradients(kind.options, tensors, out, lse, dout, dlse)
         else:
             grads = _gradients(kind, tensors, out, lse, dout, dlse)
-        return None, None, None, *(grads if len(inputs) > 3 else grads[:3])
+        return None, *(grads if others else grads[:3])
 
 
 # Skips the wrapper of Function.apply, which handles functorch: calls under functorch go through the dispatcher.
 _apply = super(torch.autograd.Function, _Attention).apply
+# Past a wrapper that asks which method of two the class has.
+_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
 torch.library.impl(FORWARD, ("cpu", "cuda"))(_forward)

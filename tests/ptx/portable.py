@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -37,13 +38,11 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
         (tiles, "arch_of", lambda problem: "sm_86" if arch == "sm_89" else arch),
         (host, "launch_by_triton", run),
     ]  # fmt: skip
-    ops._KNOWN.clear()
-    ops._FAMILIES.clear()
+    ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
     dispatch._first.cache_clear()
     with ExitStack() as entered:
         for place, name, value in patches:
             entered.enter_context(mock.patch.object(place, name, value))
         yield
-    ops._KNOWN.clear()
-    ops._FAMILIES.clear()
+    ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
     dispatch._first.cache_clear()

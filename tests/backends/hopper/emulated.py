@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -42,8 +43,7 @@ def forget_plans() -> None:
     """Drops what was planned for other kernels or tiles."""
     launch._counters.clear()
     tensor_maps.num_sms.cache_clear()
-    ops._KNOWN.clear()
-    ops._FAMILIES.clear()
+    ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
     dispatch._first.cache_clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -73,8 +74,7 @@ MANY_LENGTHS = (
 @pytest.mark.parametrize("kind", TILES)
 def test_many_lengths_of_one_family(kind: str, case: Case) -> None:
     """All but lengths is laid out once for a family."""
-    ops._KNOWN.clear()
-    ops._FAMILIES.clear()
+    ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
     with tiles.override(**TILES[kind]):
         for n, (seqlen_q, seqlen_k) in enumerate(((9, 73), (40, 80), (1, 70), (73, 0))):
             sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": n + 1}
