@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile import philox
 from flashtile.backends.launch import TensorMap, row_strides
-from flashtile.backends.portable.config import Config, padded_dims
+from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.vocab import dropout, scheduler, scores
 from flashtile.problem import Problem, Tensors
 from flashtile.quantization.arguments import QuantizedTensors
@@ -95,7 +95,7 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict
 def tile_arguments(problem: Problem, config: Config) -> dict[str, Any]:
     """Heads, scale, softcap and what of the tiles and the band is compiled in."""
     p = problem
-    block_d, block_dv = padded_dims(p.head_dim, p.head_dim_v)
+    block_d, block_dv = tile_dims(p.head_dim, p.head_dim_v)
     return {
         "num_heads_q": p.num_heads_q,
         "group_size": p.group_size,

@@ -107,6 +107,18 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def in_parts(dim: int) -> int:
+    """The columns of tiles that hold a head dimension: a power of two, or one and a half of one from 96 on."""
+    whole = padded(dim)
+    return whole * 3 // 4 if dim <= whole * 3 // 4 and whole >= 128 else whole
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """``in_parts`` of both head dimensions, the smaller one at least as large as the other up to 64."""
+    dim, dim_v = in_parts(head_dim), in_parts(head_dim_v)
+    return max(dim, min(dim_v, 64)), max(dim_v, min(dim, 64))
+
+
 def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """``padded`` of both head dimensions, the smaller one at least as large as the other up to 64.
 
@@ -176,7 +188,9 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
 
 def readable(problem: Problem, config: Config) -> Config:
     """The tiles without descriptors where these cannot read a problem's tensors."""
-    if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
+    dims = tile_dims(problem.head_dim, problem.head_dim_v)
+    whole = not any(dim & (dim - 1) for dim in dims)
+    if config.tma and not (whole and problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
         return dataclasses.replace(config, tma=False)
     return config
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashtile.backends.portable.backward.kernel import Given, load_row_terms, probabilities
 from flashtile.backends.portable.device.call import with_call
-from flashtile.backends.portable.device.tile_io import load_rows
+from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
 from flashtile.backends.vocab import blocks, dropout, scores, sequence
 from flashtile.backends.vocab.dropout import Draws
 from flashtile.backends.vocab.mask import Band, ScoreTensor
@@ -61,7 +61,7 @@ def tile_gradient(acc, b, h, m, n, call, given):
         rows = m_first + tl.arange(0, BLOCK_M)
         cols = n_first + tl.arange(0, BLOCK_N)
         origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
-        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        product = times_transposed(q, k, INPUT_PRECISION)
         probs, _derivative = probabilities(
             product, origin[:, None], rows[:, None] + head.shift, cols[None, :], True,
             Pairs(call.terms, head), False,
@@ -70,7 +70,7 @@ def tile_gradient(acc, b, h, m, n, call, given):
             Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), h, queries), m_first, BLOCK_M, True
         )
         v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
-        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
+        dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if draws.rng_state_ptr is not None:
             kept = dropout.keep_tile(draws, b, h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)

@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.portable.device.call import locate, with_call
-from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
+from flashtile.backends.portable.device.tile_io import (
+    add_product,
+    load_rows,
+    scaled,
+    store_contiguous,
+    times_transposed,
+    zeros,
+)
 from flashtile.backends.vocab import blocks, dropout, scores
 from flashtile.backends.vocab.blocks import Visit
 from flashtile.backends.vocab.dropout import Draws
@@ -82,7 +89,7 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
         if MASKED and call.q.layout.cu_seqlens_ptr is not None:
             origin = tl.where(rows < queries.length, origin, float("inf"))
             delta = tl.where(rows < queries.length, delta, 0.0)
-        product = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
+        product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         probs, derivative = probabilities(product, origin[None, :], i, cols, edge, Pairs(call.terms, head), True)
         dout = load_rows(
             Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), head.h, queries),
@@ -90,17 +97,17 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
             BLOCK_M,
             MASKED,
         )
-        dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
+        dprobs = times_transposed(v, dout, INPUT_PRECISION)
         kept_probs = probs
         if draws.rng_state_ptr is not None:
             kept = tl.trans(dropout.keep_tile(draws, head.b, head.h, rows[:, None], n_first // 4, BLOCK_N))
             kept_probs = tl.where(kept, probs, 0.0)
             dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
         if given.results[1] is not None:
-            dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
+            dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
         if given.results[0] is not None:
             dscores = scores.score_gradient(probs, dprobs, delta[None, :], derivative, Pairs(call.terms, head), edge)
-            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
+            dk = add_product(dk, dscores.to(q[0].dtype), q, INPUT_PRECISION)
     return dk, dv
 
 
@@ -127,8 +134,8 @@ def dkdv_tile(call, given):
         n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_M,
     )  # fmt: skip
-    dk = tl.zeros([BLOCK_N, call.q.BLOCK_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, call.v.BLOCK_DIM], tl.float32)
+    dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
+    dv = zeros(BLOCK_N, call.v.BLOCK_DIM)
     for member in range(call.group_size):
         h = head_kv * call.group_size + member
         head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
@@ -141,11 +148,11 @@ def dkdv_tile(call, given):
                 call, given, head, queries, phase != 1,
             )  # fmt: skip
     num_heads = call.num_heads // call.group_size
-    dk, dv = dk * call.terms.scale, dv * call.terms.draws.keep_scale
+    dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.draws.keep_scale)
     if given.results[0] is not None:
-        store_contiguous(given.results[0], call.k.layout, num_heads, head_kv, keys, n_first, dk, call.q.DIM, ADDS)
+        store_contiguous(given.results[0], call.k.layout, num_heads, head_kv, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS)
     if given.results[1] is not None:
-        store_contiguous(given.results[1], call.k.layout, num_heads, head_kv, keys, n_first, dv, call.v.DIM, ADDS)
+        store_contiguous(given.results[1], call.k.layout, num_heads, head_kv, keys, n_first, dv, call.v.DIM, call.v.BLOCK_DIM, ADDS)
 
 
 @triton.jit
@@ -163,15 +170,15 @@ def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, keys, MASKED:
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
-        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+        product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         probs, derivative = probabilities(product, origin[:, None], i, cols, edge, Pairs(call.terms, head), True)
         v = load_rows(Rows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
-        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
+        dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if draws.rng_state_ptr is not None:
             kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
         dscores = scores.score_gradient(probs, dprobs, delta[:, None], derivative, Pairs(call.terms, head), edge)
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=INPUT_PRECISION)
+        dq = add_product(dq, dscores.to(k[0].dtype), k, INPUT_PRECISION)
     return dq
 
 
@@ -212,7 +219,7 @@ def dq_tile(call, given):
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_N,
     )  # fmt: skip
-    dq = tl.zeros([BLOCK_M, call.q.BLOCK_DIM], tl.float32)
+    dq = zeros(BLOCK_M, call.q.BLOCK_DIM)
     # Phases as in the forward.
     for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
@@ -221,8 +228,8 @@ def dq_tile(call, given):
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
             call, head, keys, phase != 1,
         )  # fmt: skip
-    dq = dq * call.terms.scale
-    store_contiguous(given.results[0], call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM, ADDS)
+    dq = scaled(dq, call.terms.scale)
+    store_contiguous(given.results[0], call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS)
 
 
 @triton.jit(

@@ -23,7 +23,7 @@ from flashtile.backends.portable.backward.config import Kernel, choose, key_kern
 from flashtile.backends.portable.backward.dbias import attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
 from flashtile.backends.portable.backward.preprocess import prepare_rows
-from flashtile.backends.portable.config import Config, overridden, padded, padded_dims
+from flashtile.backends.portable.config import Config, overridden, padded, tile_dims
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.backends.vocab import scores
 from flashtile.problem import Problem, Tensors
@@ -188,7 +188,7 @@ def _dkdv_launch(
     sizes: dict[str, Any],
 ) -> Launch:
     """``wanted``: whether dk, whether dv, and whether to add them."""
-    config, (block_d, block_dv) = choose(problem, name), padded_dims(problem.head_dim, problem.head_dim_v)
+    config, (block_d, block_dv) = choose(problem, name), tile_dims(problem.head_dim, problem.head_dim_v)
     sources = {"q": (tensors.q, block_d), "dout": (dout, block_dv)}
     sizes = sizes | descriptors(sources, config.block_m, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.q, dout)
@@ -204,7 +204,7 @@ def _dkdv_launch(
 
 
 def _dq_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any], adds: bool) -> Launch:
-    config, (block_d, block_dv) = choose(problem, "dq"), padded_dims(problem.head_dim, problem.head_dim_v)
+    config, (block_d, block_dv) = choose(problem, "dq"), tile_dims(problem.head_dim, problem.head_dim_v)
     sizes = sizes | descriptors({"k": (tensors.k, block_d), "v": (tensors.v, block_dv)}, config.block_n, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
 
