@@ -12,6 +12,7 @@ from flashtile.backends.portable.tuned import select
 from flashtile.problem import Problem
 
 # dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
+_PROGRAMS = 256
 Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias"]
 
 
@@ -40,6 +41,17 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
     else:
         apart = config.dim_of(problem, arch) in TABLES[config.kind_of(problem, arch)].get("dv", {})
     return ("dk", "dv") if apart else ("dkdv",)
+
+
+def members_of(problem: Problem) -> int | None:
+    """How many query heads of a group one program sums for dk and dv; None for all.
+
+    Few key heads would leave processors idle: programs share their groups, so that a sequence has some 256 programs.
+    """
+    p = problem
+    programs = p.num_heads_kv * -(-p.seqlen_k // 64)
+    members = -(-p.group_size // -(-_PROGRAMS // max(1, programs)))
+    return members if members < p.group_size else None
 
 
 # Measured and chosen like the forward's (see there), and:

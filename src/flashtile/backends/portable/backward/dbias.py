@@ -67,7 +67,7 @@ def tile_gradient(acc, b, h, m, n, call, given):
             Pairs(call.terms, head), False,
         )  # fmt: skip
         dout = load_rows(
-            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), h, queries), m_first, BLOCK_M, True
+            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), h, queries), m_first, BLOCK_M, True
         )
         v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
@@ -129,7 +129,7 @@ def attention_backward_dbias(
     batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold,
     keep_scale, bias_heads, bias_rows, bias_cols, max_rows, max_cols,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     SUM_BATCH: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +140,7 @@ def attention_backward_dbias(
             Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, None, v_stride_b, v_stride_row, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (

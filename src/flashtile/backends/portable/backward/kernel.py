@@ -42,6 +42,7 @@ class Given(NamedTuple):
         delta_ptr: delta, as ``prepare_rows`` stores it.
         row_pitch: Their stride between heads.
         results: Where the kernel stores its gradients, and whether it adds to what is there.
+        members: Query heads whose contribution to dk and dv a program sums, None for all of a group.
     """
 
     dout: Any
@@ -49,6 +50,7 @@ class Given(NamedTuple):
     delta_ptr: Any
     row_pitch: Any
     results: Any
+    members: Any = None
 
 
 @triton.jit
@@ -92,7 +94,7 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
         product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         probs, derivative = probabilities(product, origin[None, :], i, cols, edge, Pairs(call.terms, head), True)
         dout = load_rows(
-            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), head.h, queries),
+            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), head.h, queries),
             first,
             BLOCK_M,
             MASKED,
@@ -113,13 +115,19 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
 
 @triton.jit
 def dkdv_tile(call, given):
-    """Computes dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order."""
+    """Computes dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
+
+    Or over so many members of the group, where several programs have it: results have a head for each of them.
+    """
     BLOCK_M: tl.constexpr = call.BLOCK_M
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, True)
-    head_kv, queries, keys = place.head, place.queries, place.keys
+    members, shares = call.group_size, 1
+    if given.members is not None:
+        members, shares = given.members, (call.group_size + given.members - 1) // given.members
+    place = locate(call, shares)
+    head_kv, queries, keys = place.head // shares, place.queries, place.keys
     ADDS: tl.constexpr = given.results[2]
     n_first = place.block * BLOCK_N
     if n_first >= keys.length:
@@ -136,7 +144,8 @@ def dkdv_tile(call, given):
     )  # fmt: skip
     dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
     dv = zeros(BLOCK_N, call.v.BLOCK_DIM)
-    for member in range(call.group_size):
+    first_member = place.head % shares * members
+    for member in range(first_member, tl.minimum(first_member + members, call.group_size)):
         h = head_kv * call.group_size + member
         head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
@@ -147,12 +156,12 @@ def dkdv_tile(call, given):
                 Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None),
                 call, given, head, queries, phase != 1,
             )  # fmt: skip
-    num_heads = call.num_heads // call.group_size
+    num_heads, head = call.num_heads // call.group_size * shares, place.head
     dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.draws.keep_scale)
     if given.results[0] is not None:
-        store_contiguous(given.results[0], call.k.layout, num_heads, head_kv, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS)
+        store_contiguous(given.results[0], call.k.layout, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS)
     if given.results[1] is not None:
-        store_contiguous(given.results[1], call.k.layout, num_heads, head_kv, keys, n_first, dv, call.v.DIM, call.v.BLOCK_DIM, ADDS)
+        store_contiguous(given.results[1], call.k.layout, num_heads, head, keys, n_first, dv, call.v.DIM, call.v.BLOCK_DIM, ADDS)
 
 
 @triton.jit
@@ -198,7 +207,7 @@ def dq_tile(call, given):
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, False)
+    place = locate(call, None)
     h, queries, keys = place.head, place.queries, place.keys
     ADDS: tl.constexpr = given.results[1]
     m_first = place.block * BLOCK_M
@@ -210,7 +219,7 @@ def dq_tile(call, given):
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
     q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(
-        Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), h, queries), m_first, BLOCK_M, True
+        Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), h, queries), m_first, BLOCK_M, True
     )
     rows = m_first + tl.arange(0, BLOCK_M)
     origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
@@ -239,6 +248,7 @@ def dq_tile(call, given):
         "seqlen_k",
         "num_heads_q",
         "heads_at_once",
+        "members",
         "left",
         "right",
         "dropout_threshold",
@@ -251,16 +261,16 @@ def attention_backward_dkdv(
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, members, heads_at_once, left, right, scale, param,
     dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv, contiguous, one tile per program, or ADDS them; the pointer of one not needed is None.
 
-    Arguments as the forward's; row_pitch is that of delta and origin.
+    Arguments as the forward's; row_pitch is that of delta and origin; members: see ``Given``.
     """
     with_call(
         (
@@ -268,7 +278,7 @@ def attention_backward_dkdv(
             Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, None, v_stride_b, v_stride_row, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (
@@ -283,7 +293,7 @@ def attention_backward_dkdv(
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dkdv_tile,
         Given(
             Strided(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
-            row_pitch, (dk_ptr, dv_ptr, ADDS),
+            row_pitch, (dk_ptr, dv_ptr, ADDS), members,
         ),
     )  # fmt: skip
 
@@ -309,7 +319,7 @@ def attention_backward_dq(
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
     dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
     ADDS: tl.constexpr,
@@ -321,7 +331,7 @@ def attention_backward_dq(
             Strided(k_ptr, k_source, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, v_source, v_stride_b, v_stride_row, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (

@@ -117,7 +117,7 @@ def forward_tile(call, results):
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, False)
+    place = locate(call, None)
     h, queries, keys = place.head, place.queries, place.keys
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
@@ -180,7 +180,7 @@ def attention_forward(
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     batch, seqlen_q, seqlen_k, num_heads_q, group_size, heads_at_once, left, right, scale, param, dropout_threshold,
     keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def attention_forward(
             Strided(k_ptr, k_source, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, v_source, v_stride_b, v_stride_row, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (

@@ -150,7 +150,7 @@ def quantized_tile(call, more):
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, False)
+    place = locate(call, None)
     h, queries, keys = place.head, place.queries, place.keys
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
@@ -225,7 +225,7 @@ def attention_quantized(
             Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, None, v_stride_b, v_stride_dim, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, 1),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, None),
         (ScoreMod(SCORE_MOD, None, None, param), Alibi(None, 0), ScoreTensor(None, 0, 0, 0, 0)),
