@@ -163,7 +163,7 @@ def overridden() -> tuple[tuple[str, Config], ...]:
     return tuple(_override.items())
 
 
-# By kind of call, as ``kind_of`` names it, and by kernel: tiles for each padded head dimension.
+# By kind of call, as ``kind_of`` names it, and by kernel: tiles for some widths; what lies between takes the next.
 Tables = Mapping[str, Mapping[str, Mapping[int, Config]]]
 
 
@@ -183,7 +183,14 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
         return _float32(problem, arch)
-    return readable(problem, tables[kind_of(problem, arch)][kernel][dim_of(problem, arch)])
+    found = row_of(tables[kind_of(problem, arch)][kernel], dim_of(problem, arch))
+    assert found is not None
+    return readable(problem, found)
+
+
+def row_of(rows: Mapping[int, Config], columns: int) -> Config | None:
+    """The tiles of a table for the fewest columns that are enough, if there are any."""
+    return next((rows[each] for each in sorted(rows) if each >= columns), None)
 
 
 def readable(problem: Problem, config: Config) -> Config:
@@ -196,9 +203,9 @@ def readable(problem: Problem, config: Config) -> Config:
 
 
 def dim_of(problem: Problem, arch: str) -> int:
-    """The padded head dimension that a table has tiles for."""
+    """The columns that a table must have tiles for."""
     least = 64 if arch in ("sm_90", "sm_100") else 16
-    return max(least, padded(problem.head_dim), padded(problem.head_dim_v))
+    return max(least, *tile_dims(problem.head_dim, problem.head_dim_v))
 
 
 def kind_of(problem: Problem, arch: str) -> str:

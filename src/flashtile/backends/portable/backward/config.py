@@ -28,7 +28,7 @@ def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
 
 
 def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]:
-    """The kernels that compute dk and dv: one for both, or one each where the table has tiles for dv alone.
+    """The kernels that compute dk and dv: one for both, or one each where the table has no tiles for both.
 
     Separate kernels compute the scores twice, but each holds half the accumulators, so its tiles can be larger.
     """
@@ -39,7 +39,7 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
     elif arch == "interpreter" or problem.dtype == torch.float32:
         apart = False
     else:
-        apart = config.dim_of(problem, arch) in TABLES[config.kind_of(problem, arch)].get("dv", {})
+        apart = config.dim_of(problem, arch) > max(TABLES[config.kind_of(problem, arch)]["dkdv"])
     return ("dk", "dv") if apart else ("dkdv",)
 
 
