@@ -67,8 +67,8 @@ def test_tiles_of_two_swizzles_are_never_mixed(dims: tuple[int, int], want: tupl
 
 @pytest.mark.parametrize(
     ("dims", "want"),
-    [((64, 64), (64, 64)), ((72, 72), (96, 96)), ((97, 96), (128, 96)), ((192, 128), (192, 128)), ((150, 193), (192, 256)),
-     ((33, 7), (64, 64)), ((96, 16), (96, 64)), ((40, 48), (64, 64))],
+    [((64, 64), (64, 64)), ((72, 72), (96, 96)), ((97, 96), (128, 96)), ((192, 128), (192, 128)),
+     ((150, 193), (192, 256)), ((33, 7), (64, 64)), ((96, 16), (96, 64)), ((40, 48), (64, 64))],
 )  # fmt: skip
 def test_tiles_in_parts_hold_less_than_the_next_power_of_two(dims: tuple[int, int], want: tuple[int, int]) -> None:
     assert tiles.tile_dims(*dims) == want

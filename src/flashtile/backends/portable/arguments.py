@@ -78,9 +78,7 @@ def band_sizes(problem: Problem, q: Tensor, k: Tensor) -> dict[str, Any]:
     }
 
 
-def common_arguments(
-    problem: Problem, tensors: Tensors, config: Config, dout: Tensor | None = None
-) -> dict[str, Any]:
+def common_arguments(problem: Problem, tensors: Tensors, config: Config, dout: Tensor | None = None) -> dict[str, Any]:
     """The other arguments that they share; in the backward also of dout."""
     p, t = problem, tensors
     arguments: dict[str, Any] = {

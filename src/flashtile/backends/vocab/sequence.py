@@ -50,7 +50,8 @@ class Strided(NamedTuple):
 class Operand(NamedTuple):
     """A tensor, ``Strided``, and the ``SequenceLayout`` of its rows, DIM columns wide in tiles of BLOCK_DIM.
 
-    Its strides are multiples of UNIT, which the compiler sees by itself only of multiples of 16. It holds constants, so it is only passed as an argument, never assigned.
+    Its strides are multiples of UNIT, which the compiler sees by itself only of multiples of 16. It holds constants, so
+    it is only passed as an argument, never assigned.
     """
 
     data: Any

@@ -67,7 +67,10 @@ def tile_gradient(acc, b, h, m, n, call, given):
             Pairs(call.terms, head), False,
         )  # fmt: skip
         dout = load_rows(
-            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), h, queries), m_first, BLOCK_M, True
+            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), h, queries),
+            m_first,
+            BLOCK_M,
+            True,
         )
         v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)

@@ -159,9 +159,13 @@ def dkdv_tile(call, given):
     num_heads, head = call.num_heads // call.group_size * shares, place.head
     dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.draws.keep_scale)
     if given.results[0] is not None:
-        store_contiguous(given.results[0], call.k.layout, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS)
+        store_contiguous(
+            given.results[0], call.k.layout, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS
+        )
     if given.results[1] is not None:
-        store_contiguous(given.results[1], call.k.layout, num_heads, head, keys, n_first, dv, call.v.DIM, call.v.BLOCK_DIM, ADDS)
+        store_contiguous(
+            given.results[1], call.k.layout, num_heads, head, keys, n_first, dv, call.v.DIM, call.v.BLOCK_DIM, ADDS
+        )
 
 
 @triton.jit
@@ -219,7 +223,10 @@ def dq_tile(call, given):
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
     q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(
-        Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), h, queries), m_first, BLOCK_M, True
+        Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), h, queries),
+        m_first,
+        BLOCK_M,
+        True,
     )
     rows = m_first + tl.arange(0, BLOCK_M)
     origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
@@ -238,7 +245,9 @@ def dq_tile(call, given):
             call, head, keys, phase != 1,
         )  # fmt: skip
     dq = scaled(dq, call.terms.scale)
-    store_contiguous(given.results[0], call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS)
+    store_contiguous(
+        given.results[0], call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS
+    )
 
 
 @triton.jit(

@@ -39,7 +39,7 @@ _OPERANDS = (
 class BackwardPlan:
     """The backward of calls with the same layouts and options; see ``Backend.plan_backward``.
 
-    Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, and dk and dv in shares.
+    Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, dk and dv in shares.
     """
 
     def __init__(

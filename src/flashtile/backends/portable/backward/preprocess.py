@@ -44,7 +44,7 @@ def prepare_rows(
 
 @triton.jit(do_not_specialize=["total", "shares"])
 def sum_shares(shares_ptr, sum_ptr, total, shares, DIM: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums ``(rows, shares, DIM)`` float32 over the shares, in order, to BLOCK of the ``total`` numbers of a gradient."""
+    """Sums ``(rows, shares, DIM)`` float32 over the shares, in order: BLOCK of a gradient's ``total`` numbers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     found = tl.zeros([BLOCK], tl.float32)

@@ -1,10 +1,10 @@
 """Loads, products and stores of tiles of rows, whose columns are a tuple of parts.
 
-Tensors of Triton have powers of two, so a tile of 192 columns consists of parts of 128 and 64 columns, one of 96 of 64 and
-32, and one of 128 is a single part.
+Tensors of Triton have powers of two, so a tile of 192 columns consists of parts of 128 and 64 columns, one of 96 of 64
+and 32, and one of 128 is a single part.
 """
 
-# ruff: noqa: RUF005, RET505 - Triton adds tuples, but does not unpack them.
+# ruff: noqa: RUF005 - Triton adds tuples, but does not unpack them.
 
 from __future__ import annotations
 
@@ -40,20 +40,26 @@ def width_of(cols, part):
 
 
 @triton.jit
+def also(parts, part):
+    """One part more."""
+    return parts + (part,)
+
+
+@triton.jit
 def zeros(BLOCK: tl.constexpr, COLS: tl.constexpr):
     """A tile [BLOCK, COLS] of float32 zeros."""
-    parts = (tl.zeros([BLOCK, width_of(COLS, 0)], tl.float32),)
-    for p in tl.static_range(1, num_parts(COLS)):
-        parts = parts + (tl.zeros([BLOCK, width_of(COLS, p)], tl.float32),)
+    parts = ()
+    for p in tl.static_range(num_parts(COLS)):
+        parts = also(parts, tl.zeros([BLOCK, width_of(COLS, p)], tl.float32))
     return parts
 
 
 @triton.jit
 def scaled(tile, factor):
     """A tile times a factor, for all or for each row."""
-    parts = (tile[0] * factor,)
-    for p in tl.static_range(1, len(tile)):
-        parts = parts + (tile[p] * factor,)
+    parts = ()
+    for p in tl.static_range(len(tile)):
+        parts = also(parts, tile[p] * factor)
     return parts
 
 
@@ -69,9 +75,9 @@ def times_transposed(x, y, PRECISION: tl.constexpr):
 @triton.jit
 def add_product(tile, x, y, PRECISION: tl.constexpr):
     """``tile + x @ y`` of a tensor x [rows of tile, rows of y] and a tile y of as many columns."""
-    parts = (tl.dot(x, y[0], tile[0], input_precision=PRECISION),)
-    for p in tl.static_range(1, len(tile)):
-        parts = parts + (tl.dot(x, y[p], tile[p], input_precision=PRECISION),)
+    parts = ()
+    for p in tl.static_range(len(tile)):
+        parts = also(parts, tl.dot(x, y[p], tile[p], input_precision=PRECISION))
     return parts
 
 
@@ -86,9 +92,9 @@ def load_rows(rows, first, BLOCK: tl.constexpr, CHECK: tl.constexpr):
         CHECK: Whether the tile may reach past the sequence's end; its rows there are 0. A descriptor checks only the
             end of the whole tensor, so such tiles of packed tensors are loaded by pointers.
     """
-    parts = (load_part(rows, first, 0, BLOCK, CHECK),)
-    for p in tl.static_range(1, num_parts(rows.tensor.BLOCK_DIM)):
-        parts = parts + (load_part(rows, first, p, BLOCK, CHECK),)
+    parts = ()
+    for p in tl.static_range(num_parts(rows.tensor.BLOCK_DIM)):
+        parts = also(parts, load_part(rows, first, p, BLOCK, CHECK))
     return parts
 
 

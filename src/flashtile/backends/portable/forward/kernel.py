@@ -15,6 +15,7 @@ import triton.language as tl
 from flashtile.backends.portable.device.call import locate, with_call
 from flashtile.backends.portable.device.tile_io import (
     add_product,
+    also,
     load_contiguous,
     load_rows,
     scaled,
@@ -93,20 +94,19 @@ def finish(acc, row_max, row_sum, sinks_ptr, h, in_sequence, keep_scale):
 @triton.jit
 def scaled_or_zero(tile, factor):
     """``scaled``, but 0 where the factor is, so that an empty row is 0 even if a key that it masks has a NaN in v."""
-    parts = (tl.where(factor == 0.0, 0.0, tile[0] * factor),)
-    for p in tl.static_range(1, len(tile)):
-        parts = parts + (tl.where(factor == 0.0, 0.0, tile[p] * factor),)  # noqa: RUF005
+    parts = ()
+    for p in tl.static_range(len(tile)):
+        parts = also(parts, tl.where(factor == 0.0, 0.0, tile[p] * factor))
     return parts
 
 
 @triton.jit
 def merged(tile, lse, more, more_lse):
     """``softmax.merge`` of two tiles."""
-    part, both_lse = softmax.merge(tile[0], lse, more[0], more_lse)
-    parts = (part,)
-    for p in tl.static_range(1, len(tile)):
-        part, _lse = softmax.merge(tile[p], lse, more[p], more_lse)
-        parts = parts + (part,)  # noqa: RUF005
+    parts, both_lse = (), lse
+    for p in tl.static_range(len(tile)):
+        part, both_lse = softmax.merge(tile[p], lse, more[p], more_lse)
+        parts = also(parts, part)
     return parts, both_lse
 
 
