@@ -62,7 +62,7 @@ def test_only_the_calls_of_an_entry_take_its_tiles(kernel: str, place: Path) -> 
         {},
         {"batch": 77},
         {"seqlen_q": 5, "seqlen_k": 9000},
-        {"num_heads_q": 8},
+        {"num_heads_q": 8, "num_heads_kv": 8},
         {"sinks": True},
         {"band": Band(None, 3)},
     ]

@@ -183,7 +183,7 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
         return _float32(problem, arch)
-    found = row_of(tables[kind_of(problem, arch)][kernel], dim_of(problem, arch))
+    found = row_of(tables[kind_of(problem, arch)][kernel], dim_of(problem))
     assert found is not None
     return readable(problem, found)
 
@@ -202,10 +202,10 @@ def readable(problem: Problem, config: Config) -> Config:
     return config
 
 
-def dim_of(problem: Problem, arch: str) -> int:
-    """The columns that a table must have tiles for."""
-    least = 64 if arch in ("sm_90", "sm_100") else 16
-    return max(least, *tile_dims(problem.head_dim, problem.head_dim_v))
+def dim_of(problem: Problem) -> int:
+    """The columns that a table must have tiles for; 192 of keys and 128 of values, as in latent attention, are 160."""
+    dims = tile_dims(problem.head_dim, problem.head_dim_v)
+    return 160 if dims == (192, 128) else max(dims)
 
 
 def kind_of(problem: Problem, arch: str) -> str:
@@ -217,8 +217,10 @@ def kind_of(problem: Problem, arch: str) -> str:
         if problem.varlen:
             return "sm_90 packed"
         if problem.band.unbounded:
-            return "sm_90 dense"
-        return "sm_90 short" if problem.seqlen_q <= 512 else "sm_90 banded"
+            return "sm_90 one tile" if problem.seqlen_k <= 64 else "sm_90 dense"
+        if problem.seqlen_q <= 512:
+            return "sm_90 short"
+        return "sm_90 grouped" if problem.group_size > 1 else "sm_90 banded"
     small = max(problem.head_dim, problem.head_dim_v) <= 128
     return f"{arch} featured" if featured and small and arch in ("sm_80", "sm_86") else arch
 
