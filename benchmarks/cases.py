@@ -222,7 +222,7 @@ def _model_cases(dtype: str) -> list[Case]:
 
 
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """The cells of suite ``forward`` (36), ``backward`` (24), ``models`` (also ``-portable``), ``fp8`` (27), ``cpu``."""
+    """Cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``models-portable``, ``fp8`` (27), ``cpu``."""
     rounding = [case for case in _grid("quantized", FP8_SEQLENS[:1], dtype) if not case.causal]
     made = {
         "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
