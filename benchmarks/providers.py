@@ -242,14 +242,16 @@ class FlashAttention2(SdpaKernel):
         return "head_dim is no multiple of 8" if case.head_dim % 8 else None
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
-        left, right = case.window or (None, None)
-        sizes = (inputs.cu_seqlens, inputs.cu_seqlens, case.seqlen_q, case.seqlen_k, 0.0, case.causal, False)
-        windows, dim_v = {"window_size_left": left, "window_size_right": right}, case.head_dim_v or case.head_dim
+        (left, right), bounds = case.window or (None, None), inputs.cu_seqlens
+        windows = {"window_size_left": left, "window_size_right": right}
+        wider = case.head_dim - (case.head_dim_v or case.head_dim)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            v = F.pad(v, (0, case.head_dim - dim_v)) if dim_v < case.head_dim else v
+            longest = (q.shape[1], k.shape[1]) if bounds is None else (case.seqlen_q, case.seqlen_k)
+            v = F.pad(v, (0, wider)) if wider else v
+            sizes = (bounds, bounds, *longest, 0.0, case.causal, False)
             out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, **windows)[0]
-            return out[..., :dim_v]
+            return out[..., :-wider] if wider else out
 
         return attend
 
