@@ -222,12 +222,13 @@ def _model_cases(dtype: str) -> list[Case]:
 
 
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """The cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``fp8`` (27), or ``cpu``, in float32."""
+    """Cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``models-portable``, ``fp8`` (27), ``cpu``."""
     rounding = [case for case in _grid("quantized", FP8_SEQLENS[:1], dtype) if not case.causal]
     made = {
         "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
         "backward": lambda: _grid("backward", BACKWARD_SEQLENS, dtype),
         "models": lambda: _model_cases(dtype),
+        "models-portable": lambda: _model_cases(dtype),
         "fp8": lambda: _grid("forward", FP8_SEQLENS, dtype) + rounding,
         "cpu": _cpu_cases,
     }

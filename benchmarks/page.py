@@ -123,6 +123,8 @@ _HEADLINE = (
     ("Hopper, decode", "decode", "flashtile-hopper", decode.PEER),
     ("portable, forward", "forward", "flashtile-portable", "fa2"),
     ("portable, backward", "backward", "flashtile-portable", "fa2"),
+    ("portable, shapes of models, forward", "models-portable", "flashtile-portable", "fa2"),
+    ("portable, shapes of models, backward", "models-portable", "flashtile-portable", "fa2"),
 )
 
 
@@ -134,7 +136,7 @@ def _headline_block(rows: list[Row]) -> str:
             grid = [c for c in grid if c.case.lengths is not None]
         if suite == "decode":
             grid = decode.plain(grid)
-        if suite == "models":
+        if suite.startswith("models"):
             grid = [c for c in grid if name.endswith(c.case.direction)]
         found = table.summaries(grid)
         lines += [[name, s.against, *s.line()[:-1]] for s in found if [s.provider, s.against] == pair]
@@ -155,6 +157,7 @@ _BLOCKS: dict[str, tuple[str, Block]] = {
     "backward-losses": ("backward", _in("bfloat16", _losses_block)),
     "models": ("models", _of_cells(table.speed_table)),
     "models-summary": ("models", _summary_block),
+    "models-portable": ("models-portable", _of_cells(table.speed_table)),
     "cpu": ("cpu", _of_cells(_work_lines)),
     "host": ("host", _of(_host_lines)),
     "loop": ("loop", _of(loop.loop_table)),

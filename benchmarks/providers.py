@@ -199,25 +199,22 @@ class _FlashAttention3(torch.autograd.Function):
 
 
 class SdpaKernel(Provider):
-    """One CUDA backend of PyTorch's scaled_dot_product_attention, by its own operator: ``fa2`` or ``cudnn``."""
+    """One CUDA backend of PyTorch's scaled_dot_product_attention, by its own operator: ``cudnn``."""
 
+    name, code = "cudnn", "aten._scaled_dot_product_cudnn_attention"
     heads_first = True
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.code = f"aten._scaled_dot_product_{'flash' if name == 'fa2' else 'cudnn'}_attention"
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"does not run on {device.type}"
-        if self.name == "cudnn" and not torch.backends.cudnn.is_available():
+        if self.name != "fa2" and not torch.backends.cudnn.is_available():
             return "this PyTorch has no cuDNN"
         return None
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         if case.window is not None:
             return "no windows"
-        if case.lengths is not None and self.name != "fa2":
+        if case.lengths is not None:
             return "no packed sequences"
         if case.num_heads_q != case.num_heads_kv:
             return "no grouped heads"
@@ -226,26 +223,45 @@ class SdpaKernel(Provider):
         return None if case.dtype in ("float16", "bfloat16") else f"no {case.dtype}"
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
-        aten, causal = torch.ops.aten, case.causal
-        if inputs.cu_seqlens is not None:
-            # The flash kernel under the operator below, which takes packed sequences in our layout.
-            bounds = (inputs.cu_seqlens, inputs.cu_seqlens, case.seqlen_q, case.seqlen_k)
-            return lambda q, k, v: aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False)[0]
-        if self.name == "fa2":
-            return lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
-        cudnn = aten._scaled_dot_product_cudnn_attention
+        cudnn, causal = torch.ops.aten._scaled_dot_product_cudnn_attention, case.causal
         return lambda q, k, v: cudnn(q, k, v, None, q.requires_grad, 0.0, causal)[0]
+
+
+class FlashAttention2(SdpaKernel):
+    """PyTorch's FlashAttention-2, by the operator under scaled_dot_product_attention's, which has all its features.
+
+    Values narrower than the keys are padded in the call, as its users do.
+    """
+
+    name, code = "fa2", "aten._flash_attention_forward"
+    heads_first = False
+
+    def refusal(self, case: Case, inputs: Inputs) -> str | None:
+        if case.dtype not in ("float16", "bfloat16"):
+            return f"no {case.dtype}"
+        return "head_dim is no multiple of 8" if case.head_dim % 8 else None
+
+    def attend(self, case: Case, inputs: Inputs) -> Attend:
+        (left, right), bounds = case.window or (None, None), inputs.cu_seqlens
+        windows = {"window_size_left": left, "window_size_right": right}
+        wider = case.head_dim - (case.head_dim_v or case.head_dim)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            longest = (q.shape[1], k.shape[1]) if bounds is None else (case.seqlen_q, case.seqlen_k)
+            v = F.pad(v, (0, wider)) if wider else v
+            sizes = (bounds, bounds, *longest, 0.0, case.causal, False)
+            out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, **windows)[0]
+            return out[..., :-wider] if wider else out
+
+        return attend
 
 
 class CudnnEightBits(SdpaKernel):
     """cuDNN's attention of e4m3 tensors by nvidia-cudnn-frontend: a scale a tensor, given before; an output in e4m3."""
 
+    name, code = "cudnn-fp8", "cudnn.pygraph.sdpa_fp8"
     heads_first = False
     limit = EIGHT_BIT_ERROR
-
-    def __init__(self) -> None:
-        super().__init__("cudnn")
-        self.name, self.code = "cudnn-fp8", "cudnn.pygraph.sdpa_fp8"
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if importlib.util.find_spec("cudnn") is None:
@@ -314,7 +330,7 @@ class Eager(Provider):
 
 _OURS: list[Provider] = [Flashtile(name) for name in (None, "portable", "hopper", "cpu")]
 _OURS += [EightBits(name, in_call) for name in ("portable", "hopper", "cpu") for in_call in (False, True)]
-_PEERS: list[Provider] = [FlashAttention3(), SdpaKernel("cudnn"), CudnnEightBits(), SdpaKernel("fa2"), Sdpa(), Eager()]
+_PEERS: list[Provider] = [FlashAttention3(), SdpaKernel(), CudnnEightBits(), FlashAttention2(), Sdpa(), Eager()]
 PROVIDERS = {provider.name: provider for provider in _OURS + _PEERS}
 
 

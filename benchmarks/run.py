@@ -32,6 +32,7 @@ DEFAULT_PROVIDERS = {
     "forward": GPU_PROVIDERS,
     "backward": GPU_PROVIDERS,
     "models": ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2"),
+    "models-portable": ("flashtile-portable", "fa2"),
     "fp8": ("flashtile-hopper-fp8", "flashtile-hopper-fp8-call", "flashtile-hopper", "cudnn-fp8"),
     "cpu": ("flashtile-cpu", "sdpa"),
 }

@@ -99,10 +99,11 @@ def candidates(task: Task, best: Config, arch: str) -> list[Config]:
     They fit an architecture's shared memory and registers, as far as that is known before they are built.
     """
     p, kernel, made = task.odd, task.kernel, list[Config]()
-    dims = portable.padded_dims(p.head_dim, p.head_dim_v)
+    dims = portable.tile_dims(p.head_dim, p.head_dim_v)
     if arch != "interpreter" and p.dtype != torch.float32:
         rows = [of.get(kernel, {}) for of in (forward if kernel == "forward" else backward).TABLES.values()]
-        made = [of[max(64, *dims)] for of in rows if max(64, *dims) in of]
+        found = [portable.row_of(of, max(64, *dims)) for of in rows]
+        made = [each for each in found if each is not None]
     made += _neighbours(best, not p.band.unbounded)
     columns = {"forward": dims[1], "dq": dims[0], "dk": dims[0], "dv": dims[1], "dkdv": sum(dims)}[kernel]
     fitting = []

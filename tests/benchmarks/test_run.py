@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import memory, results, run
 from benchmarks.cases import Case, Inputs, make_inputs
-from benchmarks.providers import PROVIDERS, STEP, Eager, Flashtile, Sdpa, SdpaKernel
+from benchmarks.providers import PROVIDERS, STEP, Eager, Flashtile, Sdpa
 from benchmarks.session import OUT_OF_TIME, Session
 from benchmarks.timing import Deadline
 from flashtile.errors import InvalidInputError, UnsupportedError
@@ -251,7 +251,7 @@ def test_the_command_refuses_what_it_cannot_do(capsys):
 def test_arguments_of_pytorchs_operators_fit_their_schemas(name, what):
     case = Case("forward" if what == "forward" else "backward", "bfloat16", 2, 128, 128, 4, 4, 64, causal=True)
     tensors = [torch.empty(2, 128, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(4)]
-    provider = SdpaKernel(name)
+    provider = PROVIDERS[name]
     outputs = provider.native(provider.prepare(case, Inputs(*tensors, None), what)(), case)
     assert [tuple(x.shape) for x in outputs] == [(2, 128, 4, 64)] * (1 if what == "forward" else 3)
     assert all(x.is_contiguous() for x in outputs)
@@ -262,10 +262,20 @@ def test_packed_arguments_fit_the_schema_of_the_flash_kernel(direction):
     case = Case(direction, "bfloat16", 2, 100, 100, 4, 4, 64, causal=True, lengths=(28, 100))
     tensors = [torch.empty(128, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(4)]
     bounds = torch.empty(3, dtype=torch.int32, device="meta")
-    outputs = SdpaKernel("fa2").prepare(case, Inputs(*tensors, bounds))()
+    outputs = PROVIDERS["fa2"].prepare(case, Inputs(*tensors, bounds))()
     assert [tuple(x.shape) for x in outputs] == [(128, 4, 64)] * (1 if direction == "forward" else 3)
-    assert SdpaKernel("cudnn").refusal(case, make_inputs(case, CPU)) == "no packed sequences"
-    assert SdpaKernel("fa2").refusal(case, make_inputs(case, CPU)) is None
+    assert PROVIDERS["cudnn"].refusal(case, make_inputs(case, CPU)) == "no packed sequences"
+    assert PROVIDERS["fa2"].refusal(case, make_inputs(case, CPU)) is None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_flash_attention_2_takes_groups_windows_and_narrower_values(direction):
+    case = Case(direction, "bfloat16", 2, 40, 60, 4, 2, 64, causal=True, window=(16, 0), head_dim_v=32)
+    shapes = ((40, 4, 64), (60, 2, 64), (60, 2, 32), (40, 4, 32))
+    tensors = [torch.empty(2, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    outputs = PROVIDERS["fa2"].prepare(case, Inputs(*tensors, None))()
+    wanted = shapes[3:] if direction == "forward" else shapes[:3]
+    assert [tuple(x.shape[1:]) for x in outputs] == [*wanted]
 
 
 def test_growth_is_the_exponent_between_the_two_longest():

@@ -8,11 +8,13 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from flashtile import merge_states, ops
+from flashtile import merge_states, ops, reference
 from flashtile.arguments import Grads
 from flashtile.backends import portable
 from flashtile.backends.portable import config as tiles
-from flashtile.backends.portable.backward.launch import launches
+from flashtile.backends.portable.arguments import common_arguments
+from flashtile.backends.portable.backward import config as backward
+from flashtile.backends.portable.backward.launch import launches, shares_of
 from flashtile.backends.portable.config import Config
 from flashtile.masks import Band
 from flashtile.problem import Problem, SequenceLayout, Tensors
@@ -62,6 +64,42 @@ def test_tiles_of_other_shapes_and_descriptors(name: str, kind: str) -> None:
     case = dataclasses.replace(next(c for c in CASES if c.name == name), head_dim=16, head_dim_v=24)
     with tiles.override(**configs):
         judge(build(case, torch.float32), "portable")
+
+
+@pytest.mark.parametrize("dims", [(96, 72), (192, 128), (16, 150)], ids=str)
+def test_tiles_in_parts(dims: tuple[int, int]) -> None:
+    sizes = {"batch": 1, "seqlen_q": 19, "seqlen_k": 37, "head_dim": dims[0], "head_dim_v": dims[1]}
+    case = Case("parts", **sizes, kv_heads=1, causal=True, sinks=True, dropout=0.2, bias="qk", lse_grad=True)
+    judge(build(case, torch.float32), "portable")
+
+
+@pytest.mark.parametrize(("programs", "shares"), [(1, 1), (2, 2), (4, 3), (256, 6)])
+@pytest.mark.parametrize("lengths", [(), ((9, 20), (30, 64))], ids=["dense", "packed"])
+def test_programs_share_the_heads_of_a_group(
+    programs: int, shares: int, lengths: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their last one may have fewer heads than the others; the next call is planned anew."""
+    monkeypatch.setattr(backward, "_PROGRAMS", programs)
+    ops._KNOWN.clear()
+    ops._FAMILIES.clear()
+    call = build(
+        Case("shared", heads=6, kv_heads=1, lengths=lengths, spare=3 * bool(lengths), causal=True), torch.float32
+    )
+    assert shares_of(call.problem) == shares
+    judge(call, "portable")
+    ops._KNOWN.clear()
+    ops._FAMILIES.clear()
+
+
+@pytest.mark.parametrize("columns", [24, 25])
+def test_strides_are_taken_for_multiples_of_16_bytes_only_where_they_are(columns: int) -> None:
+    q, k, v = (torch.randn(1, 20, 2, columns)[..., :24] for _ in range(3))
+    problem = Problem.build(Tensors(q, k, v), Band())
+    assert common_arguments(problem, Tensors(q, k, v), Config(16, 16, 4, 1))["UNIT"] == (4 if columns == 24 else 1)
+    out = plans.forward(problem, Tensors(q, k, v))[0]
+    same = Tensors(q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.equal(out, plans.forward(problem, same)[0])
+    torch.testing.assert_close(out.double(), reference.attention(problem, same)[0], rtol=1e-5, atol=1e-6)
 
 
 MANY_LENGTHS = (
@@ -139,7 +177,7 @@ def _parts(case: Case) -> tuple[Tensors, Problem, list[tuple[Tensors, Problem]]]
     return whole, Problem.build(whole, call.problem.band), parts
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (24, 40)])
+@pytest.mark.parametrize("dims", [(16, 16), (24, 40), (24, 72)])
 def test_a_chain_of_partial_results_is_the_whole(dims: tuple[int, int]) -> None:
     whole, problem, parts = _parts(Case("parts", head_dim=dims[0], head_dim_v=dims[1], seqlen_q=35, seqlen_k=53))
     want, want_lse = plans.forward(problem, whole)

@@ -65,6 +65,15 @@ def test_tiles_of_two_swizzles_are_never_mixed(dims: tuple[int, int], want: tupl
     assert tiles.padded_dims(*dims) == want
 
 
+@pytest.mark.parametrize(
+    ("dims", "want"),
+    [((64, 64), (64, 64)), ((72, 72), (96, 96)), ((97, 96), (128, 96)), ((192, 128), (192, 128)),
+     ((150, 193), (192, 256)), ((33, 7), (64, 64)), ((96, 16), (96, 64)), ((40, 48), (64, 64))],
+)  # fmt: skip
+def test_tiles_in_parts_hold_less_than_the_next_power_of_two(dims: tuple[int, int], want: tuple[int, int]) -> None:
+    assert tiles.tile_dims(*dims) == want
+
+
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 def test_a_mask_kind_has_its_own_tiles(kernel: str) -> None:
     full, causal = _problem(128), _problem(128, band=Band(None, 0))
@@ -134,7 +143,7 @@ def test_builds_name_every_argument_once(arch: str) -> None:
     assert {r.name for r in records} == apart | {
         "attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dq",
         "attention_backward_dbias", "cache_append", "cache_attention", "mean_of_keys", "sum_keys",
-        *(f"{what}_{name}" for what in ("largest", "quantize") for name in "qkv"),
+        *(f"{what}_{name}" for what in ("largest", "quantize") for name in "qkv"), "sum_shares_dk", "sum_shares_dv",
     }  # fmt: skip
     for record in records:
         assert set(record.signature) | set(record.constexprs) == set(record.kernel.arg_names), record.label

@@ -62,7 +62,7 @@ def test_only_the_calls_of_an_entry_take_its_tiles(kernel: str, place: Path) -> 
         {},
         {"batch": 77},
         {"seqlen_q": 5, "seqlen_k": 9000},
-        {"num_heads_q": 8},
+        {"num_heads_q": 8, "num_heads_kv": 8},
         {"sinks": True},
         {"band": Band(None, 3)},
     ]
@@ -295,7 +295,7 @@ def test_candidates_are_many_and_legal(arch: str, head_dim: int, monkeypatch: py
             assert max(each.block_m, each.block_n) <= 128
             assert not each.tma or row in ("sm_90", "sm_100")
             moving = each.block_n if task.kernel in ("forward", "dq") else each.block_m
-            least = 2 * moving * tiles.padded(head_dim) * 2 * (each.num_stages - 1)
+            least = 2 * moving * tiles.in_parts(head_dim) * 2 * (each.num_stages - 1)
             assert least <= tiles.SHARED_BYTES[row]
 
 

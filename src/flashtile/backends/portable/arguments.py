@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flashtile import philox
 from flashtile.backends.launch import TensorMap, row_strides
-from flashtile.backends.portable.config import Config, padded_dims
+from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.vocab import dropout, scheduler, scores
-from flashtile.problem import Problem, Tensors
+from flashtile.problem import Problem, Tensors, is_aligned
 from flashtile.quantization.arguments import QuantizedTensors
 
 # Bytes that heads processed together may occupy. The order of the tiles changes no result, so all chips share the
@@ -78,8 +78,8 @@ def band_sizes(problem: Problem, q: Tensor, k: Tensor) -> dict[str, Any]:
     }
 
 
-def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
-    """The other arguments that they share."""
+def common_arguments(problem: Problem, tensors: Tensors, config: Config, dout: Tensor | None = None) -> dict[str, Any]:
+    """The other arguments that they share; in the backward also of dout."""
     p, t = problem, tensors
     arguments: dict[str, Any] = {
         **common_operands(t),
@@ -88,14 +88,22 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict
         "dropout_threshold": dropout.threshold_bits(philox.threshold(p.dropout_p)),
         "keep_scale": 1.0 / (1.0 - p.dropout_p),
         "INPUT_PRECISION": input_precision(p.dtype),
+        "UNIT": _unit((p.head_dim, p.head_dim_v), (t.q, t.k, t.v) if dout is None else (t.q, t.k, t.v, dout)),
     }
     return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
+
+
+def _unit(dims: tuple[int, int], tensors: tuple[Tensor, ...]) -> int:
+    """Of what all strides are multiples and need not be of 16: 16 bytes, in elements; else 1."""
+    unit = 16 // tensors[0].element_size()
+    odd = all(dim % unit == 0 for dim in dims) and any(dim % 16 for dim in dims)
+    return unit if odd and all(map(is_aligned, tensors)) else 1
 
 
 def tile_arguments(problem: Problem, config: Config) -> dict[str, Any]:
     """Heads, scale, softcap and what of the tiles and the band is compiled in."""
     p = problem
-    block_d, block_dv = padded_dims(p.head_dim, p.head_dim_v)
+    block_d, block_dv = tile_dims(p.head_dim, p.head_dim_v)
     return {
         "num_heads_q": p.num_heads_q,
         "group_size": p.group_size,

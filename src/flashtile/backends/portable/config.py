@@ -107,6 +107,18 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def in_parts(dim: int) -> int:
+    """The columns of tiles that hold a head dimension: a power of two, or one and a half of one from 96 on."""
+    whole = padded(dim)
+    return whole * 3 // 4 if dim <= whole * 3 // 4 and whole >= 128 else whole
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """``in_parts`` of both head dimensions, the smaller one at least as large as the other up to 64."""
+    dim, dim_v = in_parts(head_dim), in_parts(head_dim_v)
+    return max(dim, min(dim_v, 64)), max(dim_v, min(dim, 64))
+
+
 def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """``padded`` of both head dimensions, the smaller one at least as large as the other up to 64.
 
@@ -151,7 +163,7 @@ def overridden() -> tuple[tuple[str, Config], ...]:
     return tuple(_override.items())
 
 
-# By kind of call, as ``kind_of`` names it, and by kernel: tiles for each padded head dimension.
+# By kind of call, as ``kind_of`` names it, and by kernel: tiles for some widths; what lies between takes the next.
 Tables = Mapping[str, Mapping[str, Mapping[int, Config]]]
 
 
@@ -171,20 +183,29 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
         return _float32(problem, arch)
-    return readable(problem, tables[kind_of(problem, arch)][kernel][dim_of(problem, arch)])
+    found = row_of(tables[kind_of(problem, arch)][kernel], dim_of(problem))
+    assert found is not None
+    return readable(problem, found)
+
+
+def row_of(rows: Mapping[int, Config], columns: int) -> Config | None:
+    """The tiles of a table for the fewest columns that are enough, if there are any."""
+    return next((rows[each] for each in sorted(rows) if each >= columns), None)
 
 
 def readable(problem: Problem, config: Config) -> Config:
     """The tiles without descriptors where these cannot read a problem's tensors."""
-    if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
+    dims = tile_dims(problem.head_dim, problem.head_dim_v)
+    whole = not any(dim & (dim - 1) for dim in dims)
+    if config.tma and not (whole and problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
         return dataclasses.replace(config, tma=False)
     return config
 
 
-def dim_of(problem: Problem, arch: str) -> int:
-    """The padded head dimension that a table has tiles for."""
-    least = 64 if arch in ("sm_90", "sm_100") else 16
-    return max(least, padded(problem.head_dim), padded(problem.head_dim_v))
+def dim_of(problem: Problem) -> int:
+    """The columns that a table must have tiles for; 192 of keys and 128 of values, as in latent attention, are 160."""
+    dims = tile_dims(problem.head_dim, problem.head_dim_v)
+    return 160 if dims == (192, 128) else max(dims)
 
 
 def kind_of(problem: Problem, arch: str) -> str:
@@ -196,8 +217,10 @@ def kind_of(problem: Problem, arch: str) -> str:
         if problem.varlen:
             return "sm_90 packed"
         if problem.band.unbounded:
-            return "sm_90 dense"
-        return "sm_90 short" if problem.seqlen_q <= 512 else "sm_90 banded"
+            return "sm_90 one tile" if problem.seqlen_k <= 64 else "sm_90 dense"
+        if problem.seqlen_q <= 512:
+            return "sm_90 short"
+        return "sm_90 grouped" if problem.group_size > 1 else "sm_90 banded"
     small = max(problem.head_dim, problem.head_dim_v) <= 128
     return f"{arch} featured" if featured and small and arch in ("sm_80", "sm_86") else arch
 

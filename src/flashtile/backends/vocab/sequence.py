@@ -50,13 +50,15 @@ class Strided(NamedTuple):
 class Operand(NamedTuple):
     """A tensor, ``Strided``, and the ``SequenceLayout`` of its rows, DIM columns wide in tiles of BLOCK_DIM.
 
-    It holds constants, so it is only passed as an argument, never assigned.
+    Its strides are multiples of UNIT, which the compiler sees by itself only of multiples of 16. It holds constants, so
+    it is only passed as an argument, never assigned.
     """
 
     data: Any
     layout: Any
     DIM: Any
     BLOCK_DIM: Any
+    UNIT: Any = 1
 
 
 class Rows(NamedTuple):
@@ -118,5 +120,10 @@ def addresses(rows, first, row, col):
         col: Columns, broadcastable against row.
     """
     data, seq = rows.tensor.data, rows.sequence
-    start = base(data.ptr, seq.batch_index, seq.start, rows.head, data.stride_b, data.stride_row, data.stride_head)
-    return start + tl.cast(first, tl.int64) * data.stride_row + (row.to(tl.int64) * data.stride_row + col)
+    stride_b, stride_row, stride_head = data.stride_b, data.stride_row, data.stride_head
+    if rows.tensor.UNIT > 1:
+        stride_b = stride_b // rows.tensor.UNIT * rows.tensor.UNIT
+        stride_row = stride_row // rows.tensor.UNIT * rows.tensor.UNIT
+        stride_head = stride_head // rows.tensor.UNIT * rows.tensor.UNIT
+    start = base(data.ptr, seq.batch_index, seq.start, rows.head, stride_b, stride_row, stride_head)
+    return start + tl.cast(first, tl.int64) * stride_row + (row.to(tl.int64) * stride_row + col)

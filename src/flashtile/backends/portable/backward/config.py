@@ -12,6 +12,7 @@ from flashtile.backends.portable.tuned import select
 from flashtile.problem import Problem
 
 # dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
+_PROGRAMS = 256
 Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias"]
 
 
@@ -27,7 +28,7 @@ def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
 
 
 def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]:
-    """The kernels that compute dk and dv: one for both, or one each where the table has tiles for dv alone.
+    """The kernels that compute dk and dv: one for both, or one each where the table has no tiles for both.
 
     Separate kernels compute the scores twice, but each holds half the accumulators, so its tiles can be larger.
     """
@@ -38,8 +39,19 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
     elif arch == "interpreter" or problem.dtype == torch.float32:
         apart = False
     else:
-        apart = config.dim_of(problem, arch) in TABLES[config.kind_of(problem, arch)].get("dv", {})
+        apart = config.dim_of(problem) > max(TABLES[config.kind_of(problem, arch)]["dkdv"])
     return ("dk", "dv") if apart else ("dkdv",)
+
+
+def members_of(problem: Problem) -> int | None:
+    """How many query heads of a group one program sums for dk and dv; None for all.
+
+    Few key heads would leave processors idle: programs share their groups, so that a sequence has some 256 programs.
+    """
+    p = problem
+    programs = p.num_heads_kv * -(-p.seqlen_k // 64)
+    members = -(-p.group_size // -(-_PROGRAMS // max(1, programs)))
+    return members if members < p.group_size else None
 
 
 # Measured and chosen like the forward's (see there), and:
@@ -50,42 +62,58 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
 #   168 registers three programs of dq share a multiprocessor; without that limit Triton 3.6.0 takes 188 under a window.
 # - Packed: masked blocks load by pointers, which takes registers: the banded tiles that do not spill (dkdv at d 128
 #   would spill 1888 bytes), else the next best.
+# - Widths between, groups, d 32 and packed: suite models of the benchmarks (2026-11-22), each the best of four: against
+#   the tiles of the next width dq 1.38 times as fast at 192, 1.41 at 160 and 1.19 at 96, dk 1.14 at 192, dkdv 1.45 at
+#   160 and 1.03 at 96 (1.17 full); packed dkdv 1.07 at 128 and 1.10 at 64. Under a band of grouped
+#   heads three loops are 1.14 times as fast as one at 128, though the compiler reports more bytes spilled.
 # - Featured: loops stay separate where a branch around that much code makes ptxas serialise the WGMMA next to it.
 _DQ_BANDED = {
     64: Config(64, 64, 4, 3, maxnreg=168),
+    96: Config(64, 64, 4, 3),
     128: Config(128, 64, 8, 3),
+    160: Config(128, 32, 8, 3),
+    192: Config(128, 32, 8, 3),
     256: Config(128, 32, 8, 2),
 }
 _BANDED = {
     "dkdv": {
         64: Config(64, 64, 4, 2, tma=True, one_loop=True),
+        96: Config(32, 64, 4, 3, one_loop=True),
         128: Config(64, 64, 4, 2, tma=True, one_loop=True),
+        160: Config(32, 64, 4, 2, one_loop=True),
     },
-    "dk": {256: Config(32, 128, 8, 2, tma=True, one_loop=True)},
+    "dk": {192: Config(32, 64, 4, 2, one_loop=True), 256: Config(32, 128, 8, 2, tma=True, one_loop=True)},
     "dv": {256: Config(64, 128, 8, 2, tma=True, one_loop=True)},
     "dq": _DQ_BANDED,
 }
+_GROUPED = {"dkdv": _BANDED["dkdv"] | {128: Config(64, 64, 4, 2, tma=True)}}
+_DENSE = {
+    "dkdv": {
+        32: Config(64, 64, 4, 2, tma=True),
+        64: Config(128, 64, 4, 2, tma=True),
+        96: Config(32, 64, 4, 3),
+        128: Config(64, 64, 4, 2, tma=True),
+    },
+    "dk": {256: Config(32, 128, 8, 2, tma=True)},
+    "dv": {256: Config(64, 128, 8, 2, tma=True)},
+    "dq": {
+        64: Config(64, 64, 4, 3, tma=True),
+        96: Config(64, 64, 4, 3),
+        128: Config(128, 64, 8, 3),
+        256: Config(128, 32, 8, 2, tma=True),
+    },
+}
 _DBIAS_SM_90 = {dim: Config(64, 64, 4, 2 if dim < 256 else 1) for dim in (64, 128, 256)}
 _SM_90 = {
-    "sm_90 dense": {
-        "dkdv": {
-            64: Config(128, 64, 4, 2, tma=True),
-            128: Config(64, 64, 4, 2, tma=True),
-        },
-        "dk": {256: Config(32, 128, 8, 2, tma=True)},
-        "dv": {256: Config(64, 128, 8, 2, tma=True)},
-        "dq": {
-            64: Config(64, 64, 4, 3, tma=True),
-            128: Config(128, 64, 8, 3),
-            256: Config(128, 32, 8, 2, tma=True),
-        },
-    },
+    "sm_90 dense": _DENSE,
+    "sm_90 one tile": _DENSE,
     "sm_90 banded": _BANDED,
+    "sm_90 grouped": _BANDED | _GROUPED,
     "sm_90 short": _BANDED,
     "sm_90 packed": {
         "dkdv": {
-            64: Config(64, 64, 4, 2, one_loop=True),
-            128: Config(32, 128, 8, 3, one_loop=True),
+            64: Config(64, 64, 4, 3, one_loop=True),
+            128: Config(32, 64, 4, 2, one_loop=True),
         },
         "dk": {256: Config(32, 128, 8, 2, one_loop=True)},
         "dv": {256: Config(32, 128, 8, 3, one_loop=True)},

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashtile.backends.portable.backward.kernel import Given, load_row_terms, probabilities
 from flashtile.backends.portable.device.call import with_call
-from flashtile.backends.portable.device.tile_io import load_rows
+from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
 from flashtile.backends.vocab import blocks, dropout, scores, sequence
 from flashtile.backends.vocab.dropout import Draws
 from flashtile.backends.vocab.mask import Band, ScoreTensor
@@ -61,16 +61,19 @@ def tile_gradient(acc, b, h, m, n, call, given):
         rows = m_first + tl.arange(0, BLOCK_M)
         cols = n_first + tl.arange(0, BLOCK_N)
         origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
-        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        product = times_transposed(q, k, INPUT_PRECISION)
         probs, _derivative = probabilities(
             product, origin[:, None], rows[:, None] + head.shift, cols[None, :], True,
             Pairs(call.terms, head), False,
         )  # fmt: skip
         dout = load_rows(
-            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), h, queries), m_first, BLOCK_M, True
+            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), h, queries),
+            m_first,
+            BLOCK_M,
+            True,
         )
         v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
-        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
+        dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if draws.rng_state_ptr is not None:
             kept = dropout.keep_tile(draws, b, h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
@@ -129,7 +132,7 @@ def attention_backward_dbias(
     batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold,
     keep_scale, bias_heads, bias_rows, bias_cols, max_rows, max_cols,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     SUM_BATCH: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +143,7 @@ def attention_backward_dbias(
             Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, None, v_stride_b, v_stride_row, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (

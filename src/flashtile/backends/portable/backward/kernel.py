@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.portable.device.call import locate, with_call
-from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
+from flashtile.backends.portable.device.tile_io import (
+    add_product,
+    load_rows,
+    scaled,
+    store_contiguous,
+    times_transposed,
+    zeros,
+)
 from flashtile.backends.vocab import blocks, dropout, scores
 from flashtile.backends.vocab.blocks import Visit
 from flashtile.backends.vocab.dropout import Draws
@@ -35,6 +42,7 @@ class Given(NamedTuple):
         delta_ptr: delta, as ``prepare_rows`` stores it.
         row_pitch: Their stride between heads.
         results: Where the kernel stores its gradients, and whether it adds to what is there.
+        members: Query heads whose contribution to dk and dv a program sums, None for all of a group.
     """
 
     dout: Any
@@ -42,6 +50,7 @@ class Given(NamedTuple):
     delta_ptr: Any
     row_pitch: Any
     results: Any
+    members: Any = None
 
 
 @triton.jit
@@ -82,37 +91,43 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
         if MASKED and call.q.layout.cu_seqlens_ptr is not None:
             origin = tl.where(rows < queries.length, origin, float("inf"))
             delta = tl.where(rows < queries.length, delta, 0.0)
-        product = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
+        product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         probs, derivative = probabilities(product, origin[None, :], i, cols, edge, Pairs(call.terms, head), True)
         dout = load_rows(
-            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), head.h, queries),
+            Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), head.h, queries),
             first,
             BLOCK_M,
             MASKED,
         )
-        dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
+        dprobs = times_transposed(v, dout, INPUT_PRECISION)
         kept_probs = probs
         if draws.rng_state_ptr is not None:
             kept = tl.trans(dropout.keep_tile(draws, head.b, head.h, rows[:, None], n_first // 4, BLOCK_N))
             kept_probs = tl.where(kept, probs, 0.0)
             dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
         if given.results[1] is not None:
-            dv = tl.dot(kept_probs.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
+            dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
         if given.results[0] is not None:
             dscores = scores.score_gradient(probs, dprobs, delta[None, :], derivative, Pairs(call.terms, head), edge)
-            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
+            dk = add_product(dk, dscores.to(q[0].dtype), q, INPUT_PRECISION)
     return dk, dv
 
 
 @triton.jit
 def dkdv_tile(call, given):
-    """Computes dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order."""
+    """Computes dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
+
+    Or over so many members of the group, where several programs have it: results have a head for each of them.
+    """
     BLOCK_M: tl.constexpr = call.BLOCK_M
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, True)
-    head_kv, queries, keys = place.head, place.queries, place.keys
+    members, shares = call.group_size, 1
+    if given.members is not None:
+        members, shares = given.members, (call.group_size + given.members - 1) // given.members
+    place = locate(call, shares)
+    head_kv, queries, keys = place.head // shares, place.queries, place.keys
     ADDS: tl.constexpr = given.results[2]
     n_first = place.block * BLOCK_N
     if n_first >= keys.length:
@@ -127,9 +142,10 @@ def dkdv_tile(call, given):
         n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_M,
     )  # fmt: skip
-    dk = tl.zeros([BLOCK_N, call.q.BLOCK_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, call.v.BLOCK_DIM], tl.float32)
-    for member in range(call.group_size):
+    dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
+    dv = zeros(BLOCK_N, call.v.BLOCK_DIM)
+    first_member = place.head % shares * members
+    for member in range(first_member, tl.minimum(first_member + members, call.group_size)):
         h = head_kv * call.group_size + member
         head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
@@ -140,12 +156,16 @@ def dkdv_tile(call, given):
                 Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None),
                 call, given, head, queries, phase != 1,
             )  # fmt: skip
-    num_heads = call.num_heads // call.group_size
-    dk, dv = dk * call.terms.scale, dv * call.terms.draws.keep_scale
+    num_heads, head = call.num_heads // call.group_size * shares, place.head
+    dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.draws.keep_scale)
     if given.results[0] is not None:
-        store_contiguous(given.results[0], call.k.layout, num_heads, head_kv, keys, n_first, dk, call.q.DIM, ADDS)
+        store_contiguous(
+            given.results[0], call.k.layout, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS
+        )
     if given.results[1] is not None:
-        store_contiguous(given.results[1], call.k.layout, num_heads, head_kv, keys, n_first, dv, call.v.DIM, ADDS)
+        store_contiguous(
+            given.results[1], call.k.layout, num_heads, head, keys, n_first, dv, call.v.DIM, call.v.BLOCK_DIM, ADDS
+        )
 
 
 @triton.jit
@@ -163,15 +183,15 @@ def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, keys, MASKED:
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
-        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+        product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         probs, derivative = probabilities(product, origin[:, None], i, cols, edge, Pairs(call.terms, head), True)
         v = load_rows(Rows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
-        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
+        dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if draws.rng_state_ptr is not None:
             kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
         dscores = scores.score_gradient(probs, dprobs, delta[:, None], derivative, Pairs(call.terms, head), edge)
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=INPUT_PRECISION)
+        dq = add_product(dq, dscores.to(k[0].dtype), k, INPUT_PRECISION)
     return dq
 
 
@@ -191,7 +211,7 @@ def dq_tile(call, given):
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, False)
+    place = locate(call, None)
     h, queries, keys = place.head, place.queries, place.keys
     ADDS: tl.constexpr = given.results[1]
     m_first = place.block * BLOCK_M
@@ -203,7 +223,10 @@ def dq_tile(call, given):
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
     q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(
-        Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM), h, queries), m_first, BLOCK_M, True
+        Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), h, queries),
+        m_first,
+        BLOCK_M,
+        True,
     )
     rows = m_first + tl.arange(0, BLOCK_M)
     origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
@@ -212,7 +235,7 @@ def dq_tile(call, given):
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_N,
     )  # fmt: skip
-    dq = tl.zeros([BLOCK_M, call.q.BLOCK_DIM], tl.float32)
+    dq = zeros(BLOCK_M, call.q.BLOCK_DIM)
     # Phases as in the forward.
     for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
@@ -221,8 +244,10 @@ def dq_tile(call, given):
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
             call, head, keys, phase != 1,
         )  # fmt: skip
-    dq = dq * call.terms.scale
-    store_contiguous(given.results[0], call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM, ADDS)
+    dq = scaled(dq, call.terms.scale)
+    store_contiguous(
+        given.results[0], call.q.layout, call.num_heads, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS
+    )
 
 
 @triton.jit(
@@ -232,6 +257,7 @@ def dq_tile(call, given):
         "seqlen_k",
         "num_heads_q",
         "heads_at_once",
+        "members",
         "left",
         "right",
         "dropout_threshold",
@@ -244,16 +270,16 @@ def attention_backward_dkdv(
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, members, heads_at_once, left, right, scale, param,
     dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv, contiguous, one tile per program, or ADDS them; the pointer of one not needed is None.
 
-    Arguments as the forward's; row_pitch is that of delta and origin.
+    Arguments as the forward's; row_pitch is that of delta and origin; members: see ``Given``.
     """
     with_call(
         (
@@ -261,7 +287,7 @@ def attention_backward_dkdv(
             Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, None, v_stride_b, v_stride_row, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (
@@ -276,7 +302,7 @@ def attention_backward_dkdv(
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dkdv_tile,
         Given(
             Strided(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
-            row_pitch, (dk_ptr, dv_ptr, ADDS),
+            row_pitch, (dk_ptr, dv_ptr, ADDS), members,
         ),
     )  # fmt: skip
 
@@ -302,7 +328,7 @@ def attention_backward_dq(
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
     dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
     ADDS: tl.constexpr,
@@ -314,7 +340,7 @@ def attention_backward_dq(
             Strided(k_ptr, k_source, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, v_source, v_stride_b, v_stride_row, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (

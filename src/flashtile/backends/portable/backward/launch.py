@@ -19,11 +19,11 @@ from flashtile.backends.portable.arguments import (
     heads_at_once,
     num_programs,
 )
-from flashtile.backends.portable.backward.config import Kernel, choose, key_kernels
+from flashtile.backends.portable.backward.config import Kernel, choose, key_kernels, members_of
 from flashtile.backends.portable.backward.dbias import attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
-from flashtile.backends.portable.backward.preprocess import prepare_rows
-from flashtile.backends.portable.config import Config, overridden, padded, padded_dims
+from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_shares
+from flashtile.backends.portable.config import Config, overridden, padded, tile_dims
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.backends.vocab import scores
 from flashtile.problem import Problem, Tensors
@@ -39,7 +39,7 @@ _OPERANDS = (
 class BackwardPlan:
     """The backward of calls with the same layouts and options; see ``Backend.plan_backward``.
 
-    Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row.
+    Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, dk and dv in shares.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BackwardPlan:
         t = tensors
         self._problem, self._known = problem, known
         self._copies_dout = dout.stride(-1) != 1
-        self._like_rows = like_floats(t.q, (2 * _num_rows(problem, t),))
+        self._like_rows = like_floats(t.q, (_places(problem, t)[-1],))
         self._empty_like: Callable[[Tensor], Tensor] = functools.partial(_empty_contiguous, dtype=problem.grad_dtype)
         if problem.grad_dtype == problem.dtype and all(x.is_contiguous() for x in (t.q, t.k, t.v)):
             self._empty_like = torch.empty_like
@@ -89,7 +89,7 @@ class BackwardPlan:
         ))  # fmt: skip
         dsinks = None
         if t.sinks is not None and wanted.sinks:
-            delta = rows[: len(rows) // 2].view(*lse.shape[:-1], row_pitch(lse.shape[-1], p.varlen))
+            delta = rows[: _num_rows(p, t)].view(*lse.shape[:-1], row_pitch(lse.shape[-1], p.varlen))
             dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : lse.shape[-1]])
         return Gradients(dq, dk, dv, dbias, dsinks)
 
@@ -113,6 +113,18 @@ def _num_rows(problem: Problem, tensors: Tensors) -> int:
     return batch * problem.num_heads_q * row_pitch(tensors.q.shape[-3], problem.varlen)
 
 
+def _places(problem: Problem, tensors: Tensors) -> tuple[int, int, int, int]:
+    """Where origin, dk in shares and dv in shares begin in the workspace, and its size, in float32 numbers."""
+    rows, shares = _num_rows(problem, tensors), shares_of(problem)
+    dk, dv = (-(-x.numel() * shares // 4) * 4 if shares > 1 else 0 for x in (tensors.k, tensors.v))
+    return rows, 2 * rows, 2 * rows + dk, 2 * rows + dk + dv
+
+
+def shares_of(problem: Problem) -> int:
+    """How many programs sum the query heads of a group."""
+    return -(-problem.group_size // (members_of(problem) or problem.group_size))
+
+
 def _empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``torch.empty_like``, but contiguous, and slower."""
     return x.new_empty(x.shape, dtype=dtype)
@@ -126,7 +138,7 @@ def launches(
     rows = {
         "dout_ptr": dout,
         "delta_ptr": Pointer(torch.float32, "rows"),
-        "origin_ptr": Pointer(torch.float32, "rows", 4 * _num_rows(p, tensors)),
+        "origin_ptr": Pointer(torch.float32, "rows", 4 * _places(p, tensors)[0]),
         "row_pitch": row_pitch(tensors.q.shape[-3], p.varlen),
         **row_strides("dout", dout),
     }
@@ -136,10 +148,15 @@ def launches(
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
         if with_dk or with_dv:
             made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds), sizes)
+    if shares_of(p) > 1:
+        places = _places(p, tensors)
+        for name, x, place in (("dk", tensors.k, places[1]), ("dv", tensors.v, places[2])):
+            if (wanted.k, wanted.v)[name == "dv"]:
+                made[f"sum_shares_{name}"] = _sum_launch(p, name, x, place, adds)
     if wanted.q:
-        made["attention_backward_dq"] = _dq_launch(p, tensors, sizes, adds)
+        made["attention_backward_dq"] = _dq_launch(p, tensors, dout, sizes, adds)
     if wanted.bias:
-        made["attention_backward_dbias"] = _dbias_launch(p, tensors, sizes)
+        made["attention_backward_dbias"] = _dbias_launch(p, tensors, dout, sizes)
     return made
 
 
@@ -172,11 +189,11 @@ def _prepare_launch(problem: Problem, dout: Tensor, dlse: Tensor | None, rows: d
     return Launch(prepare_rows, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, dout.dtype)
 
 
-def _loop_arguments(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+def _loop_arguments(problem: Problem, tensors: Tensors, dout: Tensor, config: Config) -> dict[str, Any]:
     """Shared by the kernels that loop over queries or keys."""
     derivative = scores.softcap_derivative if problem.softcap > 0 else None
     loop = {"ONE_LOOP": config.one_loop, "MASK_ALL": config.mask_all, "DERIVATIVE": derivative}
-    return common_arguments(problem, tensors, config) | loop
+    return common_arguments(problem, tensors, config, dout) | loop
 
 
 def _dkdv_launch(
@@ -188,41 +205,56 @@ def _dkdv_launch(
     sizes: dict[str, Any],
 ) -> Launch:
     """``wanted``: whether dk, whether dv, and whether to add them."""
-    config, (block_d, block_dv) = choose(problem, name), padded_dims(problem.head_dim, problem.head_dim_v)
+    config, (block_d, block_dv) = choose(problem, name), tile_dims(problem.head_dim, problem.head_dim_v)
     sources = {"q": (tensors.q, block_d), "dout": (dout, block_dv)}
     sizes = sizes | descriptors(sources, config.block_m, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.q, dout)
 
+    shares, places = shares_of(problem), _places(problem, tensors)
+    sizes["members"] = members_of(problem)
+    for gradient, is_wanted, place in zip(("dk", "dv"), wanted, places[1:], strict=False):
+        pointer = Pointer(problem.grad_dtype) if shares == 1 else Pointer(torch.float32, "rows", 4 * place)
+        sizes[f"{gradient}_ptr"] = pointer if is_wanted else None
+
     def others() -> dict[str, Any]:
-        dk, dv = (Pointer(problem.grad_dtype) if each else None for each in wanted[:2])
-        return {**_loop_arguments(problem, tensors, config), "dk_ptr": dk, "dv_ptr": dv, "ADDS": wanted[2]}
+        return {**_loop_arguments(problem, tensors, dout, config), "ADDS": wanted[2] and shares == 1}
 
-    programs = num_programs(problem, tensors, config.block_n, over_keys=True)
-    return Launch(
-        attention_backward_dkdv, programs, sizes, config.options(), others, (config, wanted, problem.grad_dtype)
-    )
+    programs = num_programs(problem, tensors, config.block_n, over_keys=True) * shares
+    key = (config, wanted, problem.grad_dtype, shares > 1)
+    return Launch(attention_backward_dkdv, programs, sizes, config.options(), others, key)
 
 
-def _dq_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any], adds: bool) -> Launch:
-    config, (block_d, block_dv) = choose(problem, "dq"), padded_dims(problem.head_dim, problem.head_dim_v)
+def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) -> Launch:
+    """``x``: k or v; ``place``: of its gradient's shares in the workspace."""
+    sizes = {"shares_ptr": Pointer(torch.float32, "rows", 4 * place), "total": x.numel(), "shares": shares_of(problem)}
+
+    def others() -> dict[str, Any]:
+        return {"sum_ptr": Pointer(problem.grad_dtype, name), "DIM": x.shape[-1], "ADDS": adds, "BLOCK": 1024}
+
+    programs, key = -(-x.numel() // 1024), (problem.grad_dtype, name, x.shape[-1], adds)
+    return Launch(sum_shares, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, key)
+
+
+def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str, Any], adds: bool) -> Launch:
+    config, (block_d, block_dv) = choose(problem, "dq"), tile_dims(problem.head_dim, problem.head_dim_v)
     sizes = sizes | descriptors({"k": (tensors.k, block_d), "v": (tensors.v, block_dv)}, config.block_n, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
 
     def others() -> dict[str, Any]:
-        return {**_loop_arguments(problem, tensors, config), "dq_ptr": Pointer(problem.grad_dtype), "ADDS": adds}
+        return {**_loop_arguments(problem, tensors, dout, config), "dq_ptr": Pointer(problem.grad_dtype), "ADDS": adds}
 
     programs = num_programs(problem, tensors, config.block_m)
     key = (config, problem.grad_dtype, adds)
     return Launch(attention_backward_dq, programs, sizes, config.options(), others, key)
 
 
-def _dbias_launch(problem: Problem, tensors: Tensors, sizes: dict[str, Any]) -> Launch:
+def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str, Any]) -> Launch:
     config, bias = choose(problem, "dbias"), tensors.attn_bias
     assert bias is not None
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
-    arguments = common_arguments(problem, tensors, config) | {"dbias_ptr": Pointer(bias.dtype)}
+    arguments = common_arguments(problem, tensors, config, dout) | {"dbias_ptr": Pointer(bias.dtype)}
     arguments |= dict(zip(("bias_heads", "bias_rows", "bias_cols"), shape[1:], strict=True))
     arguments |= dict(zip(("SUM_BATCH", "SUM_HEADS", "SUM_ROWS", "SUM_COLS"), sums, strict=True))
     arguments |= {"max_rows": full[2], "max_cols": full[3]}

@@ -1,4 +1,4 @@
-"""Per-row inputs of the backward: delta and the origin of the base-2 scores."""
+"""What runs before and after the backward's kernels: delta and the origin of the base-2 scores; sums of shares."""
 
 from __future__ import annotations
 
@@ -40,3 +40,16 @@ def prepare_rows(
     at = (b * num_heads_q + h) * row_pitch + i
     tl.store(delta_ptr + at, tl.where(lse == float("-inf"), 0.0, delta))
     tl.store(origin_ptr + at, softmax.backward_origin(lse))
+
+
+@triton.jit(do_not_specialize=["total", "shares"])
+def sum_shares(shares_ptr, sum_ptr, total, shares, DIM: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums ``(rows, shares, DIM)`` float32 over the shares, in order: BLOCK of a gradient's ``total`` numbers."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    found = tl.zeros([BLOCK], tl.float32)
+    for share in range(shares):
+        found += tl.load(shares_ptr + (at // DIM * shares + share) * DIM + at % DIM, mask=inside, other=0.0)
+    if ADDS:
+        found += tl.load(sum_ptr + at, mask=inside, other=0.0)
+    tl.store(sum_ptr + at, found.to(sum_ptr.dtype.element_ty), mask=inside)

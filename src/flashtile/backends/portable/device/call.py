@@ -62,7 +62,7 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
 
     Args:
         tensors: ``sequence.Strided`` of q, k and v.
-        dims: HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV.
+        dims: HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT.
         sides: cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size.
         scoring: The first fields of ``scores.Terms``.
         score_mods: ``scores.ScoreMod`` with functions of its own, ``scores.Alibi``, ``mask.ScoreTensor`` of the bias.
@@ -77,9 +77,9 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
     PARTS: tl.constexpr = draws.origins_ptr is not None
     BODY(
         Call(
-            Operand(tensors[0], queries, dims[0], dims[2]),
-            Operand(tensors[1], keys, dims[0], dims[2]),
-            Operand(tensors[2], keys, dims[1], dims[3]),
+            Operand(tensors[0], queries, dims[0], dims[2], dims[4]),
+            Operand(tensors[1], keys, dims[0], dims[2], dims[4]),
+            Operand(tensors[2], keys, dims[1], dims[3], dims[4]),
             draws.num_heads, sides[5],
             Terms(
                 scoring[0], scoring[1], scoring[2],
@@ -108,16 +108,17 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
 
 
 @triton.jit
-def locate(call, OVER_KEYS: tl.constexpr):
-    """The ``Place`` of this program's tile, of query rows or OVER_KEYS of keys.
+def locate(call, shares):
+    """The ``Place`` of this program's tile: of query rows, or if there are shares, of a share of each head's keys.
 
     Programs of packed sequences are numbered by block first, then by head. Dense ones process heads_at_once heads
     (counted over all sequences) at a time, which share the cache; of those, the longest blocks of all heads first.
     """
     layout, num_heads = call.q.layout, call.num_heads
+    OVER_KEYS: tl.constexpr = shares is not None
     BLOCK: tl.constexpr = call.BLOCK_N if OVER_KEYS else call.BLOCK_M
     if OVER_KEYS:
-        layout, num_heads = call.k.layout, call.num_heads // call.group_size
+        layout, num_heads = call.k.layout, call.num_heads // call.group_size * shares
     PACKED: tl.constexpr = layout.cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     if PACKED:

@@ -1,4 +1,10 @@
-"""Loads and stores of tiles of rows."""
+"""Loads, products and stores of tiles of rows, whose columns are a tuple of parts.
+
+Tensors of Triton have powers of two, so a tile of 192 columns consists of parts of 128 and 64 columns, one of 96 of 64
+and 32, and one of 128 is a single part.
+"""
+
+# ruff: noqa: RUF005 - Triton adds tuples, but does not unpack them.
 
 from __future__ import annotations
 
@@ -6,6 +12,73 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.vocab import sequence
+
+
+@triton.constexpr_function
+def parts_of(cols):
+    """The first column and the width of each part, the widest first."""
+    widths = [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
+    return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
+
+
+@triton.constexpr_function
+def num_parts(cols):
+    """How many parts a tile has."""
+    return len(parts_of(cols))
+
+
+@triton.constexpr_function
+def start_of(cols, part):
+    """The column with which a part begins."""
+    return parts_of(cols)[part][0]
+
+
+@triton.constexpr_function
+def width_of(cols, part):
+    """The columns of a part."""
+    return parts_of(cols)[part][1]
+
+
+@triton.jit
+def also(parts, part):
+    """One part more."""
+    return parts + (part,)
+
+
+@triton.jit
+def zeros(BLOCK: tl.constexpr, COLS: tl.constexpr):
+    """A tile [BLOCK, COLS] of float32 zeros."""
+    parts = ()
+    for p in tl.static_range(num_parts(COLS)):
+        parts = also(parts, tl.zeros([BLOCK, width_of(COLS, p)], tl.float32))
+    return parts
+
+
+@triton.jit
+def scaled(tile, factor):
+    """A tile times a factor, for all or for each row."""
+    parts = ()
+    for p in tl.static_range(len(tile)):
+        parts = also(parts, tile[p] * factor)
+    return parts
+
+
+@triton.jit
+def times_transposed(x, y, PRECISION: tl.constexpr):
+    """``x @ y^T`` of two tiles of as many columns, [rows of x, rows of y] float32."""
+    product = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+    for p in tl.static_range(1, len(x)):
+        product = tl.dot(x[p], tl.trans(y[p]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def add_product(tile, x, y, PRECISION: tl.constexpr):
+    """``tile + x @ y`` of a tensor x [rows of tile, rows of y] and a tile y of as many columns."""
+    parts = ()
+    for p in tl.static_range(len(tile)):
+        parts = also(parts, tl.dot(x, y[p], tile[p], input_precision=PRECISION))
+    return parts
 
 
 @triton.jit
@@ -19,22 +92,33 @@ def load_rows(rows, first, BLOCK: tl.constexpr, CHECK: tl.constexpr):
         CHECK: Whether the tile may reach past the sequence's end; its rows there are 0. A descriptor checks only the
             end of the whole tensor, so such tiles of packed tensors are loaded by pointers.
     """
+    parts = ()
+    for p in tl.static_range(num_parts(rows.tensor.BLOCK_DIM)):
+        parts = also(parts, load_part(rows, first, p, BLOCK, CHECK))
+    return parts
+
+
+@triton.jit
+def load_part(rows, first, PART: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr):
+    """One part of ``load_rows``."""
     PACKED: tl.constexpr = rows.tensor.layout.cu_seqlens_ptr is not None
+    START: tl.constexpr = start_of(rows.tensor.BLOCK_DIM, PART)
+    WIDTH: tl.constexpr = width_of(rows.tensor.BLOCK_DIM, PART)
     if rows.tensor.data.source is not None and not (CHECK and PACKED):
         seq = rows.sequence
-        tile = rows.tensor.data.source.load([seq.batch_index, seq.start + first, rows.head, 0]).reshape(
-            BLOCK, rows.tensor.BLOCK_DIM
+        tile = rows.tensor.data.source.load([seq.batch_index, seq.start + first, rows.head, START]).reshape(
+            BLOCK, WIDTH
         )
     else:
         row = tl.arange(0, BLOCK)[:, None]
-        col = tl.arange(0, rows.tensor.BLOCK_DIM)[None, :]
+        col = START + tl.arange(0, WIDTH)[None, :]
         at = sequence.addresses(rows, first, row, col)
         if CHECK:
-            if rows.tensor.DIM == rows.tensor.BLOCK_DIM:
+            if rows.tensor.DIM >= START + WIDTH:
                 tile = tl.load(at, mask=first + row < rows.sequence.length, other=0.0)
             else:
                 tile = tl.load(at, mask=(first + row < rows.sequence.length) & (col < rows.tensor.DIM), other=0.0)
-        elif rows.tensor.DIM == rows.tensor.BLOCK_DIM:
+        elif rows.tensor.DIM >= START + WIDTH:
             tile = tl.load(at)
         else:
             tile = tl.load(at, mask=col < rows.tensor.DIM, other=0.0)
@@ -52,21 +136,35 @@ def load_contiguous(
 
 
 @triton.jit
-def store_contiguous(ptr, layout, num_heads, head, seq, first, tile, DIM: tl.constexpr, ADDS: tl.constexpr = False):
+def store_contiguous(
+    ptr, layout, num_heads, head, seq, first, tile, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    ADDS: tl.constexpr = False,
+):  # fmt: skip
     """Stores the rows of a tile [BLOCK, BLOCK_DIM] inside the sequence, from row ``first``; arguments as above.
 
     ADDS: to what is there, which no other program may touch.
     """
     pitch = num_heads * DIM
     data = sequence.Strided(ptr, None, tl.cast(layout.total, tl.int64) * pitch, pitch, DIM)
-    row = tl.arange(0, tile.shape[0])[:, None]
-    col = tl.arange(0, tile.shape[1])[None, :]
-    exists = first + row < seq.length
-    if tile.shape[1] != DIM:
-        exists = exists & (col < DIM)
-    at = sequence.addresses(sequence.Rows(sequence.Operand(data, layout, DIM, DIM), head, seq), first, row, col)
+    for p in tl.static_range(len(tile)):
+        store_part(
+            sequence.Rows(sequence.Operand(data, layout, DIM, BLOCK_DIM), head, seq), first, tile[p],
+            start_of(BLOCK_DIM, p), ADDS,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_part(rows, first, part, START: tl.constexpr, ADDS: tl.constexpr):
+    """One part of ``store_contiguous``."""
+    ptr = rows.tensor.data.ptr
+    row = tl.arange(0, part.shape[0])[:, None]
+    col = START + tl.arange(0, part.shape[1])[None, :]
+    exists = first + row < rows.sequence.length
+    if START + part.shape[1] > rows.tensor.DIM:
+        exists = exists & (col < rows.tensor.DIM)
+    at = sequence.addresses(rows, first, row, col)
     if ADDS:
         # Not loaded, which would take as many registers as the tile has.
-        tl.atomic_add(at, tile.to(ptr.dtype.element_ty), mask=exists, sem="relaxed")
+        tl.atomic_add(at, part.to(ptr.dtype.element_ty), mask=exists, sem="relaxed")
     else:
-        tl.store(at, tile.to(ptr.dtype.element_ty), mask=exists)
+        tl.store(at, part.to(ptr.dtype.element_ty), mask=exists)

@@ -20,25 +20,36 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
 # - Under a band, smaller query tiles waste less of the diagonal.
 # - Short: at head_dim 256 one program fills a multiprocessor, so nothing hides the latency of its first loads: with so
 #   few key blocks per tile, two smaller programs without a pipeline are faster (512 keys, causal: 150 against 153 us).
-# - Packed: descriptors check only the end of the whole packed tensor, so masked blocks load by pointers.
+# - Packed: descriptors check only the end of the whole packed tensor, so masked blocks load by pointers. At 128 a third
+#   stage would leave room for one program on a multiprocessor, by 24 bytes (1.18 times as fast without it).
+# Widths between (in parts, so without descriptors; suite models of the benchmarks, 2026-11-22; each the best of six):
+# 96 full (d 72) 1.05 times as fast as with 128's, 192 causal 1.06 times as fast as with 256's, 160 (192 keys, 128
+# values) 1.16. At 32, full, 1.12; sequences of one tile 1.7.
 # Featured (transforms, masks, bias and dropout take registers of their own): chosen from compiler reports, not timings:
 # two programs share a multiprocessor where registers allow it.
 _BANDED = {
     64: Config(64, 64, 4, 3),
     128: Config(64, 64, 4, 3, tma=True),
+    160: Config(64, 64, 4, 2),
+    192: Config(128, 32, 8, 3),
     256: Config(128, 64, 8, 2, tma=True),
 }
 _SM_80 = dict.fromkeys((16, 32, 64), Config(128, 64, 4, 3)) | {128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)}
 _FEATURED_SM_80 = dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2))
+_DENSE = {
+    32: Config(64, 64, 4, 3),
+    64: Config(64, 128, 4, 2, tma=True),
+    96: Config(64, 64, 4, 2, maxnreg=168),
+    128: Config(64, 64, 4, 3, tma=True),
+    256: Config(128, 64, 8, 2, tma=True),
+}
 _KINDS = {
-    "sm_90 dense": {
-        64: Config(64, 128, 4, 2, tma=True),
-        128: Config(64, 64, 4, 3, tma=True),
-        256: Config(128, 64, 8, 2, tma=True),
-    },
+    "sm_90 dense": _DENSE,
+    "sm_90 one tile": _DENSE | {32: Config(64, 64, 4, 1, tma=True)},
     "sm_90 banded": _BANDED,
+    "sm_90 grouped": _BANDED,
     "sm_90 short": _BANDED | {256: Config(64, 64, 4, 1, tma=True)},
-    "sm_90 packed": _BANDED,
+    "sm_90 packed": _BANDED | {96: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2, tma=True)},
     "sm_90 featured": {
         64: Config(64, 64, 4, 2, tma=True),
         128: Config(64, 64, 4, 2, tma=True),

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.portable.device.call import locate, with_call
-from flashtile.backends.portable.device.tile_io import load_contiguous, load_rows, store_contiguous
+from flashtile.backends.portable.device.tile_io import (
+    add_product,
+    also,
+    load_contiguous,
+    load_rows,
+    scaled,
+    store_contiguous,
+    times_transposed,
+    zeros,
+)
 from flashtile.backends.vocab import blocks, dropout, scores, softmax
 from flashtile.backends.vocab.blocks import Visit
 from flashtile.backends.vocab.dropout import Draws
@@ -55,7 +64,7 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, head, keys, MASKED: tl.c
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
-        product = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+        product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
         edge = MASKED
         if visit.full_start is not None:
@@ -66,8 +75,7 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, head, keys, MASKED: tl.c
             kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
         v = load_rows(Rows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=INPUT_PRECISION)
+        acc = add_product(scaled(acc, rescale[:, None]), probs.to(v[0].dtype), v, INPUT_PRECISION)
     return acc, row_max, row_sum
 
 
@@ -77,11 +85,29 @@ def finish(acc, row_max, row_sum, sinks_ptr, h, in_sequence, keep_scale):
     if sinks_ptr is not None:
         sink = tl.where(in_sequence, tl.load(sinks_ptr + h).to(tl.float32), float("-inf"))
         rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink)
-        acc = acc * rescale[:, None]
+        acc = scaled(acc, rescale[:, None])
     out_scale, lse = softmax.finalise(row_max, row_sum)
     out_scale = out_scale * keep_scale
-    # A select, so that an empty row is 0 even if a key that it masks has a NaN in v.
-    return tl.where(out_scale[:, None] == 0.0, 0.0, acc * out_scale[:, None]), lse
+    return scaled_or_zero(acc, out_scale[:, None]), lse
+
+
+@triton.jit
+def scaled_or_zero(tile, factor):
+    """``scaled``, but 0 where the factor is, so that an empty row is 0 even if a key that it masks has a NaN in v."""
+    parts = ()
+    for p in tl.static_range(len(tile)):
+        parts = also(parts, tl.where(factor == 0.0, 0.0, tile[p] * factor))
+    return parts
+
+
+@triton.jit
+def merged(tile, lse, more, more_lse):
+    """``softmax.merge`` of two tiles."""
+    parts, both_lse = (), lse
+    for p in tl.static_range(len(tile)):
+        part, both_lse = softmax.merge(tile[p], lse, more[p], more_lse)
+        parts = also(parts, part)
+    return parts, both_lse
 
 
 @triton.jit
@@ -91,7 +117,7 @@ def forward_tile(call, results):
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, False)
+    place = locate(call, None)
     h, queries, keys = place.head, place.queries, place.keys
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
@@ -106,7 +132,7 @@ def forward_tile(call, results):
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_N,
     )  # fmt: skip
-    acc = tl.zeros([BLOCK_M, call.v.BLOCK_DIM], tl.float32)
+    acc = zeros(BLOCK_M, call.v.BLOCK_DIM)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all.
@@ -126,8 +152,10 @@ def forward_tile(call, results):
             call.v.DIM, call.v.BLOCK_DIM,
         )  # fmt: skip
         more_lse = tl.load(results.partial_lse_ptr + lse_at + rows, mask=rows < queries.length, other=float("-inf"))
-        out, lse = softmax.merge(out, lse, more_out, more_lse)
-    store_contiguous(results.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM)
+        out, lse = merged(out, lse, more_out, more_lse)
+    store_contiguous(
+        results.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+    )  # fmt: skip
     tl.store(results.lse_ptr + lse_at + rows, lse, mask=rows < queries.length)
 
 
@@ -152,7 +180,7 @@ def attention_forward(
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     batch, seqlen_q, seqlen_k, num_heads_q, group_size, heads_at_once, left, right, scale, param, dropout_threshold,
     keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +195,7 @@ def attention_forward(
             Strided(k_ptr, k_source, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, v_source, v_stride_b, v_stride_row, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (

@@ -17,7 +17,7 @@ from flashtile.backends.portable.arguments import (
     heads_at_once,
     num_programs,
 )
-from flashtile.backends.portable.config import Config, overridden, padded_dims
+from flashtile.backends.portable.config import Config, overridden, tile_dims
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
 from flashtile.backends.portable.tuned import or_tables
@@ -79,7 +79,7 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
     """
-    block_d, block_dv = padded_dims(problem.head_dim, problem.head_dim_v)
+    block_d, block_dv = tile_dims(problem.head_dim, problem.head_dim_v)
     sizes = {
         **common_sizes(problem, tensors),
         **descriptors({"k": (tensors.k, block_d), "v": (tensors.v, block_dv)}, config.block_n, config),

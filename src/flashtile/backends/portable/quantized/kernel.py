@@ -118,7 +118,7 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, mor
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         block = block_of(call.k.layout, keys, head.b, first)
-        k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
+        k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)[0]
         product = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N] float32
         scale = q_scale * load_scale(more.k_scale, keys.batch_index, head_kv, block, True)
         if SCALE_FIRST:
@@ -150,7 +150,7 @@ def quantized_tile(call, more):
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, False)
+    place = locate(call, None)
     h, queries, keys = place.head, place.queries, place.keys
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
@@ -158,7 +158,7 @@ def quantized_tile(call, more):
     rows = m_first + tl.arange(0, BLOCK_M)
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
     in_sequence = place.b < call.q.layout.num_sequences
-    q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
+    q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)[0]
     q_block = block_of(call.q.layout, queries, place.b, m_first)
     q_scale = load_scale(more.q_scale, queries.batch_index, h, q_block, in_sequence)
     left, right = call.terms.band.left, call.terms.band.right
@@ -183,8 +183,10 @@ def quantized_tile(call, more):
         shift = tl.load(more.shift_ptr + lse_at + rows, mask=exists & in_sequence, other=0.0)
         row_max += shift * call.terms.scale * softmax.LOG2_E
     down = 0.00390625  # 2^-PROBS_LOG2
-    out, lse = finish(acc * down, row_max, row_sum * down, more.sinks_ptr, h, in_sequence, 1.0)
-    store_contiguous(more.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM)
+    out, lse = finish((acc * down,), row_max, row_sum * down, more.sinks_ptr, h, in_sequence, 1.0)
+    store_contiguous(
+        more.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+    )  # fmt: skip
     tl.store(more.lse_ptr + lse_at + rows, lse, mask=exists)
 
 
@@ -223,7 +225,7 @@ def attention_quantized(
             Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
             Strided(v_ptr, None, v_stride_b, v_stride_dim, v_stride_head),
         ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV),
+        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, 1),
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
         (scale, SCALE_FIRST, None),
         (ScoreMod(SCORE_MOD, None, None, param), Alibi(None, 0), ScoreTensor(None, 0, 0, 0, 0)),
