@@ -25,8 +25,9 @@ CASES = (
 
 # Small ones, so that few keys are many splits, which several programs share.
 TILES = Config(16, 32, 4, 3, programs_per_sm=2, splitting=Splitting(programs=8, fewest_keys=32, most_keys=64))
-# Two groups of warps, whose products are WGMMA.
+# Two groups of warps, whose products are WGMMA, and one.
 WIDE_TILES = Config(128, 64, 8, 3, 1, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
+TALL_TILES = Config(64, 64, 4, 3, 2, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
 WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_dim=64, window=(300, 0))
 
 
@@ -43,9 +44,10 @@ def test_compiled_kernels_under_the_rule(case: CacheCase, arch: str) -> None:
         judge(build(case, torch.bfloat16), "portable")
 
 
-def test_tiles_of_many_rows() -> None:
+@pytest.mark.parametrize("tiles", [WIDE_TILES, TALL_TILES], ids=str)
+def test_tiles_of_many_rows(tiles: Config) -> None:
     """Blocks with and without a mask, runs of splits, and a fold of states so large that programs wait to share it."""
-    with portable.on_cpu(Options(seed=3), "sm_90"), mock.patch.object(config, "_override", [WIDE_TILES]):
+    with portable.on_cpu(Options(seed=3), "sm_90"), mock.patch.object(config, "_override", [tiles]):
         judge(build(WIDE, torch.bfloat16), "portable")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.base import Known
 from flashtile.backends.decode.append import cache_append
-from flashtile.backends.decode.config import Config, choose, overridden
+from flashtile.backends.decode.config import Config, choose, hopper_rows, overridden
 from flashtile.backends.decode.kernel import cache_attention
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, row_strides
@@ -185,7 +185,8 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
     slots, run, search = bounds.slots, config.splitting.run, _power_of_two(p.batch + p.varlen)
     fold_rows = min(_power_of_two(rows), 4)
     # States that are loaded at once: whole runs. Over more Triton takes long; of many rows, programs do some each.
-    ahead = max(min(16 if rows <= 4 else 8, 8192 // (fold_rows * padded(p.head_dim_v))) // run, 1) * run
+    most = 16 if rows <= 4 or 64 < hopper_rows(p) <= 128 else 8
+    ahead = max(min(most, 8192 // (fold_rows * padded(p.head_dim_v))) // run, 1) * run
     programs = min(bounds.items, num_sms * config.programs_per_sm)
     lanes = max(n for n in range(1, 17) if p.num_heads_kv % n == programs % n == 0)
     sizes: dict[str, Any] = {
@@ -218,7 +219,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
             "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
         }
 
-    key = ("attend", config, search, fold_rows, lanes, slots > 0)
+    key = ("attend", config, search, fold_rows, ahead, lanes, slots > 0)
     return Launch(cache_attention, programs, sizes, config.options(), others, key)
 
 
