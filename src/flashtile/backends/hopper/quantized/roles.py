@@ -346,7 +346,7 @@ def update(channels, at, state, block, sizes, mod, WARPGROUP: gl.constexpr):
     else:
         scale = scale * block.score
     s = shape_scores(s, mod, pairs, (), sizes, loop, n_block, is_edge(loop, n_block, sizes), True)
-    row_max, origin, factor = softmax.raise_max(state.row_max, row_tops(s, state.row_max) * scale, True)
+    row_max, origin, factor = softmax.raise_max(state.row_max, row_tops(s, state.row_max, scale, ()), True)
     e = softmax.exponentials(s, scale, origin - PROBS_LOG2)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, state.row_sum.type.layout))
     row_sum = state.row_sum * sum_factor[:, None] + thread_sums(e)
