@@ -31,8 +31,8 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
         from flashtile.backends.hopper import tensor_maps
         from flashtile.backends.hopper.forward import config, launch
 
-        tiles = config.choose(problem, tensor_maps.pair_bytes(tensors))
-        return {"attention_forward": launch.forward_launch(problem, tensors, tiles)}
+        chosen = config.choose(problem, tensor_maps.pair_bytes(tensors))
+        return {"attention_forward": launch.forward_launch(problem, tensors, chosen)}
     from flashtile.backends.hopper.backward import config as backward_config
     from flashtile.backends.hopper.backward import launch as backward_launch
 

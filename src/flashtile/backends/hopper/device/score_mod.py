@@ -14,7 +14,6 @@ term is 1. The portable backend has the same rules in ``vocab.scores``.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
@@ -39,6 +38,9 @@ class Pairs:
         seqlen_q: Rows of the sequence.
         seqlen_k: Keys of the sequence.
         keys_first: Whether keys lie along dimension 0.
+        use: Of the rings of ``PairTiles``, which the forward alone has; likewise what follows.
+        is_tile: Whether there is a block at all.
+        warpgroup: Whose rows they are.
     """
 
     b: gl.tensor
@@ -48,8 +50,8 @@ class Pairs:
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     keys_first: gl.constexpr
-    use: gl.tensor
-    is_tile: gl.tensor
+    use: gl.tensor | gl.constexpr
+    is_tile: gl.tensor | gl.constexpr
     warpgroup: gl.constexpr
 
     @gluon.jit
@@ -199,11 +201,16 @@ class PairTiles:
             like = x
             dtype: gl.constexpr = self.desc.dtype
             COLS: gl.constexpr = N
-        if self.desc.block_type.shape[2] == 1:
+        ROWS: gl.constexpr = self.desc.block_type.shape[2]
+        if ROWS == 1:
             block = as_row(self.ring.at(pairs.use), dtype, COLS)
         else:
             block = as_tile(self.ring.part(pairs.use, pairs.warpgroup), dtype, COLS)
-        return block.load(like.type.layout)
+        layout: gl.constexpr = like.type.layout
+        numbers = gl.zeros([ROWS, COLS], dtype, layout)
+        if pairs.is_tile:
+            numbers = block.load(layout)
+        return numbers
 
     @gluon.jit
     def add(self, x, pairs, bias, unit):

@@ -78,7 +78,9 @@ class Config:
         keys = self.stages * self.block_n * (self.block_d + self.block_dv)
         rows = self.num_warpgroups * self.block_m
         pairs = self.pair_stages * buffer_bytes(self.block_n, rows, self.pair_bytes)
-        return pairs + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)) + OTHER_BYTES
+        return (
+            pairs + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)) + OTHER_BYTES
+        )
 
     def __str__(self) -> str:
         rows = f"{self.num_warpgroups} x {self.block_m}"
@@ -128,7 +130,8 @@ def two_warpgroups(
         if stages >= 2:
             return Config(
                 block_d=block_d, block_dv=block_dv, out_cols=out_cols, block_n=block_n, stages=min(stages, MOST_STAGES),
-                q_stages=q_stages, overlap=overlap, out_stages=out_stages, pair_stages=pair_stages, pair_bytes=pair_bytes,
+                q_stages=q_stages, overlap=overlap, out_stages=out_stages, pair_stages=pair_stages,
+                pair_bytes=pair_bytes,
             )  # fmt: skip
     raise ValueError(f"no tiles of {block_d} and {block_dv} columns fit into shared memory")
 
@@ -152,7 +155,9 @@ def three_warpgroups_64(pair_bytes: tuple[int, int]) -> Config:
         return THREE_WARPGROUPS_64
     for stages, q_stages, pair_stages in ((3, 2, 2), (2, 1, 2), (2, 1, 1)):
         with contextlib.suppress(ValueError):
-            return replace(THREE_WARPGROUPS_64, stages=stages, q_stages=q_stages, pair_stages=pair_stages, pair_bytes=pair_bytes)
+            return replace(
+                THREE_WARPGROUPS_64, stages=stages, q_stages=q_stages, pair_stages=pair_stages, pair_bytes=pair_bytes
+            )
     raise ValueError(f"no room for pairs of {pair_bytes} bytes")
 
 

@@ -32,9 +32,9 @@ _RUN_TIME = [
 
 @gluon.jit(do_not_specialize=_RUN_TIME)
 def attention_forward(
-    q_desc, k_desc, v_desc, out_desc, bias_desc, mask_desc, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr, scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch,
-    num_heads_q, group_size, left, right,
+    q_desc, k_desc, v_desc, out_desc, bias_desc, mask_desc, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr,
+    sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr, scale_log2, softcap, prescale, seqlen_q, seqlen_k,
+    batch, num_heads_q, group_size, left, right,
     alibi_ptr, alibi_stride_b, bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -88,7 +88,8 @@ def attention_forward(
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, 0)),
             (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, 1)),
-            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1), keys, values), mod.tiles, sizes, BLOCK_D, BLOCK_DV)),
+            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1), keys, values), mod.tiles, sizes,
+                        BLOCK_D, BLOCK_DV)),
             (scheduler, scheduled),
         ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
     else:
@@ -97,6 +98,7 @@ def attention_forward(
             (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, 0)),
             (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, 1)),
             (consumer, (Channels(tiles, q2, keys, values), output, sizes, mod, 2)),
-            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1, q2), keys, values), mod.tiles, sizes, BLOCK_D, BLOCK_DV)),
+            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1, q2), keys, values), mod.tiles, sizes,
+                        BLOCK_D, BLOCK_DV)),
             (scheduler, scheduled),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

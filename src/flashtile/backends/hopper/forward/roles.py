@@ -171,7 +171,9 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
             # they are those of stale buffers, and nobody reads them.
             s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, mod)
             accs = add_last_values(channels, used, state)
-            pairs = block_pairs(channels.tiles, tiles + 1, used + 1 + loop.skipped, loop, loop.n_block, sizes, WARPGROUP)
+            pairs = block_pairs(
+                channels.tiles, tiles + 1, used + 1 + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP
+            )
             fetched = mod.fetch(pairs, zeros)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
@@ -202,7 +204,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
 def start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.constexpr):
     """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
     s = start_first_scores(channels, tiles, used, loop, zeros, mod)
-    pairs = block_pairs(channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, sizes, WARPGROUP)
+    pairs = block_pairs(channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP)
     fetched = mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)

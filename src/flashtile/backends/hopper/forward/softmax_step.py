@@ -1,5 +1,6 @@
 """One block of keys in the Hopper forward: its scores, its softmax, and the values of the block before it."""
 
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -99,7 +100,7 @@ def open_tile(records, tiles, sizes, rows, like, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def block_pairs(records, tiles, use, loop, n_block, sizes, WARPGROUP: gl.constexpr):
+def block_pairs(records, tiles, use, loop, n_block, sizes, is_tile, WARPGROUP: gl.constexpr):
     """The pairs of a warpgroup's rows and a block of keys: none without a tile."""
     where = query_rows(records, tiles, sizes)
     row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
@@ -108,7 +109,7 @@ def block_pairs(records, tiles, use, loop, n_block, sizes, WARPGROUP: gl.constex
         seqlen_k = records.get(tiles, "seqlen_k")
     # A record after the last tile may have any row.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
-    return Pairs(where.b, where.head, row, n_block * sizes.block_n, seqlen_q, seqlen_k, False, use, loop.is_tile, WARPGROUP)
+    return Pairs(where.b, where.head, row, n_block * sizes.block_n, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP)
 
 
 @gluon.jit
@@ -168,10 +169,7 @@ def first_probs(s, mod, pairs, fetched, sizes, loop):
     s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, loop.n_block, is_edge(loop, loop.n_block, sizes), True)
     nothing = gl.full([sizes.block_m], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     # A tile may have no key at all, whatever the mask.
-    if len(shift) == 0:
-        tops = gl.max(s, 1) * mod.scale_log2
-    else:
-        tops = row_tops(s, nothing, mod.scale_log2, shift)
+    tops = gl.max(s, 1) * mod.scale_log2 if len(shift) == 0 else row_tops(s, nothing, mod.scale_log2, shift)
     tops = mod.release(pairs, tops)
     row_max, origin, _ = softmax.raise_max(nothing, tops, True)
     e = exponentials(s, mod.scale_log2, origin, shift)
@@ -200,7 +198,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGRO
     accs = add_products(state.probs, channels.values, used, accs)
     if sizes.in_turns:
         row_max = pass_turn(row_max, (WARPGROUP + 1) % sizes.num_warpgroups)
-    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, sizes, WARPGROUP)
+    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, sizes, True, WARPGROUP)
     # What comes from shared memory is quick, and where three warpgroups share the registers it is loaded late.
     LATE: gl.constexpr = sizes.num_warpgroups > 2 and len(mod.tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros)
