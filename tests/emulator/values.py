@@ -256,7 +256,9 @@ class SharedMemory:
     def allocate(cls, machine: Machine, dtype: Any, shape: Sequence[int], name: str, cols: int = 0) -> SharedMemory:
         """Uninitialised memory: NaN, or numbers that nothing expects; ``cols`` columns may be written by themselves."""
         kind = TORCH_DTYPES[dtype]
-        data = torch.full(tuple(shape), torch.nan if kind.is_floating_point else -(2**30) + 7, dtype=kind)
+        data = torch.full(
+            tuple(shape), torch.nan if kind.is_floating_point else 7 - (2**30 if kind.is_signed else 0), dtype=kind
+        )
         # The first dimension of a small one counts buffers; anything else is a buffer of its own.
         buffers = shape[0] if len(shape) > 1 and shape[0] <= 16 else 1
         boxes = max(1, shape[-1] // cols) if cols else 1

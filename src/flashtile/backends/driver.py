@@ -21,7 +21,7 @@ _FORMATS = {"i32": "i", "fp32": "f", "i64": "q"}
 # Sizes of the parameters by format; M is a tensor map.
 SIZES = {"M": TENSOR_MAP_BYTES, "Q": 8, "q": 8, "i": 4, "f": 4}
 # CUtensorMapDataType by the name Triton gives a dtype.
-_DATA_TYPES = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
+_DATA_TYPES = {"fp8e4nv": 0, "u8": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 _L2_PROMOTION_128 = 2
 # CUlaunchConfig: grid, block and shared memory, the stream, attributes (none).
 _CONFIG = struct.Struct("<7I4xQQI4x")

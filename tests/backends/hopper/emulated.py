@@ -22,11 +22,13 @@ from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
 from tests import emulator
-from tests.emulator.language import elementwise
+from tests.emulator.language import elementwise, select
 
 # What the inline PTX means, and the name that only the newest Triton has.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.hold: lambda x: x,
+    inline_ptx.seen: lambda x: x,
+    inline_ptx.keep: lambda x, words, fill, bits: select((words & bits) != 0, x, fill),
     inline_ptx.rescale: lambda acc, factor, width: acc * factor[:, None],
     inline_ptx.least_integers: lambda numbers, signs: functools.reduce(elementwise(torch.minimum), numbers),
     # Turns decide who is first, not what comes out.
@@ -72,7 +74,7 @@ def with_kernels(
         (host, "launch_by_triton", run),
     ]
     if forward is not None:
-        patches.append((forward_config, "choose", lambda problem: forward))
+        patches.append((forward_config, "choose", lambda problem, *_: forward))
     if backward is not None:
         patches.append((backward_config, "choose", lambda problem: backward))
     forget_plans()

@@ -28,9 +28,11 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
         tiles = quantized_config.choose(problem)
         return {"attention_quantized": quantized.quantized_launch(problem, tensors, tiles)}
     if direction == "forward":
+        from flashtile.backends.hopper import tensor_maps
         from flashtile.backends.hopper.forward import config, launch
 
-        return {"attention_forward": launch.forward_launch(problem, tensors, config.choose(problem))}
+        chosen = config.choose(problem, tensor_maps.pair_bytes(tensors))
+        return {"attention_forward": launch.forward_launch(problem, tensors, chosen)}
     from flashtile.backends.hopper.backward import config as backward_config
     from flashtile.backends.hopper.backward import launch as backward_launch
 

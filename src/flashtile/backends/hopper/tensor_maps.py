@@ -14,7 +14,7 @@ from flashtile.backends.launch import TensorMap
 from flashtile.problem import Problem, Tensors
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-GLUON_DTYPES[torch.float8_e4m3fn] = gl.float8e4nv
+GLUON_DTYPES |= {torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8}
 # Bounds beyond any length are the same as none, and 32-bit arithmetic on positions must not overflow.
 _FAR = 2**30
 # The two extra dimensions of a packed tensor's map, in elements: see PACKED_ROWS. The first stride times the
@@ -91,6 +91,40 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> 
         return shape, strides
     row = strides[0]
     return (_ANY, _ANY, PACKED_ROWS.value, *shape[1:]), (_WRAP - row, row, row, strides[1], 1)
+
+
+def pair_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
+    """Boxes of rows and keys of a bias or mask over (batch, heads, rows, keys), or None where TMA cannot read it.
+
+    Whatever it broadcasts along has size 1 in the map, and then a box has one row.
+    """
+    if tensor is None or tensor.dtype == torch.float64 or tensor.dim() == 0 or tensor.stride(-1) != 1:
+        return None
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)
+    own = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not is_readable(tensor.as_strided(own, tensor.stride())):
+        return None
+    shape = (1,) * (4 - tensor.dim()) + own
+    # Where the size is 1, any stride will do that TMA takes.
+    strides = (16,) * (4 - tensor.dim()) + tensor.stride()
+    strides = tuple(16 if size == 1 else stride for size, stride in zip(shape[:3], strides, strict=False))
+    sides = (1, 1, 1 if shape[2] == 1 else rows, cols)
+    return TensorMap(tensor.dtype, shape, (*strides, 1), sides, _pair_layout(tensor.dtype, sides))
+
+
+def pair_bytes(tensors: Tensors) -> tuple[int, int]:
+    """What TMA can read of the bias and the mask, as in ``forward.config.Config``."""
+    maps = [pair_map(tensor, 64, 64) for tensor in (tensors.attn_bias, tensors.attn_mask)]
+    sizes = [(each.box[2] > 1, each.dtype.itemsize) for each in maps if each is not None]
+    return sum(size for own, size in sizes if own), sum(size for own, size in sizes if not own)
+
+
+@functools.cache
+def _pair_layout(dtype: torch.dtype, sides: tuple[int, ...]) -> Any:
+    if sides[2] == 1:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=4)
+    return gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
 
 
 def pair_arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:

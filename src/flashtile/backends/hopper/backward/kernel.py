@@ -21,7 +21,7 @@ from flashtile.backends.hopper.backward.roles import consumer, producer
 from flashtile.backends.hopper.backward.scheduler import KeyGrid
 from flashtile.backends.hopper.backward.split_by_gradient import gradient_consumer
 from flashtile.backends.hopper.device.ring import make_ring
-from flashtile.backends.hopper.device.score_mod import ScoreMod, make_terms, pair_tensors
+from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_terms, pair_tensors
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
 _RUN_TIME = [
@@ -82,8 +82,8 @@ def attention_backward(
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)
     mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, False,
-                   make_terms(alibi, (bias_ptr, bias_strides), batch, ALIBI_ONE_SIDED),
-                   pair_tensors((mask_ptr, mask_strides)))  # fmt: skip
+                   pair_tensors((bias_ptr, bias_strides)) + alibi_terms(alibi[0], alibi[1], batch, ALIBI_ONE_SIDED),
+                   pair_tensors((mask_ptr, mask_strides)), (), ())  # fmt: skip
     produced = (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                 channels, grid)  # fmt: skip
     keys0, keys1 = (dk_desc, dv_desc, channels0, grid, mod), (dk_desc, dv_desc, channels1, grid, mod)

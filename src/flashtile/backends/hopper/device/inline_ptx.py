@@ -45,6 +45,18 @@ def hold(x):
     return gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
+_SEEN = gl.constexpr(
+    "{ .reg .pred p, q; setp.eq.s32 p, $2, 0x7FABCDEF; setp.eq.s32 q, $3, 0x7FABCDEF; or.pred p, p, q; "
+    "@p nanosleep.u32 0; mov.b32 $0, $2; mov.b32 $1, $3; }"
+)
+
+
+@gluon.jit
+def seen(x):
+    """Any float32 x, computed before any barrier that follows: ``hold`` for numbers of either sign."""
+    return gl.inline_asm_elementwise(_SEEN, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+
+
 @gluon.constexpr_function
 def _least_ptx(count):
     """Of two elements the least ($0, $1) of ``count`` integers each ($4 $6 ..., $5 $7 ...) if one of $2, $3 is < 0."""
@@ -92,6 +104,17 @@ def pass_turn(x, GROUP: gl.constexpr):
     return gl.inline_asm_elementwise(
         _turn_ptx("arrive", GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2
     )
+
+
+@gluon.constexpr_function
+def _keep_ptx(bits):
+    return f"{{ .reg .pred p; .reg .b32 a; and.b32 a, $2, {bits}; setp.ne.u32 p, a, 0; selp.f32 $0, $1, $3, p; }}"
+
+
+@gluon.jit
+def keep(x, words, fill, BITS: gl.constexpr):
+    """Float32 x, ``fill`` where none of BITS is in the int32 ``words``: the compiler makes three operations of it."""
+    return gl.inline_asm_elementwise(_keep_ptx(BITS), "=f,f,r,f", [x, words, fill], gl.float32, True, 1)
 
 
 @gluon.jit

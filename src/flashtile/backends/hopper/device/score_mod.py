@@ -14,9 +14,12 @@ term is 1. The portable backend has the same rules in ``vocab.scores``.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
 from flashtile.backends.hopper.device.head_dim_parts import also
+from flashtile.backends.hopper.device.inline_ptx import keep, seen
+from flashtile.backends.hopper.device.ring import Ring, make_ring
 from flashtile.backends.hopper.device.wgmma_fragments import as_before, by_thread, thread_columns, thread_origin
 from flashtile.backends.vocab import quick_scores, softmax
 
@@ -35,6 +38,9 @@ class Pairs:
         seqlen_q: Rows of the sequence.
         seqlen_k: Keys of the sequence.
         keys_first: Whether keys lie along dimension 0.
+        use: Of the rings of ``PairTiles``, which the forward alone has; likewise what follows.
+        is_tile: Whether there is a block at all.
+        warpgroup: Whose rows they are.
     """
 
     b: gl.tensor
@@ -44,6 +50,9 @@ class Pairs:
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     keys_first: gl.constexpr
+    use: gl.tensor | gl.constexpr
+    is_tile: gl.tensor | gl.constexpr
+    warpgroup: gl.constexpr
 
     @gluon.jit
     def distances(self, x):
@@ -93,6 +102,15 @@ class Alibi:
             t = by_thread(x) - gl.abs(start[:, None, :, None] + cols) * slope
         return as_before(t, x)
 
+    @gluon.jit
+    def split(self, x, pairs, slope, unit):
+        """One-sided ALiBi as (x plus what differs between a thread's columns, [M, 4] the rest in exponents of 2).
+
+        Each score costs one operation, and the rest goes into the maximum that is subtracted from a row anyway.
+        """
+        t = by_thread(x) + thread_columns(x).to(gl.float32) * (slope * unit)
+        return as_before(t, x), (pairs.distances(x).to(gl.float32) * (slope * LOG2_E),)
+
 
 @aggregate
 class PairTensor:
@@ -141,6 +159,74 @@ class PairTensor:
 
 
 @aggregate
+class PairTiles:
+    """A bias or a mask as ``PairTensor`` has it, which TMA brings to shared memory for a tile's rows and a key block.
+
+    Attributes:
+        desc: Boxes of a warpgroup's rows and a block of keys, or of one row for all.
+        ring: Where they go; a use is one of the keys' ring.
+        stride_b: 0 if sequences share it.
+        stride_head: 0 if heads share it.
+    """
+
+    desc: tma.tensor_descriptor
+    ring: Ring
+    stride_b: gl.tensor
+    stride_head: gl.tensor
+
+    @gluon.jit
+    def start(self, b, head, row, key, use):
+        """Starts the load of a block; the producer's part."""
+        M: gl.constexpr = self.desc.block_type.shape[2]
+        N: gl.constexpr = self.desc.block_type.shape[3]
+        parts: gl.constexpr = self.ring.parts
+        full = self.ring.acquire(use, parts * M * N * (self.desc.dtype.primitive_bitwidth // 8))
+        b, head = gl.where(self.stride_b == 0, 0, b), gl.where(self.stride_head == 0, 0, head)
+        for i in gl.static_range(parts):
+            box = as_box(self.ring.part(use, i), self.desc)
+            tma_load(self.desc, (b, head, 0 if M == 1 else row + i * M, key), full, box)
+
+    @gluon.jit
+    def fetch(self, pairs, x):
+        """The block, [M, N], or [1, N] if all rows share it; of a mask, two keys a number."""
+        self.ring.wait(pairs.use, pairs.is_tile)
+        N: gl.constexpr = x.shape[1]
+        if self.desc.dtype == gl.uint8:
+            # Two keys of a mask at a time.
+            even, _ = gl.split(by_thread(x))
+            like = gl.reshape(even, [x.shape[0], N // 2])
+            dtype: gl.constexpr = gl.int16
+            COLS: gl.constexpr = N // 2
+        else:
+            like = x
+            dtype: gl.constexpr = self.desc.dtype
+            COLS: gl.constexpr = N
+        ROWS: gl.constexpr = self.desc.block_type.shape[2]
+        if ROWS == 1:
+            block = as_row(self.ring.at(pairs.use), dtype, COLS)
+        else:
+            block = as_tile(self.ring.part(pairs.use, pairs.warpgroup), dtype, COLS)
+        layout: gl.constexpr = like.type.layout
+        numbers = gl.zeros([ROWS, COLS], dtype, layout)
+        if pairs.is_tile:
+            numbers = block.load(layout)
+        return numbers
+
+    @gluon.jit
+    def add(self, x, pairs, bias, unit):
+        """The block with the bias added."""
+        return x + bias.to(gl.float32) * unit
+
+    @gluon.jit
+    def select(self, x, mask, fill):
+        """The block, ``fill`` where the mask is False."""
+        even, odd = gl.split(by_thread(x))
+        mask = gl.convert_layout(gl.reshape(mask, [mask.shape[0], even.shape[1], 4]), even.type.layout).to(gl.int32)
+        even, odd = keep(even, mask, fill, 0xFF), keep(odd, mask, fill, 0xFF00)
+        return as_before(gl.join(even, odd), x)
+
+
+@aggregate
 class ScoreMod:
     """How products become scores: softcap, scale, terms and masks; the numbers are those of ``launch.scales``.
 
@@ -161,6 +247,8 @@ class ScoreMod:
     scale_first: gl.constexpr
     terms: gl.tuple
     masks: gl.tuple
+    tiles: gl.tuple
+    slopes: gl.tuple
 
     @gluon.jit
     def fetch(self, pairs, x):
@@ -170,16 +258,37 @@ class ScoreMod:
             fetched = also(fetched, self.terms[i].fetch(pairs, x))
         for i in gl.static_range(len(self.masks)):
             fetched = also(fetched, self.masks[i].fetch(pairs, x))
+        for i in gl.static_range(len(self.slopes)):
+            fetched = also(fetched, self.slopes[i].fetch(pairs, x))
         return fetched
 
     @gluon.jit
     def scores(self, s, pairs, fetched):
-        """Products as scores that ``scale_log2`` turns into exponents."""
+        """(scores, shift): ``scale_log2`` turns scores into exponents, and ``shift`` is () or ([M, 4],), then added."""
         if self.has_softcap:
             s = quick_scores.softcap(s, self.softcap, self.prescale)
         if self.scale_first:
             s = s * self.prescale
-        return self.add_terms(s, pairs, fetched, LOG2_E / self.scale_log2)
+        unit = LOG2_E / self.scale_log2
+        s = self.add_terms(s, pairs, fetched, unit)
+        if len(self.slopes) > 0:
+            return self.slopes[0].split(s, pairs, fetched[len(fetched) - 1], unit)
+        else:
+            return s, ()
+
+    @gluon.jit
+    def release(self, pairs, row_max):
+        """Row maxima, to which all scores went; the tiles may be overwritten.
+
+        A barrier does not wait for loads from shared memory that are still under way, and TMA does not queue behind
+        them: beside products that read as much as they can, H200s gave the next block's pairs, so what was loaded must
+        have arrived.
+        """
+        if len(self.tiles) > 0:
+            row_max = seen(row_max)
+        for i in gl.static_range(len(self.tiles)):
+            self.tiles[i].ring.release(pairs.use, pairs.is_tile)
+        return row_max
 
     @gluon.jit
     def add_terms(self, x, pairs, fetched, unit):
@@ -197,12 +306,12 @@ class ScoreMod:
 
 
 @gluon.jit
-def make_terms(alibi, bias, batch, ALIBI_ONE_SIDED: gl.constexpr):
-    """The terms of kernel arguments: (pointer or None, stride of a sequence), and as ``pair_tensors`` has them."""
-    terms = pair_tensors(bias)
-    if alibi[0] is not None:
-        terms = also(terms, Alibi(alibi[0], alibi[1], batch, ALIBI_ONE_SIDED))
-    return terms
+def alibi_terms(ptr, stride_b, batch, ONE_SIDED: gl.constexpr):
+    """ALiBi as a term, none without slopes."""
+    if ptr is not None:
+        return (Alibi(ptr, stride_b, batch, ONE_SIDED),)
+    else:
+        return ()
 
 
 @gluon.jit
@@ -211,5 +320,19 @@ def pair_tensors(tensor):
     ptr, strides = tensor
     if ptr is not None:
         return (PairTensor(ptr, strides[0], strides[1], strides[2], strides[3]),)
+    else:
+        return ()
+
+
+@gluon.jit
+def pair_tiles(desc, strides, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The ``PairTiles`` of a descriptor, none without one."""
+    if desc is not None:
+        ROWS: gl.constexpr = desc.block_type.shape[2]
+        # Buffers of eight rows lie where TMA may write.
+        tile: gl.constexpr = [max(ROWS, 8), desc.block_type.shape[3]]
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(tile, desc.dtype)
+        ring = make_ring(desc.dtype, tile, layout, STAGES, WARPGROUPS, 1, 1 if ROWS == 1 else WARPGROUPS)
+        return (PairTiles(desc, ring, gl.to_tensor(strides[0]), gl.to_tensor(strides[1])),)
     else:
         return ()

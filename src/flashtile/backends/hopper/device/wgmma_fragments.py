@@ -18,8 +18,10 @@ def thread_sums(x):
 
 
 @gluon.jit
-def row_tops(x, row_max):
-    """[M, N] -> [M]: the maximum of each row, meaningful only where it is above ``row_max`` (-inf: none so far).
+def row_tops(x, row_max, scale, shift):
+    """[M, N] -> [M]: the maximum of ``x * scale + shift``, meaningful only above ``row_max`` (-inf: none so far).
+
+    ``scale`` > 0; ``shift`` is () or ([M, 4],), each thread's.
 
     Hopper has an instruction for the greatest of three integers, and none for floats. Floats are in the order of the
     integers with the same bits, but negative ones the other way round: of those alone the greatest is the least
@@ -34,9 +36,14 @@ def row_tops(x, row_max):
     layout: gl.constexpr = numbers[0].type.layout
     tops = gl.convert_layout(tops, layout)
     signs = gl.convert_layout(row_max, gl.SliceLayout(1, layout))[:, None] + gl.zeros([M, 4], gl.float32, layout)
+    if len(shift) > 0:
+        signs -= gl.convert_layout(shift[0], layout)
     least = least_integers(numbers, signs)
     tops = gl.where((signs < 0) & (tops < 0), least, tops).to(gl.float32, bitcast=True)
-    return gl.convert_layout(gl.max(tops, 1), gl.SliceLayout(1, x.type.layout))
+    if len(shift) > 0:
+        tops = tops * scale + gl.convert_layout(shift[0], layout)
+    tops = gl.convert_layout(gl.max(tops, 1), gl.SliceLayout(1, x.type.layout))
+    return tops * scale if len(shift) == 0 else tops
 
 
 @gluon.jit

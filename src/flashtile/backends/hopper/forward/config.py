@@ -40,6 +40,8 @@ class Config:
         out_stages: Buffers for such pieces.
         registers: What setmaxnreg gives a computing warpgroup's threads.
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
+        pair_stages: Buffers for biases and masks; none if each thread loads what it needs of them.
+        pair_bytes: Bytes of an element, added up over biases and masks with rows of their own and over those with one.
     """
 
     block_d: int
@@ -57,6 +59,8 @@ class Config:
     out_stages: int = 1
     registers: int = 240
     max_registers: int = 168
+    pair_stages: int = 0
+    pair_bytes: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2:
@@ -73,7 +77,10 @@ class Config:
         """Shared memory of the tiles and of what else needs any."""
         keys = self.stages * self.block_n * (self.block_d + self.block_dv)
         rows = self.num_warpgroups * self.block_m
-        return 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)) + OTHER_BYTES
+        pairs = self.pair_stages * buffer_bytes(self.block_n, rows, self.pair_bytes)
+        return (
+            pairs + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)) + OTHER_BYTES
+        )
 
     def __str__(self) -> str:
         rows = f"{self.num_warpgroups} x {self.block_m}"
@@ -93,8 +100,15 @@ def narrowest(width: int) -> int:
     return width & -width
 
 
+def buffer_bytes(block_n: int, rows: int, pair_bytes: tuple[int, int]) -> int:
+    """A block of biases and masks in shared memory, where what all rows share takes eight."""
+    return block_n * (pair_bytes[0] * rows + pair_bytes[1] * 8)
+
+
 @functools.cache
-def two_warpgroups(block_d: int, block_dv: int, block_n: int | None = None) -> Config:
+def two_warpgroups(
+    block_d: int, block_dv: int, block_n: int | None = None, pair_bytes: tuple[int, int] = (0, 0)
+) -> Config:
     """Two warpgroups of 64 rows, of which registers allow no third where a row is long.
 
     By the emulator's clock the first thing worth its shared memory is the overlap of tiles, then buffers for all of the
@@ -102,15 +116,22 @@ def two_warpgroups(block_d: int, block_dv: int, block_n: int | None = None) -> C
     registers where an output is. What an H200 made of them: ``benchmarks/tuning``.
     """
     block_n = block_n or (128 if max(block_d, block_dv) <= 128 else 64)
-    out_cols = min(narrowest(block_dv), 128)
-    for overlap, out_stages in itertools.product((True, False), range(block_dv // out_cols, 0, -1)):
+    pairs = buffer_bytes(block_n, 128, pair_bytes)
+    # An output that leaves in narrow pieces, through one buffer, makes room for pairs.
+    out_cols = min(narrowest(block_dv), 64 if pairs else 128)
+    most = 1 if pairs else block_dv // out_cols
+    # Measured (H200, 2026-11-22): a second buffer of pairs is worth more than the overlap, which few leave room for.
+    ways = [(not pair_bytes[0], 2), (False, 2), (False, 1)] if pairs else []
+    ways += [(True, 0), (False, 0)]
+    for (overlap, pair_stages), out_stages in itertools.product(ways, range(most, 0, -1)):
         q_stages = 2 if overlap else 1
-        rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols)
+        rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols) + pair_stages * pairs
         stages = (SHARED_BYTES - OTHER_BYTES - rows) // (2 * block_n * (block_d + block_dv))
         if stages >= 2:
             return Config(
                 block_d=block_d, block_dv=block_dv, out_cols=out_cols, block_n=block_n, stages=min(stages, MOST_STAGES),
-                q_stages=q_stages, overlap=overlap, out_stages=out_stages,
+                q_stages=q_stages, overlap=overlap, out_stages=out_stages, pair_stages=pair_stages,
+                pair_bytes=pair_bytes,
             )  # fmt: skip
     raise ValueError(f"no tiles of {block_d} and {block_dv} columns fit into shared memory")
 
@@ -125,6 +146,21 @@ TWO_WARPGROUPS[256, 256] = replace(TWO_WARPGROUPS[256, 256], in_turns=True)
 THREE_WARPGROUPS_64 = Config(
     block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
 )  # fmt: skip
+
+
+@functools.cache
+def three_warpgroups_64(pair_bytes: tuple[int, int]) -> Config:
+    """``THREE_WARPGROUPS_64`` with two buffers of pairs, and room made for them."""
+    if pair_bytes == (0, 0):
+        return THREE_WARPGROUPS_64
+    for stages, q_stages, pair_stages in ((3, 2, 2), (2, 1, 2), (2, 1, 1)):
+        with contextlib.suppress(ValueError):
+            return replace(
+                THREE_WARPGROUPS_64, stages=stages, q_stages=q_stages, pair_stages=pair_stages, pair_bytes=pair_bytes
+            )
+    raise ValueError(f"no room for pairs of {pair_bytes} bytes")
+
+
 # A band's tiles are of uneven length, and of sequences up to this length there are many: the end of a launch, when the
 # last of them run alone, costs less if programs draw tiles one by one. Beyond it an order fixed beforehand costs less.
 SHORT = 1024
@@ -160,8 +196,10 @@ def override(config: Config) -> Iterator[None]:
         _trial.pop()
 
 
-def choose(problem: Problem) -> Config:
+def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Config:
     """The configuration of a problem, from its head_dims, the kind of mask and the length: never from the batch.
+
+    ``pair_bytes`` says what TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
 
     A row's result depends on the widths, ``block_m`` and ``block_n`` alone, which are the same for all configurations
     of a pair of head_dims, with a bias or mask and without: each row meets the same blocks of keys in the same order
@@ -174,18 +212,21 @@ def choose(problem: Problem) -> Config:
         return _trial[-1]
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]
-    reads_pairs = problem.mask or problem.bias_dtype is not None
-    if reads_pairs:
-        # What a thread holds of a bias or mask takes a register each: by the compiler, 64 keys leave room for it.
-        config = two_warpgroups(*dims, block_n=64)
+    bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
+    if problem.mask or bias_bytes:
+        # What a thread holds of them takes registers: by the compiler, one leaves room for 128 keys, two for 64.
+        block_n = 64 if max(dims) > 128 or (problem.mask and bias_bytes) else 128
+        pair_bytes = (bias_bytes + problem.mask, 0) if pair_bytes is None else pair_bytes
+        config = two_warpgroups(*dims, block_n, pair_bytes)
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None
     is_short = problem.seqlen_q <= SHORT
     if dims == (64, 64):
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill. And
         # tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
-        wide = problem.softcap > 0 or has_left or reads_pairs
+        loads_pairs = (problem.mask or bias_bytes > 0) and config.pair_stages == 0
+        wide = problem.softcap > 0 or has_left or loads_pairs or config.block_n < 128
         if not wide and not (is_short if is_causal else problem.seqlen_q <= SHORT // 2):
-            config = THREE_WARPGROUPS_64
+            config = three_warpgroups_64(config.pair_bytes)
     if is_causal and is_short and dims == (64, 64):
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
         config = _variant(config, overlap=False)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.device.head_dim_parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
-from flashtile.backends.hopper.device.score_mod import ScoreMod, make_terms, pair_tensors
+from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_terms, pair_tensors, pair_tiles
 from flashtile.backends.hopper.forward.roles import Output, consumer, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE, Sizes
 from flashtile.backends.hopper.forward.softmax_step import Channels
@@ -32,9 +32,9 @@ _RUN_TIME = [
 
 @gluon.jit(do_not_specialize=_RUN_TIME)
 def attention_forward(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr, scale_log2, softcap, prescale, seqlen_q, seqlen_k, batch,
-    num_heads_q, group_size, left, right,
+    q_desc, k_desc, v_desc, out_desc, bias_desc, mask_desc, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr,
+    sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr, scale_log2, softcap, prescale, seqlen_q, seqlen_k,
+    batch, num_heads_q, group_size, left, right,
     alibi_ptr, alibi_stride_b, bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -42,7 +42,7 @@ def attention_forward(
     OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
-    MASK_CONTIGUOUS: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    MASK_CONTIGUOUS: gl.constexpr, PAIR_STAGES: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; one program per SM.
 
@@ -68,12 +68,15 @@ def attention_forward(
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
                   HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip
-    alibi = (alibi_ptr, alibi_stride_b)
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)
+    bias_tiles = pair_tiles(bias_desc, bias_strides, PAIR_STAGES, NUM_WARPGROUPS)
+    mask_tiles = pair_tiles(mask_desc, mask_strides, PAIR_STAGES, NUM_WARPGROUPS)
+    slopes = alibi_terms(alibi_ptr, alibi_stride_b, batch, ALIBI_ONE_SIDED)
     mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST,
-                   make_terms(alibi, (bias_ptr, bias_strides), batch, ALIBI_ONE_SIDED),
-                   pair_tensors((mask_ptr, mask_strides)))  # fmt: skip
+                   bias_tiles + pair_tensors((bias_ptr, bias_strides)) + (() if ALIBI_ONE_SIDED else slopes),
+                   mask_tiles + pair_tensors((mask_ptr, mask_strides)), bias_tiles + mask_tiles,
+                   slopes if ALIBI_ONE_SIDED else ())  # fmt: skip
     # Registers of a thread that does not compute. 32 leave the first of two consumers 8 fewer than the other one has,
     # which the widest loop bodies of packed calls cannot spare; then no counter deals out tiles.
     IS_WIDE: gl.constexpr = HAS_LEFT or HAS_SOFTCAP
@@ -85,7 +88,8 @@ def attention_forward(
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, 0)),
             (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, 1)),
-            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1), keys, values), sizes, BLOCK_D, BLOCK_DV)),
+            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1), keys, values), mod.tiles, sizes,
+                        BLOCK_D, BLOCK_DV)),
             (scheduler, scheduled),
         ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
     else:
@@ -94,6 +98,7 @@ def attention_forward(
             (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, 0)),
             (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, 1)),
             (consumer, (Channels(tiles, q2, keys, values), output, sizes, mod, 2)),
-            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1, q2), keys, values), sizes, BLOCK_D, BLOCK_DV)),
+            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1, q2), keys, values), mod.tiles, sizes,
+                        BLOCK_D, BLOCK_DV)),
             (scheduler, scheduled),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

@@ -50,7 +50,7 @@ class ForwardPlan:
         self._is_empty = q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
-        self._config = config or configs.choose(problem)
+        self._config = config or configs.choose(problem, tensor_maps.pair_bytes(tensors))
         self._is_dynamic = self._config.dynamic
         self._device = q.device
         self._steps = (Step(forward_launch(problem, tensors, self._config), _OPERANDS, q.device, known),)
@@ -104,6 +104,11 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     has_edges = meets_edges(p, config, equal_lengths)
 
+    maps = {
+        f"{name}_desc": tensor_maps.pair_map(tensor, config.block_m, config.block_n) if config.pair_stages else None
+        for name, tensor in (("bias", t.attn_bias), ("mask", t.attn_mask))
+    }
+
     def others() -> dict[str, Any]:
         return {
             "out_ptr": floats if is_wide else None,
@@ -119,13 +124,15 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
             "group_size": p.group_size,
             **tensor_maps.bounds(p),
             **tensor_maps.pair_arguments(p, t),
+            **{name.replace("desc", "ptr"): None for name, value in maps.items() if value is not None},
             **constants(p, config),
+            "PAIR_STAGES": config.pair_stages,
             "HAS_EDGES": has_edges,
             # Nothing else is read or written column by column, and one build serves several.
             "HEAD_DIM_V": p.head_dim_v if is_wide or is_joined else None,
         }
 
-    sizes = {**_tensor_maps(p, t, config), "seqlen_q": rows_q, "seqlen_k": rows_k, "batch": p.batch}
+    sizes = {**_tensor_maps(p, t, config), **maps, "seqlen_q": rows_q, "seqlen_k": rows_k, "batch": p.batch}
     programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_q)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
     return Launch(attention_forward, programs, sizes, options, others, (config, has_edges, is_wide, is_joined))

@@ -47,7 +47,7 @@ def scheduler(records, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr):
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr):
+def producer(q_desc, k_desc, v_desc, channels, pair_tiles, sizes, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr):
     """Loads each tile's queries, and its key and value blocks from the last to the first.
 
     In the order in which they are needed: a block's values come after the keys of the block after it, which are scored
@@ -68,10 +68,12 @@ def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr, BLO
         load_block(k_desc, channels.keys, used, records, tiles, n_block, sizes, BLOCK_D)
         if sizes.overlap:
             load_last_values(v_desc, channels, used - 1, tiles - 1, sizes, BLOCK_DV)
+        load_pairs(pair_tiles, records, tiles, used, n_block, sizes)
         while n_block > n_block_min:
             n_block -= 1
             load_block(k_desc, channels.keys, used + 1, records, tiles, n_block, sizes, BLOCK_D)
             load_block(v_desc, channels.values, used, records, tiles, n_block + 1, sizes, BLOCK_DV)
+            load_pairs(pair_tiles, records, tiles, used + 1, n_block, sizes)
             used += 1
         if not sizes.overlap:
             load_last_values(v_desc, channels, used, tiles, sizes, BLOCK_DV)
@@ -96,6 +98,14 @@ def load_last_values(v_desc, channels, use, tiles, sizes, BLOCK_DV: gl.constexpr
 def load_block(desc, rings, use, records, tiles, n_block, sizes, COLS: gl.constexpr):
     """Starts the load of a block of a tile's keys or values."""
     load(desc, rings, use, key_rows(records, tiles, sizes), n_block * sizes.block_n, COLS)
+
+
+@gluon.jit
+def load_pairs(pair_tiles, records, tiles, use, n_block, sizes):
+    """Starts the loads of the bias and the mask of a tile's rows and a block of keys."""
+    for i in gl.static_range(len(pair_tiles)):
+        b, head, row = records.get(tiles, "sequence"), records.get(tiles, "head"), records.get(tiles, "row")
+        pair_tiles[i].start(b, head, row, n_block * sizes.block_n, use)
 
 
 @aggregate
@@ -159,9 +169,11 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
             loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
             # The next tile's first scores, under the last values and the epilogue of this one. After the last tile
             # they are those of stale buffers, and nobody reads them.
-            s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros)
+            s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, mod)
             accs = add_last_values(channels, used, state)
-            pairs = block_pairs(channels.tiles, tiles + 1, loop, loop.n_block, sizes, WARPGROUP)
+            pairs = block_pairs(
+                channels.tiles, tiles + 1, used + 1 + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP
+            )
             fetched = mod.fetch(pairs, zeros)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
@@ -191,8 +203,8 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
 @gluon.jit
 def start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.constexpr):
     """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
-    s = start_first_scores(channels, tiles, used, loop, zeros)
-    pairs = block_pairs(channels.tiles, tiles, loop, loop.n_block, sizes, WARPGROUP)
+    s = start_first_scores(channels, tiles, used, loop, zeros, mod)
+    pairs = block_pairs(channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP)
     fetched = mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)

@@ -1,5 +1,6 @@
 """One block of keys in the Hopper forward: its scores, its softmax, and the values of the block before it."""
 
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,6 +17,8 @@ from flashtile.backends.hopper.device.inline_ptx import hold, pass_turn, take_tu
 from flashtile.backends.hopper.device.ring import Records
 from flashtile.backends.hopper.device.score_mod import Pairs
 from flashtile.backends.hopper.device.wgmma_fragments import (
+    as_before,
+    by_thread,
     from_thread_column,
     keep_columns,
     row_tops,
@@ -97,7 +100,7 @@ def open_tile(records, tiles, sizes, rows, like, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def block_pairs(records, tiles, loop, n_block, sizes, WARPGROUP: gl.constexpr):
+def block_pairs(records, tiles, use, loop, n_block, sizes, is_tile, WARPGROUP: gl.constexpr):
     """The pairs of a warpgroup's rows and a block of keys: none without a tile."""
     where = query_rows(records, tiles, sizes)
     row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
@@ -106,7 +109,7 @@ def block_pairs(records, tiles, loop, n_block, sizes, WARPGROUP: gl.constexpr):
         seqlen_k = records.get(tiles, "seqlen_k")
     # A record after the last tile may have any row.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
-    return Pairs(where.b, where.head, row, n_block * sizes.block_n, seqlen_q, seqlen_k, False)
+    return Pairs(where.b, where.head, row, n_block * sizes.block_n, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP)
 
 
 @gluon.jit
@@ -120,15 +123,26 @@ def is_edge(loop, n_block, sizes):
 
 @gluon.jit
 def shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, MASKED: gl.constexpr):
-    """What happens to a block of products before the softmax."""
-    s = mod.scores(s, pairs, fetched)
+    """What happens to a block of products before the softmax; (scores, shift) as ``ScoreMod.scores``."""
+    s, shift = mod.scores(s, pairs, fetched)
     # MASKED is decided when the kernel is compiled, edge when it runs.
     if MASKED:  # noqa: SIM102
         if edge:
             start = n_block * sizes.block_n
             first, last = loop.first_keys - start, loop.last_keys - start
             s = keep_columns(s, first, last, float("-inf"), sizes.has_left, True)
-    return mod.select(s, fetched, float("-inf"))
+    return mod.select(s, fetched, float("-inf")), shift
+
+
+@gluon.jit
+def exponentials(s, scale_log2, origin, shift):
+    """Unnormalised probabilities of scores with their shift."""
+    if len(shift) == 0:
+        return softmax.exponentials(s, scale_log2, origin)
+    else:
+        layout: gl.constexpr = gl.SliceLayout(1, shift[0].type.layout)
+        origin = gl.convert_layout(origin, layout)[:, None] - shift[0]
+        return as_before(gl.exp2(by_thread(s) * scale_log2 - origin[:, None, :, None]), s)
 
 
 @gluon.jit
@@ -138,9 +152,11 @@ def operand(probs, like):
 
 
 @gluon.jit
-def start_first_scores(channels, tiles, used, loop, zeros):
+def start_first_scores(channels, tiles, used, loop, zeros, mod):
     """Starts a tile's first scores; without a tile, those of whatever the buffers hold."""
     keys = channels.keys[0]
+    for i in gl.static_range(len(mod.tiles)):
+        mod.tiles[i].ring.skip(used, loop.skipped, loop.is_tile)
     keys.skip(used, loop.skipped, loop.is_tile)
     channels.queries[0].wait(tiles, loop.is_tile)
     keys.wait(used + loop.skipped, loop.is_tile)
@@ -150,11 +166,13 @@ def start_first_scores(channels, tiles, used, loop, zeros):
 @gluon.jit
 def first_probs(s, mod, pairs, fetched, sizes, loop):
     """The softmax state after a tile's first block: (probs, row_max, row_sum)."""
-    s = shape_scores(s, mod, pairs, fetched, sizes, loop, loop.n_block, is_edge(loop, loop.n_block, sizes), True)
+    s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, loop.n_block, is_edge(loop, loop.n_block, sizes), True)
     nothing = gl.full([sizes.block_m], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     # A tile may have no key at all, whatever the mask.
-    row_max, origin, _ = softmax.raise_max(nothing, gl.max(s, 1) * mod.scale_log2, True)
-    e = softmax.exponentials(s, mod.scale_log2, origin)
+    tops = gl.max(s, 1) * mod.scale_log2 if len(shift) == 0 else row_tops(s, nothing, mod.scale_log2, shift)
+    tops = mod.release(pairs, tops)
+    row_max, origin, _ = softmax.raise_max(nothing, tops, True)
+    e = exponentials(s, mod.scale_log2, origin, shift)
     return e, row_max, thread_sums(e)
 
 
@@ -180,19 +198,24 @@ def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGRO
     accs = add_products(state.probs, channels.values, used, accs)
     if sizes.in_turns:
         row_max = pass_turn(row_max, (WARPGROUP + 1) % sizes.num_warpgroups)
-    pairs = block_pairs(channels.tiles, tiles, loop, n_block, sizes, WARPGROUP)
-    fetched = mod.fetch(pairs, zeros)
+    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, sizes, True, WARPGROUP)
+    # What comes from shared memory is quick, and where three warpgroups share the registers it is loaded late.
+    LATE: gl.constexpr = sizes.num_warpgroups > 2 and len(mod.tiles) > 0
+    fetched = () if LATE else mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(len(accs), deps=[s])
+    if LATE:
+        fetched = mod.fetch(pairs, zeros)
     channels.keys[0].release(used + 1)
     if not sizes.overlap:
         # The only buffer of the queries: the next tile's are loaded while this one ends.
         channels.queries[0].release(tiles, n_block == loop.n_block_min)
 
-    s = shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, sizes.has_edges)
+    s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, sizes.has_edges)
     # A bias may be -inf, too.
-    may_be_empty: gl.constexpr = sizes.has_edges or len(mod.terms) + len(mod.masks) > 0
-    row_max, origin, factor = softmax.raise_max(row_max, row_tops(s, row_max) * mod.scale_log2, may_be_empty)
-    e = softmax.exponentials(s, mod.scale_log2, origin)
+    may_be_empty: gl.constexpr = sizes.has_edges or len(mod.terms) + len(mod.masks) + len(mod.slopes) > 0
+    tops = mod.release(pairs, row_tops(s, row_max, mod.scale_log2, shift))
+    row_max, origin, factor = softmax.raise_max(row_max, tops, may_be_empty)
+    e = exponentials(s, mod.scale_log2, origin, shift)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, state.row_sum.type.layout))
     row_sum = state.row_sum * sum_factor[:, None] + thread_sums(e)
     if sizes.num_warpgroups == 2:

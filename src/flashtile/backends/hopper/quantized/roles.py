@@ -339,14 +339,14 @@ def times_rows(acc, factor):
 def update(channels, at, state, block, sizes, mod, WARPGROUP: gl.constexpr):
     """(probs, factor, row_max, row_sum): a block's probabilities, and what becomes of the softmax's state."""
     loop, n_block = at.loop, at.n_block
-    pairs = block_pairs(channels.tiles, at.tiles, loop, n_block, sizes, WARPGROUP)
+    pairs = block_pairs(channels.tiles, at.tiles, 0, loop, n_block, sizes, True, WARPGROUP)
     s, scale = block.s, mod.scale_log2
     if mod.has_softcap or mod.scale_first:
         s = s * block.score
     else:
         scale = scale * block.score
-    s = shape_scores(s, mod, pairs, (), sizes, loop, n_block, is_edge(loop, n_block, sizes), True)
-    row_max, origin, factor = softmax.raise_max(state.row_max, row_tops(s, state.row_max) * scale, True)
+    s, _ = shape_scores(s, mod, pairs, (), sizes, loop, n_block, is_edge(loop, n_block, sizes), True)
+    row_max, origin, factor = softmax.raise_max(state.row_max, row_tops(s, state.row_max, scale, ()), True)
     e = softmax.exponentials(s, scale, origin - PROBS_LOG2)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, state.row_sum.type.layout))
     row_sum = state.row_sum * sum_factor[:, None] + thread_sums(e)
