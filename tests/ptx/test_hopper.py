@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from flashtile import dispatch
 from flashtile.backends import hopper as hopper_backend
 from flashtile.backends.hopper.forward import launch
+from flashtile.backends.hopper.quantized import config as quantized_config
 from tests.cases import Case, build, judge, one_sign
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
@@ -74,6 +76,25 @@ def test_products_of_8_bits(case: QuantizedCase) -> None:
         call = quantization.build(case)
         assert not dispatch.reasons("hopper", call.problem, "quantized")
         quantization.judge(call, "hopper")
+
+
+# Other ways to the same numbers: the product behind the next scores, and turns.
+WAYS: tuple[dict[str, Any], ...] = ({"behind": True}, {"in_turns": True}, {"behind": True, "in_turns": True})
+
+
+@pytest.mark.parametrize("way", slow_but(WAYS, WAYS[2:].__contains__), ids=str)
+@pytest.mark.parametrize("case", QUANTIZED[:3], ids=str)
+def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) -> None:
+    call = quantization.build(case)
+    tiles = dataclasses.replace(quantized_config.choose(call.problem), behind=False, in_turns=False)
+    results = []
+    for each in (tiles, dataclasses.replace(tiles, **way)):
+        # Plans are forgotten where a machine begins.
+        options = Options(seed=3, product_at_wait=True, strict_fences=True)
+        with hopper.on_cpu(options, 2), quantized_config.override(each):
+            quantization.judge(call, "hopper")
+            results.append(call.run("hopper"))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 WANTED = (
