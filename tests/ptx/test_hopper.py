@@ -78,23 +78,29 @@ def test_products_of_8_bits(case: QuantizedCase) -> None:
         quantization.judge(call, "hopper")
 
 
-# Other ways to the same numbers: the product behind the next scores, and turns.
-WAYS: tuple[dict[str, Any], ...] = ({"behind": True}, {"in_turns": True}, {"behind": True, "in_turns": True})
+# Other ways to the same numbers: the product behind the next scores; in turns; exponentials by a polynomial.
+WAYS: tuple[dict[str, Any], ...] = (
+    {"behind": True},
+    {"behind": True, "in_turns": True, "share": 2},
+    {"behind": False, "in_turns": True, "share": 3},
+)
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, WAYS[2:].__contains__), ids=str)
-@pytest.mark.parametrize("case", QUANTIZED[:3], ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("case", slow_but(QUANTIZED[:3], (QUANTIZED[0], QUANTIZED[2]).__contains__), ids=str)
 def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) -> None:
     call = quantization.build(case)
-    tiles = dataclasses.replace(quantized_config.choose(call.problem), behind=False, in_turns=False)
-    results = []
+    tiles = dataclasses.replace(quantized_config.choose(call.problem), behind=False, in_turns=False, share=0)
+    lses = []
     for each in (tiles, dataclasses.replace(tiles, **way)):
         # Plans are forgotten where a machine begins.
         options = Options(seed=3, product_at_wait=True, strict_fences=True)
         with hopper.on_cpu(options, 2), quantized_config.override(each):
             quantization.judge(call, "hopper")
-            results.append(call.run("hopper"))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+            lses.append(call.run("hopper")[1])
+    plain, lse = lses
+    # Exponentials by a polynomial are within 0.0018 of themselves.
+    assert torch.where(plain == lse, 0.0, plain - lse).abs().max() < (0.0018 if way.get("share") else 1e-6)
 
 
 WANTED = (

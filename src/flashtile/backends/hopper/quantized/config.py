@@ -18,10 +18,12 @@ class Config(forward.Config):
     Attributes:
         width: Columns of values of one product.
         behind: Whether a product with values runs behind the next block's scores; takes registers.
+        share: Of eight exponentials, how many are computed by multiplications.
     """
 
     width: int
     behind: bool = False
+    share: int = 0
 
     @property
     def shared_bytes(self) -> int:

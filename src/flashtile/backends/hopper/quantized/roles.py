@@ -7,12 +7,11 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import also, load, start_scores
-from flashtile.backends.hopper.device.inline_ptx import pass_turn, take_turn
 from flashtile.backends.hopper.device.wgmma_fragments import thread_sums
 from flashtile.backends.hopper.forward.roles import epilogue, load_block
 from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows
 from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores
-from flashtile.backends.hopper.quantized.inline_ptx import operand
+from flashtile.backends.hopper.quantized.inline_ptx import operand, pass_turn, take_turn
 from flashtile.backends.hopper.quantized.products import add_product, start_products, zero_parts
 from flashtile.backends.hopper.quantized.scales import SCALE_ROWS, TileScales, fetch_block, first_block, tile_scales
 from flashtile.backends.hopper.quantized.softmax_step import PROBS_LOG2, probabilities, raise_max
@@ -117,13 +116,14 @@ def load_values(v_desc, channels, use, tiles, n_block, sizes):
 
 
 @gluon.jit
-def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: gl.constexpr,
+def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: gl.constexpr, SHARE: gl.constexpr,
              WARPGROUP: gl.constexpr):  # fmt: skip
     """One warpgroup: ``block_m`` rows of every tile.
 
     For each block it makes probabilities of the scores, multiplies them with the values, WIDTH columns at a time, and
     adds that to the output. If BEHIND the product runs behind the next block's scores and under their maxima, else
-    before them, which takes fewer registers. The other warpgroups' products run under its exponentials.
+    before them, which takes fewer registers. The other warpgroups' products run under its exponentials, of which SHARE
+    in eight are computed by multiplications.
     """
     BLOCK_M: gl.constexpr = sizes.block_m
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 32])
@@ -148,13 +148,13 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
         n_block = loop.n_block
         at = Place(tiles, used, n_block, loop, own)
         s, scale, row_max, origin, factor = raise_max(channels, at, row_max, block, sizes, mod, WARPGROUP)
-        words, row_sum = probabilities(s, scale, origin, factor, row_sum, sizes, WARPGROUP)
+        words, row_sum = probabilities(s, scale, origin, factor, row_sum, sizes, SHARE, len(accs) == 1, WARPGROUP)
         score, unit = fetch_block(scales, own, n_block - 1, sizes)
         state = State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
         while n_block > loop.n_block_min:
             n_block -= 1
             at = Place(tiles, used, n_block, loop, own)
-            state = step(channels, at, state, zeros, sizes, mod, scales, BEHIND, WARPGROUP)
+            state = step(channels, at, state, zeros, sizes, mod, scales, BEHIND, SHARE, WARPGROUP)
             used += 1
         channels.values[0].wait(used)
         accs, t = start_products(operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor)
@@ -196,7 +196,7 @@ def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
 
 
 @gluon.jit
-def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr,
+def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, SHARE: gl.constexpr,
          WARPGROUP: gl.constexpr):  # fmt: skip
     """Multiplies the probabilities of use ``used`` with its values; scores the block at a ``Place``, the next use."""
     used, accs = at.used, state.accs
@@ -225,7 +225,7 @@ def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr,
         t = warpgroup_mma_wait(0, deps=[t])
         channels.values[0].release(used)
         accs = add_product(t, accs, state.factor)
-    words, row_sum = probabilities(s, scale, origin, factor, state.row_sum, sizes, WARPGROUP)
+    words, row_sum = probabilities(s, scale, origin, factor, state.row_sum, sizes, SHARE, len(accs) == 1, WARPGROUP)
     factor = factor * (state.unit / block.unit)
     return State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
 

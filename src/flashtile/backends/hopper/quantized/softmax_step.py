@@ -3,10 +3,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.device.inline_ptx import pass_turn, take_turn
+from flashtile.backends.hopper.device import inline_ptx
 from flashtile.backends.hopper.device.wgmma_fragments import row_tops, thread_sums
 from flashtile.backends.hopper.forward.softmax_step import block_pairs, is_edge, shape_scores
-from flashtile.backends.hopper.quantized.inline_ptx import packed
+from flashtile.backends.hopper.quantized.inline_ptx import exponentials, packed, pass_turn, take_turn
 from flashtile.backends.vocab import softmax
 
 # log2 of the factor of probabilities: the largest of a row become 256 of e4m3's 448.
@@ -32,16 +32,23 @@ def raise_max(channels, at, row_max, block, sizes, mod, WARPGROUP: gl.constexpr)
 
 
 @gluon.jit
-def probabilities(s, scale, origin, factor, row_sum, sizes, WARPGROUP: gl.constexpr):
+def probabilities(s, scale, origin, factor, row_sum, sizes, SHARE: gl.constexpr, STRICT: gl.constexpr,
+                  WARPGROUP: gl.constexpr):  # fmt: skip
     """(words, row_sum): a block's probabilities, ``packed``, and the sums of what they were before they were rounded.
 
-    Turns keep warpgroups in step, one's products under another's exponentials; ptxas may move arithmetic out of them.
+    In turns, as the unit of exponentials serves one warpgroup as fast as two. If STRICT no exponential leaves its turn;
+    else ptxas may move arithmetic, and warpgroups merely keep in step.
     """
+    following: gl.constexpr = (WARPGROUP + 1) % sizes.num_warpgroups
     if sizes.in_turns:
-        origin = take_turn(origin, WARPGROUP)
-    e = softmax.exponentials(s, scale, origin)
+        origin = take_turn(origin, WARPGROUP) if STRICT else inline_ptx.take_turn(origin, WARPGROUP)
+    e = exponentials(s, scale, origin, SHARE)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
     row_sum = row_sum * sum_factor[:, None] + thread_sums(e)
-    if sizes.in_turns:
-        row_sum = pass_turn(row_sum, (WARPGROUP + 1) % sizes.num_warpgroups)
+    if not sizes.in_turns:
+        row_sum = inline_ptx.hold(row_sum)
+    elif STRICT:
+        row_sum = pass_turn(row_sum, following)
+    else:
+        row_sum = inline_ptx.pass_turn(row_sum, following)
     return packed(e), row_sum
