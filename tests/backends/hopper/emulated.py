@@ -43,7 +43,6 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     tma_add: emulator.reduce_out,
     quantized.take_turn: lambda x, group: x,
     quantized.pass_turn: lambda x, group: x,
-    quantized.exponentials: lambda s, scale, origin, share: elementwise(torch.exp2)(s * scale - origin[:, None]),
     quantized.packed: lambda e: e,
     quantized.operand: lambda e, width: in_order(e.to(tl.float8e4nv)),
     quantized.plus: lambda acc, factor, t: acc * factor[:, None] + t,

@@ -18,12 +18,10 @@ class Config(forward.Config):
     Attributes:
         width: Columns of values of one product.
         behind: Whether a product with values runs behind the next block's scores; takes registers.
-        share: Of eight exponentials, how many are computed by multiplications.
     """
 
     width: int
     behind: bool = False
-    share: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -34,11 +32,12 @@ class Config(forward.Config):
 
 
 _TWO = functools.partial(Config, stages=4)
-# On an H200, 16k tokens, TFLOPS (2026-11-22, runs 4 and 5). Head_dim 128 full 833 (bf16 737, cuDNN 955), 800 without
-# turns, 735 with the next scores started before the product ends, 810 with three warpgroups; causal 831 (bf16 717,
-# cuDNN 867), 762, 723, 620. At 64 three warpgroups make 560 and causal 532, 507 and 456 in turns, two 512 and 494. At
-# 256 full 1023 (cuDNN 1012), 599 with products of 64 columns, 824 with 128 beside blocks of 64 keys; causal not timed.
-# Since then scales are loaded a block ahead, and without turns no sum is held before a product.
+# On an H200, 16k tokens, TFLOPS (2026-11-22, runs 4 to 6). Head_dim 128 full 893 (bf16 751, cuDNN 962), 863 with two of
+# eight exponentials by multiplications, 900 with the next scores under the exponentials instead, which in causal calls
+# (both with such a share) makes 813 and this 841 (bf16 751, cuDNN 911); before scales were loaded a block ahead full
+# 800 and causal 762 without turns, 810 and 620 with three warpgroups. At 64 three warpgroups make 553 to 560 (bf16 611,
+# cuDNN 589), causal 532, 507 and 456 in turns, two 512 and 494. At 256 full 1023 (cuDNN 1012), 599 with products of 64
+# columns, 824 with 128 beside blocks of 64 keys; causal not timed.
 _128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, behind=True, in_turns=True)
 _64 = _TWO(block_d=64, block_dv=64, out_cols=64, width=64, num_warpgroups=3, registers=160, max_registers=128)
 _256 = _TWO(block_d=256, block_dv=256, out_cols=32, width=32, stages=2, in_turns=True)

@@ -1,17 +1,13 @@
 """What tensor operations cannot say in the Hopper forward of 8-bit tensors, in PTX."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from flashtile.backends.vocab import softmax
 
 _TO_E4M3 = gl.constexpr(
     "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
     "mov.b32 $0, {low, high}; }"
 )
 _AS_BYTES = gl.constexpr("// four registers are 16 bytes")
-_FLOATS_OF_EIGHT = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 24))
 
 
 @gluon.constexpr_function
@@ -48,45 +44,6 @@ def take_turn(x, GROUP: gl.constexpr):
 def pass_turn(x, GROUP: gl.constexpr):
     """X >= 0, two elements a thread; the turn is warpgroup GROUP's once it is computed."""
     return gl.inline_asm_elementwise(_pass_ptx(GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
-
-
-@gluon.constexpr_function
-def _exponentials_ptx(share):
-    """2^(s * scale - origin) of eight elements ($8 ..., $16 ..., $24 ...), ``share`` of them by a polynomial.
-
-    With n the nearest integer of the exponent, 2^n goes into the exponent field of a polynomial of degree 2, which is
-    2^f within 0.0017 of it for f in [-0.5, 0.5]; e4m3 rounds by up to 0.06. Adding 1.5 * 2^23 rounds to an integer,
-    which then stands in the lowest bits.
-    """
-    text = "{ .reg .f32 x, t, f; .reg .b32 n, y; "
-    for i in range(8):
-        text += f"neg.f32 x, ${24 + i}; fma.rn.f32 x, ${8 + i}, ${16 + i}, x; "
-        if i * share % 8 < share:
-            text += (
-                "max.f32 x, x, 0fC2F00000; add.f32 t, x, 0f4B400000; add.f32 f, t, 0fCB400000; sub.f32 f, x, f; "
-                "fma.rn.f32 x, f, 0f3E742597, 0f3F3414B1; fma.rn.f32 x, x, f, 0f3F800E83; "
-                f"mov.b32 n, t; shl.b32 n, n, 23; mov.b32 y, x; add.s32 y, y, n; mov.b32 ${i}, y; "
-            )
-        else:
-            text += f"ex2.approx.ftz.f32 ${i}, x; "
-    return text + "}"
-
-
-@gluon.jit
-def exponentials(s, scale, origin, SHARE: gl.constexpr):
-    """As ``softmax.exponentials``; SHARE of eight elements are computed by multiplications.
-
-    Those are within 0.2%, and 2^-120 where they should be less, be it 0: e4m3 rounds that to 0, and to the sum of a row
-    with a key it adds nothing.
-    """
-    if SHARE == 0:
-        return softmax.exponentials(s, scale, origin)
-    else:
-        scales = gl.full([s.shape[0]], 0.0, gl.float32, origin.type.layout) + scale
-        return gl.inline_asm_elementwise(
-            _exponentials_ptx(SHARE), _FLOATS_OF_EIGHT, [s, scales[:, None], origin[:, None]],
-            dtype=gl.float32, is_pure=True, pack=8,
-        )  # fmt: skip
 
 
 @gluon.jit

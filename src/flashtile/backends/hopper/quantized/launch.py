@@ -89,7 +89,6 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
             "HAS_EDGES": has_edges,
             "WIDTH": config.width,
             "BEHIND": config.behind,
-            "SHARE": config.share,
         }
 
     out_shape = (*t.q.shape[:-1], p.head_dim_v)

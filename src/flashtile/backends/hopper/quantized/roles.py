@@ -116,14 +116,13 @@ def load_values(v_desc, channels, use, tiles, n_block, sizes):
 
 
 @gluon.jit
-def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: gl.constexpr, SHARE: gl.constexpr,
+def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: gl.constexpr,
              WARPGROUP: gl.constexpr):  # fmt: skip
     """One warpgroup: ``block_m`` rows of every tile.
 
     For each block it makes probabilities of the scores, multiplies them with the values, WIDTH columns at a time, and
     adds that to the output. If BEHIND the product runs behind the next block's scores and under their maxima, else
-    before them, which takes fewer registers. The other warpgroups' products run under its exponentials, of which SHARE
-    in eight are computed by multiplications.
+    before them, which takes fewer registers. The other warpgroups' products run under its exponentials.
     """
     BLOCK_M: gl.constexpr = sizes.block_m
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 32])
@@ -148,13 +147,13 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
         n_block = loop.n_block
         at = Place(tiles, used, n_block, loop, own)
         s, scale, row_max, origin, factor = raise_max(channels, at, row_max, block, sizes, mod, WARPGROUP)
-        words, row_sum = probabilities(s, scale, origin, factor, row_sum, sizes, SHARE, len(accs) == 1, WARPGROUP)
+        words, row_sum = probabilities(s, scale, origin, factor, row_sum, sizes, len(accs) == 1, WARPGROUP)
         score, unit = fetch_block(scales, own, n_block - 1, sizes)
         state = State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
         while n_block > loop.n_block_min:
             n_block -= 1
             at = Place(tiles, used, n_block, loop, own)
-            state = step(channels, at, state, zeros, sizes, mod, scales, BEHIND, SHARE, WARPGROUP)
+            state = step(channels, at, state, zeros, sizes, mod, scales, BEHIND, WARPGROUP)
             used += 1
         channels.values[0].wait(used)
         accs, t = start_products(operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor)
@@ -196,8 +195,7 @@ def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
 
 
 @gluon.jit
-def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, SHARE: gl.constexpr,
-         WARPGROUP: gl.constexpr):  # fmt: skip
+def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, WARPGROUP: gl.constexpr):
     """Multiplies the probabilities of use ``used`` with its values; scores the block at a ``Place``, the next use."""
     used, accs = at.used, state.accs
     probs = operand(state.words, accs[0].shape[1])
@@ -225,7 +223,7 @@ def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, S
         t = warpgroup_mma_wait(0, deps=[t])
         channels.values[0].release(used)
         accs = add_product(t, accs, state.factor)
-    words, row_sum = probabilities(s, scale, origin, factor, state.row_sum, sizes, SHARE, len(accs) == 1, WARPGROUP)
+    words, row_sum = probabilities(s, scale, origin, factor, state.row_sum, sizes, len(accs) == 1, WARPGROUP)
     factor = factor * (state.unit / block.unit)
     return State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
 

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.hopper.device import inline_ptx
 from flashtile.backends.hopper.device.wgmma_fragments import row_tops, thread_sums
 from flashtile.backends.hopper.forward.softmax_step import block_pairs, is_edge, shape_scores
-from flashtile.backends.hopper.quantized.inline_ptx import exponentials, packed, pass_turn, take_turn
+from flashtile.backends.hopper.quantized.inline_ptx import packed, pass_turn, take_turn
 from flashtile.backends.vocab import softmax
 
 # log2 of the factor of probabilities: the largest of a row become 256 of e4m3's 448.
@@ -32,8 +32,7 @@ def raise_max(channels, at, row_max, block, sizes, mod, WARPGROUP: gl.constexpr)
 
 
 @gluon.jit
-def probabilities(s, scale, origin, factor, row_sum, sizes, SHARE: gl.constexpr, STRICT: gl.constexpr,
-                  WARPGROUP: gl.constexpr):  # fmt: skip
+def probabilities(s, scale, origin, factor, row_sum, sizes, STRICT: gl.constexpr, WARPGROUP: gl.constexpr):
     """(words, row_sum): a block's probabilities, ``packed``, and the sums of what they were before they were rounded.
 
     In turns, as the unit of exponentials serves one warpgroup as fast as two. If STRICT no exponential leaves its turn;
@@ -42,7 +41,7 @@ def probabilities(s, scale, origin, factor, row_sum, sizes, SHARE: gl.constexpr,
     following: gl.constexpr = (WARPGROUP + 1) % sizes.num_warpgroups
     if sizes.in_turns:
         origin = take_turn(origin, WARPGROUP) if STRICT else inline_ptx.take_turn(origin, WARPGROUP)
-    e = exponentials(s, scale, origin, SHARE)
+    e = softmax.exponentials(s, scale, origin)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
     row_sum = row_sum * sum_factor[:, None] + thread_sums(e)
     if not sizes.in_turns:
