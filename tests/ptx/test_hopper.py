@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from flashtile import dispatch
 from flashtile.backends import hopper as hopper_backend
 from flashtile.backends.hopper.forward import launch
+from flashtile.backends.hopper.quantized import config as quantized_config
 from tests.cases import Case, build, judge, one_sign
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
@@ -74,6 +76,30 @@ def test_products_of_8_bits(case: QuantizedCase) -> None:
         call = quantization.build(case)
         assert not dispatch.reasons("hopper", call.problem, "quantized")
         quantization.judge(call, "hopper")
+
+
+# Other ways to the same numbers: the product behind the next scores; in turns.
+WAYS: tuple[dict[str, Any], ...] = (
+    {"behind": True},
+    {"behind": True, "in_turns": True},
+    {"behind": False, "in_turns": True},
+)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("case", slow_but(QUANTIZED[:3], (QUANTIZED[0], QUANTIZED[2]).__contains__), ids=str)
+def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) -> None:
+    call = quantization.build(case)
+    tiles = dataclasses.replace(quantized_config.choose(call.problem), behind=False, in_turns=False)
+    lses = []
+    for each in (tiles, dataclasses.replace(tiles, **way)):
+        # Plans are forgotten where a machine begins.
+        options = Options(seed=3, product_at_wait=True, strict_fences=True)
+        with hopper.on_cpu(options, 2), quantized_config.override(each):
+            quantization.judge(call, "hopper")
+            lses.append(call.run("hopper")[1])
+    plain, lse = lses
+    assert torch.where(plain == lse, 0.0, plain - lse).abs().max() < 1e-6
 
 
 WANTED = (

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton.language as tl
 
 from flashtile import dispatch, ops
 from flashtile.backends import hopper, host
@@ -21,8 +22,16 @@ from flashtile.backends.hopper.device import inline_ptx
 from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
+from flashtile.backends.hopper.quantized import inline_ptx as quantized
 from tests import emulator
 from tests.emulator.language import elementwise, select
+
+
+def in_order(probs: Any) -> Any:
+    """[M, N] probabilities, each 16 of their keys in the order of ``quantization.blocks.ORDER``."""
+    rows, keys = probs.shape
+    return probs.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, keys])
+
 
 # What the inline PTX means, and the name that only the newest Triton has.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
@@ -35,6 +44,11 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.take_turn: lambda x, group: x,
     inline_ptx.pass_turn: lambda x, group: x,
     tma_add: emulator.reduce_out,
+    quantized.take_turn: lambda x, group: x,
+    quantized.pass_turn: lambda x, group: x,
+    quantized.packed: lambda e: e,
+    quantized.operand: lambda e, width: in_order(e.to(tl.float8e4nv)),
+    quantized.plus: lambda acc, factor, t: acc * factor[:, None] + t,
 }
 
 # Runs a kernel: (kernel, programs, arguments by name, compiler options).

@@ -228,10 +228,10 @@ def _forward_limit(problem: Problem) -> int:
 def _quantized_limit(problem: Problem) -> int:
     """Bytes that a thread of the 8-bit forward may spill, outside of loops but for head_dim 256 (2026-11-22).
 
-    Triton 3.7.1: none in full attention at head_dim 128, up to 40 with a band; 24 at 64; 592 at 256, where the output
-    takes 128 registers and scores 64.
+    Triton 3.6.0 and 3.7.1: none at head_dim 128, 32 with a window; 8 with a band at 64; at 256, where the output takes
+    128 registers and scores 64, 104 and with a band 200. Triton 3.9.0: up to 40, at 256 up to 248.
     """
-    return 640 if max(problem.head_dim, problem.head_dim_v) > 128 else 64 if _is_new_triton() else 40
+    return 256 if max(problem.head_dim, problem.head_dim_v) > 128 else 48 if _is_new_triton() else 32
 
 
 def _backward_limit(problem: Problem) -> int:

@@ -17,11 +17,11 @@ class Config(forward.Config):
 
     Attributes:
         width: Columns of values of one product.
-        early: Whether the next block's scores start before a block's last product ends; takes registers.
+        behind: Whether a product with values runs behind the next block's scores; takes registers.
     """
 
     width: int
-    early: bool = False
+    behind: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -31,13 +31,16 @@ class Config(forward.Config):
         return keys + rows * (self.q_stages * self.block_d + 2 * self.out_stages * self.out_cols) + forward.OTHER_BYTES
 
 
-_TWO = functools.partial(Config, out_cols=64, stages=4)
-# On an H200, 16k tokens (2026-11-22): head_dim 128 full 829 TFLOPS, 788 if the next scores start late, 759 with three
-# warpgroups; causal 762, 776 and 784. At 64 three warpgroups make 538 and two 476.
-_FULL_128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, early=True)
-_BANDED_128 = replace(_FULL_128, early=False)
-_64 = _TWO(block_d=64, block_dv=64, width=64, num_warpgroups=3, registers=160, max_registers=128)
-_256 = _TWO(block_d=256, block_dv=256, width=64, stages=2)
+_TWO = functools.partial(Config, stages=4)
+# On an H200, 16k tokens, TFLOPS (2026-11-22, runs 4 to 6). Head_dim 128 full 893 (bf16 751, cuDNN 962), 863 with two of
+# eight exponentials by multiplications, 900 with the next scores under the exponentials instead, which in causal calls
+# (both with such a share) makes 813 and this 841 (bf16 751, cuDNN 911); before scales were loaded a block ahead full
+# 800 and causal 762 without turns, 810 and 620 with three warpgroups. At 64 three warpgroups make 553 to 560 (bf16 611,
+# cuDNN 589), causal 532, 507 and 456 in turns, two 512 and 494. At 256 full 1023 (cuDNN 1012), 599 with products of 64
+# columns, 824 with 128 beside blocks of 64 keys; causal not timed.
+_128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, behind=True, in_turns=True)
+_64 = _TWO(block_d=64, block_dv=64, out_cols=64, width=64, num_warpgroups=3, registers=160, max_registers=128)
+_256 = _TWO(block_d=256, block_dv=256, out_cols=32, width=32, stages=2, in_turns=True)
 _trial: list[Config] = []
 
 
@@ -56,7 +59,7 @@ def choose(problem: Problem) -> Config:
     if _trial:
         return _trial[-1]
     width, is_causal = forward.block_d(max(problem.head_dim, problem.head_dim_v)), problem.band.right is not None
-    config = {64: _64, 128: _FULL_128 if problem.band.unbounded else _BANDED_128, 256: _256}[width]
+    config = {64: _64, 128: _128, 256: _256}[width]
     if is_causal and not problem.varlen and problem.seqlen_q > forward.SHORT and problem.band.left is None:
         return config
     return replace(config, dynamic=True, tile_stages=2)

@@ -17,7 +17,8 @@ from flashtile.backends.hopper.device.score_mod import ScoreMod
 from flashtile.backends.hopper.forward.roles import Output, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE, Sizes
 from flashtile.backends.hopper.forward.softmax_step import Channels
-from flashtile.backends.hopper.quantized.roles import Scale, Scales, consumer, producer
+from flashtile.backends.hopper.quantized.roles import consumer, producer
+from flashtile.backends.hopper.quantized.scales import Scale, Scales
 
 # As in ``forward.kernel``.
 CACHED_BYTES = gl.constexpr(2**25)
@@ -42,13 +43,13 @@ def attention_quantized(
     NUM_WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
     OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, WIDTH: gl.constexpr, EARLY: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, WIDTH: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; one program per SM.
 
     Arguments as in ``forward.kernel``, and: the map of v's columns (``launch.columns_map``); ``shift``, like lse, which
     times shift_scale makes a row's scores those of the keys before smoothing, None for none; scales of blocks of 128
-    rows, with strides in elements, 0 where one serves several; WIDTH and EARLY as in ``roles.consumer``.
+    rows, with strides in elements, 0 where one serves several; WIDTH and BEHIND as in ``roles.consumer``.
     """
     dtype: gl.constexpr = q_desc.dtype
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, STAGES, NUM_WARPGROUPS)
@@ -74,17 +75,17 @@ def attention_quantized(
     scheduled = (tiles, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
     if NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, scales, WIDTH, EARLY, 0)),
-            (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, scales, WIDTH, EARLY, 1)),
+            (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, scales, WIDTH, BEHIND, 0)),
+            (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, scales, WIDTH, BEHIND, 1)),
             (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1), keys, values), sizes, BLOCK_D)),
             (scheduler, scheduled),
         ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
     else:
         q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, scales, WIDTH, EARLY, 0)),
-            (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, scales, WIDTH, EARLY, 1)),
-            (consumer, (Channels(tiles, q2, keys, values), output, sizes, mod, scales, WIDTH, EARLY, 2)),
+            (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, scales, WIDTH, BEHIND, 0)),
+            (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, scales, WIDTH, BEHIND, 1)),
+            (consumer, (Channels(tiles, q2, keys, values), output, sizes, mod, scales, WIDTH, BEHIND, 2)),
             (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1, q2), keys, values), sizes, BLOCK_D)),
             (scheduler, scheduled),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

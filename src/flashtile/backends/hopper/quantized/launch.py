@@ -88,7 +88,7 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
             **forward.constants(p, config),
             "HAS_EDGES": has_edges,
             "WIDTH": config.width,
-            "EARLY": config.early,
+            "BEHIND": config.behind,
         }
 
     out_shape = (*t.q.shape[:-1], p.head_dim_v)

@@ -3,87 +3,41 @@
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import also, load, start_scores
-from flashtile.backends.hopper.device.wgmma_fragments import row_tops, thread_sums
+from flashtile.backends.hopper.device.wgmma_fragments import thread_sums
 from flashtile.backends.hopper.forward.roles import epilogue, load_block
 from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows
-from flashtile.backends.hopper.forward.softmax_step import (
-    KeyLoop,
-    block_pairs,
-    is_edge,
-    open_tile,
-    shape_scores,
-    start_first_scores,
-)
-from flashtile.backends.vocab import softmax
+from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores
+from flashtile.backends.hopper.quantized.inline_ptx import operand, pass_turn, take_turn
+from flashtile.backends.hopper.quantized.products import add_product, start_products, zero_parts
+from flashtile.backends.hopper.quantized.scales import SCALE_ROWS, TileScales, fetch_block, first_block, tile_scales
+from flashtile.backends.hopper.quantized.softmax_step import PROBS_LOG2, probabilities, raise_max
 
-# Rows that share a scale.
-SCALE_ROWS = gl.constexpr(128)
-# log2 of the factor of probabilities: the largest of a row become 256 of e4m3's 448.
-PROBS_LOG2 = gl.constexpr(8.0)
 # A column past the end of any tensor: TMA loads zeros.
 _NOWHERE = gl.constexpr(2**30)
 
 
 @aggregate
-class Scale:
-    """float32 scales by sequence, head and block; a stride is 0 where one serves several."""
-
-    ptr: gl.tensor
-    stride_b: gl.tensor
-    stride_head: gl.tensor
-    stride_block: gl.tensor
-
-    @gluon.jit
-    def start(self, b, head, first):
-        """Where a sequence's scales begin: ``first`` is the number of its first block."""
-        return b * self.stride_b + head * self.stride_head + first * self.stride_block
-
-    @gluon.jit
-    def fetch(self, start, row, exists):
-        """The scale of a row, 1 if it does not exist."""
-        return gl.load(self.ptr + start + row // SCALE_ROWS * self.stride_block, mask=exists, other=1.0)
-
-
-@aggregate
-class Scales:
-    """Those of q, k and v; ``shift_ptr`` and its factor restore what smoothing took off the scores of a row."""
-
-    q: Scale
-    k: Scale
-    v: Scale
-    shift_ptr: gl.tensor | gl.constexpr
-    shift_scale: gl.tensor
-
-
-@aggregate
-class TileScales:
-    """The scales of a warpgroup's rows of a tile: the factor of its scores, and where those of its keys begin.
-
-    ``num_keys`` is 0 where there is no tile.
-    """
-
-    score: gl.tensor
-    k: gl.tensor
-    v: gl.tensor
-    num_keys: gl.tensor
-
-
-@aggregate
 class State:
-    """The online softmax of a warpgroup's rows after some blocks of keys.
+    """The online softmax of a warpgroup's rows between two blocks of keys.
 
-    ``accs`` [block_m, WIDTH] are in units of ``unit``, the last block's v_scale; they and ``row_sum`` [block_m, 4],
-    each thread's share, are 2^8 times too large. ``row_max`` is in base 2.
+    ``words`` are the last block's probabilities (``softmax_step.packed``), still to be multiplied with its values;
+    ``accs`` [block_m, WIDTH] are due for ``factor`` before that product is added, and then in units of ``unit``, the
+    block's v_scale. They and ``row_sum`` [block_m, 4], each thread's share, are 2^8 times too large. ``row_max`` is in
+    base 2. ``next_score`` and ``next_unit`` are the next block's scales, loaded ahead.
     """
 
+    words: gl.tensor
     accs: gl.tuple
+    factor: gl.tensor
     row_max: gl.tensor
     row_sum: gl.tensor
     unit: gl.tensor
+    next_score: gl.tensor
+    next_unit: gl.tensor
 
 
 @aggregate
@@ -162,56 +116,13 @@ def load_values(v_desc, channels, use, tiles, n_block, sizes):
 
 
 @gluon.jit
-def first_block(start, b):
-    """The number of the first block of a packed sequence that begins at row ``start``."""
-    return start // SCALE_ROWS + b
-
-
-@gluon.jit
-def tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP: gl.constexpr):
-    """The ``TileScales`` of a warpgroup."""
-    records = channels.tiles
-    b, head = records.get(tiles, "sequence"), records.get(tiles, "head")
-    head_kv, num_keys = records.get(tiles, "head_kv"), sizes.seqlen_k
-    first_q, first_k, own_b = gl.to_tensor(0), gl.to_tensor(0), b
-    if sizes.varlen:
-        first_q, first_k = first_block(records.get(tiles, "start_q"), b), first_block(records.get(tiles, "start_k"), b)
-        num_keys, own_b = records.get(tiles, "seqlen_k"), gl.to_tensor(0)
-    num_keys = gl.where(loop.is_tile, num_keys, 0)
-    row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
-    # Of three warpgroups' rows the last may have no scale.
-    exists = (num_keys > 0) & (row < query_rows(records, tiles, sizes).length)
-    q_scale = scales.q.fetch(scales.q.start(own_b, head, first_q), row, exists)
-    return TileScales(
-        q_scale, scales.k.start(own_b, head_kv, first_k), scales.v.start(own_b, head_kv, first_k), num_keys
-    )
-
-
-@gluon.jit
-def fetch_block(scales, own, n_block, sizes):
-    """The scale of a block's products, and that of its values."""
-    row = n_block * sizes.block_n
-    exists = (row < own.num_keys) & (own.num_keys > 0)
-    return own.score * scales.k.fetch(own.k, row, exists), scales.v.fetch(own.v, row, exists)
-
-
-@gluon.jit
-def operand(e, DIM_V: gl.constexpr):
-    """Probabilities as WGMMA's left operand, with no data movement: keys in the order of ``blocks.ORDER``."""
-    M: gl.constexpr = e.shape[0]
-    N: gl.constexpr = e.shape[1]
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 32])
-    probs = e.to(gl.float8e4nv).reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
-    return gl.convert_layout(probs, gl.DotOperandLayout(0, acc_layout, 4), assert_trivial=True)
-
-
-@gluon.jit
-def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, EARLY: gl.constexpr, WARPGROUP: gl.constexpr):
+def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: gl.constexpr,
+             WARPGROUP: gl.constexpr):  # fmt: skip
     """One warpgroup: ``block_m`` rows of every tile.
 
     For each block it makes probabilities of the scores, multiplies them with the values, WIDTH columns at a time, and
-    adds that to the output; the next block's scores start before the last of these products ends if EARLY, after it
-    where registers are short. The other warpgroups' products run under its softmax.
+    adds that to the output. If BEHIND the product runs behind the next block's scores and under their maxima, else
+    before them, which takes fewer registers. The other warpgroups' products run under its exponentials.
     """
     BLOCK_M: gl.constexpr = sizes.block_m
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 32])
@@ -223,38 +134,42 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, EARLY: g
     own = tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP)
     block = first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes)
     used += loop.skipped
+    if sizes.in_turns and sizes.num_warpgroups - 1 == WARPGROUP:
+        pass_turn(thread_sums(zeros), 0)
     while loop.is_tile:
-        state = State(
-            zero_parts(BLOCK_M, output.block_dv, WIDTH),
-            gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout)),
-            thread_sums(zeros), gl.to_tensor(1.0),
-        )  # fmt: skip
+        row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+        row_sum = thread_sums(zeros)
+        # A turn a block, also of the one that this warpgroup leaves out.
+        if sizes.in_turns and sizes.has_right:  # noqa: SIM102
+            if loop.skipped > 0:
+                row_sum = pass_turn(take_turn(row_sum, WARPGROUP), (WARPGROUP + 1) % sizes.num_warpgroups)
+        accs = zero_parts(BLOCK_M, output.block_dv, WIDTH)
         n_block = loop.n_block
-        while n_block > loop.n_block_min:
-            at = Place(tiles, used, n_block, loop, own)
-            state, block = step(channels, at, state, block, zeros, sizes, mod, scales, EARLY, WARPGROUP)
-            n_block -= 1
-            used += 1
         at = Place(tiles, used, n_block, loop, own)
-        probs, factor, row_max, row_sum = update(channels, at, state, block, sizes, mod, WARPGROUP)
-        factor = factor * (state.unit / block.unit)
-        last_unit = block.unit
+        s, scale, row_max, origin, factor = raise_max(channels, at, row_max, block, sizes, mod, WARPGROUP)
+        words, row_sum = probabilities(s, scale, origin, factor, row_sum, sizes, len(accs) == 1, WARPGROUP)
+        score, unit = fetch_block(scales, own, n_block - 1, sizes)
+        state = State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
+        while n_block > loop.n_block_min:
+            n_block -= 1
+            at = Place(tiles, used, n_block, loop, own)
+            state = step(channels, at, state, zeros, sizes, mod, scales, BEHIND, WARPGROUP)
+            used += 1
         channels.values[0].wait(used)
-        accs = add_first_products(probs, channels, used, state.accs, factor)
-        t = start_product(probs, channels, used, accs)
+        accs, t = start_products(operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor)
         # The next tile's first scores run under this one's end. After the last tile they are those of stale buffers.
         loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, sizes, WARPGROUP)
         score, unit = fetch_block(scales, own, loop.n_block, sizes)
-        if not EARLY:
+        if not BEHIND:
             t = warpgroup_mma_wait(0, deps=[t])
-            accs = add_product(t, accs, factor)
+            accs = add_product(t, accs, state.factor)
         s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros)
-        if EARLY:
+        if BEHIND:
             t = warpgroup_mma_wait(1, deps=[t])
-            accs = add_product(t, accs, factor)
+            accs = add_product(t, accs, state.factor)
         channels.values[0].release(used)
-        finish_tile(accs, last_unit, row_max, row_sum, channels, tiles, output, sizes, scales, WARPGROUP)
+        finish_tile(accs, state.unit, state.row_max, state.row_sum, channels, tiles, output, sizes, scales, WARPGROUP)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
         channels.queries[0].release(tiles)
@@ -263,6 +178,8 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, EARLY: g
         channels.tiles.ring.release(tiles)
         tiles += 1
         used += 1 + loop.skipped
+    if sizes.in_turns and WARPGROUP == 0:
+        take_turn(thread_sums(zeros), 0)
     tma_store_wait(0)
 
 
@@ -278,103 +195,37 @@ def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
 
 
 @gluon.jit
-def zero_parts(M: gl.constexpr, DIM_V: gl.constexpr, WIDTH: gl.constexpr):
-    """Accumulators [M, DIM_V] in tensors of WIDTH columns, 0: a product beside them must fit the registers."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    accs = ()
-    for _ in gl.static_range(DIM_V // WIDTH):
-        accs = also(accs, gl.zeros([M, WIDTH], gl.float32, layout))
-    return accs
-
-
-@gluon.jit
-def product_with(probs, values, like):
-    """Starts the product of probabilities with values, from 0."""
-    acc_layout: gl.constexpr = like.type.layout
-    zeros = gl.zeros([like.shape[0], like.shape[1]], gl.float32, acc_layout)
-    probs = gl.convert_layout(probs, gl.DotOperandLayout(0, acc_layout, 4), assert_trivial=True)
-    return warpgroup_mma(probs, values.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def add_first_products(probs, channels, used, accs, factor):
-    """The accumulators, all but the last one complete, each product added before the next one starts."""
-    done = ()
-    width: gl.constexpr = accs[0].shape[1]
-    for i in gl.static_range(len(accs) - 1):
-        t = product_with(probs, channels.values[0].at(used).slice(i * width, width, 0), accs[i])
-        t = warpgroup_mma_wait(0, deps=[t])
-        done = also(done, times_rows(accs[i], factor) + t)
-    return also(done, accs[len(accs) - 1])
-
-
-@gluon.jit
-def start_product(probs, channels, used, accs):
-    """Starts the product for the last accumulator."""
-    LAST: gl.constexpr = len(accs) - 1
-    width: gl.constexpr = accs[LAST].shape[1]
-    values = channels.values[0].at(used)
-    if LAST > 0:
-        values = values.slice(LAST * width, width, 0)
-    return product_with(probs, values, accs[LAST])
-
-
-@gluon.jit
-def add_product(t, accs, factor):
-    """The accumulators with that product added to the last one."""
-    LAST: gl.constexpr = len(accs) - 1
-    done = ()
-    for i in gl.static_range(LAST):
-        done = also(done, accs[i])
-    return also(done, times_rows(accs[LAST], factor) + t)
-
-
-@gluon.jit
-def times_rows(acc, factor):
-    """The accumulator, its rows times their factors."""
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit
-def update(channels, at, state, block, sizes, mod, WARPGROUP: gl.constexpr):
-    """(probs, factor, row_max, row_sum): a block's probabilities, and what becomes of the softmax's state."""
-    loop, n_block = at.loop, at.n_block
-    pairs = block_pairs(channels.tiles, at.tiles, 0, loop, n_block, sizes, True, WARPGROUP)
-    s, scale = block.s, mod.scale_log2
-    if mod.has_softcap or mod.scale_first:
-        s = s * block.score
+def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Multiplies the probabilities of use ``used`` with its values; scores the block at a ``Place``, the next use."""
+    used, accs = at.used, state.accs
+    probs = operand(state.words, accs[0].shape[1])
+    if BEHIND:
+        channels.keys[0].wait(used + 1)
+        s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
+        channels.values[0].wait(used)
+        accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
+        score, unit = fetch_block(scales, at.own, at.n_block - 1, sizes)
+        s = warpgroup_mma_wait(1, deps=[s])
     else:
-        scale = scale * block.score
-    s, _ = shape_scores(s, mod, pairs, (), sizes, loop, n_block, is_edge(loop, n_block, sizes), True)
-    row_max, origin, factor = softmax.raise_max(state.row_max, row_tops(s, state.row_max, scale, ()), True)
-    e = softmax.exponentials(s, scale, origin - PROBS_LOG2)
-    sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, state.row_sum.type.layout))
-    row_sum = state.row_sum * sum_factor[:, None] + thread_sums(e)
-    return operand(e, state.accs[0].shape[1]), factor, row_max, row_sum
-
-
-@gluon.jit
-def step(channels, at, state, block, zeros, sizes, mod, scales, EARLY: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Adds the block at a ``Place`` to the state; returns that and the block before it, the next use."""
-    used = at.used
-    probs, factor, row_max, row_sum = update(channels, at, state, block, sizes, mod, WARPGROUP)
-    factor = factor * (state.unit / block.unit)
-    channels.values[0].wait(used)
-    accs = add_first_products(probs, channels, used, state.accs, factor)
-    t = start_product(probs, channels, used, accs)
-    score, unit = fetch_block(scales, at.own, at.n_block - 1, sizes)
-    if not EARLY:
+        channels.values[0].wait(used)
+        accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
+        score, unit = fetch_block(scales, at.own, at.n_block - 1, sizes)
         t = warpgroup_mma_wait(0, deps=[t])
-        accs = add_product(t, accs, factor)
-    channels.keys[0].wait(used + 1)
-    s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
-    if EARLY:
-        t = warpgroup_mma_wait(1, deps=[t])
-        accs = add_product(t, accs, factor)
-    channels.values[0].release(used)
-    s = warpgroup_mma_wait(0, deps=[s])
+        accs = add_product(t, accs, state.factor)
+        channels.values[0].release(used)
+        channels.keys[0].wait(used + 1)
+        s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
+        s = warpgroup_mma_wait(0, deps=[s])
     channels.keys[0].release(used + 1)
-    return State(accs, row_max, row_sum, block.unit), Block(s, score, unit)
+    block = Block(s, state.next_score, state.next_unit)
+    s, scale, row_max, origin, factor = raise_max(channels, at, state.row_max, block, sizes, mod, WARPGROUP)
+    if BEHIND:
+        t = warpgroup_mma_wait(0, deps=[t])
+        channels.values[0].release(used)
+        accs = add_product(t, accs, state.factor)
+    words, row_sum = probabilities(s, scale, origin, factor, state.row_sum, sizes, len(accs) == 1, WARPGROUP)
+    factor = factor * (state.unit / block.unit)
+    return State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
 
 
 @gluon.jit
