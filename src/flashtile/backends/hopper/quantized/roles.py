@@ -249,7 +249,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, EARLY: g
         if not EARLY:
             t = warpgroup_mma_wait(0, deps=[t])
             accs = add_product(t, accs, factor)
-        s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros)
+        s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, ())
         if EARLY:
             t = warpgroup_mma_wait(1, deps=[t])
             accs = add_product(t, accs, factor)
@@ -270,7 +270,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, EARLY: g
 def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
     """A tile's first ``Block``, with nothing else under way."""
     score, unit = fetch_block(scales, own, loop.n_block, sizes)
-    s = start_first_scores(channels, tiles, used, loop, zeros)
+    s = start_first_scores(channels, tiles, used, loop, zeros, ())
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
