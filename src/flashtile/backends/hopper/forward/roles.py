@@ -169,7 +169,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
             loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
             # The next tile's first scores, under the last values and the epilogue of this one. After the last tile
             # they are those of stale buffers, and nobody reads them.
-            s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, mod)
+            s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, mod.tiles)
             accs = add_last_values(channels, used, state)
             pairs = block_pairs(
                 channels.tiles, tiles + 1, used + 1 + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP
@@ -203,7 +203,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
 @gluon.jit
 def start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.constexpr):
     """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
-    s = start_first_scores(channels, tiles, used, loop, zeros, mod)
+    s = start_first_scores(channels, tiles, used, loop, zeros, mod.tiles)
     pairs = block_pairs(channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP)
     fetched = mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(0, deps=[s])

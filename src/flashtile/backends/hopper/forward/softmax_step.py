@@ -152,11 +152,11 @@ def operand(probs, like):
 
 
 @gluon.jit
-def start_first_scores(channels, tiles, used, loop, zeros, mod):
+def start_first_scores(channels, tiles, used, loop, zeros, pair_tiles):
     """Starts a tile's first scores; without a tile, those of whatever the buffers hold."""
     keys = channels.keys[0]
-    for i in gl.static_range(len(mod.tiles)):
-        mod.tiles[i].ring.skip(used, loop.skipped, loop.is_tile)
+    for i in gl.static_range(len(pair_tiles)):
+        pair_tiles[i].ring.skip(used, loop.skipped, loop.is_tile)
     keys.skip(used, loop.skipped, loop.is_tile)
     channels.queries[0].wait(tiles, loop.is_tile)
     keys.wait(used + loop.skipped, loop.is_tile)

@@ -164,7 +164,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
         if not BEHIND:
             t = warpgroup_mma_wait(0, deps=[t])
             accs = add_product(t, accs, state.factor)
-        s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros)
+        s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, ())
         if BEHIND:
             t = warpgroup_mma_wait(1, deps=[t])
             accs = add_product(t, accs, state.factor)
@@ -187,7 +187,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
 def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
     """A tile's first ``Block``, with nothing else under way."""
     score, unit = fetch_block(scales, own, loop.n_block, sizes)
-    s = start_first_scores(channels, tiles, used, loop, zeros)
+    s = start_first_scores(channels, tiles, used, loop, zeros, ())
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
