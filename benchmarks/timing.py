@@ -80,15 +80,20 @@ def loop_ms(call: Call, device: torch.device, reps: int) -> float:
     return (time.perf_counter() - start_s) * 1e3 / reps
 
 
-def time_burst(call: Call, reps: int, device: torch.device, head_start_ms: float = _HEAD_START_MS) -> float:
+def time_burst(
+    call: Call, reps: int, device: torch.device, head_start_ms: float = _HEAD_START_MS, meet: Call | None = None
+) -> float:
     """Mean time of ``reps`` calls in a row, in milliseconds: device time on a GPU, wall time elsewhere.
 
-    The device starts late enough that the host is always ahead of it: see ``head_start_of``.
+    The device starts late enough that the host is always ahead of it: see ``head_start_of``. After that it does what
+    ``meet`` queues, in which devices may wait for one another.
     """
     if device.type != "cuda":
         return host_ms(call, device, reps)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(head_start_ms * _CYCLES_PER_MS))
+    if meet is not None:
+        meet()
     start.record()
     for _ in range(reps):
         call()

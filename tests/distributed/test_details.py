@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
 from flashtile import UnsupportedError, dispatch, distributed
-from flashtile.distributed import kinds, steps
+from flashtile.distributed import kinds, launches, steps
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
 from tests.distributed.ranks import NAMED
@@ -108,7 +108,7 @@ def second_step(mesh: DeviceMesh, comm: str, dropout_p: float) -> None:
         mock.patch.object(dispatch, "select", side_effect=AssertionError),
         mock.patch.object(kinds.Kind, "__init__", side_effect=AssertionError),
         mock.patch.object(kinds, "agree", side_effect=AssertionError),
-        mock.patch.object(steps, "_int32", side_effect=AssertionError),
+        mock.patch.object(launches, "_int32", side_effect=AssertionError),
     ):
         distributed.attention(*mine, **keywords).sum().backward()
 
@@ -134,7 +134,7 @@ def traffic(mesh: DeviceMesh, rows: int, keywords: dict[str, Any]) -> tuple[list
 
     posted = steps.Messages.post
     mine = [distributed.shard(x, mesh, keywords["layout"]).requires_grad_() for x in qkv(rows)]
-    launch = steps._Launch
+    launch = launches.CallPlan
     with (
         mock.patch.object(steps.Messages, "post", post),
         mock.patch.object(launch, "forward", _noted(launch.forward, events)),

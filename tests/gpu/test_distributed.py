@@ -29,6 +29,7 @@ WAYS = [
 # Name: heads, key heads, rows, bounds of documents, keywords.
 CASES: dict[str, tuple[int, int, int, tuple[int, ...] | None, dict[str, Any]]] = {
     "causal": (8, 8, 2048, None, {"causal": True}),
+    "long": (8, 8, 16384, None, {"causal": True}),
     "uneven": (8, 2, 1999, None, {"causal": True, "deterministic": True}),
     "window": (8, 2, 2048, None, {"causal": True, "window_size": (300, 0)}),
     "packed": (8, 2, 2048, (0, 700, 701, 1500, 2048), {"causal": True}),

@@ -217,7 +217,8 @@ class Chain:
     """What backwards over other keys of the same packed rows share, each a call of ``in_chain`` of its own plan.
 
     That takes what ``Backward`` takes and the chain, of a backend with ``Capabilities.chain_rows``. Sums are of dk and
-    dv alone; dq is None but for the last call, which returns that of all of them in q's dtype.
+    dv alone; dq is None but for the last call, which returns that of all of them in q's dtype. A call with ``heads``,
+    the first of some key heads and the end of them, writes theirs into the sums, which are new if there are none.
 
     Attributes:
         calls: How many are still to come.

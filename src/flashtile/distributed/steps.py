@@ -9,130 +9,23 @@ ranks, and before its kernels.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile import dispatch, ops, settings
-from flashtile.arguments import Grads, Options, Tensors
-from flashtile.backends.base import Backward, Chain, Forward, Gradients
+from flashtile.arguments import Options, Tensors
+from flashtile.backends.base import Chain, Gradients
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
 from flashtile.distributed.halves import in_two
+from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part
 from flashtile.distributed.plan import Call, Plan, Step
-from flashtile.families import family_of
-from flashtile.masks import Origin
-from flashtile.problem import Problem
 from flashtile.states import Partial
 
-# Keys and values of a shard, or their gradients, None where one is not wanted.
-Keys = tuple[Tensor, Tensor]
+# The gradients of keys and values of a shard, None where one is not wanted.
 Sums = tuple[Tensor | None, Tensor | None]
-
-
-class Part(NamedTuple):
-    """Which part of the whole call a rank's tensors are: how many query heads that has, and the first of this one's."""
-
-    heads: int
-    first_head: int
-
-
-class OfRows(NamedTuple):
-    """What the backward needs of the rows, contiguous; see ``backends.base.Backward``."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-
-
-class _Launch:
-    """One call of a step with the backend's plans of it, made when they are first needed."""
-
-    def __init__(self, call: Call, options: Options, part: Part, device: torch.device, is_last: bool) -> None:
-        self._bounds, band = (call.cu_seqlens_q, call.cu_seqlens_k), call.band
-        self.options = dataclasses.replace(
-            options,
-            window_left=band.left,
-            window_right=band.right,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_k,
-            grads=Grads(*options.grads[:3]),
-        )
-        self._bounds_q = self._bounds_k = _int32(call.cu_seqlens_q, device)
-        if call.cu_seqlens_k != call.cu_seqlens_q:
-            self._bounds_k = _int32(call.cu_seqlens_k, device)
-        self._origins: Tensor | None = None
-        if call.origins:
-            rows = [Origin(o.batch * part.heads + part.first_head, *o[1:]) for o in call.origins]
-            self._origins = _int32(rows, device)
-            self._entries = _int32([o.batch for o in call.origins], device)
-        self._is_last = is_last
-        self._forward: Forward | None = None
-        self._backwards: dict[Any, Backward] = {}
-
-    def _given(self, t: Tensors, keys: Keys) -> Tensors:
-        slopes = t.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes.index_select(0, self._entries)
-        bounds = self._bounds_q, self._bounds_k
-        return Tensors(t.q, *keys, slopes, None, None, None, *bounds, t.rng_state, self._origins)
-
-    def forward(self, t: Tensors, keys: Keys, state: Partial | None) -> Partial:
-        """The state after these keys; in q's dtype if the call is the last."""
-        given = self._given(t, keys)
-        if self._forward is None:
-            problem = Problem.of(given, self.options)
-            problem = problem.but(out_dtype=problem.dtype if self._is_last else problem.lse_dtype)
-            known = self._known(given, problem, "forward")
-            chosen = dispatch.select(problem, "forward", self.options.backend)
-            self._forward = chosen.plan_forward(problem, given, known)
-        return Partial(*self._forward(given, state))
-
-    def backward(
-        self, t: Tensors, keys: Keys, rows: OfRows, sums: Gradients | None, chain: Chain | None = None
-    ) -> Gradients:
-        """The sums with this call's gradients added; new ones if there are none."""
-        given = self._given(t, keys)
-        # Hooks of saved tensors may have given q other strides; all others are contiguous.
-        key = t.q.stride(), t.q.data_ptr() % 16, rows.dlse is None
-        run: Any = self._backwards.get(key)
-        if run is None:
-            problem = Problem.of(given, self.options)
-            problem = problem.but(grad_dtype=problem.lse_dtype)
-            known = self._known(given, problem, "backward")
-            chosen = dispatch.select(problem, "backward", self.options.backend)
-            run = self._backwards[key] = chosen.plan_backward(problem, given, rows.dout, rows.dlse, known)
-        return run(given, *rows, sums) if chain is None else run.in_chain(given, *rows, sums, chain)
-
-    def may_chain(self, t: Tensors) -> bool:
-        """Whether the call may be one of a ``Chain``; t has any keys."""
-        bounds_q, bounds_k = self._bounds
-        k, v = (x.new_empty((bounds_k[-1], *x.shape[1:])) for x in (t.k, t.v))
-        problem = Problem.of(self._given(t, (k, v)), self.options)
-        chosen = dispatch.select(problem.but(grad_dtype=problem.lse_dtype), "backward", self.options.backend)
-        can = chosen.capabilities("backward")
-        places = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
-        ends = [end for row, (key, key_stop) in places if key < key_stop and row[0] < row[1] for end in row]
-        rows = 0 if can is None else can.chain_rows
-        return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
-
-    def _known(self, t: Tensors, problem: Problem, direction: str) -> dict[Any, Any] | None:
-        """What plans share with those of other lengths."""
-        common = family_of(t, self.options)
-        if common is None:
-            return None
-        kind = problem.out_dtype, problem.grad_dtype, settings.BACKEND.raw(), ops.products(t.q)
-        return ops.shared_family((*common, *kind)).known[direction]
-
-
-def _int32(values: Sequence[Any], device: torch.device) -> Tensor:
-    # A training step could not save a tensor that was made in inference mode.
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @dataclasses.dataclass
@@ -154,7 +47,7 @@ class _Stage:
     """
 
     number: int
-    launches: list[_Launch] = dataclasses.field(default_factory=list)
+    launches: list[CallPlan] = dataclasses.field(default_factory=list)
     source: int = 0
     keys: int = 0
     keys_to: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
@@ -166,7 +59,7 @@ class _Stage:
     sums_back: int | None = None
 
 
-def _stages(plan: Plan, launch_of: Callable[[Step, Call], _Launch]) -> list[_Stage]:
+def _stages(plan: Plan, launch_of: Callable[[Step, Call], CallPlan]) -> list[_Stage]:
     """The stages of a plan, in order; the first is that of step 0."""
     found: dict[int, _Stage] = {}
 
@@ -216,13 +109,13 @@ class Steps:
         # Shards in a gathered tensor start on 16 bytes, whatever their width.
         self._most_keys = None if most_keys is None else -(-most_keys // 8) * 8
         last = next((step for step in reversed(plan.steps) if step.calls), None)
-        made: dict[Any, _Launch] = {}
+        made: dict[Any, CallPlan] = {}
 
-        def launch_of(step: Step, call: Call) -> _Launch:
+        def launch_of(step: Step, call: Call) -> CallPlan:
             is_last = step is last and call is step.calls[-1]
             key = call, is_last, step.number == 0
             if key not in made:
-                made[key] = _Launch(call, options, part, device, is_last)
+                made[key] = CallPlan(call, options, part, device, is_last)
             return made[key]
 
         self._stages = _stages(plan, launch_of)
@@ -230,9 +123,15 @@ class Steps:
         # In the backward some of step 0 comes first, while keys leave, and the other part last, while sums return.
         own = plan.steps[0].calls
         ends = in_two(own, share) if line.size > 1 else (own, ())
-        self._first, self._final = ([_Launch(call, options, part, device, False) for call in half] for half in ends)
+        self._first, self._final = ([CallPlan(call, options, part, device, False) for call in half] for half in ends)
+        # Or half of its heads; sums that came home before the other half would be written over.
+        comes_once = sum(step.sums_back is not None for step in plan.steps) <= 1
+        self._whole: CallPlan | None = None
+        if len(own) == 1 and line.size > 1 and comes_once:
+            self._whole = CallPlan(own[0], options, part, device, False)
         # Whether the backward's calls make a chain; known from the first one on.
         self._chains: bool | None = None
+        self._heads = 0
 
     def forward(self, t: Tensors, state: Partial | None) -> Partial | None:
         """Attention of the rank's rows over all keys, merged into a state; in q's dtype if there was any call."""
@@ -282,7 +181,7 @@ class Steps:
                 receives += _parcels(back, stage.sums_back, "back")
             pending = self._messages.post(stage.number, sends, receives)
             if stage is self._stages[0]:
-                total = self._own(self._first, t, rows, None, chain)
+                total = self._own(self._first, t, rows, None, chain, 0)
             elif stage.launches:
                 given: Gradients | None = None
                 if sums is not _NO_SUMS or chain is None:
@@ -292,17 +191,21 @@ class Steps:
                 assert given is not None
                 total.dq, left = given.dq, (given.dk, given.dv)
             if stage is self._stages[-1]:
-                total = self._own(self._final, t, rows, total, chain)
+                total = self._own(self._final, t, rows, total, chain, 1)
             pending.wait()
             held, sums = arriving, coming
         return total, back
 
     def _chain(self, t: Tensors) -> Chain | None:
         """What the calls of a backward share, if all of them can."""
-        calls = [*self._first, *self._final, *(launch for stage in self._stages[1:] for launch in stage.launches)]
+        later = [launch for stage in self._stages[1:] for launch in stage.launches]
         if self._chains is None:
-            self._chains = len(calls) > 1 and all(launch.may_chain(t) for launch in calls)
-        return Chain(len(calls)) if self._chains else None
+            can, half = all(launch.may_chain(t) for launch in later), t.k.shape[1] // 2
+            if can and self._whole and half * t.k.shape[0] >= _ENOUGH_KEYS and self._whole.may_chain(t):
+                self._first, self._final, self._heads = [self._whole], [self._whole], half
+            calls = [*self._first, *self._final]
+            self._chains = can and len(calls) + len(later) > 1 and all(launch.may_chain(t) for launch in calls)
+        return Chain(len(self._first) + len(self._final) + len(later)) if self._chains else None
 
     def _backward_gathered(self, t: Tensors, rows: OfRows) -> tuple[Gradients, Sums]:
         own, most = (t.k, t.v), self._most_keys or 0
@@ -321,11 +224,15 @@ class Steps:
         return total, (None if sums[0] is None else next(found), None if sums[1] is None else next(found))
 
     def _own(
-        self, launches: Sequence[_Launch], t: Tensors, rows: OfRows, total: Gradients | None, chain: Chain | None
-    ) -> Gradients:
+        self, launches: Sequence[CallPlan], t: Tensors, rows: OfRows, total: Gradients | None, chain: Chain | None,
+        half: int = 0,
+    ) -> Gradients:  # fmt: skip
         """The sums with the gradients of some calls over the rank's own keys added; zeros if there is nothing."""
         for launch in launches:
-            total = launch.backward(t, (t.k, t.v), rows, total, chain)
+            heads = None
+            if self._heads:
+                heads = (0, self._heads) if half == 0 else (self._heads, t.k.shape[1])
+            total = launch.backward(t, (t.k, t.v), rows, total, chain, heads)
         if total is not None:
             return total
         dq = rows.out.new_zeros(t.q.shape, dtype=rows.lse.dtype) if self._grads.q and chain is None else None
@@ -359,6 +266,8 @@ class Steps:
         return sends, [Parcel((k, v), stage.keys_from, "keys")], (k, v)
 
 
+# Keys of half the heads that occupy a GPU's multiprocessors: half the heads are then half of the work.
+_ENOUGH_KEYS = 32768
 _NO_SUMS: Sums = (None, None)
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flashtile.backends.hopper.backward.channels import WIDEST
-from flashtile.backends.hopper.backward.scheduler import first_rows, next_rows, query_heads, turn_of
+from flashtile.backends.hopper.backward.scheduler import first_rows, next_rows, query_heads, steps_of_a_head, turn_of
 from flashtile.backends.hopper.device.gluon_compat import thread_barrier, tma_add, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import (
     num_parts,
@@ -71,7 +71,7 @@ def keep_turns(turns_ptr, channels, grid):
     while records.get(tiles, "is_tile") > 0:
         rows = first_rows(records, tiles, grid)
         _, num_heads = query_heads(records.get(tiles, "head"), grid)
-        end = used + num_heads * rows.remaining
+        end = used + num_heads * steps_of_a_head(records, tiles)
         while used < end:
             turn = turn_of(rows.start, records, tiles, grid)
             while gl.atomic_add(turns_ptr + rows.block, 0, sem="acquire") < turn:
@@ -123,7 +123,7 @@ def dq_consumer(channels, grid):
         while records.get(tiles, "is_tile") > 0:
             rows = first_rows(records, tiles, grid)
             _, num_heads = query_heads(records.get(tiles, "head"), grid)
-            end = used + num_heads * rows.remaining
+            end = used + num_heads * steps_of_a_head(records, tiles)
             if end > used:
                 channels.keys[0].wait(key_use)
                 while used < end:

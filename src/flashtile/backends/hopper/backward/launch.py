@@ -78,6 +78,7 @@ class BackwardPlan:
         self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
         self._config, self._known = config, known
+        self._in_chain = configs.in_chain(config)
         self._steps: dict[Any, list[Step]] = {}
 
     def __call__(
@@ -132,18 +133,19 @@ class BackwardPlan:
         dlse: Tensor | None,
         sums: Gradients | None,
         chain: Chain,
+        heads: tuple[int, int] | None = None,
     ) -> Gradients:
         """The same for a call of a chain, which has rows and keys; see ``Chain``."""
         t, wanted, is_last = tensors, self._problem.grads, chain.calls == 1
         dout = dout.contiguous() if self._copies_dout else dout
         out = out if out.data_ptr() % 16 == 0 else out.clone()
-        kind = sums is not None, chain.work is None, is_last
+        kind = sums is not None and heads is None, chain.work is None, is_last, heads
         steps = self._steps.get(kind)
         if steps is None:
-            made = chain_launches(self._problem, t, dout, dlse, self._config, *kind)
+            made = chain_launches(self._problem, t, dout, dlse, self._in_chain, *kind)
             steps = self._steps[kind] = [Step(each, _OPERANDS, t.q.device, self._known) for each in made if each]
         if chain.work is None:
-            layout = _chain_workspace(self._problem, self._config, t)
+            layout = _chain_workspace(self._problem, self._in_chain, t)
             work, counter = chain.work = t.q.new_empty(layout.floats, dtype=torch.float32), layout.counter_at // 4
         else:
             work, counter = chain.work
@@ -194,14 +196,14 @@ def launches(
 
 def chain_launches(
     problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, adds: bool, is_first: bool,
-    is_last: bool,
+    is_last: bool, heads: tuple[int, int] | None = None,
 ) -> tuple[Launch | None, Launch, Launch | None]:  # fmt: skip
     """The launches of a call of a ``Chain``: what comes before the main kernel and after it knows no sequences."""
     one, rows = _as_one(problem), replace(tensors, cu_seqlens_q=None, cu_seqlens_k=None)
     work = _chain_workspace(problem, config, tensors)
     return (
         _preprocess_launch(one, rows, dout, dlse, config, work, False) if is_first else None,
-        _main_launch(problem, tensors, dout, config, work, adds, is_chained=True),
+        _main_launch(problem, tensors, dout, config, work, adds, chained=heads or (0, problem.num_heads_kv)),
         _postprocess_launch(one, rows, config, work, False) if is_last and problem.grads.q else None,
     )
 
@@ -284,9 +286,10 @@ def _sums_launch(problem: Problem, tensors: Tensors, work: Workspace, adds: bool
 
 def _main_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool, *,
-    is_chained: bool = False,
+    chained: tuple[int, int] | None = None,
 ) -> Launch:  # fmt: skip
-    p, t = problem, tensors
+    p, t, (first_head, end_head) = problem, tensors, chained or (0, problem.num_heads_kv)
+    heads = end_head - first_head
     rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
     num_sms, splits_groups = tensor_maps.num_sms(t.q.device), work.subgroups > 1
     pointers = work.pointers()
@@ -299,7 +302,9 @@ def _main_launch(
         "batch": p.batch,
         "subgroups": work.subgroups,
         "subgroup_size": -(-p.group_size // work.subgroups),
-        "heads_at_once": _heads_at_once(p, config, work.subgroups, rows_q, rows_k, num_sms),
+        "heads_at_once": _heads_at_once(p, config, heads * work.subgroups, rows_q, rows_k, num_sms),
+        "first_head": first_head,
+        "heads": heads,
     }
 
     def others() -> dict[str, Any]:
@@ -313,16 +318,17 @@ def _main_launch(
             **tensor_maps.pair_arguments(p, t),
             **constants(p, config),
             "ADDS": adds and not splits_groups,
-            "CHAINED": is_chained,
+            "CHAINED": chained is not None,
+            "STAGGERED": chained is not None and p.band.unbounded and not p.deterministic,
             "SPLITS_GROUPS": splits_groups,
         }
 
     blocks = -(-rows_k // config.block_n) * p.batch
     if p.varlen:
         blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
-    programs = min(num_sms, blocks * p.num_heads_kv * work.subgroups)
+    programs = min(num_sms, blocks * heads * work.subgroups)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    key = (config, dout.dtype, p.grad_dtype, adds, is_chained, splits_groups)
+    key = (config, dout.dtype, p.grad_dtype, adds, chained is not None, splits_groups)
     return Launch(attention_backward, programs, sizes, options, others, key)
 
 
@@ -422,18 +428,18 @@ def _row_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
     return {"batch": problem.batch, "seqlen_q": tensors.q.shape[-3]}
 
 
-def _heads_at_once(problem: Problem, config: Config, subgroups: int, rows_q: int, rows_k: int, num_sms: int) -> int:
-    """Heads of tiles of which all tiles start longest first; one if all tiles of a head cost the same.
+def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, rows_k: int, num_sms: int) -> int:
+    """Of ``heads`` of a sequence, those of which all tiles start longest first; one if a head's all cost the same.
 
     As many as have rows, with dq in float32, that fit the cache, but at least a tile for nearly each multiprocessor,
     and no less in the last round: else its longest tiles run alone at the end. Split groups have few tiles in all.
     Where sums are ordered, tiles of one head wait for one another, so few of them run at once.
     """
     p = problem
-    heads = p.num_heads_kv * subgroups * (1 if p.varlen else p.batch)
+    splits, heads = heads > p.num_heads_kv, heads * (1 if p.varlen else p.batch)
     if p.band.unbounded:
         return min(heads, -(-num_sms // 4)) if p.deterministic else 1
-    if subgroups > 1:
+    if splits:
         return heads
     a_head = rows_q * p.group_size * config.block_d * (2 * 2 + 4)
     blocks = -(-(min(rows_k, p.seqlen_k) if p.varlen else rows_k) // config.block_n)

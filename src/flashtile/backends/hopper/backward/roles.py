@@ -22,6 +22,7 @@ from flashtile.backends.hopper.backward.scheduler import (
     publish_tile,
     query_heads,
     row_blocks_per_head,
+    steps_of_a_head,
 )
 from flashtile.backends.hopper.device.coordinates import HeadRows
 from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_load, tma_put, tma_store_wait
@@ -77,8 +78,9 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
             tiles += 1
             head_blocks = row_blocks_per_head(grid)
             row_blocks = first_row_block(tile, grid)
-            m = tile.m_min
+            m = tile.m_first
             head, num_heads = query_heads(tile.head, grid)
+            heads_end = head + num_heads
             steps = num_heads * (tile.m_max - tile.m_min)
             for i in range(steps):
                 rows = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.varlen)
@@ -106,6 +108,9 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
                     m = tile.m_min
                     head += 1
                     row_blocks += head_blocks
+                    if grid.staggered and head == heads_end:
+                        head -= num_heads
+                        row_blocks -= num_heads * head_blocks
             key_use += gl.where(steps > 0, 1, 0)
 
 
@@ -245,7 +250,7 @@ def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
         kept = rows_of_keys(records, tiles, score_zeros(grid), grid, WARPGROUP)
         rows = first_rows(records, tiles, grid)
         _, num_heads = query_heads(records.get(tiles, "head"), grid)
-        end = used + num_heads * rows.remaining
+        end = used + num_heads * steps_of_a_head(records, tiles)
         if end > used:
             channels.keys[0].wait(key_use)
             if grid.has_dscores:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.hopper.backward.channels import PART_KEYS
 from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
 from flashtile.backends.hopper.backward.roles import boxes, key_tile, score_zeros, times
-from flashtile.backends.hopper.backward.scheduler import first_rows, key_rows, next_rows, query_heads
+from flashtile.backends.hopper.backward.scheduler import first_rows, key_rows, next_rows, query_heads, steps_of_a_head
 from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import (
     add_products,
@@ -132,7 +132,7 @@ def gradient_tiles(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
         kept = rows_of_keys(records, tiles, score_zeros(grid), grid, 0)
         rows = first_rows(records, tiles, grid)
         _, num_heads = query_heads(records.get(tiles, "head"), grid)
-        end = used + num_heads * rows.remaining
+        end = used + num_heads * steps_of_a_head(records, tiles)
         if end > used:
             if WARPGROUP == 1:
                 grad = keys_step(channels, used, key_use, grad, grid, used + 1 == end, True)

@@ -1,0 +1,126 @@
+"""One packed call of a step: the backend's plans of it, made when they are first needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile import dispatch, ops, settings
+from flashtile.arguments import Grads, Options, Tensors
+from flashtile.backends.base import Backward, Chain, Forward, Gradients
+from flashtile.distributed.plan import Call
+from flashtile.families import family_of
+from flashtile.masks import Origin
+from flashtile.problem import Problem
+from flashtile.states import Partial
+
+# Keys and values of a shard.
+Keys = tuple[Tensor, Tensor]
+
+
+class Part(NamedTuple):
+    """Which part of the whole call a rank's tensors are: how many query heads that has, and the first of this one's."""
+
+    heads: int
+    first_head: int
+
+
+class OfRows(NamedTuple):
+    """What the backward needs of the rows, contiguous; see ``backends.base.Backward``."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+class CallPlan:
+    """One call of a step with the backend's plans of it, made when they are first needed."""
+
+    def __init__(self, call: Call, options: Options, part: Part, device: torch.device, is_last: bool) -> None:
+        self._bounds, band = (call.cu_seqlens_q, call.cu_seqlens_k), call.band
+        self.options = dataclasses.replace(
+            options,
+            window_left=band.left,
+            window_right=band.right,
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            grads=Grads(*options.grads[:3]),
+        )
+        self._bounds_q = self._bounds_k = _int32(call.cu_seqlens_q, device)
+        if call.cu_seqlens_k != call.cu_seqlens_q:
+            self._bounds_k = _int32(call.cu_seqlens_k, device)
+        self._origins: Tensor | None = None
+        if call.origins:
+            rows = [Origin(o.batch * part.heads + part.first_head, *o[1:]) for o in call.origins]
+            self._origins = _int32(rows, device)
+            self._entries = _int32([o.batch for o in call.origins], device)
+        self._is_last = is_last
+        self._forward: Forward | None = None
+        self._backwards: dict[Any, Backward] = {}
+
+    def _given(self, t: Tensors, keys: Keys) -> Tensors:
+        slopes = t.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes.index_select(0, self._entries)
+        bounds = self._bounds_q, self._bounds_k
+        return Tensors(t.q, *keys, slopes, None, None, None, *bounds, t.rng_state, self._origins)
+
+    def forward(self, t: Tensors, keys: Keys, state: Partial | None) -> Partial:
+        """The state after these keys; in q's dtype if the call is the last."""
+        given = self._given(t, keys)
+        if self._forward is None:
+            problem = Problem.of(given, self.options)
+            problem = problem.but(out_dtype=problem.dtype if self._is_last else problem.lse_dtype)
+            known = self._known(given, problem, "forward")
+            chosen = dispatch.select(problem, "forward", self.options.backend)
+            self._forward = chosen.plan_forward(problem, given, known)
+        return Partial(*self._forward(given, state))
+
+    def backward(
+        self, t: Tensors, keys: Keys, rows: OfRows, sums: Gradients | None, chain: Chain | None = None,
+        heads: tuple[int, int] | None = None,
+    ) -> Gradients:  # fmt: skip
+        """The sums with this call's gradients added; new ones if there are none. Heads: see ``Chain``."""
+        given = self._given(t, keys)
+        # Hooks of saved tensors may have given q other strides; all others are contiguous.
+        key = t.q.stride(), t.q.data_ptr() % 16, rows.dlse is None
+        run: Any = self._backwards.get(key)
+        if run is None:
+            problem = Problem.of(given, self.options)
+            problem = problem.but(grad_dtype=problem.lse_dtype)
+            known = self._known(given, problem, "backward")
+            chosen = dispatch.select(problem, "backward", self.options.backend)
+            run = self._backwards[key] = chosen.plan_backward(problem, given, rows.dout, rows.dlse, known)
+        return run(given, *rows, sums) if chain is None else run.in_chain(given, *rows, sums, chain, heads)
+
+    def may_chain(self, t: Tensors) -> bool:
+        """Whether the call may be one of a ``Chain``; t has any keys."""
+        bounds_q, bounds_k = self._bounds
+        k, v = (x.new_empty((bounds_k[-1], *x.shape[1:])) for x in (t.k, t.v))
+        problem = Problem.of(self._given(t, (k, v)), self.options)
+        chosen = dispatch.select(problem.but(grad_dtype=problem.lse_dtype), "backward", self.options.backend)
+        can = chosen.capabilities("backward")
+        places = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
+        ends = [end for row, (key, key_stop) in places if key < key_stop and row[0] < row[1] for end in row]
+        rows = 0 if can is None else can.chain_rows
+        return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
+
+    def _known(self, t: Tensors, problem: Problem, direction: str) -> dict[Any, Any] | None:
+        """What plans share with those of other lengths."""
+        common = family_of(t, self.options)
+        if common is None:
+            return None
+        kind = problem.out_dtype, problem.grad_dtype, settings.BACKEND.raw(), ops.products(t.q)
+        return ops.shared_family((*common, *kind)).known[direction]
+
+
+def _int32(values: Sequence[Any], device: torch.device) -> Tensor:
+    # A training step could not save a tensor that was made in inference mode.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int32, device=device)
