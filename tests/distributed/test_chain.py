@@ -73,8 +73,9 @@ def gradients(
     )  # fmt: skip
     for rank in (0, 1):
         mine, line = rows[rank], Line(None, rank, (0, 1))
-        plan, theirs = make_plan(lengths, lengths, 2, rank, layout, band), rows[1 - rank]
-        messages = OneRank(line, (k[theirs], v[theirs]))
+        plan, theirs = (make_plan(lengths, lengths, 2, each, layout, band) for each in (rank, 1 - rank))
+        travels = rows[1 - rank][slice(*theirs.travels)]
+        messages = OneRank(line, (k[travels], v[travels]))
         steps = Steps(plan, line, options, Part(HEADS, 0), q.device, messages)
         t = Tensors(q[mine], k[mine], v[mine])
         of_rows = OfRows(exact[0][mine].bfloat16(), exact[1][:, mine].float().contiguous(), dout[mine], None)
@@ -84,7 +85,7 @@ def gradients(
         if any(step.sums_back is not None for step in plan.steps):
             for total_of, more in zip(got[1:], back, strict=True):
                 total_of[mine] += 0.0 if more is None else more.double()
-                total_of[mine] -= 0.125
+                total_of[mine[slice(*plan.travels)]] -= 0.125
         chained.append(chain.call_count)
         assert found.dq is not None and found.dk is not None and found.dv is not None
         assert found.dq.dtype == (torch.bfloat16 if chained[-1] else torch.float32)
@@ -92,7 +93,7 @@ def gradients(
             total_of[some] += part.double()
         for sums in messages.sent:
             for total_of, part in zip(got[1:], sums, strict=True):
-                total_of[theirs] += part.double()
+                total_of[travels] += part.double()
     return got, list(want), chained
 
 

@@ -68,6 +68,8 @@ def computed(plan, lengths_q, lengths_k, layout, batch=1):
     assert plan.rows == len(rows)
     for step in plan.steps:
         keys = rows_of(lengths_k, plan.world, step.source, layout, batch)
+        if step.number:
+            keys = keys[step.first : step.first + step.keys]
         assert step.keys == len(keys)
         for call in step.calls:
             assert call.cu_seqlens_q[0] == call.cu_seqlens_k[0] == 0
@@ -199,20 +201,26 @@ def test_documents_share_calls(layout):
 
 
 def needed(lengths_q, lengths_k, world, layout, band):
-    """For each shard of keys the other ranks that keep a pair of it."""
+    """For each shard of keys the other ranks that keep a pair of it, and the span of the keys that they keep."""
     owner_q, owner_k = (
         {row[1:]: rank for rank in range(world) for row in rows_of(lengths, world, rank, layout)}
         for lengths in (lengths_q, lengths_k)
     )
     kept = all_kept(lengths_q, lengths_k, band)
-    users = {(owner_k[document, j], owner_q[document, i]) for _, document, i, j in kept}
-    return {p: {user for shard, user in users if shard == p != user} for p in range(world)}
+    apart = {(owner_k[document, j], owner_q[document, i], document, j) for _, document, i, j in kept}
+    apart = {pair for pair in apart if pair[0] != pair[1]}
+    spans = {}
+    for p in range(world):
+        at = {row[1:]: place for place, row in enumerate(rows_of(lengths_k, world, p, layout))}
+        places = [at[document, j] for shard, _, document, j in apart if shard == p]
+        spans[p] = (min(places) // 8 * 8, max(places) + 1) if places else (0, 0)
+    return {p: {user for shard, user, _, _ in apart if shard == p} for p in range(world)}, spans
 
 
 def check_transfers(lengths_q, lengths_k, world, layout, band, lag):
     plans = plans_of(lengths_q, lengths_k, world, layout, band, lag=lag)
     steps = {(plan.rank, step.number): step for plan in plans for step in plan.steps}
-    users = needed(lengths_q, lengths_k, world, layout, band)
+    users, spans = needed(lengths_q, lengths_k, world, layout, band)
     sent = [
         (number, rank, send.to, send.source, send.keys) for (rank, number), step in steps.items() for send in step.sends
     ]
@@ -223,7 +231,8 @@ def check_transfers(lengths_q, lengths_k, world, layout, band, lag):
     ]
     assert sorted(sent) == sorted(received)
     for number, rank, _, source, keys in sent:
-        assert keys == shard_length(sum(lengths_k), world, source)
+        first, stop = spans[source] if layout == "contiguous" else (0, shard_length(sum(lengths_k), world, source))
+        assert plans[source].travels == (first, stop) and keys == stop - first
         assert source == rank or (steps[rank, number - 1].source == source and steps[rank, number - 1].calls)
     assert {p: {to for _, _, to, source, _ in sent if source == p} for p in range(world)} == users
     assert len(sent) == sum(map(len, users.values()))  # each shard once to each that needs it
@@ -306,11 +315,12 @@ def test_bytes_are_those_of_the_formulas():
 @pytest.mark.parametrize("world", [16, 4096])
 @pytest.mark.parametrize(("layout", "users"), [("contiguous", 1), ("zigzag", 2)])
 def test_far_steps_of_a_window_move_no_bytes(world, layout, users):
+    keys = 16 if layout == "contiguous" else 64  # of a contiguous shard those in the window of the next rank
     n = 64 * world
     for rank in (1, world // 2, world - 2):
         plan = make_plan((n,), (n,), world, rank, layout, Band(16, 0))
-        assert plan.bytes_sent(LLAMA) == users * 64 * LLAMA.key_bytes
-        assert plan.bytes_sent(LLAMA, True) == users * 64 * (LLAMA.key_bytes + LLAMA.sums_bytes)
+        assert plan.bytes_sent(LLAMA) == users * keys * LLAMA.key_bytes
+        assert plan.bytes_sent(LLAMA, True) == users * keys * (LLAMA.key_bytes + LLAMA.sums_bytes)
         assert {step.number for step in plan.steps if step.calls} <= {0, 1, world - 1}
         assert len(plan.steps) <= 1 + 2 * users
 

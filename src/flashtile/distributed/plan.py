@@ -2,7 +2,8 @@
 
 Step s of rank r is a packed call of its rows over the keys of rank ``r - s``, counted around the ring of N ranks. A
 shard of keys goes from its owner to the next rank and on, as far as somebody needs it; where ranks in between do not
-need it, its owner sends it past them. Each rank that needs a shard gets it once. In the backward the float32 sums of dk
+need it, its owner sends it past them. Of a contiguous shard only the rows travel from the first to the last that others
+keep. Each rank that needs a shard gets it once. In the backward the float32 sums of dk
 and dv go after the keys: those of a shard's step s to its step ``s + lag``, and from the last ones home to the owner,
 which adds them to what its own rows gave. With a lag of 2 they have a whole step to travel, in two chains.
 
@@ -22,6 +23,9 @@ from flashtile.distributed.calls import Rectangle, calls_of, kept, rectangles, r
 from flashtile.distributed.layouts import Layout, Piece, check, pieces, shard_length
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
+
+# Rows that travel begin on a multiple, so that those of 16-bit elements begin on 16 bytes whatever their width.
+_ALIGNED = 8
 
 
 class Sizes(NamedTuple):
@@ -58,12 +62,12 @@ class Sizes(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A shard of keys and values that leaves for the rank that uses it in the step.
+    """What travels of a shard of keys and values, and leaves for the rank that uses it in the step.
 
     Attributes:
         to: The rank that gets it.
         source: The rank whose keys they are: the sender, or the source of the step before.
-        keys: Rows of the shard, with all entries of the batch.
+        keys: Rows, with all entries of the batch.
     """
 
     to: int
@@ -78,7 +82,7 @@ class Step:
     Attributes:
         number: s, from 0 to N - 1. Steps in which a rank has nothing to do are not in its plan.
         source: The rank whose keys are used, ``rank - number`` around the ring.
-        keys: Rows of its shard, with all entries of the batch.
+        keys: Rows that travel of its shard, with all entries of the batch; in step 0 all rows.
         calls: What is computed; none where the rank only sends, or gets sums.
         receive_from: The rank that the shard comes from: the one before, which used it in the last step, or its owner;
             None if there are no calls, and in step 0.
@@ -87,6 +91,7 @@ class Step:
         sums_to: The rank that gets them then: the shard's next user in the chain, or its owner; None if nobody does, in
             step 0 and without calls.
         sums_back: The rank whose dk and dv of this rank's own keys are at the end of their chain with this step.
+        first: The row of the shard with which its keys begin.
     """
 
     number: int
@@ -98,6 +103,7 @@ class Step:
     sums_from: int | None = None
     sums_to: int | None = None
     sums_back: int | None = None
+    first: int = 0
 
     @property
     def pairs(self) -> int:
@@ -115,6 +121,7 @@ class Plan:
         rows: Its queries, with all entries of the batch.
         keys: Its own keys, likewise.
         steps: In the order of their numbers; the first is step 0, the rank's own keys.
+        travels: The first of its keys that others get, and the end of them.
     """
 
     world: int
@@ -122,6 +129,7 @@ class Plan:
     rows: int
     keys: int
     steps: tuple[Step, ...]
+    travels: tuple[int, int]
 
     @property
     def pairs(self) -> int:
@@ -195,33 +203,37 @@ def make_plan(
     check(lengths_k, world, rank, layout)
     if batch < 1 or lag < 1:
         raise InvalidInputError("batch" if batch < 1 else "lag", f"must be at least 1, got {min(batch, lag)}")
-    ring = _Ring(lengths_q, lengths_k, world, layout, band)
+    ring = _Ring(lengths_q, lengths_k, world, layout, band, batch)
     rows = shard_length(sum(lengths_q), world, rank)
     known: dict[tuple[Call, ...], tuple[Call, ...]] = {}  # equal calls of many steps are one object
     steps = []
     for number in range(world):
         source = (rank - number) % world
-        keys = ring.keys(source)
+        first, stop = ring.travels(source) if number else (0, ring.keys(source))
         found = ring.rectangles(rank, source, origins) if number == 0 or ring.needs(rank, source) else []
-        calls = tuple(repeated(call, batch) for call in calls_of(found, rows, keys, origins))
+        found = [each._replace(key=each.key - first) for each in found] if first else found
+        calls = tuple(repeated(call, batch) for call in calls_of(found, rows, stop - first, origins))
         step = _step(ring, rank, number, lag, batch, known.setdefault(calls, calls))
         if number == 0 or calls or step.sends or step.sums_back is not None:
             steps.append(step)
-    return Plan(world, rank, rows * batch, ring.keys(rank) * batch, tuple(steps))
+    first, stop = ring.travels(rank)
+    return Plan(world, rank, rows * batch, ring.keys(rank) * batch, tuple(steps), (first, stop * batch))
 
 
 class _Ring:
     """Who holds what, and who needs whose keys."""
 
     def __init__(
-        self, lengths_q: Sequence[int], lengths_k: Sequence[int], world: int, layout: Layout, band: Band
+        self, lengths_q: Sequence[int], lengths_k: Sequence[int], world: int, layout: Layout, band: Band, batch: int
     ) -> None:
-        self.world, self.band = world, band
+        self.world, self.band, self._lengths_q = world, band, lengths_q
+        # Of several entries the same rows do not lie together.
+        self._is_cut = layout == "contiguous" and batch == 1
         self.shifts = [k - q for q, k in zip(lengths_q, lengths_k, strict=True)]
         self._rows = self._columns = functools.cache(functools.partial(_by_document, lengths_q, world, layout))
         if lengths_k != lengths_q:
             self._columns = functools.cache(functools.partial(_by_document, lengths_k, world, layout))
-        self.needs = functools.cache(self._needs)
+        self.needs, self.travels = functools.cache(self._needs), functools.cache(self._travels)
         self.keys = functools.cache(functools.partial(shard_length, sum(lengths_k), world))
 
     def _shared(self, rank: int, source: int) -> Iterable[tuple[int, list[Piece], list[Piece]]]:
@@ -237,6 +249,20 @@ class _Ring:
             for q in rows
             for k in keys
         )
+
+    def _travels(self, source: int) -> tuple[int, int]:
+        """The first of a rank's keys that others get, and the end of them."""
+        if not self._is_cut:
+            return 0, self.keys(source)
+        ends: list[int] = []
+        for document, keys in self._columns(source).items():
+            mine, stop = self._rows(source).get(document, [Piece(document, 0, 1, 0, 0)])[0], self._lengths_q[document]
+            after = mine.start + mine.length
+            # What all other ranks have.
+            for q in (Piece(document, 0, 1, mine.start, 0), Piece(document, after, 1, stop - after, 0)):
+                for each in rectangles([q], keys, self.band, self.shifts[document], True) if q.length else []:
+                    ends += each.key, each.key + each.keys
+        return (min(ends) // _ALIGNED * _ALIGNED, max(ends)) if ends else (0, 0)
 
     def at(self, source: int, number: int) -> int | None:
         """The rank whose step of that number uses the source's keys, if there is such a step and it needs them."""
@@ -255,9 +281,10 @@ class _Ring:
 def _step(ring: _Ring, rank: int, number: int, lag: int, batch: int, calls: tuple[Call, ...]) -> Step:
     """A step with what travels for it."""
     source, before = ((rank - number + back) % ring.world for back in (0, 1))
-    keys = ring.keys(source) * batch
     if number == 0:
-        return Step(number, source, keys, calls)
+        return Step(number, source, ring.keys(source) * batch, calls)
+    first, stop = ring.travels(source)
+    rows = {shard: (ring.travels(shard)[1] - ring.travels(shard)[0]) * batch for shard in (before, rank)}
     # The shard of the step before goes on to the next rank; the rank's own to one that the rank before does not serve.
     sends = (before, ring.at(before, number - 1) is not None), (rank, ring.at(rank, number - 1) is None)
     used = ring.at(source, number) is not None
@@ -265,17 +292,16 @@ def _step(ring: _Ring, rank: int, number: int, lag: int, batch: int, calls: tupl
     return Step(
         number,
         source,
-        keys,
+        (stop - first) * batch,
         calls,
         receive_from=(source if last is None else last) if used else None,
         sends=tuple(
-            Send(to, shard, ring.keys(shard) * batch)
-            for shard, mine in sends
-            if mine and (to := ring.at(shard, number)) is not None
+            Send(to, shard, rows[shard]) for shard, mine in sends if mine and (to := ring.at(shard, number)) is not None
         ),
         sums_from=ring.at(source, number - lag) if used else None,
         sums_to=(source if following is None else following) if used else None,
         sums_back=ring.at(rank, number) if ring.at(rank, number + lag) is None else None,
+        first=first,
     )
 
 

@@ -36,6 +36,7 @@ class _Stage:
         number: Of the step; the number of ranks for what follows the last.
         launches: Its calls.
         source: The rank whose keys they use.
+        first: The row of its shard with which they begin.
         keys: Their rows.
         keys_to: Where keys go, and whether they are this rank's own or those of this stage.
         keys_from: Where the next stage's keys come from, None if it has none.
@@ -49,6 +50,7 @@ class _Stage:
     number: int
     launches: list[CallPlan] = dataclasses.field(default_factory=list)
     source: int = 0
+    first: int = 0
     keys: int = 0
     keys_to: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
     keys_from: int | None = None
@@ -69,7 +71,7 @@ def _stages(plan: Plan, launch_of: Callable[[Step, Call], CallPlan]) -> list[_St
     for step in plan.steps:
         here = stage(step.number)
         here.launches = [launch_of(step, call) for call in step.calls]
-        here.source, here.keys = step.source, step.keys
+        here.source, here.first, here.keys = step.source, step.first, step.keys
         if step.number:
             before = stage(step.number - 1)
             before.keys_to = [(send.to, send.source == plan.rank) for send in step.sends]
@@ -106,6 +108,7 @@ class Steps:
         share: float = 0.5,
     ) -> None:
         self._line, self._grads, self._messages = line, options.grads, messages
+        self._travels = slice(*plan.travels)
         # Shards in a gathered tensor start on 16 bytes, whatever their width.
         self._most_keys = None if most_keys is None else -(-most_keys // 8) * 8
         last = next((step for step in reversed(plan.steps) if step.calls), None)
@@ -137,9 +140,10 @@ class Steps:
         """Attention of the rank's rows over all keys, merged into a state; in q's dtype if there was any call."""
         if self._most_keys is not None:
             return self._forward_gathered(t, state)
-        own = held = t.k, t.v
+        held = t.k, t.v
+        leaving = t.k[self._travels], t.v[self._travels]
         for stage in self._forward_stages:
-            sends, receives, arriving = self._keys(stage, own, held)
+            sends, receives, arriving = self._keys(stage, leaving, held)
             pending = self._messages.post(stage.number, sends, receives)
             for launch in stage.launches:
                 state = launch.forward(t, held, state)
@@ -164,11 +168,12 @@ class Steps:
         """
         if self._most_keys is not None:
             return self._backward_gathered(t, rows)
-        own = held = t.k, t.v
+        held = t.k, t.v
+        leaving = t.k[self._travels], t.v[self._travels]
         total, chain = Gradients(), self._chain(t)
         sums = left = back = _NO_SUMS
         for stage in self._stages:
-            sends, receives, arriving = self._keys(stage, own, held)
+            sends, receives, arriving = self._keys(stage, leaving, held)
             coming = _NO_SUMS
             if stage.sums_to is not None:
                 sends += _parcels(left, stage.sums_to, "back" if stage.is_home else "sums")
@@ -176,8 +181,8 @@ class Steps:
                 coming = self._room_for_sums("sums", stage, arriving, rows)
                 receives += _parcels(coming, stage.sums_from, "sums")
             if stage.sums_back is not None:
-                _add(total, back)
-                back = self._room_for_sums("back", stage, own, rows)
+                _add(total, back, self._travels)
+                back = self._room_for_sums("back", stage, leaving, rows)
                 receives += _parcels(back, stage.sums_back, "back")
             pending = self._messages.post(stage.number, sends, receives)
             if stage is self._stages[0]:
@@ -194,6 +199,9 @@ class Steps:
                 total = self._own(self._final, t, rows, total, chain, 1)
             pending.wait()
             held, sums = arriving, coming
+        if leaving[0].shape != t.k.shape:
+            _add(total, back, self._travels)
+            back = _NO_SUMS
         return total, back
 
     def _chain(self, t: Tensors) -> Chain | None:
@@ -214,7 +222,8 @@ class Steps:
         pending.wait()
         sums = self._zero_sums(everyone, rows)
         for stage in self._stages[1:]:
-            dk, dv = (None if x is None else x[stage.source, : stage.keys] for x in sums)
+            some = slice(stage.first, stage.first + stage.keys)
+            dk, dv = (None if x is None else x[stage.source, some] for x in sums)
             for launch in stage.launches:
                 launch.backward(t, _shard(everyone, stage), rows, Gradients(total.dq, dk, dv))
         back, pending = scatter_sums(self._line, "the sum of gradients", [x for x in sums if x is not None])
@@ -254,14 +263,14 @@ class Steps:
         )
         return dk, dv
 
-    def _keys(self, stage: _Stage, own: Keys, held: Keys) -> tuple[list[Parcel], list[Parcel], Keys]:
+    def _keys(self, stage: _Stage, leaving: Keys, held: Keys) -> tuple[list[Parcel], list[Parcel], Keys]:
         """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does."""
-        sends = [Parcel(own if is_own else held, to, "keys") for to, is_own in stage.keys_to]
+        sends = [Parcel(leaving if is_own else held, to, "keys") for to, is_own in stage.keys_to]
         if stage.keys_from is None:
-            return sends, [], own
+            return sends, [], leaving
         k, v = (
             self._messages.room("keys", stage.number, part, (stage.next_keys, *x.shape[1:]), x, x.dtype)
-            for part, x in enumerate(own)
+            for part, x in enumerate(leaving)
         )
         return sends, [Parcel((k, v), stage.keys_from, "keys")], (k, v)
 
@@ -275,14 +284,14 @@ def _parcels(sums: Sums, peer: int, kind: str) -> list[Parcel]:
     return [Parcel(sums, peer, kind)] if any(x is not None for x in sums) else []
 
 
-def _add(total: Gradients, sums: Sums) -> None:
-    """Adds sums of a rank's own keys, those that there are, to their gradients."""
+def _add(total: Gradients, sums: Sums, some: slice) -> None:
+    """Adds sums of some of a rank's own keys, those that there are, to their gradients."""
     for x, more in zip((total.dk, total.dv), sums, strict=True):
         if x is not None and more is not None:
-            x += more
+            x[some] += more
 
 
 def _shard(everyone: Keys, stage: _Stage) -> Keys:
     """A stage's keys among gathered ones."""
-    k, v = (x[stage.source, : stage.keys] for x in everyone)
+    k, v = (x[stage.source, stage.first : stage.first + stage.keys] for x in everyone)
     return k, v
