@@ -16,9 +16,10 @@ from flashtile.backends.base import directions_of
 from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
+from flashtile.distributed.launches import OfRows, Part
 from flashtile.distributed.layouts import Layout, ranges, shard_length
 from flashtile.distributed.plan import make_plan
-from flashtile.distributed.steps import OfRows, Part, Steps
+from flashtile.distributed.steps import Steps
 from flashtile.errors import ExchangeError, InvalidInputError, UnsupportedError
 from flashtile.masks import Band
 from flashtile.problem import Problem
