@@ -418,11 +418,31 @@ def share_tile(b, base, counter, place, shape, part, call):
         rank = 1 + count_bits(helpers & ((bit >> STATES) - 1))
         helpers = helpers & ((1 << HELPERS) - 1)
     if folds:
+        RUN: tl.constexpr = call.sizes.splitting.RUN
+        AHEAD: tl.constexpr = call.sizes.AHEAD
         FOLD_ROWS: tl.constexpr = call.sizes.FOLD_ROWS
-        for group in range(rank, (part.count + FOLD_ROWS - 1) // FOLD_ROWS, 1 + count_bits(helpers)):
-            first = group * FOLD_ROWS
-            acc, row_max, row_sum = states.fold_stored(base + first, part.pitch, shape, part.count - first, call)
-            finish(acc, row_max, row_sum, b, place, first, shape, call)
+        # Of few states more rows are under way, so that many rows do not take many turns.
+        FEW: tl.constexpr = (4 + RUN - 1) // RUN * RUN
+        step, is_few = 1 + count_bits(helpers), False
+        if call.sizes.BLOCK_M > 32:
+            is_few = shape.num_states <= FEW
+        if is_few:
+            fold_rows(rank, step, b, base, place, shape, part, call, 4 * FOLD_ROWS, FEW, FEW)
+        else:
+            fold_rows(rank, step, b, base, place, shape, part, call, FOLD_ROWS, AHEAD // RUN, AHEAD)
+
+
+@triton.jit
+def fold_rows(
+    rank, step, b, base, place, shape, part, call, ROWS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Finishes every step-th group of ROWS of a tile, from ``rank`` on; see ``states.fold_stored``."""
+    for group in range(rank, (part.count + ROWS - 1) // ROWS, step):
+        first = group * ROWS
+        acc, row_max, row_sum = states.fold_stored(
+            base + first, part.pitch, shape, part.count - first, call, ROWS, RUNS, SPLITS
+        )
+        finish(acc, row_max, row_sum, b, place, first, shape, call)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def store_state(acc, row_max, row_sum, slot, count, call):
 
 
 @triton.jit
-def fold_stored(slot, pitch, shape, count, call):
+def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr):
     """The fold of all states of some rows: of the splits of each run, and then of the runs.
 
     Args:
@@ -43,15 +43,17 @@ def fold_stored(slot, pitch, shape, count, call):
         shape: ``Shape``; at least 2 states.
         count: Rows that there are, from this one on.
         call: ``Call``.
+        ROWS: Rows at once, a power of two.
+        RUNS: States of runs that are loaded at once.
+        SPLITS: States of splits, whole runs.
     """
     RUN: tl.constexpr = call.sizes.splitting.RUN
-    AHEAD: tl.constexpr = call.sizes.AHEAD
-    row = tl.arange(0, call.sizes.FOLD_ROWS)
+    row = tl.arange(0, ROWS)
     slot, exists = slot + row, row < count
     if shape.state_splits == RUN:
-        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, 1, AHEAD // RUN)
+        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, 1, RUNS)
     else:
-        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, RUN, AHEAD)
+        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, RUN, SPLITS)
     return acc, row_max, row_sum
 
 
@@ -61,7 +63,7 @@ def fold_states(slot, pitch, num_states, exists, call, RUN: tl.constexpr, AHEAD:
 
     AHEAD of them are unrolled, so that their loads are under way together.
     """
-    acc, row_max, row_sum = empty_state(call)
+    acc, row_max, row_sum = empty_state(slot.shape[0], call)
     for first in range(0, num_states, AHEAD):
         for start in tl.static_range(0, AHEAD, RUN):
             run, run_max, run_sum = load_state(slot, pitch, first + start, num_states, exists, call)
@@ -73,9 +75,8 @@ def fold_states(slot, pitch, num_states, exists, call, RUN: tl.constexpr, AHEAD:
 
 
 @triton.jit
-def empty_state(call):
-    """The state [FOLD_ROWS, ...] of no keys."""
-    ROWS: tl.constexpr = call.sizes.FOLD_ROWS
+def empty_state(ROWS: tl.constexpr, call):
+    """The state [ROWS, ...] of no keys."""
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     return tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), row_max, tl.zeros([ROWS], tl.float32)
 
