@@ -11,8 +11,9 @@ from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.builds import builds
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
+from flashtile.backends.portable.quantized import config as quantized
 from flashtile.masks import Band
-from flashtile.problem import Problem
+from flashtile.problem import Problem, SequenceLayout
 from tests.cases import Case, build
 
 ARCHS = [*tiles.SHARED_BYTES]
@@ -42,6 +43,16 @@ def test_every_head_dim_has_tiles_that_fit(arch: str, changes: dict[str, object]
             rows = moving + fixed if kernel == "dbias" else 2 * moving * config.num_stages + fixed
             need = tiles.padded(head_dim) * problem.dtype.itemsize * rows
             assert need <= tiles.SHARED_BYTES[arch], (head_dim, kernel, config)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen", "group"), [(40, 1), (600, 1), (600, 2)])
+def test_every_kind_of_8_bit_call_has_tiles(causal: bool, seqlen: int, group: int) -> None:
+    sizes = {"num_heads_kv": 2, "num_heads_q": 2 * group}
+    layouts = {name: SequenceLayout(seqlen) for name in ("queries", "keys")}
+    problem = _problem(64, band=Band(None, 0 if causal else None), **sizes, **layouts)
+    for head_dim in (16, 64, 96, 160, 192, 256):
+        assert quantized.choose(problem.but(head_dim=head_dim, head_dim_v=head_dim), "sm_90").block_n <= 128
 
 
 def test_dk_and_dv_stand_apart_where_tiles_of_dv_do() -> None:

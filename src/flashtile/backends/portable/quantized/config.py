@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashtile.backends.portable.config import Config, Tables, select
+from flashtile.backends.portable.forward import config as forward
 from flashtile.problem import Problem
 from flashtile.quantization.blocks import BLOCK
 
@@ -22,13 +23,6 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
 # Chosen from compiler reports (Triton 3.7.1), not timings: large tiles whose registers do not spill, or by 16 bytes.
 _SM_86 = dict.fromkeys((16, 32, 64), Config(64, 64, 4, 2)) | {128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 2)}
 _SM_90 = {64: Config(64, 64, 4, 3), 128: Config(128, 128, 8, 2), 256: Config(64, 128, 8, 2)}
-_KINDS = {
-    "sm_90 dense": _SM_90,
-    "sm_90 banded": _SM_90,
-    "sm_90 short": _SM_90,
-    "sm_90 packed": _SM_90,
-    "sm_90 featured": _SM_90,
-    "sm_86": _SM_86,
-    "sm_86 featured": _SM_86,
-}
+_KINDS = {kind: _SM_90 for kind in forward.TABLES if kind.startswith("sm_90 ")}
+_KINDS |= dict.fromkeys(("sm_86", "sm_86 featured"), _SM_86)
 _TABLES: Tables = {kind: {"quantized": tiles} for kind, tiles in _KINDS.items()}
