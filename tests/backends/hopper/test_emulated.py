@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
 from flashtile import dispatch
+from flashtile.backends.hopper import tensor_maps
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
 from tests.quantization import cases as quantization
@@ -93,6 +94,45 @@ def _seed(case: Case) -> int:
 def test_the_case_table(case: Case) -> None:
     with on_cpu(_seed(case)):
         judge(build(case, torch.float16), "hopper")
+
+
+# Shapes of biases and masks over 300 queries and 272 keys, which TMA can read, of 2 sequences and 2 heads.
+PAIRS = {
+    "mask": (1, 1, 300, 272), "mask of keys": (2, 1, 1, 272), "bias": (2, 2, 300, 272), "bias of keys": (2, 1, 1, 272),
+    "both": (1, 2, 300, 272),
+}  # fmt: skip
+
+
+def _unreadable(x: torch.Tensor) -> torch.Tensor:
+    """A copy with an odd address and an odd stride of rows."""
+    *sizes, keys = x.shape
+    room = torch.zeros(x.numel() // keys * (keys + 1) + 1, dtype=x.dtype)
+    return room[1:].view(*sizes, keys + 1)[..., :keys].copy_(x)
+
+
+@pytest.mark.parametrize("what", PAIRS)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_biases_and_masks_have_the_same_bits_by_tma_and_by_loads(dim: int, what: str) -> None:
+    draw = torch.Generator().manual_seed(dim)
+    q, k, v = (torch.randn(2, n, 2, dim, generator=draw).bfloat16() for n in (300, 272, 272))
+    keywords: dict[str, torch.Tensor] = {}
+    if "mask" in what or what == "both":
+        keywords["attn_mask"] = torch.rand(PAIRS[what], generator=draw) < 0.7
+    if "bias" in what or what == "both":
+        keywords["attn_bias"] = torch.randn(PAIRS[what], generator=draw).bfloat16()
+    odd = {name: _unreadable(x) for name, x in keywords.items()}
+    assert all(tensor_maps.pair_map(x, 128, 64) is not None for x in keywords.values())
+    assert all(tensor_maps.pair_map(x, 128, 64) is None for x in odd.values())
+    with on_cpu(dim, num_sms=2), torch.no_grad():
+        for causal in (False, True):
+            by_tma, by_loads = (
+                flashtile.attention(q, k, v, causal=causal, backend="hopper", **each) for each in (keywords, odd)
+            )
+            assert torch.equal(by_tma, by_loads)
+            bias = {name: x.double() if name == "attn_bias" else x for name, x in keywords.items()}
+            wide = (x.double() for x in (q, k, v))
+            want = flashtile.attention(*wide, causal=causal, backend="cpu", **bias)
+            assert (by_tma.double() - want).norm() < 2**-8 * want.norm()
 
 
 @pytest.mark.parametrize(("case", "num_sms", "dtype"), MANY_TILES, ids=str)
