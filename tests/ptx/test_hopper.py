@@ -60,7 +60,7 @@ RUNS = slow_but(
 
 @pytest.mark.parametrize(("case", "at_wait"), RUNS, ids=str)
 def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
-    # At head_dim 64 LLVM moves the rounding of masked probabilities behind a fence of the backward, which costs time alone.
+    # At head_dim 64 LLVM rounds masked probabilities behind a fence of the backward, which costs time alone.
     strict = case.name != "mask"
     with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=at_wait, strict_fences=strict), 2):
         judge(build(case, torch.bfloat16), "hopper")
