@@ -229,9 +229,9 @@ def _quantized_limit(problem: Problem) -> int:
     """Bytes that a thread of the 8-bit forward may spill, outside of loops but for head_dim 256 (2026-11-22).
 
     Triton 3.6.0 and 3.7.1: none at head_dim 128, 32 with a window; 8 with a band at 64; at 256, where the output takes
-    128 registers and scores 64, 104 and with a band 200. Triton 3.9.0: up to 40, at 256 up to 248.
+    128 registers and scores 64, 104 and with a band 200. Triton 3.9.0: up to 40, with softcap 104, at 256 up to 248.
     """
-    return 256 if max(problem.head_dim, problem.head_dim_v) > 128 else 48 if _is_new_triton() else 32
+    return 256 if max(problem.head_dim, problem.head_dim_v) > 128 else 112 if _is_new_triton() else 32
 
 
 def _backward_limit(problem: Problem) -> int:
