@@ -29,14 +29,15 @@ _WINDOWS = {"window": (255, 255), "causal window": (255, 0)}
 _FLAG = [False, True]
 _GPU_HEAD_DIMS = FORM["head_dim"][:-1]
 _HOPPER_AXES = {"head_dim": _GPU_HEAD_DIMS, "seqlen": FORM["seqlen"], "mask": FORM["mask"], "softcap": _FLAG,
-                "pairs": _FLAG, "varlen": _FLAG}  # fmt: skip
+                "varlen": _FLAG}  # fmt: skip
 _PORTABLE_AXES = {"device": FORM["device"][1:], "dtype": FORM["dtype"][:3], "head_dim": _GPU_HEAD_DIMS,
-                  "seqlen": FORM["seqlen"], "mask": FORM["mask"], "featured": _FLAG, "varlen": _FLAG}  # fmt: skip
+                  "seqlen": FORM["seqlen"], "mask": FORM["mask"], "featured": _FLAG, "varlen": _FLAG,
+                  "grouped": _FLAG}  # fmt: skip
 # What the choice of tiles looks at. Names that are no field of the form are questions about several of them:
 # pairs (mask or bias), special (softcap or dropout), added (mask, ALiBi or bias), featured (any of those), bias.
 _AXES: dict[tuple[str, Direction], dict[str, list[Any]]] = {
-    ("hopper", "forward"): _HOPPER_AXES,
-    ("hopper", "backward"): {**_HOPPER_AXES, "alibi": _FLAG, "deterministic": _FLAG},
+    ("hopper", "forward"): {**_HOPPER_AXES, "attn_mask": _FLAG, "attn_bias": _FLAG},
+    ("hopper", "backward"): {**_HOPPER_AXES, "pairs": _FLAG, "alibi": _FLAG, "deterministic": _FLAG},
     ("portable", "forward"): _PORTABLE_AXES,
     ("portable", "backward"): {**_PORTABLE_AXES, "bias": _FLAG},
     ("cpu", "forward"): {"mask": FORM["mask"], "special": _FLAG, "added": _FLAG},
