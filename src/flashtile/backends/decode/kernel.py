@@ -140,8 +140,13 @@ def place_block(first, inside, b, pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.co
             page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
             first_row = tl.cast(first % PAGE_SIZE, tl.int64)
         else:
-            page = tl.load(table + (first + key) // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-            first_row, row = tl.full((), 0, tl.int64), (first + key) % PAGE_SIZE
+            first_row = tl.full((), 0, tl.int64)
+            if BLOCK_N % PAGE_SIZE == 0:
+                # Rows within pages are those of every block: nothing is divided in the loop.
+                index, row = first // PAGE_SIZE + key // PAGE_SIZE, key % PAGE_SIZE
+            else:
+                index, row = (first + key) // PAGE_SIZE, (first + key) % PAGE_SIZE
+            page = tl.load(table + index, mask=inside, other=0).to(tl.int64)
     return page, first_row, row
 
 
