@@ -188,8 +188,10 @@ def append_token(token, h, new, rows, caches, scales, tables, angles, dims, num_
 
 
 @triton.jit(
-    do_not_specialize=["batch", "num_new", "seqlen_q", "num_tokens", "num_heads_q", "num_heads_kv", "capacity", "rows"]
-)
+    do_not_specialize=[
+        "pages_stride_b", "batch", "num_new", "seqlen_q", "num_tokens", "num_heads_q", "num_heads_kv", "capacity", "rows",
+    ]
+)  # fmt: skip
 def cache_append(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, q_ptr, rotated_ptr, cached_ptr, starts_ptr, entries_ptr, pages_ptr,
     cu_seqlens_new_ptr, cu_seqlens_q_ptr, cos_ptr, sin_ptr, k_scale_ptr, v_scale_ptr,

@@ -543,7 +543,9 @@ def run_items(call):
             at = run_part(at, stop, tl.program_id(0) % LANES, spans, sizing, call)
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"])
+@triton.jit(
+    do_not_specialize=["pages_stride_b", "batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"]
+)
 def cache_attention(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, counters_ptr, cached_ptr, leftpad_ptr,
     cu_seqlens_q_ptr, cu_seqlens_new_ptr, entries_ptr, pages_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,

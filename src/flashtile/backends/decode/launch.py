@@ -182,13 +182,16 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
     p, t = problem, tensors
     bounds, bits = Bounds(p, t, config), _decodes_bits(p)
     rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
-    slots, run, search = bounds.slots, config.splitting.run, _power_of_two(p.batch + p.varlen)
+    # A build for each number of sequences would be compiled while a server runs; 32 are as quick as 2.
+    search = 1 if p.batch + p.varlen == 1 else max(32, _power_of_two(p.batch + p.varlen))
+    slots, run = bounds.slots, config.splitting.run
     fold_rows = min(_power_of_two(rows), 4)
     # States that are loaded at once: whole runs. Over more Triton takes long; of many rows, programs do some each.
     most = 16 if rows <= 4 or 64 < hopper_rows(p) <= 128 else 8
     ahead = max(min(most, 8192 // (fold_rows * padded(p.head_dim_v))) // run, 1) * run
-    programs = min(bounds.items, num_sms * config.programs_per_sm)
-    lanes = max(n for n in range(1, 17) if p.num_heads_kv % n == programs % n == 0)
+    most_programs = num_sms * config.programs_per_sm
+    lanes = max(n for n in range(1, 17) if p.num_heads_kv % n == most_programs % n == 0)
+    programs = min(-(-bounds.items // lanes) * lanes, most_programs)
     sizes: dict[str, Any] = {
         **row_strides("q", t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()),
         **row_strides("k", _as(torch.int16, t.k_cache)),
