@@ -189,7 +189,8 @@ def append_token(token, h, new, rows, caches, scales, tables, angles, dims, num_
 
 @triton.jit(
     do_not_specialize=[
-        "pages_stride_b", "batch", "num_new", "seqlen_q", "num_tokens", "num_heads_q", "num_heads_kv", "capacity", "rows",
+        "pages_stride_b", "batch", "num_new", "seqlen_q", "num_tokens", "num_heads_q", "num_heads_kv", "capacity",
+        "rows",
     ]
 )  # fmt: skip
 def cache_append(

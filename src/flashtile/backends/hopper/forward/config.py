@@ -141,9 +141,7 @@ TWO_WARPGROUPS = {(block_d, block_dv): two_warpgroups(block_d, block_dv) for blo
 # overlap (H200, full, 4096 keys: 727 TFLOPS against 648).
 TWO_WARPGROUPS[192, 128] = replace(TWO_WARPGROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
 # With blocks of 64 keys a step is short, and its products are most of it: in turns 1 to 5% more.
-TWO_WARPGROUPS |= {
-    dims: replace(TWO_WARPGROUPS[dims], in_turns=True) for dims in ((160, 160), (192, 192), (256, 256))
-}
+TWO_WARPGROUPS |= {dims: replace(TWO_WARPGROUPS[dims], in_turns=True) for dims in ((160, 160), (192, 192), (256, 256))}
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_WARPGROUPS_64 = Config(
     block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
