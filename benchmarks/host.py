@@ -155,6 +155,8 @@ def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[Row],
         for case in (TINY, SMALL):
             warm = functools.partial(warm_rows, case, what, chosen, session, args.rounds, args.burst)
             work.append((f"{case.seqlen_q} tokens, {what}", warm))
+    # Last, since they take longest: a budget of time leaves out the end.
+    for what in () if args.new_lengths else DIRECTIONS:
         for name in first if args.first_calls is None else args.first_calls:
             fresh = functools.partial(first_call_rows, name, what, session, args.repeats)
             work.append((f"first call, {what}", fresh))

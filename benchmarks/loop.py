@@ -77,7 +77,7 @@ def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[Row],
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and appends rows; returns the process's exit code."""
     return run_command(
-        new_parser("loop", __doc__, {"rounds": 15, "sample_ms": 40.0}).parse_args(argv), "loop", _measure_all
+        new_parser("loop", __doc__, {"rounds": 60, "sample_ms": 10.0}).parse_args(argv), "loop", _measure_all
     )
 
 

@@ -129,7 +129,7 @@ def _readable(t: Tensors) -> Tensors:
     q, k and v must be contiguous in their last dimension, slopes, sinks, cu_seqlens and origins in all.
     Called before autograd saves the tensors, so that a training step copies once.
     """
-    if is_plain(t) and all(x.dim() and x.stride(-1) == 1 for x in (t.q, t.k, t.v)):
+    if is_plain(t) and t.q.is_contiguous() and t.k.is_contiguous() and t.v.is_contiguous():
         return t
     qkv = {"q": t.q, "k": t.k, "v": t.v}
     copies = {name: x.contiguous() for name, x in qkv.items() if x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1}

@@ -338,7 +338,7 @@ def gpu_name(device: torch.device) -> str:
 
 def is_aligned(tensor: Tensor) -> bool:
     """Whether address and strides are multiples of 16 bytes."""
-    if not hasattr(tensor, "fake_mode") and tensor.data_ptr() % 16:
+    if (type(tensor) is Tensor or not hasattr(tensor, "fake_mode")) and tensor.data_ptr() % 16:
         return False
     unit = 16 // tensor.element_size()
     if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:

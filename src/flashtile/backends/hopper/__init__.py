@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ def _missing() -> str | None:
     return None
 
 
+@functools.cache
+def _launches(direction: str) -> Any:
+    """The module of a direction's plans: an import statement takes longer, also where it finds the module loaded."""
+    return importlib.import_module(f"flashtile.backends.hopper.{direction}.launch")
+
+
 class _Backend:
     name = "hopper"
     summary = "NVIDIA Hopper (compute capability 9.0)"
@@ -80,16 +87,14 @@ class _Backend:
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
     def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
-        from flashtile.backends.hopper.forward.launch import ForwardPlan
-
-        return ForwardPlan(problem, tensors, known=known)
+        plan: Forward = _launches("forward").ForwardPlan(problem, tensors, known=known)
+        return plan
 
     def plan_backward(
         self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
     ) -> Backward:
-        from flashtile.backends.hopper.backward.launch import BackwardPlan
-
-        return BackwardPlan(problem, tensors, dout, dlse, known=known)
+        plan: Backward = _launches("backward").BackwardPlan(problem, tensors, dout, dlse, known=known)
+        return plan
 
     def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
         from flashtile.backends.decode.launch import DecodePlan

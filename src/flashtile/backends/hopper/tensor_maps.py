@@ -42,6 +42,8 @@ def is_readable(tensor: Tensor) -> bool:
     if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
         return False
     unit = 16 // tensor.element_size()
+    if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:
+        return True
     return all(
         n <= 1 or (s > 0 and s % unit == 0) for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     )
@@ -58,13 +60,15 @@ def rows_map(tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
     return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *box_and_layout)
 
 
-def contiguous_map(dtype: torch.dtype, shape: tuple[int, ...], rows: int, cols: int, varlen: bool) -> TensorMap:
-    """``rows_map`` of a contiguous tensor that need not exist yet."""
+def contiguous_map(
+    dtype: torch.dtype, shape: tuple[int, ...], rows: int, cols: int, varlen: bool, operand: str = "", offset: int = 0
+) -> TensorMap:
+    """``rows_map`` of a contiguous tensor that need not exist yet, at an operand's offset."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * size)
     box_and_layout = _box_and_layout(dtype, rows, cols, varlen)
-    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *box_and_layout)
+    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *box_and_layout, operand, offset)
 
 
 @functools.cache
@@ -73,9 +77,9 @@ def _box_and_layout(dtype: torch.dtype, rows: int, cols: int, varlen: bool) -> t
     return sides, gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
 
 
-def floats_map(lines: int, width: int, rows: int) -> TensorMap:
-    """Boxes of ``rows`` lines of a float32 workspace [lines, width], in shared memory as they lie there."""
-    return TensorMap(torch.float32, (lines, width), (width, 1), (rows, width), _PLAIN)
+def floats_map(lines: int, width: int, rows: int, offset: int = 0) -> TensorMap:
+    """Boxes of ``rows`` lines of the workspace's float32 [lines, width], in shared memory as they lie there."""
+    return TensorMap(torch.float32, (lines, width), (width, 1), (rows, width), _PLAIN, "work", offset)
 
 
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -115,6 +119,8 @@ def pair_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
 
 def pair_bytes(tensors: Tensors) -> tuple[int, int]:
     """What TMA can read of the bias and the mask, as in ``forward.config.Config``."""
+    if tensors.attn_bias is tensors.attn_mask is None:
+        return 0, 0
     maps = [pair_map(tensor, 64, 64) for tensor in (tensors.attn_bias, tensors.attn_mask)]
     sizes = [(each.box[2] > 1, each.dtype.itemsize) for each in maps if each is not None]
     return sum(size for own, size in sizes if own), sum(size for own, size in sizes if not own)

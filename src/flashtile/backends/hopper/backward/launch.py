@@ -343,26 +343,21 @@ def _tensor_maps(
     out_cols = config.out_cols // 2 if dtype == torch.float32 else config.out_cols
     dk, dv = (
         tensor_maps.contiguous_map(
-            dtype, (*x.shape[:-2], x.shape[-2] * work.subgroups, x.shape[-1]), keys, out_cols, p.varlen
+            dtype, (*x.shape[:-2], x.shape[-2] * work.subgroups, x.shape[-1]), keys, out_cols, p.varlen,
+            "" if at is None else "work", at or 0,
         )
-        for x in (t.k, t.v)
-    )
-    if work.dk_at is not None:
-        dk = dk._replace(operand="work", offset=work.dk_at)
-    if work.dv_at is not None:
-        dv = dv._replace(operand="work", offset=work.dv_at)
-    rows = tensor_maps.floats_map(2 * work.blocks, config.block_m, 2)
-    dq_sums = tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2)
+        for x, at in ((t.k, work.dk_at), (t.v, work.dv_at))
+    )  # fmt: skip
     return {
         "q_desc": tensor_maps.rows_map(t.q, config.block_m, cols, p.varlen),
         "k_desc": tensor_maps.rows_map(t.k, keys, cols, p.varlen),
         "v_desc": tensor_maps.rows_map(t.v, keys, cols_v, p.varlen),
         "dout_desc": tensor_maps.rows_map(dout, config.block_m, cols_v, p.varlen),
-        "rows_desc": rows._replace(operand="work", offset=work.rows_at),
+        "rows_desc": tensor_maps.floats_map(2 * work.blocks, config.block_m, 2, work.rows_at),
         "dk_desc": dk if wanted.k else None,
         "dv_desc": dv if wanted.v else None,
         # In a fixed order sums are added from registers: an add's end must be known.
-        "dq_desc": dq_sums._replace(operand="work") if adds_by_tma else None,
+        "dq_desc": tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2) if adds_by_tma else None,
     }
 
 

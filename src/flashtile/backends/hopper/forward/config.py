@@ -176,6 +176,7 @@ def block_d(head_dim: int) -> int:
     return next(width for width in (64, 128, 256) if head_dim <= width)
 
 
+@functools.cache
 def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """Columns of a problem's tiles of queries or keys, and of values."""
     block_dv = width(head_dim_v)

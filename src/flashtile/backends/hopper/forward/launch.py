@@ -104,10 +104,8 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     has_edges = meets_edges(p, config, equal_lengths)
 
-    maps = {
-        f"{name}_desc": tensor_maps.pair_map(tensor, config.block_m, config.block_n) if config.pair_stages else None
-        for name, tensor in (("bias", t.attn_bias), ("mask", t.attn_mask))
-    }
+    pairs = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.pair_stages else ()
+    maps = {f"{name}_desc": tensor_maps.pair_map(each, config.block_m, config.block_n) for name, each in pairs}
 
     def others() -> dict[str, Any]:
         return {
@@ -125,6 +123,8 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
             **tensor_maps.bounds(p),
             **tensor_maps.pair_arguments(p, t),
             **{name.replace("desc", "ptr"): None for name, value in maps.items() if value is not None},
+            "bias_desc": None,
+            "mask_desc": None,
             **constants(p, config),
             "PAIR_STAGES": config.pair_stages,
             "HAS_EDGES": has_edges,
