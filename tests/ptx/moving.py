@@ -205,6 +205,9 @@ def _conversion(to: str, origin: str, modifiers: set[str]) -> Callable[[Array], 
     elif to in ("f16", "f32", "f64"):
         kind = {"f16": np.float16, "f32": np.float32, "f64": np.float64}[to]
         return lambda x: bits(typed(x).astype(kind))
+    elif to == "bf16" and origin not in floats:
+        # Integers beyond 2**24 might be rounded twice.
+        return lambda x: f32_to_bf16(typed(x).astype(f4))
     elif origin in ("f32", "f64") and modifiers & {"rzi", "rni"}:
         whole = np.trunc if "rzi" in modifiers else np.rint
         limits = np.iinfo((_SIGNED if to[0] == "s" else _UNSIGNED)[WIDTHS[to]])

@@ -83,7 +83,7 @@ def attention_backward(
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)
     mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, False,
                    pair_tensors((bias_ptr, bias_strides)) + alibi_terms(alibi[0], alibi[1], batch, ALIBI_ONE_SIDED),
-                   pair_tensors((mask_ptr, mask_strides)), (), ())  # fmt: skip
+                   pair_tensors((mask_ptr, mask_strides)), (), (), (), ())  # fmt: skip
     produced = (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                 channels, grid)  # fmt: skip
     keys0, keys1 = (dk_desc, dv_desc, channels0, grid, mod), (dk_desc, dv_desc, channels1, grid, mod)

@@ -55,7 +55,7 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
 @gluon.jit
 def pairs_of(kept, rows):
     """The pairs of 64 keys and a ``RowBlock``."""
-    return Pairs(kept.b, kept.head + rows.head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0)
+    return Pairs(kept.b, kept.head + rows.head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0)
 
 
 @gluon.jit

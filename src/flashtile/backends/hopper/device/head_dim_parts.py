@@ -109,10 +109,10 @@ def box_of(tile, col, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q_rings, tiles, k_rings, use, zeros):
-    """Starts the products of queries and keys: a sum over the parts."""
+def start_scores(q_rings, tiles, k_rings, use, x, ADDS: gl.constexpr = False):
+    """Starts the products of queries and keys: a sum over the parts, and ``x`` if it ADDS."""
     k_tile = k_rings[0].at(use).permute((1, 0))
-    s = warpgroup_mma(q_rings[0].at(tiles), k_tile, zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_rings[0].at(tiles), k_tile, x, use_acc=ADDS, is_async=True)
     for i in gl.static_range(1, len(q_rings)):
         s = warpgroup_mma(q_rings[i].at(tiles), k_rings[i].at(use).permute((1, 0)), s, is_async=True)
     return s

@@ -1,5 +1,6 @@
 """What tensor operations cannot say, in PTX: a hint to ptxas, warp votes, conditional rescale, named barriers."""
 
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -55,6 +56,18 @@ _SEEN = gl.constexpr(
 def seen(x):
     """Any float32 x, computed before any barrier that follows: ``hold`` for numbers of either sign."""
     return gl.inline_asm_elementwise(_SEEN, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+
+
+_WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+
+
+@gluon.jit
+def widen(x):
+    """Numbers as float32: of bfloat16, where the compiler takes three operations for two numbers, in one each."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
 
 
 @gluon.constexpr_function

@@ -7,19 +7,20 @@ There is one hook for all that is added to a score, and one for masks besides th
 
 and a mask has ``fetch`` and ``select``. They see a block through ``Pairs``, so that one implementation serves the
 forward, whose blocks have rows along dimension 0, and the backward, whose blocks have keys there. The derivative of a
-term is 1. The portable backend has the same rules in ``vocab.scores``.
+term is 1. The portable backend has the same rules in ``vocab.scores``. In the forward, where no softcap comes between,
+products are added to terms: so nothing waits for both.
 """
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
 from flashtile.backends.hopper.device.head_dim_parts import also
-from flashtile.backends.hopper.device.inline_ptx import keep, seen
-from flashtile.backends.hopper.device.ring import Ring, make_ring
+from flashtile.backends.hopper.device.inline_ptx import keep, seen, widen
+from flashtile.backends.hopper.device.ring import make_ring
 from flashtile.backends.hopper.device.wgmma_fragments import as_before, by_thread, thread_columns, thread_origin
 from flashtile.backends.vocab import quick_scores, softmax
 
@@ -41,6 +42,7 @@ class Pairs:
         use: Of the rings of ``PairTiles``, which the forward alone has; likewise what follows.
         is_tile: Whether there is a block at all.
         warpgroup: Whose rows they are.
+        slope: ALiBi's.
     """
 
     b: gl.tensor
@@ -53,6 +55,7 @@ class Pairs:
     use: gl.tensor | gl.constexpr
     is_tile: gl.tensor | gl.constexpr
     warpgroup: gl.constexpr
+    slope: gl.tensor | gl.constexpr
 
     @gluon.jit
     def distances(self, x):
@@ -102,14 +105,49 @@ class Alibi:
             t = by_thread(x) - gl.abs(start[:, None, :, None] + cols) * slope
         return as_before(t, x)
 
-    @gluon.jit
-    def split(self, x, pairs, slope, unit):
-        """One-sided ALiBi as (x plus what differs between a thread's columns, [M, 4] the rest in exponents of 2).
 
-        Each score costs one operation, and the rest goes into the maximum that is subtracted from a row anyway.
-        """
-        t = by_thread(x) + thread_columns(x).to(gl.float32) * (slope * unit)
-        return as_before(t, x), (pairs.distances(x).to(gl.float32) * (slope * LOG2_E),)
+@aggregate
+class Ramp:
+    """ALiBi in the forward: what differs between a row's keys comes from a product, and no score costs an operation.
+
+    Attributes:
+        alibi: The term.
+        columns: [N, 16] bfloat16 in shared memory: each row's own number.
+    """
+
+    alibi: Alibi
+    columns: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def ahead(self, pairs, x):
+        """(how far the block's first key is past its first row, the slope: negative if all keys are past all rows)."""
+        first = pairs.key - pairs.row - (pairs.seqlen_k - pairs.seqlen_q)
+        slope = pairs.slope if self.alibi.one_sided else gl.where(first < x.shape[0], pairs.slope, -pairs.slope)
+        return first, slope
+
+    @gluon.jit
+    def start(self, x, pairs, unit, ADDS: gl.constexpr):
+        """Starts slope times column, plus ``x`` if it ADDS. The slope is a sum of three bfloat16."""
+        layout: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
+        slope = self.ahead(pairs, x)[1] * unit
+        high = slope.to(gl.bfloat16).to(gl.float32)
+        middle = (slope - high).to(gl.bfloat16).to(gl.float32)
+        i = gl.arange(0, 16, gl.SliceLayout(0, layout))
+        parts = gl.where(i == 0, high, gl.where(i == 1, middle, gl.where(i == 2, slope - high - middle, 0.0)))
+        slopes = (gl.zeros([x.shape[0], 16], gl.float32, layout) + parts[None, :]).to(gl.bfloat16)
+        return warpgroup_mma(slopes, self.columns.permute((1, 0)), x, use_acc=ADDS, is_async=True)
+
+    @gluon.jit
+    def rest(self, x, pairs, unit):
+        """(scores, [M, 4] the rest in exponents of 2), which goes into the maximum that is subtracted anyway."""
+        first, slope = self.ahead(pairs, x)
+        start = pairs.distances(x)
+        # Decided when the kernel is compiled, and when it runs.
+        if not self.alibi.one_sided:  # noqa: SIM102
+            if (first < x.shape[0]) & (first > -x.shape[1]):
+                past = gl.maximum(start[:, None, :, None] + thread_columns(x), 0).to(gl.float32)
+                x = as_before(by_thread(x) - past * (2.0 * slope * unit), x)
+        return x, ((start - thread_origin(x)[1]).to(gl.float32) * (slope * LOG2_E),)
 
 
 @aggregate
@@ -164,32 +202,37 @@ class PairTiles:
 
     Attributes:
         desc: Boxes of a warpgroup's rows and a block of keys, or of one row for all.
-        ring: Where they go; a use is one of the keys' ring.
+        rings: Where they go, a ring a warpgroup, or one for all; a use is one of the keys' ring.
         stride_b: 0 if sequences share it.
         stride_head: 0 if heads share it.
     """
 
     desc: tma.tensor_descriptor
-    ring: Ring
+    rings: gl.tuple
     stride_b: gl.tensor
     stride_head: gl.tensor
+
+    @gluon.jit
+    def ring(self, WARPGROUP: gl.constexpr):
+        """That of a warpgroup's rows."""
+        return self.rings[min(WARPGROUP, len(self.rings) - 1)]
 
     @gluon.jit
     def start(self, b, head, row, key, use):
         """Starts the load of a block; the producer's part."""
         M: gl.constexpr = self.desc.block_type.shape[2]
         N: gl.constexpr = self.desc.block_type.shape[3]
-        parts: gl.constexpr = self.ring.parts
-        full = self.ring.acquire(use, parts * M * N * (self.desc.dtype.primitive_bitwidth // 8))
         b, head = gl.where(self.stride_b == 0, 0, b), gl.where(self.stride_head == 0, 0, head)
-        for i in gl.static_range(parts):
-            box = as_box(self.ring.part(use, i), self.desc)
+        for i in gl.static_range(len(self.rings)):
+            full = self.rings[i].acquire(use, M * N * (self.desc.dtype.primitive_bitwidth // 8))
+            box = as_box(self.rings[i].at(use), self.desc)
             tma_load(self.desc, (b, head, 0 if M == 1 else row + i * M, key), full, box)
 
     @gluon.jit
     def fetch(self, pairs, x):
         """The block, [M, N], or [1, N] if all rows share it; of a mask, two keys a number."""
-        self.ring.wait(pairs.use, pairs.is_tile)
+        ring = self.ring(pairs.warpgroup)
+        ring.wait(pairs.use, pairs.is_tile)
         N: gl.constexpr = x.shape[1]
         if self.desc.dtype == gl.uint8:
             # Two keys of a mask at a time.
@@ -202,10 +245,8 @@ class PairTiles:
             dtype: gl.constexpr = self.desc.dtype
             COLS: gl.constexpr = N
         ROWS: gl.constexpr = self.desc.block_type.shape[2]
-        if ROWS == 1:
-            block = as_row(self.ring.at(pairs.use), dtype, COLS)
-        else:
-            block = as_tile(self.ring.part(pairs.use, pairs.warpgroup), dtype, COLS)
+        buffer = ring.at(pairs.use)
+        block = as_row(buffer, dtype, COLS) if ROWS == 1 else as_tile(buffer, dtype, COLS)
         layout: gl.constexpr = like.type.layout
         numbers = gl.zeros([ROWS, COLS], dtype, layout)
         if pairs.is_tile:
@@ -215,7 +256,7 @@ class PairTiles:
     @gluon.jit
     def add(self, x, pairs, bias, unit):
         """The block with the bias added."""
-        return x + bias.to(gl.float32) * unit
+        return x + widen(bias) * unit
 
     @gluon.jit
     def select(self, x, mask, fill):
@@ -238,6 +279,10 @@ class ScoreMod:
         scale_first: Whether products are multiplied with ``prescale`` and nothing else, because the scale is not > 0.
         terms: What is added, in natural units, see the module.
         masks: Which pairs are kept, besides the band.
+        early: Terms that products are added to.
+        ramps: ALiBi as one of those.
+        early_tiles: What TMA loads of them.
+        late_tiles: What TMA loads of terms and masks.
     """
 
     scale_log2: gl.tensor
@@ -247,8 +292,10 @@ class ScoreMod:
     scale_first: gl.constexpr
     terms: gl.tuple
     masks: gl.tuple
-    tiles: gl.tuple
-    slopes: gl.tuple
+    early: gl.tuple
+    ramps: gl.tuple
+    early_tiles: gl.tuple
+    late_tiles: gl.tuple
 
     @gluon.jit
     def fetch(self, pairs, x):
@@ -258,8 +305,6 @@ class ScoreMod:
             fetched = also(fetched, self.terms[i].fetch(pairs, x))
         for i in gl.static_range(len(self.masks)):
             fetched = also(fetched, self.masks[i].fetch(pairs, x))
-        for i in gl.static_range(len(self.slopes)):
-            fetched = also(fetched, self.slopes[i].fetch(pairs, x))
         return fetched
 
     @gluon.jit
@@ -271,23 +316,39 @@ class ScoreMod:
             s = s * self.prescale
         unit = LOG2_E / self.scale_log2
         s = self.add_terms(s, pairs, fetched, unit)
-        if len(self.slopes) > 0:
-            return self.slopes[0].split(s, pairs, fetched[len(fetched) - 1], unit)
+        if len(self.ramps) > 0:
+            return self.ramps[0].rest(s, pairs, unit)
         else:
             return s, ()
 
     @gluon.jit
+    def initial(self, x, pairs):
+        """What products are added to, of zeros ``x``: the sum of early terms, its last product started."""
+        unit = LOG2_E / self.scale_log2
+        for i in gl.static_range(len(self.early)):
+            x = self.early[i].add(x, pairs, self.early[i].fetch(pairs, x), unit)
+        for i in gl.static_range(len(self.ramps)):
+            x = self.ramps[i].start(x, pairs, unit, len(self.early) > 0)
+        return x
+
+    @gluon.jit
+    def release_early(self, pairs):
+        """Gives back what ``initial`` loaded, now that a product has been started with it; see ``release``."""
+        for i in gl.static_range(len(self.early_tiles)):
+            self.early_tiles[i].ring(pairs.warpgroup).release(pairs.use, pairs.is_tile)
+
+    @gluon.jit
     def release(self, pairs, row_max):
-        """Row maxima, to which all scores went; the tiles may be overwritten.
+        """Row maxima, to which all scores went; the other tiles may be overwritten.
 
         A barrier does not wait for loads from shared memory that are still under way, and TMA does not queue behind
         them: beside products that read as much as they can, H200s gave the next block's pairs, so what was loaded must
         have arrived.
         """
-        if len(self.tiles) > 0:
+        if len(self.late_tiles) > 0:
             row_max = seen(row_max)
-        for i in gl.static_range(len(self.tiles)):
-            self.tiles[i].ring.release(pairs.use, pairs.is_tile)
+        for i in gl.static_range(len(self.late_tiles)):
+            self.late_tiles[i].ring(pairs.warpgroup).release(pairs.use, pairs.is_tile)
         return row_max
 
     @gluon.jit
@@ -315,6 +376,21 @@ def alibi_terms(ptr, stride_b, batch, ONE_SIDED: gl.constexpr):
 
 
 @gluon.jit
+def alibi_ramps(terms, N: gl.constexpr):
+    """Terms of ``alibi_terms`` for blocks of N keys."""
+    if len(terms) > 0:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        rows = gl.arange(0, N, gl.SliceLayout(1, layout)).to(gl.float32)
+        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, 16], gl.bfloat16)
+        columns = gl.allocate_shared_memory(gl.bfloat16, [N, 16], shared)
+        columns.store((rows[:, None] + gl.zeros([N, 16], gl.float32, layout)).to(gl.bfloat16))
+        fence_async_shared()
+        return (Ramp(terms[0], columns),)
+    else:
+        return ()
+
+
+@gluon.jit
 def pair_tensors(tensor):
     """The ``PairTensor`` of kernel arguments: (pointer or None, strides of a sequence, a head, a row and a key)."""
     ptr, strides = tensor
@@ -332,7 +408,9 @@ def pair_tiles(desc, strides, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
         # Buffers of eight rows lie where TMA may write.
         tile: gl.constexpr = [max(ROWS, 8), desc.block_type.shape[3]]
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(tile, desc.dtype)
-        ring = make_ring(desc.dtype, tile, layout, STAGES, WARPGROUPS, 1, 1 if ROWS == 1 else WARPGROUPS)
-        return (PairTiles(desc, ring, gl.to_tensor(strides[0]), gl.to_tensor(strides[1])),)
+        rings = ()
+        for _ in gl.static_range(1 if ROWS == 1 else WARPGROUPS):
+            rings = also(rings, make_ring(desc.dtype, tile, layout, STAGES, WARPGROUPS if ROWS == 1 else 1))
+        return (PairTiles(desc, rings, gl.to_tensor(strides[0]), gl.to_tensor(strides[1])),)
     else:
         return ()

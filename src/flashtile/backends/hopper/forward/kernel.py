@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.device.head_dim_parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
-from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_terms, pair_tensors, pair_tiles
+from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_ramps, alibi_terms, pair_tensors, pair_tiles
 from flashtile.backends.hopper.forward.roles import Output, consumer, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE, Sizes
 from flashtile.backends.hopper.forward.softmax_step import Channels
@@ -72,11 +72,15 @@ def attention_forward(
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)
     bias_tiles = pair_tiles(bias_desc, bias_strides, PAIR_STAGES, NUM_WARPGROUPS)
     mask_tiles = pair_tiles(mask_desc, mask_strides, PAIR_STAGES, NUM_WARPGROUPS)
-    slopes = alibi_terms(alibi_ptr, alibi_stride_b, batch, ALIBI_ONE_SIDED)
-    mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST,
-                   bias_tiles + pair_tensors((bias_ptr, bias_strides)) + (() if ALIBI_ONE_SIDED else slopes),
-                   mask_tiles + pair_tensors((mask_ptr, mask_strides)), bias_tiles + mask_tiles,
-                   slopes if ALIBI_ONE_SIDED else ())  # fmt: skip
+    by_tma = bias_tiles + mask_tiles
+    biases = bias_tiles + pair_tensors((bias_ptr, bias_strides))
+    alibi = alibi_terms(alibi_ptr, alibi_stride_b, batch, ALIBI_ONE_SIDED)
+    # What the products go through before anything is added to them.
+    IS_LATE: gl.constexpr = HAS_SOFTCAP or SCALE_FIRST
+    mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST, biases + alibi if IS_LATE else (),
+                   mask_tiles + pair_tensors((mask_ptr, mask_strides)), () if IS_LATE else biases,
+                   () if IS_LATE else alibi_ramps(alibi, BLOCK_N), () if IS_LATE else bias_tiles,
+                   by_tma if IS_LATE else mask_tiles)  # fmt: skip
     # Registers of a thread that does not compute. 32 leave the first of two consumers 8 fewer than the other one has,
     # which the widest loop bodies of packed calls cannot spare; then no counter deals out tiles.
     IS_WIDE: gl.constexpr = HAS_LEFT or HAS_SOFTCAP
@@ -88,7 +92,7 @@ def attention_forward(
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, 0)),
             (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, 1)),
-            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1), keys, values), mod.tiles, sizes,
+            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1), keys, values), by_tma, sizes,
                         BLOCK_D, BLOCK_DV)),
             (scheduler, scheduled),
         ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
@@ -98,7 +102,7 @@ def attention_forward(
             (consumer, (Channels(tiles, q0, keys, values), output, sizes, mod, 0)),
             (consumer, (Channels(tiles, q1, keys, values), output, sizes, mod, 1)),
             (consumer, (Channels(tiles, q2, keys, values), output, sizes, mod, 2)),
-            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1, q2), keys, values), mod.tiles, sizes,
+            (producer, (q_desc, k_desc, v_desc, Channels(tiles, (q0, q1, q2), keys, values), by_tma, sizes,
                         BLOCK_D, BLOCK_DV)),
             (scheduler, scheduled),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

@@ -21,11 +21,10 @@ from flashtile.backends.hopper.forward.scheduler import key_rows, lse_offset, ne
 from flashtile.backends.hopper.forward.softmax_step import (
     State,
     add_last_values,
-    block_pairs,
     first_probs,
+    first_scores,
     open_tile,
     operand,
-    start_first_scores,
     step,
 )
 from flashtile.backends.vocab import softmax
@@ -146,7 +145,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
     rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
     tiles = 0
     used = 0
-    loop = open_tile(channels.tiles, tiles, sizes, rows, zeros, WARPGROUP)
+    loop = open_tile(channels.tiles, tiles, sizes, rows, zeros, mod, WARPGROUP)
     e, row_max, row_sum = start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP)
     probs = operand(e, like)
     used += loop.skipped
@@ -166,14 +165,11 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
             used += 1
 
         if sizes.overlap:
-            loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
+            loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, mod, WARPGROUP)
             # The next tile's first scores, under the last values and the epilogue of this one. After the last tile
             # they are those of stale buffers, and nobody reads them.
-            s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, mod.tiles)
+            s, pairs = first_scores(channels, tiles + 1, used + 1, loop, zeros, sizes, mod, WARPGROUP)
             accs = add_last_values(channels, used, state)
-            pairs = block_pairs(
-                channels.tiles, tiles + 1, used + 1 + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP
-            )
             fetched = mod.fetch(pairs, zeros)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
@@ -189,7 +185,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
             accs = wait_for_products(add_last_values(channels, used, state))
             channels.values[0].release(used)
             epilogue(accs, state.row_max, state.row_sum, channels.tiles, tiles, output, sizes, WARPGROUP)
-            loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
+            loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, mod, WARPGROUP)
             e, row_max, row_sum = start_tile(channels, tiles + 1, used + 1, loop, zeros, sizes, mod, WARPGROUP)
             probs = operand(e, like)
         channels.tiles.ring.release(tiles)
@@ -203,8 +199,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
 @gluon.jit
 def start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.constexpr):
     """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
-    s = start_first_scores(channels, tiles, used, loop, zeros, mod.tiles)
-    pairs = block_pairs(channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP)
+    s, pairs = first_scores(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP)
     fetched = mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)

@@ -46,7 +46,8 @@ class KeyLoop:
     """A warpgroup's way through the key blocks of a tile, from ``n_block`` down to ``n_block_min``.
 
     Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, before ``n_block`` are left out.
-    ``first_keys`` and ``last_keys`` are those that each row keeps, as ``from_thread_column`` counts them.
+    ``first_keys`` and ``last_keys`` are those that each row keeps, as ``from_thread_column`` counts them;
+    ``slope`` is ALiBi's.
     """
 
     is_tile: gl.tensor
@@ -57,6 +58,7 @@ class KeyLoop:
     skipped: gl.tensor
     first_keys: gl.tensor
     last_keys: gl.tensor
+    slope: gl.tensor
 
 
 @aggregate
@@ -76,7 +78,7 @@ class State:
 
 
 @gluon.jit
-def open_tile(records, tiles, sizes, rows, like, WARPGROUP: gl.constexpr):
+def open_tile(records, tiles, sizes, rows, like, mod, WARPGROUP: gl.constexpr):
     """Waits for a tile's record and reads what its loop needs."""
     records.ring.wait(tiles)
     n_block_max = records.get(tiles, "n_block_max")
@@ -96,7 +98,10 @@ def open_tile(records, tiles, sizes, rows, like, WARPGROUP: gl.constexpr):
     n_block = n_block_max - skipped - 1
     first_keys = from_thread_column(mask.first_key(positions, sizes.left, sizes.has_left), like)
     last_keys = from_thread_column(mask.last_key(positions, seqlen_k, sizes.right, sizes.has_right), like)
-    return KeyLoop(n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys)
+    slope = gl.to_tensor(0.0)
+    if len(mod.ramps) > 0:
+        slope = mod.ramps[0].alibi.fetch(query_rows(records, tiles, sizes), rows)
+    return KeyLoop(n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope)
 
 
 @gluon.jit
@@ -109,7 +114,8 @@ def block_pairs(records, tiles, use, loop, n_block, sizes, is_tile, WARPGROUP: g
         seqlen_k = records.get(tiles, "seqlen_k")
     # A record after the last tile may have any row.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
-    return Pairs(where.b, where.head, row, n_block * sizes.block_n, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP)
+    key = n_block * sizes.block_n
+    return Pairs(where.b, where.head, row, key, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP, loop.slope)
 
 
 @gluon.jit
@@ -152,15 +158,26 @@ def operand(probs, like):
 
 
 @gluon.jit
-def start_first_scores(channels, tiles, used, loop, zeros, pair_tiles):
-    """Starts a tile's first scores; without a tile, those of whatever the buffers hold."""
+def start_first_scores(channels, tiles, used, loop, x, ADDS: gl.constexpr = False):
+    """Starts a tile's first scores, ``x`` plus products if it ADDS; without a tile, those of stale buffers."""
     keys = channels.keys[0]
-    for i in gl.static_range(len(pair_tiles)):
-        pair_tiles[i].ring.skip(used, loop.skipped, loop.is_tile)
     keys.skip(used, loop.skipped, loop.is_tile)
     channels.queries[0].wait(tiles, loop.is_tile)
     keys.wait(used + loop.skipped, loop.is_tile)
-    return start_scores(channels.queries, tiles, channels.keys, used + loop.skipped, zeros)
+    return start_scores(channels.queries, tiles, channels.keys, used + loop.skipped, x, ADDS)
+
+
+@gluon.jit
+def first_scores(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.constexpr):
+    """(``start_first_scores`` with what products are added to, their pairs)."""
+    pair_tiles = mod.early_tiles + mod.late_tiles
+    for i in gl.static_range(len(pair_tiles)):
+        pair_tiles[i].ring(WARPGROUP).skip(used, loop.skipped, loop.is_tile)
+    pairs = block_pairs(channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP)
+    x = mod.initial(zeros, pairs)
+    s = start_first_scores(channels, tiles, used, loop, x, len(mod.early) + len(mod.ramps) > 0)
+    mod.release_early(pairs)
+    return s, pairs
 
 
 @gluon.jit
@@ -187,20 +204,22 @@ def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGRO
     """
     row_max, accs = state.row_max, state.accs
     edge = is_edge(loop, n_block, sizes)
+    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, sizes, True, WARPGROUP)
+    x = mod.initial(zeros, pairs)
     channels.keys[0].wait(used + 1)
     if sizes.in_turns:
         accs = rescale_rows(accs, state.factor)
         row_max = take_turn(row_max, WARPGROUP)
-    s = start_scores(channels.queries, tiles, channels.keys, used + 1, zeros)
+    s = start_scores(channels.queries, tiles, channels.keys, used + 1, x, len(mod.early) + len(mod.ramps) > 0)
+    mod.release_early(pairs)
     if not sizes.in_turns:
         accs = rescale_rows(accs, state.factor)
     channels.values[0].wait(used)
     accs = add_products(state.probs, channels.values, used, accs)
     if sizes.in_turns:
         row_max = pass_turn(row_max, (WARPGROUP + 1) % sizes.num_warpgroups)
-    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, sizes, True, WARPGROUP)
     # What comes from shared memory is quick, and where three warpgroups share the registers it is loaded late.
-    LATE: gl.constexpr = sizes.num_warpgroups > 2 and len(mod.tiles) > 0
+    LATE: gl.constexpr = sizes.num_warpgroups > 2 and len(mod.late_tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(len(accs), deps=[s])
     if LATE:
@@ -212,7 +231,8 @@ def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGRO
 
     s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, sizes.has_edges)
     # A bias may be -inf, too.
-    may_be_empty: gl.constexpr = sizes.has_edges or len(mod.terms) + len(mod.masks) + len(mod.slopes) > 0
+    terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.ramps)
+    may_be_empty: gl.constexpr = sizes.has_edges or terms + len(mod.masks) > 0
     tops = mod.release(pairs, row_tops(s, row_max, mod.scale_log2, shift))
     row_max, origin, factor = softmax.raise_max(row_max, tops, may_be_empty)
     e = exponentials(s, mod.scale_log2, origin, shift)

@@ -63,7 +63,7 @@ def attention_quantized(
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
                   HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
                   CACHED_BYTES // (BLOCK_D + BLOCK_DV))  # fmt: skip
-    mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST, (), (), (), ())
+    mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST, (), (), (), (), (), ())
     scales = Scales(
         Scale(q_scale_ptr, q_scale_stride_b, q_scale_stride_head, q_scale_stride_block),
         Scale(k_scale_ptr, k_scale_stride_b, k_scale_stride_head, k_scale_stride_block),

@@ -130,7 +130,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
     rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
     tiles = 0
     used = 0
-    loop = open_tile(channels.tiles, tiles, sizes, rows, zeros, WARPGROUP)
+    loop = open_tile(channels.tiles, tiles, sizes, rows, zeros, mod, WARPGROUP)
     own = tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP)
     block = first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes)
     used += loop.skipped
@@ -158,13 +158,13 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
         channels.values[0].wait(used)
         accs, t = start_products(operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor)
         # The next tile's first scores run under this one's end. After the last tile they are those of stale buffers.
-        loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, WARPGROUP)
+        loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, mod, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, sizes, WARPGROUP)
         score, unit = fetch_block(scales, own, loop.n_block, sizes)
         if not BEHIND:
             t = warpgroup_mma_wait(0, deps=[t])
             accs = add_product(t, accs, state.factor)
-        s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, ())
+        s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros)
         if BEHIND:
             t = warpgroup_mma_wait(1, deps=[t])
             accs = add_product(t, accs, state.factor)
@@ -187,7 +187,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
 def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
     """A tile's first ``Block``, with nothing else under way."""
     score, unit = fetch_block(scales, own, loop.n_block, sizes)
-    s = start_first_scores(channels, tiles, used, loop, zeros, ())
+    s = start_first_scores(channels, tiles, used, loop, zeros)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
