@@ -352,7 +352,7 @@ class Kind:
             return None
         if self._repeats > 1:  # rounded once, below
             dtype, final = x.dtype, dtype
-        x = x.to(dtype) if more is None else torch.add(x, more, out=x.new_empty(x.shape, dtype=dtype))
+        x = x.to(dtype) if more is None else torch.add(x, more, out=torch.empty_like(x, dtype=dtype))
         if self._heads is not None:
             x = self._heads[1].join(x)
         if self._repeats > 1:
