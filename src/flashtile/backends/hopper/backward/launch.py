@@ -321,7 +321,6 @@ def _main_launch(
             **constants(p, config),
             "ADDS": adds and not splits_groups,
             "CHAINED": chained is not None,
-            "STAGGERED": chained is not None and p.band.unbounded and not p.deterministic,
             "SPLITS_GROUPS": splits_groups,
         }
 
