@@ -39,10 +39,12 @@ class Mapped:
         self._signals = self._signals.view(line.size, SIGNALS, line.size)
         self.local = self._memories[line.rank]
 
-    def of(self, peer: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        assert peer != self._rank
-        count = torch.Size(shape).numel() * dtype.itemsize
-        return self._memories[peer][start : start + count].view(dtype).view(list(shape))
+    def at(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.local[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(list(shape))
+
+    def copy(self, peer: int, start: int, x: Tensor) -> None:
+        assert peer != self._rank and x.is_contiguous()
+        self._memories[peer][start : start + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
 
     def put(self, peer: int, signal: int) -> None:
         assert self._signals[peer, signal, self._rank] == 0, "a signal that nobody has waited for"

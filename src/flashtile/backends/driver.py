@@ -43,7 +43,9 @@ def library() -> Any:
     # Where CUDA runs an int is passed as 64 bits too, and c_int takes ctypes five times as long.
     cuda.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
     cuda.cuTensorMapEncodeTiled.argtypes = (ctypes.c_void_p,) * 12
-    for function in (cuda.cuStreamWriteValue32_v2, cuda.cuStreamWriteValue64_v2, cuda.cuStreamWaitValue32_v2):
+    for function in (
+        cuda.cuStreamWriteValue32_v2, cuda.cuStreamWriteValue64_v2, cuda.cuStreamWaitValue32_v2, cuda.cuMemcpyAsync,
+    ):  # fmt: skip
         function.argtypes = (ctypes.c_void_p,) * 4
     if status := cuda.cuInit(0):
         raise DriverError(f"cuInit: error {status}")
@@ -185,6 +187,11 @@ def write_value(stream: int, address: int, value: int, bits: int = 32) -> None:
 def wait_value(stream: int, address: int, value: int) -> None:
     """Has a stream wait until memory of its GPU holds 32 bits."""
     check(library().cuStreamWaitValue32_v2(stream, address, value, _WAIT_EQUAL), "cuStreamWaitValue32")
+
+
+def copy(stream: int, to: int, source: int, size: int) -> None:
+    """Has a stream copy bytes between memory that its GPU reaches."""
+    check(library().cuMemcpyAsync(to, source, size, stream), "cuMemcpyAsync")
 
 
 class BlockLayout:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import math
 import os
 import sys
 import threading
@@ -60,22 +59,29 @@ class Memory:
         whole[: self._first].zero_()
         torch.cuda.synchronize(device)
         self._handle: Any = symmetric.rendezvous(whole, line.group)
-        self.local: Tensor = whole[self._first :]
+        self._whole = whole
         self._tensors: dict[Any, Tensor] = {}
-        self._words = [self.of(peer, -self._first, (1,), torch.int32).data_ptr() for peer in range(line.size)]
+        self._start = torch.cuda.Event()
+        self._words = [self._handle.get_buffer(peer, [1], torch.int32, 0).data_ptr() for peer in range(line.size)]
         # Of another priority than streams usually have, so that it shares no queue with one that it should run beside.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last = self._stream
         self._watch = _Watch(device, line.group._get_backend(device).options._timeout.total_seconds())
 
-    def of(self, peer: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor at a place of a peer's memory, in bytes from its start."""
-        key = peer, start, tuple(shape), dtype
+    def at(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor at a place of this rank's memory, in bytes from its start."""
+        key = start, tuple(shape), dtype
         found = self._tensors.get(key)
         if found is None:
             first = (self._first + start) // dtype.itemsize
-            found = self._tensors[key] = self._handle.get_buffer(peer, list(shape), dtype, first)
+            # Calls in inference mode share it with those that record gradients.
+            with torch.inference_mode(False):
+                found = self._tensors[key] = self._handle.get_buffer(self._rank, list(shape), dtype, first)
         return found
+
+    def copy(self, peer: int, start: int, x: Tensor) -> None:
+        """Copies a contiguous tensor to a place of a peer's memory, when the stream gets there."""
+        driver.copy(self._stream.cuda_stream, self._words[peer] + self._first + start, x.data_ptr(), x.nbytes)
 
     def put(self, peer: int, signal: int) -> None:
         """Gives a peer a signal, when the stream gets there. It has waited for the one before."""
@@ -102,16 +108,16 @@ class Memory:
         events: list[Any] = []
         current = torch.cuda.current_stream(self._stream.device)
         is_captured = torch.cuda.is_current_stream_capturing()
-        self._stream.wait_stream(current)
+        self._start.record(current)
+        self._stream.wait_event(self._start)
         if self._last != current and not is_captured:
             # What it queued before may still read the places.
             self._stream.wait_stream(self._last)
             self._last = current
-        with torch.cuda.stream(self._stream):
-            yield events
-            if not is_captured:
-                self._watch.expect(self._stream.cuda_stream, what, peers)
-            events.append(self._stream.record_event())
+        yield events
+        if not is_captured:
+            self._watch.expect(self._stream.cuda_stream, what, peers)
+        events.append(self._stream.record_event())
 
 
 class _Watch(threading.Thread):
@@ -226,7 +232,7 @@ class Copies:
     def room(self, kind: str, number: int, part: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
         """The place of what a stage receives; see ``exchange.Messages.room``."""
         start = self._starts[kind, number % PLACES[kind], part]
-        return self._memory.local[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(list(shape))
+        return self._memory.at(start, shape, dtype)
 
     def post(self, number: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Pending:
         """Queues all of a stage; see ``exchange.Messages.post``."""
@@ -247,7 +253,7 @@ class Copies:
             for part, x in enumerate(parcel.tensors):
                 if x is not None:
                     start = self._starts[parcel.kind, number % PLACES[parcel.kind], part]
-                    memory.of(parcel.peer, start, x.shape, x.dtype).copy_(x)
+                    memory.copy(parcel.peer, start, x)
             memory.put(parcel.peer, _FREE[parcel.kind] + 1)
         for parcel in receives:
             memory.wait(parcel.peer, _FREE[parcel.kind] + 1)

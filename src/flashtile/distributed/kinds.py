@@ -281,7 +281,7 @@ class Kind:
             messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q)
         # As keys that leave first are to their sums, which return last.
         share = problem.dtype.itemsize / (problem.dtype.itemsize + problem.lse_dtype.itemsize)
-        self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most, share)
+        self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most, share, self._repeats == 1)
 
     def _exchange(self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device) -> Heads:
         ranks, layout = self.spec.ranks, self.spec.layout
@@ -352,7 +352,7 @@ class Kind:
             return None
         if self._repeats > 1:  # rounded once, below
             dtype, final = x.dtype, dtype
-        x = x.to(dtype) if more is None else torch.add(x, more, out=x.new_empty(x.shape, dtype=dtype))
+        x = x.to(dtype) if more is None else torch.add(x, more, out=torch.empty_like(x, dtype=dtype))
         if self._heads is not None:
             x = self._heads[1].join(x)
         if self._repeats > 1:

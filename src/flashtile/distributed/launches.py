@@ -61,6 +61,8 @@ class CallPlan:
             self._origins = _int32(rows, device)
             self._entries = _int32([o.batch for o in call.origins], device)
         self._is_last = is_last
+        # Whether dk and dv of calls of a chain are in the keys' dtype: no others are added to them.
+        self.rounds = False
         self._forward: Forward | None = None
         self._backwards: dict[Any, Backward] = {}
 
@@ -93,7 +95,7 @@ class CallPlan:
         run: Any = self._backwards.get(key)
         if run is None:
             problem = Problem.of(given, self.options)
-            problem = problem.but(grad_dtype=problem.lse_dtype)
+            problem = problem.but(grad_dtype=problem.dtype if self.rounds else problem.lse_dtype)
             known = self._known(given, problem, "backward")
             chosen = dispatch.select(problem, "backward", self.options.backend)
             run = self._backwards[key] = chosen.plan_backward(problem, given, rows.dout, rows.dlse, known)

@@ -94,6 +94,7 @@ class Steps:
         messages: What sends and receives.
         most_keys: If all keys are gathered at once and sums scattered, rows of the largest shard; None if they travel.
         share: Of the backward over a rank's own keys, what is done first.
+        rounds: Whether gradients of keys may be in their dtype.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Steps:
         messages: Messages | Copies,
         most_keys: int | None = None,
         share: float = 0.5,
+        rounds: bool = False,
     ) -> None:
         self._line, self._grads, self._messages = line, options.grads, messages
         self._travels = slice(*plan.travels)
@@ -128,10 +130,11 @@ class Steps:
         ends = in_two(own, share) if line.size > 1 else (own, ())
         self._first, self._final = ([CallPlan(call, options, part, device, False) for call in half] for half in ends)
         # Or half of its heads; sums that came home before the other half would be written over.
-        comes_once = sum(step.sums_back is not None for step in plan.steps) <= 1
+        comes = sum(step.sums_back is not None for step in plan.steps)
         self._whole: CallPlan | None = None
-        if len(own) == 1 and line.size > 1 and comes_once:
+        if len(own) == 1 and line.size > 1 and comes <= 1:
             self._whole = CallPlan(own[0], options, part, device, False)
+            self._whole.rounds = rounds and not comes
         # Whether the backward's calls make a chain; known from the first one on.
         self._chains: bool | None = None
         self._heads = 0

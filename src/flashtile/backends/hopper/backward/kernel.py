@@ -43,7 +43,7 @@ def attention_backward(
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BY_GRADIENT: gl.constexpr,
     STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
     DQ_WIDTH: gl.constexpr, REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr, STAGGERED: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, FALLING: gl.constexpr,
     VARLEN: gl.constexpr, ADDS: gl.constexpr, CHAINED: gl.constexpr, SPLITS_GROUPS: gl.constexpr,
     ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr, MASK_CONTIGUOUS: gl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def attention_backward(
     DQ_WARPGROUPS: gl.constexpr = 1 if DQ_REGISTERS > 0 else 2
     DQ_SHARE: gl.constexpr = BLOCK_D if BLOCK_M == 128 or DQ_WARPGROUPS == 1 else BLOCK_D // 2
     grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, subgroups, subgroup_size, left, right,
-                   heads_at_once, first_head, heads, softmax_scale, HAS_LEFT, HAS_RIGHT, VARLEN, FALLING, STAGGERED,
+                   heads_at_once, first_head, heads, softmax_scale, HAS_LEFT, HAS_RIGHT, VARLEN, FALLING,
                    BLOCK_M, PART_KEYS * PARTS, BLOCK_D, BLOCK_DV, PARTS, DQ_WARPGROUPS, DQ_SHARE, DQ_WIDTH,
                    HAS_DQ or HAS_DK, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, CHAINED, SPLITS_GROUPS)  # fmt: skip
     channels = make_channels(dtype, rows_desc, grid, STAGES, K_STAGES, V_STAGES, DS_STAGES, turns_ptr is not None)

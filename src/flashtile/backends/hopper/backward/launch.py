@@ -64,7 +64,8 @@ class BackwardPlan:
         self._problem = problem
         q, k, v = tensors.q, tensors.k, tensors.v
         is_contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-        self._empty_like: Callable[[Tensor], Tensor] = functools.partial(_empty_contiguous, dtype=problem.grad_dtype)
+        empty_like = torch.empty_like if is_contiguous else _empty_contiguous
+        self._empty_like: Callable[[Tensor], Tensor] = functools.partial(empty_like, dtype=problem.grad_dtype)
         if is_contiguous and problem.grad_dtype == problem.dtype:
             self._empty_like = torch.empty_like
         self._is_empty = keeps_nothing or q.numel() == 0 or k.numel() == 0
@@ -79,6 +80,7 @@ class BackwardPlan:
         self._block_m = config.block_m
         self._config, self._known = config, known
         self._in_chain = configs.in_chain(config)
+        self._of_chain: Workspace | None = None
         self._steps: dict[Any, list[Step]] = {}
 
     def __call__(
@@ -145,7 +147,7 @@ class BackwardPlan:
             made = chain_launches(self._problem, t, dout, dlse, self._in_chain, *kind)
             steps = self._steps[kind] = [Step(each, _OPERANDS, t.q.device, self._known) for each in made if each]
         if chain.work is None:
-            layout = _chain_workspace(self._problem, self._in_chain, t)
+            layout = self._of_chain = self._of_chain or _chain_workspace(self._problem, self._in_chain, t)
             work, counter = chain.work = t.q.new_empty(layout.floats, dtype=torch.float32), layout.counter_at // 4
         else:
             work, counter = chain.work
@@ -319,7 +321,6 @@ def _main_launch(
             **constants(p, config),
             "ADDS": adds and not splits_groups,
             "CHAINED": chained is not None,
-            "STAGGERED": chained is not None and p.band.unbounded and not p.deterministic,
             "SPLITS_GROUPS": splits_groups,
         }
 

@@ -78,9 +78,8 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
             tiles += 1
             head_blocks = row_blocks_per_head(grid)
             row_blocks = first_row_block(tile, grid)
-            m = tile.m_first
+            m = tile.m_min
             head, num_heads = query_heads(tile.head, grid)
-            heads_end = head + num_heads
             steps = num_heads * (tile.m_max - tile.m_min)
             for i in range(steps):
                 rows = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.varlen)
@@ -108,9 +107,6 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
                     m = tile.m_min
                     head += 1
                     row_blocks += head_blocks
-                    if grid.staggered and head == heads_end:
-                        head -= num_heads
-                        row_blocks -= num_heads * head_blocks
             key_use += gl.where(steps > 0, 1, 0)
 
 

@@ -22,9 +22,7 @@ class KeyGrid:
     ``adds``, dk and dv are added to what is there. If ``chained``, the workspace has the rows of all packed sequences
     as those of one.
 
-    ``first_head`` and ``heads`` are of a chain's: the key heads of which there are tiles. If ``staggered``, tiles start
-    at different row blocks, each at its own number's: else those of a head that run at once would all add to the
-    same rows of dq.
+    ``first_head`` and ``heads`` are of a chain's: the key heads of which there are tiles.
 
     If ``splits_groups``, the query heads of a key head are split into ``subgroups`` of ``subgroup_size`` heads, the
     last with fewer, and a tile has those of one: its ``head`` is ``key head * subgroups + subgroup``, and so is that of
@@ -48,7 +46,6 @@ class KeyGrid:
     has_right: gl.constexpr
     varlen: gl.constexpr
     falling: gl.constexpr
-    staggered: gl.constexpr
     block_m: gl.constexpr
     block_n: gl.constexpr
     block_d: gl.constexpr
@@ -110,7 +107,6 @@ class KeyTile:
     start_k: gl.tensor
     seqlen_k: gl.tensor
     m_min: gl.tensor
-    m_first: gl.tensor
     m_max: gl.tensor
 
 
@@ -168,11 +164,8 @@ def next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
     m_min, _, _, m_max = blocks.query_blocks(
         key, last, seqlen_q, seqlen_k, grid.left, grid.right, grid.has_left, grid.has_right, grid.block_m
     )
-    m_first = m_min
-    if grid.staggered:
-        m_first += block % gl.maximum(m_max - m_min, 1)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
-    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_first, m_max)
+    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
 
 
 @gluon.jit
@@ -209,8 +202,8 @@ def tiles_before(first, key, seqlen_q, seqlen_k, grid):
 
 
 # What the producer tells the consumers of a tile. is_tile is 0 after the last one; row_block is where the workspace has
-# the first row block that the tile visits, which is m_first of its head.
-FIELDS = gl.constexpr("is_tile m_min m_first m_max key head sequence start_k seqlen_q seqlen_k row_block")
+# the first row block that the tile visits.
+FIELDS = gl.constexpr("is_tile m_min m_max key head sequence start_k seqlen_q seqlen_k row_block")
 RECORD_SIZE = gl.constexpr(16)
 
 
@@ -220,7 +213,6 @@ def publish_tile(records, use, tile, grid):
     records.ring.claim(use)
     slot = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     record = gl.where(slot == slot_of(FIELDS, "m_min"), tile.m_min, gl.where(tile.is_end, 0, 1))
-    record = gl.where(slot == slot_of(FIELDS, "m_first"), tile.m_first, record)
     record = gl.where(slot == slot_of(FIELDS, "m_max"), tile.m_max, record)
     record = gl.where(slot == slot_of(FIELDS, "key"), tile.key, record)
     record = gl.where(slot == slot_of(FIELDS, "head"), tile.head, record)
@@ -228,7 +220,7 @@ def publish_tile(records, use, tile, grid):
     record = gl.where(slot == slot_of(FIELDS, "start_k"), tile.start_k, record)
     record = gl.where(slot == slot_of(FIELDS, "seqlen_q"), tile.seqlen_q, record)
     record = gl.where(slot == slot_of(FIELDS, "seqlen_k"), tile.seqlen_k, record)
-    record = gl.where(slot == slot_of(FIELDS, "row_block"), first_row_block(tile, grid) + tile.m_first, record)
+    record = gl.where(slot == slot_of(FIELDS, "row_block"), first_row_block(tile, grid) + tile.m_min, record)
     records.ring.at(use).store(record)
     records.ring.publish(use)
 
@@ -260,9 +252,10 @@ class RowBlock:
 @gluon.jit
 def first_rows(records, tiles, grid):
     """The first ``RowBlock`` of a tile."""
-    m_first = records.get(tiles, "m_first")
-    remaining = records.get(tiles, "m_max") - m_first
-    return RowBlock(m_first * grid.block_m, gl.to_tensor(0), records.get(tiles, "row_block"), remaining)
+    m_min = records.get(tiles, "m_min")
+    return RowBlock(
+        m_min * grid.block_m, gl.to_tensor(0), records.get(tiles, "row_block"), steps_of_a_head(records, tiles)
+    )
 
 
 @gluon.jit
@@ -273,10 +266,7 @@ def steps_of_a_head(records, tiles):
 
 @gluon.jit
 def next_rows(rows, records, tiles, grid):
-    """The next ``RowBlock``: after a head's last one comes the lowest of the next head that shares the keys.
-
-    If tiles are staggered, the first head comes after the last one.
-    """
+    """The next ``RowBlock``: after a head's last one comes the lowest of the next head that shares the keys."""
     start, head = rows.start + grid.block_m, rows.head
     block = rows.block + 1
     remaining = rows.remaining - 1
@@ -285,11 +275,6 @@ def next_rows(rows, records, tiles, grid):
         start -= remaining * grid.block_m
         head += 1
         block += row_blocks_per_head(grid) - remaining
-        if grid.staggered:
-            _, num_heads = query_heads(records.get(tiles, "head"), grid)
-            if head == num_heads:
-                head -= num_heads
-                block -= num_heads * row_blocks_per_head(grid)
     return RowBlock(start, head, block, remaining)
 
 
