@@ -50,6 +50,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     quantized.packed: lambda e: e,
     quantized.operand: lambda e, width: in_order(e.to(tl.float8e4nv)),
     quantized.plus: lambda acc, factor, t: acc * factor[:, None] + t,
+    quantized.in_place: lambda x: x,
 }
 
 # Runs a kernel: (kernel, programs, arguments by name, compiler options).

@@ -71,7 +71,7 @@ LONG_8 = (
 )  # fmt: skip
 QUICK_8 = named(
     "blocks_causal", "window_left", "one_kv_head", "mixed_scales", "narrower_v", "dim_256", "packed_spare",
-    "everything", "long", "long_packed",
+    "everything", "long", "long_causal", "long_packed",
 )  # fmt: skip
 
 

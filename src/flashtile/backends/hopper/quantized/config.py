@@ -32,15 +32,14 @@ class Config(forward.Config):
 
 
 _TWO = functools.partial(Config, stages=4)
-# On an H200, 16k tokens, TFLOPS (2026-11-22, runs 4 to 6). Head_dim 128 full 893 (bf16 751, cuDNN 962), 863 with two of
-# eight exponentials by multiplications, 900 with the next scores under the exponentials instead, which in causal calls
-# (both with such a share) makes 813 and this 841 (bf16 751, cuDNN 911); before scales were loaded a block ahead full
-# 800 and causal 762 without turns, 810 and 620 with three warpgroups. At 64 three warpgroups make 553 to 560 (bf16 611,
-# cuDNN 589), causal 532, 507 and 456 in turns, two 512 and 494. At 256 full 1023 (cuDNN 1012), 599 with products of 64
-# columns, 824 with 128 beside blocks of 64 keys; causal not timed.
+# On an H200, 16k tokens, TFLOPS (2026-11-23, run 8 and the lease before). Head_dim 128 full 913 and causal
+# 889 (bf16 745 and 740, cuDNN 961 and 880); full 900 and 846 where a turn ends after 56 and 46 of 64 exponentials, 853
+# with half of a product under the exponentials, 704 to 802 without turns. At 64 three warpgroups make 603 (bf16 607,
+# cuDNN 587), 552 in turns, two 571. At 256 full 1023 (cuDNN 1039), 951 with products of 64 columns, 883 without turns;
+# causal 965 (909), 980 with four buffers for the output.
 _128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, behind=True, in_turns=True)
 _64 = _TWO(block_d=64, block_dv=64, out_cols=64, width=64, num_warpgroups=3, registers=160, max_registers=128)
-_256 = _TWO(block_d=256, block_dv=256, out_cols=32, width=32, stages=2, in_turns=True)
+_256 = _TWO(block_d=256, block_dv=256, out_cols=32, out_stages=4, width=32, stages=2, in_turns=True)
 _trial: list[Config] = []
 
 

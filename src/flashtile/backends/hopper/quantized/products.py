@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flashtile.backends.hopper.device.head_dim_parts import also
-from flashtile.backends.hopper.quantized.inline_ptx import plus
+from flashtile.backends.hopper.quantized.inline_ptx import in_place, plus
 
 
 @gluon.jit
@@ -26,8 +26,9 @@ def start_products(probs, values, accs, factor):
     done = ()
     for i in gl.static_range(1, len(accs)):
         t = warpgroup_mma_wait(0, deps=[t])
-        done = also(done, plus(accs[i - 1], factor, t))
-        t = start_product(probs, columns(values, i * accs[0].shape[1], accs[0].shape[1]), accs[i])
+        following = start_product(probs, columns(values, i * accs[0].shape[1], accs[0].shape[1]), accs[i])
+        done = also(done, in_place(plus(accs[i - 1], factor, t)))
+        t = following
     return also(done, accs[len(accs) - 1]), t
 
 

@@ -82,8 +82,7 @@ def tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def fetch_block(scales, own, n_block, sizes):
-    """The scale of a block's products, and that of its values."""
-    row = n_block * sizes.block_n
-    exists = (row < own.num_keys) & (row >= 0)
+def fetch_block(scales, own, n_block, exists, sizes):
+    """The scale of a block's products, and that of its values; block 0's before block 0."""
+    row = gl.maximum(n_block, 0) * sizes.block_n
     return own.score * scales.k.fetch(own.k, row, exists), scales.v.fetch(own.v, row, exists)

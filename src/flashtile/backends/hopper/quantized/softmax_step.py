@@ -14,10 +14,10 @@ PROBS_LOG2 = gl.constexpr(8.0)
 
 
 @gluon.jit
-def raise_max(channels, at, row_max, block, sizes, mod, WARPGROUP: gl.constexpr):
+def raise_max(channels, at, row_max, block, sizes, mod, MASKED: gl.constexpr, WARPGROUP: gl.constexpr):
     """(scores, scale, row_max, origin, factor): a block's scores, their factor, and what ``softmax.raise_max`` returns.
 
-    Exponentials of an origin that is 8 less are probabilities of 2^8 times their size.
+    Exponentials of an origin that is 8 less are probabilities of 2^8 times their size. MASKED: the block may be cut.
     """
     loop, n_block = at.loop, at.n_block
     pairs = block_pairs(channels.tiles, at.tiles, 0, loop, n_block, sizes, True, WARPGROUP)
@@ -26,8 +26,8 @@ def raise_max(channels, at, row_max, block, sizes, mod, WARPGROUP: gl.constexpr)
         s = s * block.score
     else:
         scale = scale * block.score
-    s, _ = shape_scores(s, mod, pairs, (), sizes, loop, n_block, is_edge(loop, n_block, sizes), True)
-    row_max, origin, factor = softmax.raise_max(row_max, row_tops(s, row_max, scale, ()), True)
+    s, _ = shape_scores(s, mod, pairs, (), sizes, loop, n_block, is_edge(loop, n_block, sizes), MASKED)
+    row_max, origin, factor = softmax.raise_max(row_max, row_tops(s, row_max, scale, ()), MASKED)
     return s, scale, row_max, origin - PROBS_LOG2, factor
 
 
@@ -44,10 +44,6 @@ def probabilities(s, scale, origin, factor, row_sum, sizes, STRICT: gl.constexpr
     e = softmax.exponentials(s, scale, origin)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
     row_sum = row_sum * sum_factor[:, None] + thread_sums(e)
-    if not sizes.in_turns:
-        row_sum = inline_ptx.hold(row_sum)
-    elif STRICT:
-        row_sum = pass_turn(row_sum, following)
-    else:
-        row_sum = inline_ptx.pass_turn(row_sum, following)
+    if sizes.in_turns:
+        row_sum = pass_turn(row_sum, following) if STRICT else inline_ptx.pass_turn(row_sum, following)
     return packed(e), row_sum
