@@ -308,9 +308,9 @@ class SharedMemory:
         part = self._part(self.data.narrow(dim, start, length))
         if self._boxes > 1 and dim == self.data.dim() - 1:
             cols = self.data.shape[dim] // self._boxes
-            if start % cols or length % cols:
+            if (start % cols or length % cols) and start // cols != (start + length - 1) // cols:
                 raise MachineError(f"columns {start} to {start + length}, where boxes have {cols}")
-            part.places = self.places[start // cols : (start + length) // cols]
+            part.places = self.places[start // cols : -(-(start + length) // cols)]
         return part
 
     def permute(self, order: Sequence[int]) -> SharedMemory:

@@ -24,14 +24,15 @@ class DqOutput:
         ptr: dq of the workspace.
         desc: Its descriptor, or None: added from registers.
         buffer: What TMA adds from, or None.
-        turns: A use for each step, published when it is this tile's turn to add to the row block and released when it
-            has; None: in any order.
+        turns: A use for each step, published when it is this tile's turn to add to the row block; None: in any order.
+        added: Published when it has, by each that adds. What releases it releases ``turns``.
     """
 
     ptr: gl.tensor
     desc: tma.tensor_descriptor | gl.constexpr
     buffer: gl.shared_memory_descriptor | gl.constexpr
     turns: Ring | gl.constexpr
+    added: Ring | gl.constexpr
 
 
 @aggregate
@@ -49,7 +50,7 @@ class Channels:
         values: The same; None for dv alone.
         dscores: Their gradients, handed to the warpgroups that compute dq, a part for 64 keys; None without dq.
         probs: What the first warpgroup hands over where gradients are split (``split_by_gradient``), else None.
-        out: Through what dk and dv leave, a buffer a box for each warpgroup; None where gradients are split.
+        out: Through what dk and dv leave, for each warpgroup buffers of 128 columns; None where gradients are split.
         dq: Where this warpgroup adds to dq; None for those that do not.
 
     Where gradients are split, dk leaves through the buffers of dscores and dv through those of probs: they exist for
@@ -71,7 +72,7 @@ class Channels:
 @gluon.jit
 def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_stages: gl.constexpr,
                   v_stages: gl.constexpr, ds_stages: gl.constexpr, in_turns: gl.constexpr):  # fmt: skip
-    """The channels of a ``KeyGrid``, of those that do not add to dq; ``in_turns``: a warp keeps turns."""
+    """The channels of a ``KeyGrid``, of those that do not add to dq; ``in_turns``: two warps keep turns."""
     ROWS: gl.constexpr = grid.block_m
     by_gradient: gl.constexpr = grid.parts == 1
     # dv alone leaves the second of two that share keys nothing to do. A third one reads keys for dq; those that share
@@ -80,7 +81,7 @@ def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_
     third: gl.constexpr = 1 if grid.has_dq and grid.dq_warpgroups == 1 else 0
     dout_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(grid.block_dv, -1, WIDEST)], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, ROWS], dtype)
-    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third + (1 if in_turns else 0))
+    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third + (2 if in_turns else 0))
     queries = make_rings(dtype, ROWS, grid.block_d, stages, consumers, 1, WIDEST)
     rows = gl.allocate_shared_memory(gl.float32, [stages, 2, ROWS], rows_desc.layout)
     dout = make_ring_beside(queries[0], dtype, [ROWS, width_of(grid.block_dv, 0, WIDEST)], dout_layout)
@@ -98,7 +99,7 @@ def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_
     else:
         cols: gl.constexpr = width_of(grid.block_d, -1)
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)
-        out = gl.allocate_shared_memory(dtype, [2 * (grid.block_d // cols), PART_KEYS, cols], out_layout)
+        out = gl.allocate_shared_memory(dtype, [2 * (min(grid.block_d, 128) // cols), PART_KEYS, cols], out_layout)
     return Channels(tiles, queries, rows, dout, keys, values, dscores, probs, out, None)
 
 

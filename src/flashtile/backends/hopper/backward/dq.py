@@ -11,13 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.hopper.backward.channels import WIDEST
 from flashtile.backends.hopper.backward.scheduler import first_rows, next_rows, query_heads, steps_of_a_head, turn_of
 from flashtile.backends.hopper.device.gluon_compat import thread_barrier, tma_add, tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import (
-    num_parts,
-    part_at,
-    start_of,
-    width_of,
-    zero_accumulator,
-)
+from flashtile.backends.hopper.device.head_dim_parts import num_parts, part_at, start_of, width_of, zero_accumulator
 
 
 @gluon.jit
@@ -58,13 +52,25 @@ def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def keep_turns(turns_ptr, channels, grid):
-    """A warp that waits for the turn of each step of its program, and ends it once the step has added to dq.
+def wait_for_turns(turns_ptr, channels, grid):
+    """A warp that waits for the turns of its program's steps, some ahead."""
+    keep_turns(turns_ptr, channels, grid, False)
 
-    The two take longer than a product, so they run beside the products. An atomic orders what follows it after the adds
-    of those who ended a turn, and what precedes it before those of the next; the ring does so for other warps.
+
+@gluon.jit
+def end_turns(turns_ptr, channels, grid):
+    """A warp that ends a turn once the step has added to dq."""
+    keep_turns(turns_ptr, channels, grid, True)
+
+
+@gluon.jit
+def keep_turns(turns_ptr, channels, grid, ENDS: gl.constexpr):
+    """One of two warps: each part of a turn takes about as long as a step, so both run beside the products.
+
+    An atomic orders what follows it after the adds of those who ended a turn, and what precedes it before those of the
+    next; the rings do so for other warps.
     """
-    records, turns = channels.tiles, channels.dq.turns
+    records, turns, added = channels.tiles, channels.dq.turns, channels.dq.added
     tiles = 0
     used = 0
     records.ring.wait(tiles)
@@ -73,18 +79,19 @@ def keep_turns(turns_ptr, channels, grid):
         _, num_heads = query_heads(records.get(tiles, "head"), grid)
         end = used + num_heads * steps_of_a_head(records, tiles)
         while used < end:
-            turn = turn_of(rows.start, records, tiles, grid)
-            while gl.atomic_add(turns_ptr + rows.block, 0, sem="acquire") < turn:
-                pass
-            turns.publish(used)
-            block = rows.block
+            if ENDS:
+                added.wait(used)
+                gl.atomic_add(turns_ptr + rows.block, 1, sem="release")
+                added.release(used)
+            else:
+                turns.claim(used)
+                turn = turn_of(rows.start, records, tiles, grid)
+                while gl.atomic_add(turns_ptr + rows.block, 0, sem="acquire") < turn:
+                    pass
+                turns.publish(used)
             rows = next_rows(rows, records, tiles, grid)
             used += 1
-            turns.claim(used)
-            gl.atomic_add(turns_ptr + block, 1, sem="release")
-        records.ring.release(tiles)
-        tiles += 1
-        records.ring.wait(tiles)
+        tiles = records.next(tiles)
 
 
 @gluon.jit
@@ -94,21 +101,21 @@ def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
     most: gl.constexpr = grid.dq_width
     out = channels.dq
     offset = block.to(gl.int64) * (grid.block_m * grid.block_d) + WARPGROUP * (64 * share)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    if out.turns is not None:
-        out.turns.wait(used)
-    for piece in gl.static_range(1, num_parts(share, most)):
-        add_accumulators(out, offset + 64 * start_of(share, piece - 1, most), dq, width_of(share, piece - 1, most))
-        # Keeps the adds in front of the next product, which takes their registers.
-        thread_barrier()
-        dq = start_dq(channels, used, key_use, grid, piece, WARPGROUP)
+    count: gl.constexpr = num_parts(share, most)
+    for piece in gl.static_range(count):
+        if piece > 0:
+            # Keeps the adds in front of the next product, which takes their registers.
+            thread_barrier()
+            dq = start_dq(channels, used, key_use, grid, piece, WARPGROUP)
         dq = warpgroup_mma_wait(0, deps=[dq])
-    channels.dscores.release(used)
-    last: gl.constexpr = num_parts(share, most) - 1
-    add_accumulators(out, offset + 64 * start_of(share, last, most), dq, width_of(share, last, most))
+        if piece == count - 1:
+            channels.dscores.release(used)
+        if piece == 0 and out.turns is not None:
+            out.turns.wait(used)
+        add_accumulators(out, offset + 64 * start_of(share, piece, most), dq, width_of(share, piece, most))
     if out.turns is not None:
         thread_barrier()
-        out.turns.release(used)
+        out.added.publish(used)
 
 
 @gluon.jit
@@ -134,6 +141,4 @@ def dq_consumer(channels, grid):
                     used += 1
                 channels.keys[0].release(key_use)
                 key_use += 1
-            records.ring.release(tiles)
-            tiles += 1
-            records.ring.wait(tiles)
+            tiles = records.next(tiles)

@@ -16,11 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.backward.channels import PART_KEYS, DqOutput, make_channels, with_dq
-from flashtile.backends.hopper.backward.dq import dq_consumer, keep_turns
+from flashtile.backends.hopper.backward.dq import dq_consumer, end_turns, wait_for_turns
 from flashtile.backends.hopper.backward.roles import consumer, producer
 from flashtile.backends.hopper.backward.scheduler import KeyGrid
 from flashtile.backends.hopper.backward.split_by_gradient import gradient_consumer
-from flashtile.backends.hopper.device.ring import make_ring
+from flashtile.backends.hopper.device.ring import make_ring, make_ring_beside
 from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_terms, pair_tensors
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
@@ -68,15 +68,17 @@ def attention_backward(
                    BLOCK_M, PART_KEYS * PARTS, BLOCK_D, BLOCK_DV, PARTS, DQ_WARPGROUPS, DQ_SHARE, DQ_WIDTH,
                    HAS_DQ or HAS_DK, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, CHAINED, SPLITS_GROUPS)  # fmt: skip
     channels = make_channels(dtype, rows_desc, grid, STAGES, K_STAGES, V_STAGES, DS_STAGES, turns_ptr is not None)
-    channels0, channels1, turns = channels, channels, None
+    channels0, channels1, turns, added = channels, channels, None, None
     if turns_ptr is not None:
-        turns = make_ring(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]), 1, DQ_WARPGROUPS)
+        flag: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        turns = make_ring(gl.int32, [1], flag, 4, 1)
+        added = make_ring_beside(turns, gl.int32, [1], flag, DQ_WARPGROUPS)
     if dq_desc is not None:
         dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_WIDTH // 2, 128], dq_desc.layout)
-        channels0 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(0), turns))
-        channels1 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(1), turns))
+        channels0 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(0), turns, added))
+        channels1 = with_dq(channels, DqOutput(dq_ptr, dq_desc, dq_s.index(1), turns, added))
     elif HAS_DQ:
-        channels0 = with_dq(channels, DqOutput(dq_ptr, None, None, turns))
+        channels0 = with_dq(channels, DqOutput(dq_ptr, None, None, turns, added))
         channels1 = channels0
     alibi = (alibi_ptr, alibi_stride_b)
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
@@ -87,6 +89,7 @@ def attention_backward(
     produced = (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                 channels, grid)  # fmt: skip
     keys0, keys1 = (dk_desc, dv_desc, channels0, grid, mod), (dk_desc, dv_desc, channels1, grid, mod)
+    kept_turns = (turns_ptr, channels0, grid)
     if DQ_WARPGROUPS == 1:
         if turns is None:
             gl.warp_specialize([
@@ -95,16 +98,17 @@ def attention_backward(
         else:
             gl.warp_specialize([
                 (first_keys, keys0), (second_keys, keys1), (dq_consumer, (channels0, grid)), (producer, produced),
-                (keep_turns, (turns_ptr, channels0, grid)),
-            ], [4, 4, 1, 1], [REGISTERS, DQ_REGISTERS, 24, 24])  # fmt: skip
+                (wait_for_turns, kept_turns), (end_turns, kept_turns),
+            ], [4, 4, 1, 1, 1], [REGISTERS, DQ_REGISTERS, 24, 24, 24])  # fmt: skip
     elif turns is None:
         gl.warp_specialize([
             (first_keys, keys0), (second_keys, keys1), (producer, produced),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (first_keys, keys0), (second_keys, keys1), (producer, produced), (keep_turns, (turns_ptr, channels0, grid)),
-        ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
+            (first_keys, keys0), (second_keys, keys1), (producer, produced), (wait_for_turns, kept_turns),
+            (end_turns, kept_turns),
+        ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
 
 
 @gluon.jit

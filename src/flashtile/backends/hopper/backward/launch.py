@@ -429,15 +429,16 @@ def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, ro
 
     As many as have rows, with dq in float32, that fit the cache, but at least a tile for nearly each multiprocessor,
     and no less in the last round: else its longest tiles run alone at the end. Split groups have few tiles in all.
-    Where sums are ordered, tiles of one head wait for one another, so few of them run at once.
+    Where sums are ordered, tiles of one head wait for one another. Without a mask few of them run at once, but where
+    tiles have 64 keys, and so add twice as often, the cache decides.
     """
     p = problem
-    splits, heads = heads > p.num_heads_kv, heads * (1 if p.varlen else p.batch)
-    if p.band.unbounded:
+    subgroups, heads = -(-heads // p.num_heads_kv), heads * (1 if p.varlen else p.batch)
+    if p.band.unbounded and not (p.deterministic and config.by_gradient):
         return min(heads, -(-num_sms // 4)) if p.deterministic else 1
-    if splits:
+    if subgroups > 1 and not p.deterministic:
         return heads
-    a_head = rows_q * p.group_size * config.block_d * (2 * 2 + 4)
+    a_head = rows_q * -(-p.group_size // subgroups) * config.block_d * (2 * 2 + 4)
     blocks = -(-(min(rows_k, p.seqlen_k) if p.varlen else rows_k) // config.block_n)
     least = max(1, _CACHE_BYTES // a_head, -(-19 * num_sms // (20 * max(1, blocks))))
     if least >= heads:

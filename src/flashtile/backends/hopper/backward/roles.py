@@ -135,6 +135,8 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
     run while the other computes.
     """
     zeros = score_zeros(grid)
+    # With more accumulators than those of 128 columns, scores and dprobs take the same registers.
+    together: gl.constexpr = grid.block_d + grid.block_dv <= 256
     dtype: gl.constexpr = channels.queries[0].buffers.dtype
     layout: gl.constexpr = zeros.type.layout
     q_tile, dout_tile = tiles_at(channels.queries, used), tiles_at(channels.dout, used)
@@ -145,16 +147,19 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
     channels.queries[0].wait(used)
     s = start_sum(k_tile, q_tile, zeros)
     channels.dout[0].wait(used)
-    if grid.has_dscores:
+    if grid.has_dscores and together:
         dp = start_sum(v_tile, dout_tile, zeros)
     pairs = pairs_of(kept, rows)
     fetched = mod.fetch(pairs, zeros)
-    s = warpgroup_mma_wait(len(channels.dout) if grid.has_dscores else 0, deps=[s])
+    s = warpgroup_mma_wait(len(channels.dout) if grid.has_dscores and together else 0, deps=[s])
     p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
     if grid.has_dv:
         dv = add_products(p.to(dtype), channels.dout, used, dv)
     if grid.has_dscores:
-        dp = warpgroup_mma_wait(len(dv) if grid.has_dv else 0, deps=[dp])
+        if not together:
+            dv = wait_for_products(dv)
+            dp = start_sum(v_tile, dout_tile, zeros)
+        dp = warpgroup_mma_wait(len(dv) if grid.has_dv and together else 0, deps=[dp])
         ds = (factor * (dp - numbers.slice(1, 1).load(layout))).to(dtype)
         if grid.has_dk:
             dk = add_products(ds, channels.queries, used, dk)
@@ -287,7 +292,5 @@ def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
         else:
             store_gradient(dv_desc, dv, records, tiles, channels.out, grid, WARPGROUP)
         store_gradient(dk_desc, times(dk, grid.softmax_scale), records, tiles, channels.out, grid, WARPGROUP)
-        records.ring.release(tiles)
-        tiles += 1
-        records.ring.wait(tiles)
+        tiles = records.next(tiles)
     tma_store_wait(0)

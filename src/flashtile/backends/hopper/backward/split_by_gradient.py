@@ -153,7 +153,5 @@ def gradient_tiles(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
             store_in_pieces(desc, times(grad, grid.softmax_scale), records, tiles, channels.dscores, used, grid)
         else:
             store_in_pieces(desc, grad, records, tiles, channels.probs, used, grid)
-        records.ring.release(tiles)
-        tiles += 1
-        records.ring.wait(tiles)
+        tiles = records.next(tiles)
     tma_store_wait(0)

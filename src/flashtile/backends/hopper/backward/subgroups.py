@@ -38,11 +38,11 @@ def choose(problem: Problem, config: Config, rows_k: int) -> int:
         return 1
     sequences = max(1, -(-rows_k // max(p.seqlen_k, 1))) if p.varlen else p.batch
     heads = sequences * p.num_heads_kv
-    return _choose(p.band, p.seqlen_q, p.seqlen_k, heads, p.group_size, config)
+    return _choose(p.band, p.seqlen_q, p.seqlen_k, heads, p.group_size, config, 0.5 if p.deterministic else 0.1)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: int, config: Config) -> int:
+def _choose(band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: int, config: Config, tail: float) -> int:
     rows, keys = config.block_m, config.block_n
     tiles = -(-seqlen_k // keys) * heads
     mean = band.count(seqlen_q, seqlen_k) / (rows * keys) * heads / tiles
@@ -56,11 +56,12 @@ def _choose(band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: in
         if band.unbounded:
             steps: float = math.ceil(tiles * count / _MULTIPROCESSORS) * (longest * size + _TILE_STEPS)
         else:
-            # The longest tiles start first and the others fill what they leave, but for a tenth of a tile.
+            # The longest tiles start first and the others fill what they leave, but for a tenth of a tile; where sums
+            # are ordered the longest start last.
             all_steps = tiles * (mean * group_size + _TILE_STEPS * count)
             steps = longest * size + _TILE_STEPS
             if tiles * count > _MULTIPROCESSORS:
-                steps = max(steps, all_steps / _MULTIPROCESSORS) + 0.1 * steps
+                steps = max(steps, all_steps / _MULTIPROCESSORS) + tail * steps
         written = 0 if count == 1 else 2 * 4 * heads * count * seqlen_k * config.block_d
         return steps * step_us + (2 * written / _BYTES_PER_US + _LAUNCH_US if written else 0.0)
 

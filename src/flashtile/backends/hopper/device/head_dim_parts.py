@@ -100,12 +100,12 @@ def tiles_at(rings, use):
 
 
 @gluon.jit
-def box_of(tile, col, WIDTH: gl.constexpr):
-    """Some columns of a part."""
-    if tile.shape[1] == WIDTH:
+def box_of(tile, start, WIDTH: gl.constexpr, DIM: gl.constexpr = 1):
+    """Some columns of a part, or rows."""
+    if tile.shape[DIM] == WIDTH:
         return tile
     else:
-        return tile.slice(col, WIDTH, 1)
+        return tile.slice(start, WIDTH, DIM)
 
 
 @gluon.jit

@@ -122,8 +122,8 @@ def make_ring(dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, sta
 
 
 @gluon.jit
-def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr):
-    """A ring of as many buffers as another one's, claimed and released with them.
+def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, producers: gl.constexpr = 1):
+    """A ring of as many buffers as another one's, claimed and released with them, published by ``producers`` roles.
 
     It has no barriers of its own for that. Nobody would use them, so the compiler would give their memory to a buffer,
     and what is loaded to where a barrier was initialised may come out wrong: PTX wants the barrier invalidated before,
@@ -132,7 +132,7 @@ def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.c
     buffers = gl.allocate_shared_memory(dtype, [ring.stages] + tile, layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(ring.stages):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=producers)
     return Ring(buffers, full, ring.empty, ring.stages, 1)
 
 
@@ -167,6 +167,13 @@ class Records:
     def get_own(self, use, NAME: gl.constexpr, WARPGROUP: gl.constexpr):
         """A number that concerns one warpgroup."""
         return self._read(use, FIRST_OWN + OWN_SLOTS * WARPGROUP + slot_of(self.own_fields, NAME))
+
+    @gluon.jit
+    def next(self, use):
+        """Leaves a record for the next one; returns its use."""
+        self.ring.release(use)
+        self.ring.wait(use + 1)
+        return use + 1
 
     @gluon.jit
     def _read(self, use, SLOT: gl.constexpr):

@@ -1,11 +1,10 @@
 """The output of the Hopper forward of 8-bit tensors: products of probabilities and values, summed in float32."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.hopper.device.head_dim_parts import also
+from flashtile.backends.hopper.device.head_dim_parts import also, box_of
 from flashtile.backends.hopper.quantized.inline_ptx import in_place, plus
 
 
@@ -22,11 +21,11 @@ def zero_parts(M: gl.constexpr, DIM_V: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def start_products(probs, values, accs, factor):
     """(accs, t): the products for all accumulators but the last one, added; the last one, t, under way."""
-    t = start_product(probs, columns(values, 0, accs[0].shape[1]), accs[0])
+    t = start_product(probs, box_of(values, 0, accs[0].shape[1], 0), accs[0])
     done = ()
     for i in gl.static_range(1, len(accs)):
         t = warpgroup_mma_wait(0, deps=[t])
-        following = start_product(probs, columns(values, i * accs[0].shape[1], accs[0].shape[1]), accs[i])
+        following = start_product(probs, box_of(values, i * accs[0].shape[1], accs[0].shape[1], 0), accs[i])
         done = also(done, in_place(plus(accs[i - 1], factor, t)))
         t = following
     return also(done, accs[len(accs) - 1]), t
@@ -38,15 +37,6 @@ def start_product(probs, values, like):
     layout: gl.constexpr = like.type.layout
     zeros = gl.zeros([like.shape[0], like.shape[1]], gl.float32, layout)
     return warpgroup_mma(probs, values.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def columns(values, start, WIDTH: gl.constexpr):
-    """Some columns of values, which are transposed."""
-    if values.shape[0] == WIDTH:
-        return values
-    else:
-        return values.slice(start, WIDTH, 0)
 
 
 @gluon.jit
