@@ -222,8 +222,7 @@ def _forward_limit(problem: Problem) -> int:
     With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23).
     """
     has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
-    is_new = _is_new_triton()
-    return 160 if is_new and problem.head_dim == 160 else 64 if has_mods or is_new else 0
+    return (160 if problem.head_dim == 160 else 64) if has_mods or _is_new_triton() else 0
 
 
 def _quantized_limit(problem: Problem) -> int:
