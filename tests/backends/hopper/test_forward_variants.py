@@ -42,6 +42,8 @@ def _variants(case: Case) -> list[tiles.Config]:
     table |= {dataclasses.replace(c, out_stages=1) for c in table}
     table |= {dataclasses.replace(c, overlap=False) for c in table}
     table |= {dataclasses.replace(c, dynamic=True, tile_stages=2) for c in table}
+    if widths == (64, 64):
+        table |= {dataclasses.replace(c, q_stages=3, tile_stages=4) for c in table if c.dynamic and c.out_stages == 1}
     return sorted(table, key=str)
 
 

@@ -137,11 +137,11 @@ def two_warpgroups(
 
 
 TWO_WARPGROUPS = {(block_d, block_dv): two_warpgroups(block_d, block_dv) for block_d in WIDTHS for block_dv in WIDTHS}
-# The latent attention of DeepSeek: as many keys a block as values of 128 columns have elsewhere are worth more than the
-# overlap (H200, full, 4096 keys: 727 TFLOPS against 648).
+# Here 128 keys a block are worth more than the overlap (H200, full, 4096 keys: 12 and 15% more TFLOPS).
 TWO_WARPGROUPS[192, 128] = replace(TWO_WARPGROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
+TWO_WARPGROUPS[160, 160] = replace(TWO_WARPGROUPS[160, 160], block_n=128, q_stages=1, overlap=False, out_stages=1)
 # With blocks of 64 keys a step is short, and its products are most of it: in turns 1 to 5% more.
-TWO_WARPGROUPS |= {dims: replace(TWO_WARPGROUPS[dims], in_turns=True) for dims in ((160, 160), (192, 192), (256, 256))}
+TWO_WARPGROUPS |= {dims: replace(TWO_WARPGROUPS[dims], in_turns=True) for dims in ((192, 192), (256, 256))}
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_WARPGROUPS_64 = Config(
     block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
@@ -205,12 +205,10 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Confi
 
     ``pair_bytes`` says what TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
 
-    A row's result depends on the widths, ``block_m`` and ``block_n`` alone, which are the same for all configurations
-    of a pair of head_dims, with a bias or mask and without: each row meets the same blocks of keys in the same order
-    and does the same arithmetic with them, and a block that is masked for all of a row adds exact zeros. So the choice
-    may differ between a sequence alone and in a batch, packed or dense, and the bits do not.
-
-    All by times on an H200 in bf16, 2026-11-20 (``benchmarks/tuning``).
+    A row's result depends on the widths, ``block_m`` and ``block_n`` alone, the same for all calls of two head_dims
+    with the same of bias and mask: each row meets the same blocks of keys in the same order, and one that is masked for
+    all of a row adds exact zeros. So the choice may differ between a sequence alone and in a batch, packed or dense,
+    and the bits do not. All by times on an H200 in bf16 (``benchmarks/tuning``).
     """
     if _trial:
         return _trial[-1]
@@ -228,10 +226,10 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Confi
     is_short = problem.seqlen_q <= SHORT
     if dims == (64, 64):
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill. And
-        # tiles of 192 rows do not fit blocks of 128 keys: under a causal mask that costs short sequences most.
+        # tiles of 192 rows fit neither short causal calls, with blocks of 128 keys, nor 577 to 640 rows (11% slower).
         loads_pairs = (problem.mask or bias_bytes > 0) and config.pair_stages == 0
         wide = problem.softcap > 0 or has_left or loads_pairs or config.block_n < 128
-        if not wide and not (is_short if is_causal else problem.seqlen_q <= SHORT // 2):
+        if not wide and not (is_short if is_causal else problem.seqlen_q <= 640):
             config = three_warpgroups_64(config.pair_bytes)
     if is_causal and is_short and dims == (64, 64):
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
@@ -247,6 +245,8 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Confi
         # full calls of 197 and 256 keys took 8 to 13% less with 4 than with 2 (H200, head_dims 64 to 128).
         if problem.seqlen_q <= SHORT // 2 and max(dims) <= 128:
             ahead = 4
+            if dims == (64, 64) and problem.band.unbounded and not (problem.varlen or config.pair_stages):
+                config = _variant(config, q_stages=3)  # 1 to 5% less time up to 384 keys
         else:
             ahead = 3 if is_causal and is_short and dims == (128, 128) else 2
         config = _variant(config, dynamic=True, tile_stages=ahead)
