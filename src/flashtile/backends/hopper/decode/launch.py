@@ -44,7 +44,7 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
         sizes[f"{name}_desc"] = _boxes_of_cache(cache, problem.keys.page_size, config.block_n)
         sizes[f"{name}_entry_rows"] = cache.stride(0) // cache.stride(1)
     options = {"num_warps": 4, "maxnreg": most}
-    return Launch(wide_cache_attention, plain.programs, sizes, options, others, ("wide", *plain.key))
+    return Launch(wide_cache_attention, plain.programs, sizes, options, others, ("wide", plain.key))
 
 
 def _boxes_of_cache(cache: Tensor, page_size: int, block_n: int) -> TensorMap:
