@@ -167,6 +167,12 @@ class Language:
         pointer.store(value, mask)
         return old
 
+    def atomic_and(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
+        self.task.pause()
+        old = pointer.load(mask, 0)
+        pointer.store(old & value_of(value), mask)
+        return old
+
     # Shared memory.
 
     def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Barriers | SharedMemory:
@@ -304,6 +310,10 @@ class Language:
             "store": self.store,
             "atomic_add": self.atomic_add,
             "atomic_xchg": self.atomic_xchg,
+            "atomic_and": self.atomic_and,
+            "broadcast_to": lambda x, shape: Value(x.data.expand(*(int(n) for n in shape))),
+            "cumsum": lambda x, axis: Value(x.data.cumsum(axis, dtype=x.data.dtype)),
+            "debug_barrier": self.thread_barrier,
             "multiple_of": lambda x, _: x,
         }
 

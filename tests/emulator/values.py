@@ -208,7 +208,7 @@ class Pointer:
 
     @property
     def dtype(self) -> Any:
-        return TRITON_DTYPES[self.memory.dtype]
+        return tl.pointer_type(TRITON_DTYPES[self.memory.dtype])
 
     def __add__(self, offsets: Operand) -> Pointer:
         return Pointer(self.memory, self.offsets + value_of(offsets).to(tl.int64))
@@ -363,7 +363,7 @@ class Descriptor:
 
     @property
     def dtype(self) -> Any:
-        return self._pointer.dtype
+        return self._pointer.dtype.element_ty
 
     @property
     def block_type(self) -> TypeOf:

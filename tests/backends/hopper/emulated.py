@@ -86,6 +86,7 @@ def with_kernels(
         (hopper, "_FORWARD", dataclasses.replace(hopper._FORWARD, **here)),
         (hopper, "_BACKWARD", dataclasses.replace(hopper._BACKWARD, **here)),
         (hopper, "_QUANTIZED", dataclasses.replace(hopper._QUANTIZED, **here)),
+        (hopper, "_DECODE", dataclasses.replace(hopper._DECODE, **here)),
         (torch.cuda, "get_device_properties", lambda device: properties),
         (host, "launch_by_triton", run),
     ]

@@ -39,12 +39,12 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
     ]
     made: list[KernelBuild] = []
     for call in calls:
-        problem, tensors = _described(capability, **call)
+        problem, tensors = described_call(capability, **call)
         made += kernel_builds(backend, "decode", problem, launches(problem, tensors))
     return made
 
 
-def _described(
+def described_call(
     capability: tuple[int, int] | None,
     *,
     head_dim: int = 128,
@@ -58,7 +58,7 @@ def _described(
     scales: bool = False,
     **values: Any,
 ) -> tuple[Problem, CacheTensors]:
-    """A call of 8 sequences of up to 8192 keys of 8 heads, and its tensors on the meta device."""
+    """A cached call of 8 sequences of up to 8192 keys of 8 heads, and its tensors on the meta device."""
     batch, capacity, heads, kv = 8, 8192, 8, kv or dtype
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:

@@ -74,6 +74,7 @@ class Config:
         num_stages: Blocks in flight of the pipelined loads.
         programs_per_sm: Programs for each multiprocessor, where there is work for so many.
         splitting: The rule that cuts keys into splits.
+        specialised: Whether warps have roles: ``backends/hopper/decode``.
     """
 
     block_m: int
@@ -82,6 +83,7 @@ class Config:
     num_stages: int
     programs_per_sm: int = 2
     splitting: Splitting = Splitting()
+    specialised: bool = False
 
     def options(self) -> dict[str, int]:
         """Triton's launch options."""

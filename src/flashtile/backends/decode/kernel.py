@@ -364,10 +364,10 @@ def attend_tile(place, shape, row, h, part, pairs, call):
 
 
 @triton.jit
-def finish(acc, row_max, row_sum, b, place, first, shape, call):
-    """Normalises rows of a tile, from its row ``first`` on, and stores them; sinks join here, once."""
+def finish(acc, row_max, row_sum, b, place, packed, col, shape, call):
+    """Normalises packed rows [ROWS], with columns ``col`` [1, BLOCK_DV], and stores them; sinks join here, once."""
     queries, results = call.queries, call.results
-    row, h, exists = work.rows_of_tile(place.first + first, place.h_kv, shape.num_rows, acc.shape[0], call.sizes.GROUP)
+    row, h, exists = work.rows_of_tile(packed, place.h_kv, shape.num_rows, call.sizes.GROUP)
     if call.v.ptr.dtype.element_ty == tl.int16:
         acc *= eight_bit.scale_of(call.v, place, call)
     if results.sinks_ptr is not None:
@@ -384,7 +384,6 @@ def finish(acc, row_max, row_sum, b, place, first, shape, call):
     else:
         start = shape.first_row.to(tl.int64) * results.stride_row
         lse_at = h64 * queries.length + shape.first_row + row64
-    col = tl.arange(0, out.shape[1])[None, :]
     at = start + row64 * results.stride_row + h64 * results.stride_head
     out = out.to(results.out_ptr.dtype.element_ty)
     tl.store(results.out_ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.sizes.DIM_V))
@@ -395,40 +394,20 @@ def finish(acc, row_max, row_sum, b, place, first, shape, call):
 def share_tile(b, base, counter, place, shape, part, call):
     """Finishes a tile of several states once all have been stored; each program that waits for that does some rows.
 
-    Programs that have nothing else to do after a part wait for a tile that takes long to fold, but not for ever: nobody
-    says that the others run at the same time. Of the tile's two counters the first holds the states that have been
-    stored, in STATES bits, and who waits, by the numbers of their first items; the second who waited when the last was
-    stored, under a number that changes then.
-
     base: The slot of the tile's first row and state.
     """
-    STATES: tl.constexpr = 7
-    HELPERS: tl.constexpr = 24
-    count, item = part.stop - part.first, part.first // shape.item_states
     is_long = shape.num_states * part.count * call.sizes.DIM_V >= 16384
-    helps = part.waits & is_long & (item < HELPERS) & (call.sizes.PATIENCE > 0)
-    bit = tl.where(helps, 1 << (tl.minimum(item, HELPERS - 1) + STATES), 0)
-    before = tl.load(counter + 1, volatile=True)
-    # All threads have stored before one of them says so.
-    tl.debug_barrier()
-    stored = tl.atomic_add(counter, count + bit, sem="acq_rel")
-    helpers, rank, folds = stored >> STATES, 0, False
-    if (stored & ((1 << STATES) - 1)) + count == shape.num_states:
-        folds = True
-        tl.store(counter, 0)
-        if helpers != 0:
-            tl.atomic_xchg(counter + 1, ((((before >> HELPERS) + 1) & 0x7F) << HELPERS) | helpers, sem="release")
-    elif helps:
-        helpers, folds = wait_for_others(counter, before, bit, shape.num_states, call.sizes.PATIENCE)
-        rank = 1 + count_bits(helpers & ((bit >> STATES) - 1))
-        helpers = helpers & ((1 << HELPERS) - 1)
+    folds, rank, step = states.arrive(
+        counter, part.stop - part.first, part.first // shape.item_states, shape.num_states, part.waits & is_long,
+        call.sizes.PATIENCE,
+    )  # fmt: skip
     if folds:
         RUN: tl.constexpr = call.sizes.splitting.RUN
         AHEAD: tl.constexpr = call.sizes.AHEAD
         FOLD_ROWS: tl.constexpr = call.sizes.FOLD_ROWS
         # Of few states more rows are under way, so that many rows do not take many turns.
         FEW: tl.constexpr = (4 + RUN - 1) // RUN * RUN
-        step, is_few = 1 + count_bits(helpers), False
+        is_few = False
         if call.sizes.BLOCK_M > 32:
             is_few = shape.num_states <= FEW
         if is_few:
@@ -447,52 +426,8 @@ def fold_rows(
         acc, row_max, row_sum = states.fold_stored(
             base + first, part.pitch, shape, part.count - first, call, ROWS, RUNS, SPLITS
         )
-        finish(acc, row_max, row_sum, b, place, first, shape, call)
-
-
-@triton.jit
-def wait_for_others(counter, before, bit, num_states, PATIENCE: tl.constexpr):
-    """Waits until the second counter is not ``before``, and returns it and whether that came to be."""
-    now, polls, waits = before, 0, True
-    while waits:
-        now = tl.atomic_add(counter + 1, 0, sem="acquire")
-        polls += 1
-        waits = now == before
-        if waits & (polls == PATIENCE):
-            # The program that stored the last state counts on those whose bits it saw, before it sets the counter to 0.
-            stored = tl.atomic_and(counter, ~bit)
-            waits = ((stored & bit) == 0) | ((stored & 0x7F) == num_states)
-    return now, now != before
-
-
-@triton.jit
-def count_bits(x):
-    """How many of the bits 0 to 23 are set."""
-    return tl.sum((x >> tl.arange(0, 32)) & (0xFFFFFF >> tl.arange(0, 32)) & 1)
-
-
-@triton.jit
-def run_part(at, stop, lane, spans, sizing, call):
-    """Computes the items of the next tile that begin between costs ``at`` and ``stop``; returns the cost after them."""
-    b, before, slots_before, tiles_before = work.find_sequence(at, spans, sizing, call)
-    shape = work.shape_of(work.span_of(b, call), sizing, call)
-    cost, tiles = (
-        work.cost_of(shape, call).to(tl.int64),
-        shape.num_tiles * (call.sizes.num_heads_kv // call.sizes.LANES),
-    )
-    # The first item that begins here, and the end of those that do.
-    begin = ((at - before + cost - 1) // cost).to(tl.int32)
-    end = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), tiles * shape.num_items)
-    reached = tl.minimum(before + tiles * shape.num_items * cost, stop)
-    if begin < end:
-        tile, item = begin // shape.num_items, begin % shape.num_items
-        stop_item = tl.minimum(shape.num_items, item + end - begin)
-        reached = before + (begin + stop_item - item) * cost
-        state, stop_state = item * shape.item_states, tl.minimum(stop_item * shape.item_states, shape.num_states)
-        h_kv = tile // shape.num_tiles * call.sizes.LANES + lane
-        place = Place(tl.minimum(b, call.sizes.batch - 1), 0, h_kv, tile % shape.num_tiles * call.sizes.BLOCK_M)
-        run_tile(place, state, stop_state, b, slots_before, tiles_before, reached >= stop, shape, call)
-    return reached
+        packed, col = place.first + first + tl.arange(0, ROWS), tl.arange(0, call.sizes.BLOCK_DV)[None, :]
+        finish(acc, row_max, row_sum, b, place, packed, col, shape, call)
 
 
 @triton.jit
@@ -502,7 +437,8 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b, h_kv, first = place.b, place.h_kv, place.first
     place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first)
-    row, h, _exists = work.rows_of_tile(first, h_kv, shape.num_rows, BLOCK_M, call.sizes.GROUP)
+    packed, col = first + tl.arange(0, BLOCK_M), tl.arange(0, call.sizes.BLOCK_DV)[None, :]
+    row, h, _exists = work.rows_of_tile(packed, h_kv, shape.num_rows, call.sizes.GROUP)
     first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
     pitch = shape.num_rows * call.sizes.GROUP
     base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_states * pitch + first
@@ -518,9 +454,9 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
     head = scores.head_of(call.terms, valid_b, h[:, None], shape.num_rows, shape.high)
     acc, row_max, row_sum = attend_tile(place, shape, row, h, part, Pairs(call.terms, head), call)
     if call.results.acc_ptr is None:  # noqa: SIM114 a compile-time condition
-        finish(acc, row_max, row_sum, b, place, 0, shape, call)
+        finish(acc, row_max, row_sum, b, place, packed, col, shape, call)
     elif keeps:
-        finish(acc, row_max, row_sum, b, place, 0, shape, call)
+        finish(acc, row_max, row_sum, b, place, packed, col, shape, call)
     else:
         counter = call.results.counters_ptr + 2 * (tiles_before + h_kv * shape.num_tiles + first // BLOCK_M)
         share_tile(b, base, counter, place, shape, part, call)
@@ -528,19 +464,17 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
 
 @triton.jit
 def run_items(call):
-    """This program's part of the items: those that begin in its share of the cost of a lane's.
-
-    Of fewer items than programs, each goes to a program of its own as far as they cost the same.
-    """
-    LANES: tl.constexpr = call.sizes.LANES
+    """This program's part of the items: those that begin in its share of the cost of a lane's."""
     SEARCH: tl.constexpr = call.sizes.SEARCH
     spans = work.span_of(tl.full((), 0, tl.int32) if SEARCH == 1 else tl.arange(0, SEARCH), call)
-    sizing, items, cost = work.plan_items(spans, call)
-    teams, team = tl.minimum(tl.num_programs(0) // LANES, items), tl.program_id(0) // LANES
-    if team < teams:
-        at, stop = cost * team // teams, cost * (team + 1) // teams
-        while at < stop:
-            at = run_part(at, stop, tl.program_id(0) % LANES, spans, sizing, call)
+    sizing, at, stop = work.share_of(spans, call)
+    while at < stop:
+        exists, at, b, slots_before, tiles_before, shape, h_kv, first, state, stop_state = work.next_part(
+            at, stop, spans, sizing, call
+        )
+        if exists:
+            place = Place(tl.minimum(b, call.sizes.batch - 1), 0, h_kv, first)
+            run_tile(place, state, stop_state, b, slots_before, tiles_before, at >= stop, shape, call)
 
 
 @triton.jit(

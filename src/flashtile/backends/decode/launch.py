@@ -75,10 +75,16 @@ class DecodePlan:
         return lse
 
     def _make(self, t: CacheTensors) -> tuple[Step, int, int]:
-        problem, config = self._problem, choose(self._problem)
-        bounds = Bounds(problem, t, config)
-        launch = attention_launch(problem, t, config, multiprocessors(t.q.device))
+        config = self._config(t)
+        bounds = Bounds(self._problem, t, config)
+        launch = self._launch(t, config, multiprocessors(t.q.device))
         return Step(launch, _OPERANDS, t.q.device, self._known), bounds.floats, bounds.counters
+
+    def _config(self, t: CacheTensors) -> Config:
+        return choose(self._problem)
+
+    def _launch(self, t: CacheTensors, config: Config, num_sms: int) -> Launch:
+        return attention_launch(self._problem, t, config, num_sms)
 
 
 class Bounds:

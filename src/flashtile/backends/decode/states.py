@@ -51,34 +51,27 @@ def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, RUNS: tl.co
     row = tl.arange(0, ROWS)
     slot, exists = slot + row, row < count
     if shape.state_splits == RUN:
-        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, 1, RUNS)
+        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, load_state, 1, RUNS)
     else:
-        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, RUN, SPLITS)
+        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, load_state, RUN, SPLITS)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def fold_states(slot, pitch, num_states, exists, call, RUN: tl.constexpr, AHEAD: tl.constexpr):
+def fold_states(slot, pitch, num_states, exists, call, LOAD: tl.constexpr, RUN: tl.constexpr, AHEAD: tl.constexpr):
     """The fold of all states of a tile, of which RUN neighbours are folded first.
 
-    AHEAD of them are unrolled, so that their loads are under way together.
+    AHEAD of them are unrolled, so that their loads are under way together; LOAD is ``load_state``, or the like.
     """
-    acc, row_max, row_sum = empty_state(slot.shape[0], call)
+    acc, row_max, row_sum = LOAD(slot, pitch, num_states, num_states, exists, call)
     for first in range(0, num_states, AHEAD):
         for start in tl.static_range(0, AHEAD, RUN):
-            run, run_max, run_sum = load_state(slot, pitch, first + start, num_states, exists, call)
+            run, run_max, run_sum = LOAD(slot, pitch, first + start, num_states, exists, call)
             for ahead in tl.static_range(1, RUN):
-                part, top, part_sum = load_state(slot, pitch, first + start + ahead, num_states, exists, call)
+                part, top, part_sum = LOAD(slot, pitch, first + start + ahead, num_states, exists, call)
                 run, run_max, run_sum = fold(run, run_max, run_sum, part, top, part_sum)
             acc, row_max, row_sum = fold(acc, row_max, row_sum, run, run_max, run_sum)
     return acc, row_max, row_sum
-
-
-@triton.jit
-def empty_state(ROWS: tl.constexpr, call):
-    """The state [ROWS, ...] of no keys."""
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    return tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), row_max, tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit
@@ -95,3 +88,67 @@ def load_state(slot, pitch, number, num_states, exists, call):
     # What a row has of keys of which it sees none counts for nothing.
     empty = top == float("-inf")
     return tl.where(empty[:, None], 0.0, part), top, tl.where(empty, 0.0, part_sum)
+
+
+@triton.jit
+def arrive(counter, count, member, goal, waits, PATIENCE: tl.constexpr):
+    """Says that states of a tile have been stored, and by how many programs, or warpgroups, the tile is to be folded.
+
+    Those that have nothing else to do wait for a tile that takes long to fold, but not for ever: nobody says that the
+    others run at the same time. Of the tile's two counters the first holds the states that have been stored, in STATES
+    bits, and who waits; the second who waited when the last was stored, under a number that changes then.
+
+    Args:
+        counter: The first of the two.
+        count: States that have been stored.
+        member: The caller's number in the tile.
+        goal: States of the tile.
+        waits: Whether the caller would wait.
+        PATIENCE: How often it looks; 0 for never.
+
+    Returns:
+        Whether the caller folds; its number among those that do; how many they are.
+    """
+    STATES: tl.constexpr = 7
+    HELPERS: tl.constexpr = 24
+    helps = waits & (member < HELPERS) & (PATIENCE > 0)
+    bit = tl.where(helps, 1 << (tl.minimum(member, HELPERS - 1) + STATES), 0)
+    before = tl.load(counter + 1, volatile=True)
+    # All threads have stored before one of them says so.
+    tl.debug_barrier()
+    stored = tl.atomic_add(counter, count + bit, sem="acq_rel")
+    helpers, rank, folds = stored >> STATES, 0, False
+    if (stored & ((1 << STATES) - 1)) + count == goal:
+        folds = True
+        tl.store(counter, 0)
+        if helpers != 0:
+            tl.atomic_xchg(counter + 1, ((((before >> HELPERS) + 1) & 0x7F) << HELPERS) | helpers, sem="release")
+    elif helps:
+        helpers, folds = wait_for_others(counter, before, bit, goal, PATIENCE)
+        helpers = helpers & ((1 << HELPERS) - 1)
+        rank = 1 + count_bits(helpers & ((bit >> STATES) - 1))
+    return folds, rank, 1 + count_bits(helpers)
+
+
+@triton.jit
+def wait_for_others(counter, before, bit, goal, PATIENCE: tl.constexpr):
+    """Waits until the second counter is not ``before``, and returns it and whether that came to be."""
+    now, polls, waits = before, 0, True
+    while waits:
+        now = tl.atomic_add(counter + 1, 0, sem="acquire")
+        polls += 1
+        waits = now == before
+        if waits & (polls == PATIENCE):
+            # The program that stored the last state counts on those whose bits it saw, before it sets the counter to 0.
+            stored = tl.atomic_and(counter, ~bit)
+            waits = ((stored & bit) == 0) | ((stored & 0x7F) == goal)
+    return now, now != before
+
+
+@triton.jit
+def count_bits(x):
+    """How many of the bits 0 to 23 are set."""
+    x = (x & 0x555555) + ((x >> 1) & 0x555555)
+    x = (x & 0x333333) + ((x >> 2) & 0x333333)
+    x = (x & 0x0F0F0F) + ((x >> 4) & 0x0F0F0F)
+    return (x * 0x010101 >> 16) & 0x1F

@@ -138,8 +138,8 @@ def all_work(spans, sizing, call):
     if call.sizes.SEARCH == 1:
         all_items, all_cost, all_most = items, cost, most
     else:
-        all_items, all_most = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-        all_cost = tl.full((), 0, tl.int64)
+        all_items, all_most = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+        all_cost = tl.cast(0, tl.int64)
         # This loop runs once. Without one Triton 3.7 and later take addresses that depend on a reduction for unaligned.
         for _ in range(0, call.sizes.batch, call.sizes.SEARCH):
             all_items, all_cost = all_items + tl.sum(items), all_cost + tl.sum(cost)
@@ -157,18 +157,56 @@ def plan_items(spans, call):
     """
     LONG: tl.constexpr = 1024
     teams = tl.num_programs(0) // call.sizes.LANES
-    run_keys, grain = tl.full((), 2**30, tl.int32), tl.full((), 1, tl.int32)
+    run_keys, grain = tl.cast(2**30, tl.int32), tl.cast(1, tl.int32)
     items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
     if items * 8 < teams * 7:
-        run_keys = tl.full((), 0, tl.int32)
+        run_keys = tl.cast(0, tl.int32)
         items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
     if items > teams:
         grain = (items + teams - 1) // teams
         items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
     if (items > teams) | (items * most.to(tl.int64) * 8 > cost * 9):
-        run_keys, grain = tl.minimum(run_keys, LONG), tl.full((), 1, tl.int32)
+        run_keys, grain = tl.minimum(run_keys, LONG), tl.cast(1, tl.int32)
         items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
     return Sizing(run_keys, grain), items, cost
+
+
+@triton.jit
+def share_of(spans, call):
+    """The ``Sizing`` of a lane's items, and where this program's share of their cost begins and stops.
+
+    Of fewer items than programs, each goes to a program of its own as far as they cost the same.
+    """
+    LANES: tl.constexpr = call.sizes.LANES
+    sizing, items, cost = plan_items(spans, call)
+    teams, team = tl.minimum(tl.num_programs(0) // LANES, items), tl.program_id(0) // LANES
+    has_share, teams = team < teams, tl.maximum(teams, 1)
+    return sizing, tl.where(has_share, cost * team // teams, 0), tl.where(has_share, cost * (team + 1) // teams, 0)
+
+
+@triton.jit
+def next_part(at, stop, spans, sizing, call):
+    """The items of the next tile that begin between costs ``at`` and ``stop``.
+
+    Returns:
+        Whether there are any; the cost after them; the sequence, the slots and the tiles before it, and its ``Shape``;
+        the key head, the first packed row, the first state and their end.
+    """
+    LANES: tl.constexpr = call.sizes.LANES
+    b, before, slots_before, tiles_before = find_sequence(at, spans, sizing, call)
+    shape = shape_of(span_of(b, call), sizing, call)
+    cost, tiles = cost_of(shape, call).to(tl.int64), shape.num_tiles * (call.sizes.num_heads_kv // LANES)
+    # The first item that begins here, and the end of those that do.
+    begin = ((at - before + cost - 1) // cost).to(tl.int32)
+    end = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), tiles * shape.num_items)
+    tile, item = begin // shape.num_items, begin % shape.num_items
+    stop_item = tl.minimum(shape.num_items, item + end - begin)
+    after = before + (begin + stop_item - item) * cost
+    after = tl.where(begin < end, after, tl.minimum(before + tiles * shape.num_items * cost, stop))
+    num_tiles = tl.maximum(shape.num_tiles, 1)
+    h_kv, first = tile // num_tiles * LANES + tl.program_id(0) % LANES, tile % num_tiles * call.sizes.BLOCK_M
+    state, stop_state = item * shape.item_states, tl.minimum(stop_item * shape.item_states, shape.num_states)
+    return begin < end, after, b, slots_before, tiles_before, shape, h_kv, first, state, stop_state
 
 
 @triton.jit
@@ -177,8 +215,8 @@ def find_sequence(at, spans, sizing, call):
 
     Slots are rows of the workspace. They and tiles are those of all lanes.
     """
-    found, tiles_before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    cost_before, slots_before = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    found, tiles_before = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+    cost_before, slots_before = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     if call.sizes.SEARCH > 1:
         shape = shape_of(spans, sizing, call)
         heads = call.sizes.num_heads_kv
@@ -195,9 +233,8 @@ def find_sequence(at, spans, sizing, call):
 
 
 @triton.jit
-def rows_of_tile(first, h_kv, num_rows, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Row and query head of the packed rows of a tile, and which exist; a row that does not is given as 0."""
-    packed = first + tl.arange(0, BLOCK)
+def rows_of_tile(packed, h_kv, num_rows, GROUP: tl.constexpr):
+    """Row and query head of packed rows, and which exist; a row that does not is given as 0."""
     row, h = packed // GROUP, h_kv * GROUP + packed % GROUP
     exists = row < num_rows
     return tl.where(exists, row, 0), h, exists

@@ -77,6 +77,10 @@ class _Backend:
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         if direction == "decode":
+            from flashtile.backends.hopper.decode import config as wide
+
+            if wide.covers(problem):
+                return f"TMA and WGMMA, warp-specialised, {wide.tiles(problem)}; splits merged in the same launch"
             return f"Triton with Hopper's tiles, {decode.choose(problem)}; splits merged in the same launch"
         from flashtile.backends.hopper.backward import config as backward_tiles
         from flashtile.backends.hopper.forward import config as tiles
@@ -97,9 +101,9 @@ class _Backend:
         return plan
 
     def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
-        from flashtile.backends.decode.launch import DecodePlan
+        from flashtile.backends.hopper.decode.launch import WidePlan
 
-        return DecodePlan(problem, tensors, known)
+        return WidePlan(problem, tensors, known)
 
     def plan_quantized(
         self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None

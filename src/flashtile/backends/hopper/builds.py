@@ -58,7 +58,25 @@ def builds(arch: str) -> list[KernelBuild]:
     rows.append(_wanting(128, "kv"))
     made += [build for problem in rows for build in builds_of(problem, "backward")[::2]]
     made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("subgroups",))[1::2]]
+    made += _decode_builds()
     return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
+
+
+def _decode_builds() -> list[KernelBuild]:
+    """The decode of wide groups: 71 heads over one, and pages that are smaller than a block."""
+    from flashtile.backends.decode.builds import described_call
+    from flashtile.backends.hopper.decode import config, launch
+
+    calls: list[dict[str, Any]] = [*({"head_dim": dim, "num_heads_q": 568} for dim in (128, 64, 256))]
+    made: list[KernelBuild] = []
+    for call in [*calls, {"seqlen_q": 4, "num_heads_q": 64, "page_size": 16}]:
+        problem, tensors = described_call((9, 0), **call)
+        wide = launch.wide_launch(problem, tensors, config.tiles(problem), 132)
+        # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
+        made += kernel_builds(
+            "hopper", "decode", problem, {"wide_cache_attention": wide}, {"wide_cache_attention": 128}
+        )
+    return made
 
 
 def builds_of(problem: Problem, direction: Direction, more: tuple[str, ...] = ()) -> list[KernelBuild]:

@@ -56,8 +56,8 @@ def box(rows: int, cols: int, varlen: bool) -> tuple[int, ...]:
 
 def rows_map(tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
     """Boxes of rows and columns of one head of a tensor (batch, rows, heads, dim), or packed (rows, heads, dim)."""
-    box_and_layout = _box_and_layout(tensor.dtype, rows, cols, varlen)
-    return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *box_and_layout)
+    sides = box_and_layout(tensor.dtype, rows, cols, varlen)
+    return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *sides)
 
 
 def contiguous_map(
@@ -67,12 +67,13 @@ def contiguous_map(
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * size)
-    box_and_layout = _box_and_layout(dtype, rows, cols, varlen)
-    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *box_and_layout, operand, offset)
+    sides = box_and_layout(dtype, rows, cols, varlen)
+    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *sides, operand, offset)
 
 
 @functools.cache
-def _box_and_layout(dtype: torch.dtype, rows: int, cols: int, varlen: bool) -> tuple[tuple[int, ...], Any]:
+def box_and_layout(dtype: torch.dtype, rows: int, cols: int, varlen: bool) -> tuple[tuple[int, ...], Any]:
+    """``box`` and its layout in shared memory."""
     sides = box(rows, cols, varlen)
     return sides, gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
 

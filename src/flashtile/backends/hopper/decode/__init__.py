@@ -1,0 +1,1 @@
+"""Attention over a cache on Hopper, for key heads that many rows share."""

@@ -1,0 +1,50 @@
+"""Which cached calls the kernel for wide groups takes, and its tiles."""
+
+from __future__ import annotations
+
+from flashtile.backends.decode import config as portable
+from flashtile.backends.decode.config import Config, Splitting, hopper_rows, overridden
+from flashtile.backends.hopper import tensor_maps
+from flashtile.kvcache.arguments import CacheTensors
+from flashtile.problem import Problem
+
+# Up to so many rows the Triton kernel's tiles of 16 do as well; more than two warpgroups' are not measured.
+_FEWEST_ROWS, _MOST_ROWS = 17, 128
+
+
+def choose(problem: Problem, tensors: CacheTensors) -> Config:
+    """The tiles of a call; those of the Triton kernel are not ``specialised``."""
+    if overridden() is None and covers(problem) and can_read(tensors):
+        return tiles(problem)
+    return portable.choose(problem)
+
+
+def tiles(problem: Problem) -> Config:
+    """The tiles of a call that the kernel covers.
+
+    Measured (H200, bf16, 2026-11-23), ours and FA3's us, 71 heads over 1: head_dim 128, 64 x 4k 50.4 and 49.0, 8 x 8k
+    21.6 and 22.4, 1 x 1k 12.1 and 13.3; 64: 34.6 and 40.9, 16.2 and 22.7, 9.3 and 12.9; 256: 103 and 88, 34.1 and 37.8,
+    13.3 and 15.4. With 16 splits of a sequence, head_dim 128: 64 x 4k 54.6, 1 x 4k 13.9 and not 17.4.
+    """
+    dim, block_m = problem.head_dim, 64 if hopper_rows(problem) <= 64 else 128
+    block_n, stages, run = {64: (128, 4, 4), 128: (64, 5, 4), 256: (64, 2, 1)}[dim]
+    rule = Splitting(8 * problem.num_heads_kv, fewest_keys=128, most_keys=512, run=run)
+    return Config(block_m, block_n, 4, stages, 1, rule, specialised=True)
+
+
+def covers(problem: Problem) -> bool:
+    """Whether the kernel computes a call whose caches TMA can read: pages have whole blocks, or blocks whole pages."""
+    p = problem
+    plain = p.band.left is None and p.softcap == 0 and not p.alibi and p.softmax_scale > 0 and p.aligned
+    rows = _FEWEST_ROWS <= hopper_rows(p) <= _MOST_ROWS
+    dims = p.head_dim == p.head_dim_v and (p.head_dim in (64, 128) or (p.head_dim == 256 and hopper_rows(p) > 64))
+    pages = p.keys.page_size in (16, 32, 64) or p.keys.page_size % 128 == 0
+    return plain and dims and pages and rows
+
+
+def can_read(tensors: CacheTensors) -> bool:
+    """Whether TMA can read the caches, the rows of all entries as if they were one tensor's."""
+    t = tensors
+    strides = [(cache.shape[0], *cache.stride()[:2]) for cache in (t.k_cache, t.v_cache)]
+    rows = all(row > 0 and entry % row == 0 and count * entry // row < 2**30 for count, entry, row in strides)
+    return rows and t.cache_leftpad is None and all(map(tensor_maps.is_readable, (t.k_cache, t.v_cache)))
