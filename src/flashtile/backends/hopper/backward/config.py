@@ -118,7 +118,7 @@ BASE_160 = replace(BY_GRADIENT_128, block_d=160, block_dv=160, v_stages=1)
 # A second buffer for keys took up to 5% less time than a third one for queries, 192 registers 1 to 2% less than 208.
 BASE_192 = replace(BASE_160, block_d=192, block_dv=192, stages=2, registers=192)
 BASE_192_128 = replace(BASE_160, block_d=192, block_dv=128)
-# Twice as many keys a tile add half as often to dq, which bounds the kernels with 64: without adding they took 26 to 34%
+# Twice the keys a tile add half as often to dq, which bounds the kernels with 64: without adding they took 26 to 34%
 # less. 16 to 21% less time under a causal mask, 1% less without, but in a fixed order then 7% more (H200, 2026-11-23).
 KEYS_192_128 = Config(block_d=192, block_dv=128, k_stages=1, dq_width=32)
 BASE_256 = replace(BASE_192, block_d=256, block_dv=256, k_stages=1, registers=208)
