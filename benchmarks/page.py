@@ -25,7 +25,7 @@ def of_suite(rows: Sequence[Row], suite: str) -> list[Row]:
     return [row for row in chosen if row.device == chosen[-1].device] if chosen else []
 
 
-def _latest(rows: Sequence[Row]) -> list[Row]:
+def latest(rows: Sequence[Row]) -> list[Row]:
     """The last row of each case and provider, which tables show."""
     return list({(str(row.case), row.provider): row for row in rows}.values())
 
@@ -60,7 +60,7 @@ def _work_lines(grid: list[Cell]) -> table.Table:
 
 def _host_lines(rows: list[Row]) -> table.Table:
     lines = [["what", "provider", "median", "spread"]]
-    for row in _latest(rows):
+    for row in latest(rows):
         shown = str(row.error)
         if row.median_ms is not None:
             shown = f"{row.median_ms * 1e3:.1f} us" if row.median_ms < 10 else f"{row.median_ms / 1e3:.2f} s"
@@ -81,7 +81,7 @@ def _memory_lines(grid: list[Cell]) -> table.Table:
 
 def _of(made: Callable[[list[Row]], table.Table]) -> Block:
     """A block of a table of the latest rows."""
-    return lambda rows: _with_source(_latest(rows), made(rows))
+    return lambda rows: _with_source(latest(rows), made(rows))
 
 
 def _of_cells(made: Callable[[list[Cell]], table.Table]) -> Block:
@@ -95,7 +95,7 @@ def _of_cells(made: Callable[[list[Cell]], table.Table]) -> Block:
 
 
 def _train_block(rows: Sequence[Row]) -> str:
-    return _with_source(_latest(rows), *train.tables(train.training_of(rows)))
+    return _with_source(latest(rows), *train.tables(train.training_of(rows)))
 
 
 def _in(dtype: str, write: Block) -> Block:
@@ -115,8 +115,8 @@ def _summary_block(rows: Sequence[Row]) -> str:
 # What the first page shows of all rows: a name, the suite, our provider, and the peer that it is for. Of a suite of
 # both directions, the one that the name ends with.
 _HEADLINE = (
-    ("Hopper, forward", "forward", "flashtile-hopper", table.BEST_PEER),
-    ("Hopper, backward", "backward", "flashtile-hopper", table.BEST_PEER),
+    ("Hopper, forward", "forward", "flashtile", table.BEST_PEER),
+    ("Hopper, backward", "backward", "flashtile", table.BEST_PEER),
     ("shapes of models, forward", "models", "flashtile", table.BEST_PEER),
     ("shapes of models, backward", "models", "flashtile", table.BEST_PEER),
     ("Hopper, packed sequences, both", "varlen", "flashtile-hopper", table.BEST_PEER),
@@ -131,7 +131,9 @@ _HEADLINE = (
 def _headline_block(rows: list[Row]) -> str:
     lines = [["kernels, bf16", *table.SUMMARY_HEAD[:-1]]]
     for name, suite, *pair in _HEADLINE:
-        grid = [c for c in table.cells(of_suite(rows, suite)) if c.case.dtype == "bfloat16"]
+        runs = {row.run for row in rows if row.suite == suite and row.provider == pair[0]}
+        timed = [row for row in of_suite(rows, suite) if row.run in runs]
+        grid = [c for c in table.cells(timed) if c.case.dtype == "bfloat16"]
         if suite == "varlen":
             grid = [c for c in grid if c.case.lengths is not None]
         if suite == "decode":

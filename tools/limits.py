@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # decoding for wide groups on Hopper 610: with those it is more than the 23,000 of the design.
 # Two lines in five are docstrings.
 # benchmarks: attention in 8 bits, cuDNN's among it, takes 200.
-TOTAL_LINES = {"src/flashtile": 34_600, "benchmarks": 4_580}
+TOTAL_LINES = {"src/flashtile": 34_600, "benchmarks": 4_590}
 FILE_LINES = 400
 KERNEL_FILE_LINES = 700
 FUNCTION_LINES = 80

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,11 @@ def test_losses_and_memory_are_shown():
 
 
 def test_the_first_table_has_a_line_for_each_suite_against_its_peer():
-    page = pages.fill_tables("<!-- table: headline -->\n<!-- end -->", suite_rows("forward") + suite_rows("backward"))
+    rows = suite_rows("forward") + suite_rows("backward")
+    # A later run without the portable kernels, of which the last run that has them is told.
+    rows += [replace(r, run="2-a", provider="flashtile") for r in rows if r.provider == "flashtile-hopper"]
+    rows += [replace(r, run="2-a") for r in rows if r.provider in ("fa3", "cudnn")]
+    page = pages.fill_tables("<!-- table: headline -->\n<!-- end -->", rows)
     assert "| Hopper, forward | best peer | 36 | 0 | 1.048 | 1.048 | 1.048 |" in page
     assert "| portable, backward | fa2 | 24 | 0 | 1.400 | 1.400 | 1.400 |" in page
     assert page.count("\n|") == 6
