@@ -38,6 +38,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.hold: lambda x: x,
     inline_ptx.keep: lambda x, words, fill, bits: select((words & bits) != 0, x, fill),
     inline_ptx.seen: lambda x: x,
+    inline_ptx.settled: lambda x: x,
     inline_ptx.widen: lambda x: x.to(tl.float32),
     inline_ptx.rescale: lambda acc, factor, width: acc * factor[:, None],
     inline_ptx.least_integers: lambda numbers, signs: functools.reduce(elementwise(torch.minimum), numbers),

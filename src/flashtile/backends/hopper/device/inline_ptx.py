@@ -58,6 +58,12 @@ def seen(x):
     return gl.inline_asm_elementwise(_SEEN, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
+@gluon.jit
+def settled(x):
+    """Any bfloat16 x, in its registers before any wgmma fence that follows: LLVM moves conversions behind them."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2)
+
+
 _WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
 from flashtile.backends.hopper.device.head_dim_parts import also
-from flashtile.backends.hopper.device.inline_ptx import keep, seen, widen
+from flashtile.backends.hopper.device.inline_ptx import keep, seen, settled, widen
 from flashtile.backends.hopper.device.ring import make_ring
 from flashtile.backends.hopper.device.wgmma_fragments import as_before, by_thread, thread_columns, thread_origin
 from flashtile.backends.vocab import quick_scores, softmax
@@ -134,7 +134,7 @@ class Ramp:
         middle = (slope - high).to(gl.bfloat16).to(gl.float32)
         i = gl.arange(0, 16, gl.SliceLayout(0, layout))
         parts = gl.where(i == 0, high, gl.where(i == 1, middle, gl.where(i == 2, slope - high - middle, 0.0)))
-        slopes = (gl.zeros([x.shape[0], 16], gl.float32, layout) + parts[None, :]).to(gl.bfloat16)
+        slopes = settled((gl.zeros([x.shape[0], 16], gl.float32, layout) + parts[None, :]).to(gl.bfloat16))
         return warpgroup_mma(slopes, self.columns.permute((1, 0)), x, use_acc=ADDS, is_async=True)
 
     @gluon.jit
