@@ -84,8 +84,10 @@ def kernels_commit() -> str:
 
 
 def ladder() -> dict[str, Any]:
-    """The saved speed of every attention, as the tables of docs/performance-tables.md show it."""
+    """The saved speed of every attention, by the last runs that timed the portable kernels and plain attention, too."""
     rows = results.saved()
+    whole = {row.run for row in rows if row.provider == "flashtile-portable"}
+    rows = [row for row in rows if row.run in whole]
     cells = []
     for suite in ("forward", "backward"):
         for cell in table.cells(page.of_suite(rows, suite)):
