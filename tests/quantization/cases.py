@@ -89,6 +89,7 @@ CASES: tuple[QuantizedCase, ...] = (
     QuantizedCase("one_row", ((1, 129),), causal=True),
     QuantizedCase("one_key", ((61, 1),)),
     QuantizedCase("more_rows_causal", ((47, 19),), causal=True, shifted=True),
+    QuantizedCase("tiles_without_keys", ((1, 1), (600, 1)), packed=True, causal=True, heads=1, kv_heads=1),
     QuantizedCase("a_block", ((128, 128),), causal=True),
     QuantizedCase("no_rows", ((0, 9),)),
     QuantizedCase("no_keys", ((9, 0),)),

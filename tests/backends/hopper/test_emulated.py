@@ -70,8 +70,8 @@ LONG_8 = (
                   spare=70, shifted=True),
 )  # fmt: skip
 QUICK_8 = named(
-    "blocks_causal", "window_left", "one_kv_head", "mixed_scales", "narrower_v", "dim_256", "packed_spare",
-    "everything", "long", "long_causal", "long_packed",
+    "blocks_causal", "window_left", "one_kv_head", "mixed_scales", "narrower_v", "tiles_without_keys", "dim_256",
+    "packed_spare", "everything", "long", "long_causal", "long_packed",
 )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
         at = Place(tiles, used, n_block, loop, own)
         s, scale, row_max, origin, factor = raise_max(channels, at, row_max, block, sizes, mod, True, WARPGROUP)
         words, row_sum = probabilities(s, scale, origin, factor, row_sum, sizes, len(accs) == 1, WARPGROUP)
-        score, unit = fetch_block(scales, own, n_block - 1, n_block > 0, sizes)
+        score, unit = fetch_block(scales, own, n_block - 1, sizes, True)
         state = State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
         while n_block > loop.n_block_min:
             n_block -= 1
@@ -160,7 +160,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
         # The next tile's first scores run under this one's end. After the last tile they are those of stale buffers.
         loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, mod, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, sizes, WARPGROUP)
-        score, unit = fetch_block(scales, own, loop.n_block, own.num_keys > 0, sizes)
+        score, unit = fetch_block(scales, own, loop.n_block, sizes, True)
         if not BEHIND:
             t = warpgroup_mma_wait(0, deps=[t])
             accs = add_product(t, accs, state.factor)
@@ -186,7 +186,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
 @gluon.jit
 def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
     """A tile's first ``Block``, with nothing else under way."""
-    score, unit = fetch_block(scales, own, loop.n_block, own.num_keys > 0, sizes)
+    score, unit = fetch_block(scales, own, loop.n_block, sizes, True)
     s = start_first_scores(channels, tiles, used, loop, zeros)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
@@ -204,12 +204,12 @@ def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, W
         s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
         channels.values[0].wait(used)
         accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
-        score, unit = fetch_block(scales, at.own, at.n_block - 1, True, sizes)
+        score, unit = fetch_block(scales, at.own, at.n_block - 1, sizes, False)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         channels.values[0].wait(used)
         accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
-        score, unit = fetch_block(scales, at.own, at.n_block - 1, True, sizes)
+        score, unit = fetch_block(scales, at.own, at.n_block - 1, sizes, False)
         t = warpgroup_mma_wait(0, deps=[t])
         accs = add_product(t, accs, state.factor)
         channels.values[0].release(used)

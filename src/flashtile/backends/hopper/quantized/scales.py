@@ -82,7 +82,11 @@ def tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def fetch_block(scales, own, n_block, exists, sizes):
-    """The scale of a block's products, and that of its values; block 0's before block 0."""
+def fetch_block(scales, own, n_block, sizes, CHECKED: gl.constexpr):
+    """The scale of a block's products, and that of its values; block 0's before block 0.
+
+    CHECKED: there may be no tile, or the block may stand past the end of the keys, as that of rows without keys does.
+    """
     row = gl.maximum(n_block, 0) * sizes.block_n
+    exists = row < own.num_keys if CHECKED else True
     return own.score * scales.k.fetch(own.k, row, exists), scales.v.fetch(own.v, row, exists)
