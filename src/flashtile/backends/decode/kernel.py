@@ -396,10 +396,9 @@ def share_tile(b, base, counter, place, shape, part, call):
 
     base: The slot of the tile's first row and state.
     """
-    is_long = shape.num_states * part.count * call.sizes.DIM_V >= 16384
     folds, rank, step = states.arrive(
-        counter, part.stop - part.first, part.first // shape.item_states, shape.num_states, part.waits & is_long,
-        call.sizes.PATIENCE,
+        counter, part.stop - part.first, part.first // shape.item_states, shape.num_states,
+        shape.num_states * part.count * call.sizes.DIM_V, part.waits, call.sizes.PATIENCE,
     )  # fmt: skip
     if folds:
         RUN: tl.constexpr = call.sizes.splitting.RUN

@@ -7,6 +7,10 @@ import triton.language as tl
 
 from flashtile.backends.vocab import softmax
 
+# A tile's first counter: bits for the number of stored states, and above them one for each program that waits.
+_STATE_BITS, _HELPERS = tl.constexpr(8), tl.constexpr(23)
+_ALL_STATES, _ALL_HELPERS = tl.constexpr(2**8 - 1), tl.constexpr(2**23 - 1)
+
 
 @triton.jit
 def fold(total, total_max, total_sum, acc, row_max, row_sum):
@@ -91,42 +95,41 @@ def load_state(slot, pitch, number, num_states, exists, call):
 
 
 @triton.jit
-def arrive(counter, count, member, goal, waits, PATIENCE: tl.constexpr):
+def arrive(counter, count, member, goal, numbers, waits, PATIENCE: tl.constexpr):
     """Says that states of a tile have been stored, and by how many programs, or warpgroups, the tile is to be folded.
 
     Those that have nothing else to do wait for a tile that takes long to fold, but not for ever: nobody says that the
-    others run at the same time. Of the tile's two counters the first holds the states that have been stored, in STATES
-    bits, and who waits; the second who waited when the last was stored, under a number that changes then.
+    others run at the same time. Of the tile's two counters the first holds how many states have been stored and who
+    waits; the second who waited when the last was stored, under a number that changes then.
 
     Args:
         counter: The first of the two.
         count: States that have been stored.
         member: The caller's number in the tile.
-        goal: States of the tile.
+        goal: States of the tile, at most 255.
+        numbers: What all of them hold together; with fewer than 16,384 of them nobody waits.
         waits: Whether the caller would wait.
         PATIENCE: How often it looks; 0 for never.
 
     Returns:
         Whether the caller folds; its number among those that do; how many they are.
     """
-    STATES: tl.constexpr = 7
-    HELPERS: tl.constexpr = 24
-    helps = waits & (member < HELPERS) & (PATIENCE > 0)
-    bit = tl.where(helps, 1 << (tl.minimum(member, HELPERS - 1) + STATES), 0)
+    helps = waits & (numbers >= 16384) & (member < _HELPERS) & (PATIENCE > 0)
+    bit = tl.where(helps, 1 << (tl.minimum(member, _HELPERS - 1) + _STATE_BITS), 0)
     before = tl.load(counter + 1, volatile=True)
     # All threads have stored before one of them says so.
     tl.debug_barrier()
     stored = tl.atomic_add(counter, count + bit, sem="acq_rel")
-    helpers, rank, folds = stored >> STATES, 0, False
-    if (stored & ((1 << STATES) - 1)) + count == goal:
+    helpers, rank, folds = stored >> _STATE_BITS, 0, False
+    if (stored & _ALL_STATES) + count == goal:
         folds = True
         tl.store(counter, 0)
         if helpers != 0:
-            tl.atomic_xchg(counter + 1, ((((before >> HELPERS) + 1) & 0x7F) << HELPERS) | helpers, sem="release")
+            tl.atomic_xchg(counter + 1, ((((before >> _HELPERS) + 1) & 0xFF) << _HELPERS) | helpers, sem="release")
     elif helps:
         helpers, folds = wait_for_others(counter, before, bit, goal, PATIENCE)
-        helpers = helpers & ((1 << HELPERS) - 1)
-        rank = 1 + count_bits(helpers & ((bit >> STATES) - 1))
+        helpers = helpers & _ALL_HELPERS
+        rank = 1 + count_bits(helpers & ((bit >> _STATE_BITS) - 1))
     return folds, rank, 1 + count_bits(helpers)
 
 
@@ -141,7 +144,7 @@ def wait_for_others(counter, before, bit, goal, PATIENCE: tl.constexpr):
         if waits & (polls == PATIENCE):
             # The program that stored the last state counts on those whose bits it saw, before it sets the counter to 0.
             stored = tl.atomic_and(counter, ~bit)
-            waits = ((stored & bit) == 0) | ((stored & 0x7F) == goal)
+            waits = ((stored & bit) == 0) | ((stored & _ALL_STATES) == goal)
     return now, now != before
 
 

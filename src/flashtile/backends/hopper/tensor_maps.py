@@ -120,7 +120,7 @@ def pair_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
 
 def pair_bytes(tensors: Tensors) -> tuple[int, int]:
     """What TMA can read of the bias and the mask, as in ``forward.config.Config``."""
-    if tensors.attn_bias is tensors.attn_mask is None:
+    if tensors.attn_bias is None and tensors.attn_mask is None:
         return 0, 0
     maps = [pair_map(tensor, 64, 64) for tensor in (tensors.attn_bias, tensors.attn_mask)]
     sizes = [(each.box[2] > 1, each.dtype.itemsize) for each in maps if each is not None]

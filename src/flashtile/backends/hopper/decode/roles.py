@@ -329,10 +329,9 @@ def share_tile(records, parts, place, shape, call, WARPGROUP: gl.constexpr):
     counter = call.results.counters_ptr + 2 * records.get(parts, "counter")
     state = records.get(parts, "state")
     member = state // records.get(parts, "item_states") * WARPGROUPS + WARPGROUP
-    waits = (records.get(parts, "waits") > 0) & (shape.num_states * count * call.sizes.DIM_V >= 16384)
     folds, rank, step = states.arrive(
-        counter, records.get(parts, "stop_state") - state, member, shape.num_states * WARPGROUPS, waits,
-        call.sizes.PATIENCE,
+        counter, records.get(parts, "stop_state") - state, member, shape.num_states * WARPGROUPS,
+        shape.num_states * count * call.sizes.DIM_V, records.get(parts, "waits") > 0, call.sizes.PATIENCE,
     )  # fmt: skip
     if folds:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -341,13 +340,12 @@ def share_tile(records, parts, place, shape, call, WARPGROUP: gl.constexpr):
             first = group * ROWS
             slot, exists = (records.get(parts, "slot") + first + row).to(gl.int64), first + row < count
             # A part's states are runs or splits, which are folded run by run.
-            NUMBER: gl.constexpr = AHEAD // RUN
             if RUN == 1 or shape.state_splits == 1:
                 acc, row_max, row_sum = states.fold_states(
                     slot, pitch, shape.num_states, exists, call, load_state, RUN, AHEAD
                 )
             else:
                 acc, row_max, row_sum = states.fold_states(
-                    slot, pitch, shape.num_states, exists, call, load_state, 1, NUMBER
+                    slot, pitch, shape.num_states, exists, call, load_state, 1, AHEAD // RUN
                 )
             finish(acc, row_max, row_sum, place.b, place, place.first + first + row, col, shape, call)
