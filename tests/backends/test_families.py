@@ -166,7 +166,7 @@ def test_only_sizes_differ_between_launches_of_a_family(backend: str, direction:
                 shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
             made.append(launches(problem, shapes, direction))
         for first, second in itertools.combinations(made, 2):
-            for name in first:
+            for name in first.keys() & second.keys():
                 a, b = first[name], second[name]
                 if a.key != b.key:
                     continue

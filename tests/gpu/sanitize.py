@@ -34,6 +34,8 @@ CASES = (
          sinks=True, dropout=0.2, causal=True),
     Case("mods", seqlen_q=130, seqlen_k=150, head_dim=64, alibi="h", bias="hqk", bias_grad=False, mask="qk",
          causal=True),
+    Case("groups", seqlen_q=150, seqlen_k=260, head_dim=128, heads=6, kv_heads=1, causal=True),
+    Case("pairs", seqlen_q=256, seqlen_k=192, head_dim=128, bias="hqk", bias_grad=False, mask="qk"),
     Case("varlen_wide", batch=2, lengths=((70, 130), (90, 33)), head_dim=256, heads=2, kv_heads=1, window=(50, 9)),
     Case("varlen", batch=3, lengths=((40, 90), (0, 7), (65, 20)), head_dim=64, causal=True, sinks=True, spare=9),
 )  # fmt: skip
@@ -45,6 +47,8 @@ CACHED = (
     CacheCase("cache_pages_of_1", ((130, 3, 0), (5, 3, 0)), page_size=1, head_dim=33, leftpad=(40, 0), softcap=9.0),
     CacheCase("cache_wide", ((200, 1, 0), (64, 1, 0)), heads=2, kv_heads=1, head_dim=256, layout="heads_first_stacked",
               page_size=64),
+    CacheCase("cache_group", ((900, 1, 0), (70, 1, 0), (2100, 1, 0)), heads=71, kv_heads=1, head_dim=128),
+    CacheCase("cache_group_pages", ((600, 4, 0), (33, 4, 0)), heads=16, kv_heads=2, head_dim=64, page_size=16),
     CacheCase("cache_append", ((127, 2, 2), (0, 2, 2)), appends=True, rotary=64, head_dim=64, page_size=16, alibi="bh"),
     CacheCase("cache_append_pairs", ((60, 5, 5), (3, 5, 5)), appends=True, rotary=24, interleaved=True, head_dim=64,
               entries=True),

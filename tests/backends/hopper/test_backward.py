@@ -59,6 +59,15 @@ def test_deterministic_bits_depend_neither_on_the_order_of_events_nor_on_the_pro
         assert all(torch.equal(a, b) for a, b in zip(first, _gradients(case, seed, num_sms), strict=True))
 
 
+def test_deterministic_bits_of_split_groups() -> None:
+    """Each subgroup has sums of dk and dv of its own; added to one, they would depend on which of three comes first."""
+    case = Case("causal", batch=1, seqlen_q=130, seqlen_k=150, head_dim=64, heads=6, kv_heads=1, causal=True)
+    with mock.patch.object(subgroups, "choose", lambda *args: 3):
+        first = _gradients(case, 0, 1)
+        for seed, num_sms in ((1, 3), (2, 4), (3, 6)):
+            assert all(torch.equal(a, b) for a, b in zip(first, _gradients(case, seed, num_sms), strict=True))
+
+
 def test_sums_are_in_any_order_unless_asked_for() -> None:
     """Otherwise the test before this one shows nothing."""
     case = Case("full", batch=1, seqlen_q=300, seqlen_k=420, head_dim=64)
@@ -92,6 +101,7 @@ SPLIT = (
              window=(90, 30), alibi="h")),
     (2, Case("latent", batch=1, seqlen_q=70, seqlen_k=150, head_dim=192, head_dim_v=128, heads=2, kv_heads=1)),
     (3, Case("varlen_256", batch=2, lengths=((70, 90), (100, 70)), head_dim=200, heads=3, kv_heads=1, causal=True)),
+    (2, Case("varlen_spare_96", batch=2, lengths=((70, 90), (60, 150)), head_dim=88, heads=4, kv_heads=2, spare=20)),
 )  # fmt: skip
 
 
@@ -110,10 +120,12 @@ def test_few_key_heads_are_split_and_many_are_not() -> None:
         problem = _problem(128, band, batch=batch, num_heads_q=heads, num_heads_kv=heads_kv, seqlen_q=seqlen)
         return subgroups.choose(problem, config, seqlen)
 
-    # 64 tiles for 132 multiprocessors; 128 causal ones, of which the longest is twice the mean.
+    # 64 tiles for 132 multiprocessors; 128 causal ones, of which the longest is twice the mean; 96, all of 16 heads.
     assert chosen(full, 2, 16, 1, 4096) == 2
-    assert chosen(causal, 1, 32, 8, 2048) == 2
-    assert chosen(causal, 1, 64, 8, 8192) == chosen(full, 2, 16, 16, 4096) == chosen(full, 128, 16, 1, 4096) == 1
+    assert chosen(causal, 1, 32, 8, 2048) == 4
+    assert chosen(causal, 1, 64, 4, 3000) == 8
+    assert chosen(causal, 1, 32, 8, 8192) == chosen(full, 2, 16, 16, 4096) == chosen(full, 128, 16, 1, 4096) == 1
+    assert chosen(causal, 1, 64, 8, 8192) == 4
     # Every subgroup has heads.
     for heads in (2, 3, 5, 7, 12, 71):
         count = chosen(causal, 1, heads, 1, 1024)

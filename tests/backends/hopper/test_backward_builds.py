@@ -58,7 +58,7 @@ def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None
     report = builds.compile_build(build, "sm_90a")
     assert report.problems == []
     c = build.constexprs
-    has_dq, has_dk, has_dv = ("dq_ptr" in build.signature, *(f"{x}_desc" in build.signature for x in ("dk", "dv")))
+    has_dq, has_dk, has_dv = ("dq_ptr" in build.signature, *(f"{x}_out" in build.signature for x in ("dk", "dv")))
     has_dscores = has_dq or has_dk
     parts, block_m = 1 if c["BY_GRADIENT"] else 2, c["BLOCK_M"]
     dim, dim_v, has_third = c["BLOCK_D"], c["BLOCK_DV"], c["DQ_REGISTERS"] > 0
@@ -86,7 +86,7 @@ def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None
     stores, stores_v = (width // box * (1 if c["BY_GRADIENT"] else 2) for width in (dim, dim_v))
     stores = has_dk * stores + has_dv * stores_v * (1 if c["BY_GRADIENT"] else 2)
     # A box of float32 has half the columns.
-    stores *= 2 if "fp32" in build.signature.get("dk_desc", "") else 1
+    stores *= 2 if "fp32" in build.signature.get("dk_out", "") else 1
     added = 2 * 2 * len(pieces) if by_tma else 0
     assert report.instructions.get("tma_reduce", 0) == added + (stores if c["ADDS"] else 0)
     assert report.instructions.get("tma_store", 0) == (0 if c["ADDS"] else stores)

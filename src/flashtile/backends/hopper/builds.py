@@ -14,7 +14,7 @@ from flashtile.masks import Band
 from flashtile.problem import Precision, Problem, described
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
-_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq", "sum_subgroups")
+_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
 _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 

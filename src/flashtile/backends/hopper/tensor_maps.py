@@ -60,15 +60,12 @@ def rows_map(tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
     return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *sides)
 
 
-def contiguous_map(
-    dtype: torch.dtype, shape: tuple[int, ...], rows: int, cols: int, varlen: bool, operand: str = "", offset: int = 0
-) -> TensorMap:
-    """``rows_map`` of a contiguous tensor that need not exist yet, at an operand's offset."""
+def contiguous_map(dtype: torch.dtype, shape: tuple[int, ...], rows: int, cols: int, varlen: bool) -> TensorMap:
+    """``rows_map`` of a contiguous tensor that need not exist yet."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * size)
-    sides = box_and_layout(dtype, rows, cols, varlen)
-    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *sides, operand, offset)
+    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *box_and_layout(dtype, rows, cols, varlen))
 
 
 @functools.cache

@@ -32,23 +32,34 @@ def start_dq(channels, used, key_use, grid, PIECE: gl.constexpr, WARPGROUP: gl.c
 
 
 @gluon.jit
-def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
-    """Adds [64, WIDTH] to dq from element ``offset`` on, in the order of the workspace."""
+def in_order(acc, WIDTH: gl.constexpr):
+    """[64, WIDTH] accumulators as [WIDTH / 8, 128, 4], in the order of the workspace: no number changes its thread."""
     t = gl.reshape(acc, [4, 2, 8, WIDTH // 8, 4, 2])
-    t = gl.reshape(gl.permute(t, (3, 0, 2, 4, 1, 5)), [WIDTH // 8, 128, 4])
+    return gl.reshape(gl.permute(t, (3, 0, 2, 4, 1, 5)), [WIDTH // 8, 128, 4])
+
+
+@gluon.jit
+def add_from_registers(ptr, offset, t):
+    """Adds what ``in_order`` has made from element ``offset`` on, four of a thread's numbers at once."""
+    layout: gl.constexpr = t.type.layout
+    eights = gl.arange(0, t.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    threads = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    fours = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    offsets = 512 * eights[:, None, None] + (4 * threads[None, :, None] + fours[None, None, :])
+    gl.atomic_add(ptr + offset + offsets, t, sem="relaxed")
+
+
+@gluon.jit
+def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
+    """Adds [64, WIDTH] to dq from element ``offset`` on."""
+    t = in_order(acc, WIDTH)
     if out.desc is not None:
         tma_store_wait(0)
         out.buffer.store(gl.reshape(t, [WIDTH // 2, 128]))
         fence_async_shared()
         tma_add(out.desc, [(offset // 128).to(gl.int32), 0], out.buffer)
     else:
-        # Straight from registers, four of a thread's numbers at once.
-        layout: gl.constexpr = t.type.layout
-        eights = gl.arange(0, WIDTH // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        threads = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-        fours = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-        offsets = 512 * eights[:, None, None] + (4 * threads[None, :, None] + fours[None, None, :])
-        gl.atomic_add(out.ptr + offset + offsets, t, sem="relaxed")
+        add_from_registers(out.ptr, offset, t)
 
 
 @gluon.jit

@@ -26,8 +26,8 @@ from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_terms, pa
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
 _RUN_TIME = [
     "turns_ptr", "counter_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "scale_log2", "softmax_scale", "softcap",
-    "prescale", "seqlen_q", "seqlen_k", "batch", "num_heads_kv", "group_size", "subgroups", "subgroup_size", "left",
-    "right", "heads_at_once", "first_head", "heads",
+    "prescale", "seqlen_q", "seqlen_k", "batch", "num_heads_kv", "group_size", "subgroups", "subgroup_size",
+    "sum_heads", "left", "right", "heads_at_once", "first_head", "heads",
     "alibi_ptr", "alibi_stride_b", "bias_ptr", "bias_stride_b", "bias_stride_head", "bias_stride_row",
     "bias_stride_col", "mask_ptr", "mask_stride_b", "mask_stride_head", "mask_stride_row", "mask_stride_col",
 ]  # fmt: skip
@@ -35,9 +35,9 @@ _RUN_TIME = [
 
 @gluon.jit(do_not_specialize=_RUN_TIME)
 def attention_backward(
-    q_desc, k_desc, v_desc, dout_desc, rows_desc, dk_desc, dv_desc, dq_desc, dq_ptr, turns_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dk_out, dv_out, dq_desc, dq_ptr, turns_ptr, counter_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, softmax_scale, softcap, prescale, seqlen_q, seqlen_k, batch,
-    num_heads_kv, group_size, subgroups, subgroup_size, left, right, heads_at_once, first_head, heads,
+    num_heads_kv, group_size, subgroups, subgroup_size, sum_heads, left, right, heads_at_once, first_head, heads,
     alibi_ptr, alibi_stride_b, bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BY_GRADIENT: gl.constexpr,
@@ -53,20 +53,20 @@ def attention_backward(
     (None: add from registers); dq of the workspace (None: not computed), the turns (None: add in any order), the
     counter of tiles; cu_seqlens, None if dense; numbers of ``launch.scales``; sizes, whose lengths are rows of the
     tensors if VARLEN; the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; then
-    ``config.Config`` and what the call has. ADDS says that dk and dv go to what is there, in float32; SPLITS_GROUPS
-    that they are those of subgroups (see ``subgroups``); CHAINED that the workspace is a chain's; CONTIGUOUS that a
-    stride of keys is 1. ``preprocess.prepare_rows`` must have run.
+    ``config.Config`` and what the call has. ADDS says that dk and dv are added to what is there, in float32;
+    SPLITS_GROUPS that dk_out and dv_out are no descriptors but the workspace's sums (see ``subgroups``); CHAINED that
+    the workspace is a chain's; CONTIGUOUS that a stride of keys is 1. ``preprocess.prepare_rows`` must have run.
     """
     dtype: gl.constexpr = q_desc.dtype
     PARTS: gl.constexpr = 1 if BY_GRADIENT else 2
     HAS_DQ: gl.constexpr = dq_ptr is not None
-    HAS_DK: gl.constexpr = dk_desc is not None
+    HAS_DK: gl.constexpr = dk_out is not None
     DQ_WARPGROUPS: gl.constexpr = 1 if DQ_REGISTERS > 0 else 2
     DQ_SHARE: gl.constexpr = BLOCK_D if BLOCK_M == 128 or DQ_WARPGROUPS == 1 else BLOCK_D // 2
-    grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, subgroups, subgroup_size, left, right,
-                   heads_at_once, first_head, heads, softmax_scale, HAS_LEFT, HAS_RIGHT, VARLEN, FALLING,
+    grid = KeyGrid(seqlen_q, seqlen_k, batch, num_heads_kv, group_size, subgroups, subgroup_size, sum_heads, left,
+                   right, heads_at_once, first_head, heads, softmax_scale, HAS_LEFT, HAS_RIGHT, VARLEN, FALLING,
                    BLOCK_M, PART_KEYS * PARTS, BLOCK_D, BLOCK_DV, PARTS, DQ_WARPGROUPS, DQ_SHARE, DQ_WIDTH,
-                   HAS_DQ or HAS_DK, HAS_DQ, HAS_DK, dv_desc is not None, ADDS, CHAINED, SPLITS_GROUPS)  # fmt: skip
+                   HAS_DQ or HAS_DK, HAS_DQ, HAS_DK, dv_out is not None, ADDS, CHAINED, SPLITS_GROUPS)  # fmt: skip
     channels = make_channels(dtype, rows_desc, grid, STAGES, K_STAGES, V_STAGES, DS_STAGES, turns_ptr is not None)
     channels0, channels1, turns, added = channels, channels, None, None
     if turns_ptr is not None:
@@ -88,7 +88,7 @@ def attention_backward(
                    pair_tensors((mask_ptr, mask_strides)), (), (), (), ())  # fmt: skip
     produced = (q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                 channels, grid)  # fmt: skip
-    keys0, keys1 = (dk_desc, dv_desc, channels0, grid, mod), (dk_desc, dv_desc, channels1, grid, mod)
+    keys0, keys1 = (dk_out, dv_out, channels0, grid, mod), (dk_out, dv_out, channels1, grid, mod)
     kept_turns = (turns_ptr, channels0, grid)
     if DQ_WARPGROUPS == 1:
         if turns is None:
@@ -112,21 +112,21 @@ def attention_backward(
 
 
 @gluon.jit
-def first_keys(dk_desc, dv_desc, channels, grid, mod):
+def first_keys(dk_out, dv_out, channels, grid, mod):
     """The first warpgroup that works on a tile's keys."""
-    of_keys(dk_desc, dv_desc, channels, grid, mod, 0)
+    of_keys(dk_out, dv_out, channels, grid, mod, 0)
 
 
 @gluon.jit
-def second_keys(dk_desc, dv_desc, channels, grid, mod):
+def second_keys(dk_out, dv_out, channels, grid, mod):
     """The second one."""
-    of_keys(dk_desc, dv_desc, channels, grid, mod, 1)
+    of_keys(dk_out, dv_out, channels, grid, mod, 1)
 
 
 @gluon.jit
-def of_keys(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
+def of_keys(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
     """A warpgroup that works on a tile's keys: one gradient of all of them, or both of its own."""
     if channels.out is None:
-        gradient_consumer(dk_desc if WARPGROUP == 1 else dv_desc, channels, grid, mod, WARPGROUP)
+        gradient_consumer(dk_out if WARPGROUP == 1 else dv_out, channels, grid, mod, WARPGROUP)
     else:
-        consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP)
+        consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP)

@@ -15,9 +15,9 @@ from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.backward.kernel import attention_backward
-from flashtile.backends.hopper.backward.postprocess import finish_dq, sum_subgroups
+from flashtile.backends.hopper.backward.postprocess import finish_gradient
 from flashtile.backends.hopper.backward.preprocess import prepare_rows
-from flashtile.backends.hopper.backward.workspace import Workspace
+from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, TensorMap, row_strides
 from flashtile.backends.vocab import scheduler
@@ -26,10 +26,8 @@ from flashtile.problem import Problem, Tensors
 
 # Half of an H200's 50 MB of L2; the order of the tiles changes no sum of a tile's own, and other chips may share it.
 _CACHE_BYTES = 25 * 1024 * 1024
-# Rows of dq that one program of the postprocess kernel finishes.
+# Rows of a gradient that one program of the postprocess kernel finishes.
 _ROWS = 64
-# Rows of one key head whose subgroups one program sums.
-_HEADS = 32
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
     "bias", "mask",
@@ -182,8 +180,8 @@ def launches(
     work: Workspace | None = None,
     *,
     adds: bool = False,
-) -> tuple[Launch, Launch | None, Launch | None, Launch | None]:
-    """Preprocess, the main kernel, dq, sums of subgroups: those that the call needs, for plans and for builds.
+) -> tuple[Launch | None, ...]:
+    """Preprocess, the main kernel, what finishes dq, dk and dv: those that the call needs, for plans and for builds.
 
     ``adds``: dq, dk and dv to what is there.
     """
@@ -191,8 +189,7 @@ def launches(
     return (
         _preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
         _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
-        _postprocess_launch(problem, tensors, config, work, adds) if wanted.q else None,
-        _sums_launch(problem, tensors, work, adds) if work.subgroups > 1 else None,
+        *(_finish_launch(problem, tensors, config, work, name, adds) for name in ("dq", "dk", "dv")),
     )
 
 
@@ -206,7 +203,7 @@ def chain_launches(
     return (
         _preprocess_launch(one, rows, dout, dlse, config, work, False) if is_first else None,
         _main_launch(problem, tensors, dout, config, work, adds, chained=heads or (0, problem.num_heads_kv)),
-        _postprocess_launch(one, rows, config, work, False) if is_last and problem.grads.q else None,
+        _finish_launch(one, rows, config, work, "dq", False) if is_last else None,
     )
 
 
@@ -231,6 +228,7 @@ def _preprocess_launch(
         "dout_ptr": dout,
         "dlse_ptr": dlse,
         **work.pointers(),
+        **work.zeros(),
         **_row_sizes(p, tensors),
         **row_strides("dout", dout),
         "dlse_stride_b": dlse_strides[0],
@@ -249,41 +247,39 @@ def _preprocess_launch(
     return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype, skips, p.varlen))
 
 
-def _postprocess_launch(problem: Problem, tensors: Tensors, config: Config, work: Workspace, adds: bool) -> Launch:
+def _finish_launch(
+    problem: Problem, tensors: Tensors, config: Config, work: Workspace, name: str, adds: bool
+) -> Launch | None:
+    """From the sums of ``name``, one of dq, dk and dv, to the gradient; None where there are none."""
+    p, t, is_dq = problem, tensors, name == "dq"
+    at = {"dq": 0 if p.grads.q else None, "dk": work.dk_at, "dv": work.dv_at}[name]
+    if at is None:
+        return None
+    block_m = config.block_m if is_dq else config.block_n
+    blocks = work.blocks if is_dq else key_blocks(p, config, t)
+
     def others() -> dict[str, Any]:
         return {
-            "dq_ptr": work.pointers()["dq_ptr"],
-            "out_ptr": Pointer(problem.grad_dtype, "dq"),
-            "scale": float(problem.softmax_scale),
+            "out_ptr": Pointer(p.grad_dtype, name),
+            "cu_seqlens_ptr": Pointer(torch.int32, f"cu_seqlens_{'q' if is_dq else 'k'}") if p.varlen else None,
+            "others_ptr": Pointer(torch.int32, "cu_seqlens_k") if p.varlen and is_dq and adds else None,
+            "num_heads": p.num_heads_q if is_dq else p.num_heads_kv,
+            "scale": float(p.softmax_scale) if is_dq else 1.0,
+            "HEAD_DIM": p.head_dim_v if name == "dv" else p.head_dim,
+            "BLOCK_M": block_m,
+            "BLOCK_D": config.block_dv if name == "dv" else config.block_d,
+            "VARLEN": p.varlen,
             "ADDS": adds,
-            **_row_arguments(problem, tensors, config, adds),
         }
 
-    programs = work.blocks * (config.block_m // _ROWS)
-    key = (config, problem.grad_dtype, adds, problem.varlen)
-    return Launch(finish_dq, programs, _row_sizes(problem, tensors), {"num_warps": 4}, others, key)
-
-
-def _sums_launch(problem: Problem, tensors: Tensors, work: Workspace, adds: bool) -> Launch:
-    p, t = problem, tensors
-    rows = t.k.shape[0] if p.varlen else t.k.shape[0] * t.k.shape[1]
-    places = {
-        f"{name}_sums_ptr": None if at is None else Pointer(torch.float32, "work", at)
-        for name, at in (("dk", work.dk_at), ("dv", work.dv_at))
+    sizes = {
+        "sums_ptr": Pointer(torch.float32, "work", at),
+        "batch": p.batch,
+        "seqlen": (t.q if is_dq else t.k).shape[-3],
+        "sums": 1 if is_dq else work.sum_heads,
     }
-    sizes = {**places, "heads": rows * p.num_heads_kv, "subgroups": work.subgroups}
-
-    def others() -> dict[str, Any]:
-        return {
-            "dk_ptr": Pointer(p.grad_dtype) if p.grads.k else None,
-            "dv_ptr": Pointer(p.grad_dtype) if p.grads.v else None,
-            "HEAD_DIM": p.head_dim,
-            "HEAD_DIM_V": p.head_dim_v,
-            "ADDS": adds,
-        }
-
-    programs = -(-rows * p.num_heads_kv // _HEADS)
-    return Launch(sum_subgroups, programs, sizes, {"num_warps": 4}, others, (p.grad_dtype, adds))
+    key = (config, p.grad_dtype, adds, p.varlen, name)
+    return Launch(finish_gradient, blocks * (block_m // _ROWS), sizes, {"num_warps": 4}, others, key)
 
 
 def _main_launch(
@@ -304,6 +300,7 @@ def _main_launch(
         "batch": p.batch,
         "subgroups": work.subgroups,
         "subgroup_size": -(-p.group_size // work.subgroups),
+        "sum_heads": work.sum_heads,
         "heads_at_once": _heads_at_once(p, config, heads * work.subgroups, rows_q, rows_k, num_sms),
         "first_head": first_head,
         "heads": heads,
@@ -335,28 +332,29 @@ def _main_launch(
 
 def _tensor_maps(
     problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace
-) -> dict[str, TensorMap | None]:
-    """Maps of the tensors, of the workspace's rows and, where TMA adds to it, of its dq as lines of 128 floats."""
+) -> dict[str, TensorMap | Pointer | None]:
+    """Maps of the tensors, of the workspace's rows and, where TMA adds to it, of its dq as lines of 128 floats.
+
+    Of split groups, dk and dv are sums in the workspace.
+    """
     p, t, wanted = problem, tensors, problem.grads
     adds_by_tma = wanted.q and config.dq_tma and not p.deterministic
     keys, cols, cols_v = configs.PART_KEYS, configs.box_cols(config.block_d), configs.box_cols(config.block_dv)
-    dtype = p.grad_dtype if work.subgroups == 1 else torch.float32
-    out_cols = config.out_cols // 2 if dtype == torch.float32 else config.out_cols
+    out_cols = config.out_cols // 2 if p.grad_dtype == torch.float32 else config.out_cols
     dk, dv = (
-        tensor_maps.contiguous_map(
-            dtype, (*x.shape[:-2], x.shape[-2] * work.subgroups, x.shape[-1]), keys, out_cols, p.varlen,
-            "" if at is None else "work", at or 0,
-        )
-        for x, at in ((t.k, work.dk_at), (t.v, work.dv_at))
-    )  # fmt: skip
+        tensor_maps.contiguous_map(p.grad_dtype, x.shape, keys, out_cols, p.varlen)
+        if work.subgroups == 1
+        else Pointer(torch.float32, "work", at)
+        for x, at in ((t.k, work.dk_at or 0), (t.v, work.dv_at or 0))
+    )
     return {
         "q_desc": tensor_maps.rows_map(t.q, config.block_m, cols, p.varlen),
         "k_desc": tensor_maps.rows_map(t.k, keys, cols, p.varlen),
         "v_desc": tensor_maps.rows_map(t.v, keys, cols_v, p.varlen),
         "dout_desc": tensor_maps.rows_map(dout, config.block_m, cols_v, p.varlen),
         "rows_desc": tensor_maps.floats_map(2 * work.blocks, config.block_m, 2, work.rows_at),
-        "dk_desc": dk if wanted.k else None,
-        "dv_desc": dv if wanted.v else None,
+        "dk_out": dk if wanted.k else None,
+        "dv_out": dv if wanted.v else None,
         # In a fixed order sums are added from registers: an add's end must be known.
         "dq_desc": tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2) if adds_by_tma else None,
     }
@@ -427,20 +425,21 @@ def _row_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
 def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, rows_k: int, num_sms: int) -> int:
     """Of ``heads`` of a sequence, those of which all tiles start longest first; one if a head's all cost the same.
 
-    As many as have rows, with dq in float32, that fit the cache, but at least a tile for nearly each multiprocessor,
-    and no less in the last round: else its longest tiles run alone at the end. Split groups have few tiles in all.
-    Where sums are ordered, tiles of one head wait for one another. Without a mask few of them run at once, but where
-    tiles have 64 keys, and so add twice as often, the cache decides.
+    As many as have rows, with dq in float32, that fit the cache, but at least nearly a tile for each multiprocessor,
+    two if those rows are not far beyond the cache (2 to 4% less time with 3k to 16k rows), and no less in the last
+    round: else its longest tiles run alone at the end. Where sums are ordered, tiles of one head wait for one another:
+    with tiles for two multiprocessors in three, calls take up to 20% less. Without a mask few of them run at once, but
+    where tiles have 64 keys, and so add twice as often, the cache decides.
     """
     p = problem
     subgroups, heads = -(-heads // p.num_heads_kv), heads * (1 if p.varlen else p.batch)
     if p.band.unbounded and not (p.deterministic and config.by_gradient):
         return min(heads, -(-num_sms // 4)) if p.deterministic else 1
-    if subgroups > 1 and not p.deterministic:
-        return heads
     a_head = rows_q * -(-p.group_size // subgroups) * config.block_d * (2 * 2 + 4)
     blocks = -(-(min(rows_k, p.seqlen_k) if p.varlen else rows_k) // config.block_n)
-    least = max(1, _CACHE_BYTES // a_head, -(-19 * num_sms // (20 * max(1, blocks))))
+    filled = 2 * num_sms // 3 if p.deterministic else 19 * num_sms // 20
+    twice = 0 if p.deterministic else min(-(-2 * filled // max(1, blocks)), 3 * _CACHE_BYTES // a_head)
+    least = max(1, _CACHE_BYTES // a_head, -(-filled // max(1, blocks)), twice)
     if least >= heads:
         return heads
     return next((n for n in range(least, 2 * least) if n >= heads or heads % n == 0), least)

@@ -8,25 +8,32 @@ import triton.language as tl
 from flashtile.backends.hopper.backward.workspace import has_keys, last_first, locate
 from flashtile.backends.vocab import softmax
 
-_RUN_TIME = ["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "batch", "seqlen_q", "num_heads_q"]
+_RUN_TIME = ["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "sums_size", "batch", "seqlen_q", "num_heads_q"]
+# Numbers of the sums of dk and dv that a program sets to 0 at a time.
+_ZEROS = tl.constexpr(4096)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def prepare_rows(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rows_ptr, dq_ptr, counter_ptr, turns_ptr,
-    dout_stride_b, dout_stride_row, dout_stride_head, dlse_stride_b, dlse_stride_head, dlse_stride_row, batch,
-    seqlen_q, num_heads_q,
+    sums_ptr, dout_stride_b, dout_stride_row, dout_stride_head, dlse_stride_b, dlse_stride_head, dlse_stride_row,
+    sums_size, batch, seqlen_q, num_heads_q,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Fills a row block's rows, and sets its dq, its turn and the counter of tiles to 0.
+    """Fills a row block's rows, and sets its dq, its turn, the counter of tiles and the sums of dk and dv to 0.
 
     out and lse are contiguous, of the backend's shapes. A row past its sequence or without keys gets (inf, 0): its
     probabilities are then 0 without a mask, whatever lies in its place. dq_ptr is None if dq is not wanted, turns_ptr
-    without turns; with cu_seqlens_k_ptr, nobody reads what belongs to sequences without keys.
+    without turns, sums_ptr where groups are not split; with cu_seqlens_k_ptr, nobody reads what belongs to sequences
+    without keys.
     """
     pid = last_first()
     b, h, start, first, length = locate(pid, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M, VARLEN)
     tl.store(counter_ptr, 0, mask=pid == 0)
+    if sums_ptr is not None:
+        for place in range(pid, tl.cdiv(sums_size, _ZEROS), tl.num_programs(0)):
+            at = tl.cast(place, tl.int64) * _ZEROS + tl.arange(0, _ZEROS)
+            tl.store(sums_ptr + at, tl.zeros([_ZEROS], tl.float32), mask=at < sums_size)
     if cu_seqlens_k_ptr is not None:  # noqa: SIM102
         if not has_keys(cu_seqlens_k_ptr, b, batch):
             return

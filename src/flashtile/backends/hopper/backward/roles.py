@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.hopper.backward.channels import PART_KEYS, WIDEST
-from flashtile.backends.hopper.backward.dq import add_dq, start_dq
+from flashtile.backends.hopper.backward.dq import add_dq, add_from_registers, in_order, start_dq
 from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
 from flashtile.backends.hopper.backward.scheduler import (
     first_row_block,
@@ -23,6 +23,7 @@ from flashtile.backends.hopper.backward.scheduler import (
     query_heads,
     row_blocks_per_head,
     steps_of_a_head,
+    sums_block,
 )
 from flashtile.backends.hopper.device.coordinates import HeadRows
 from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_load, tma_put, tma_store_wait
@@ -31,9 +32,11 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     also,
     load_boxes,
     pieces,
+    start_of,
     start_sum,
     tiles_at,
     wait_for_products,
+    width_of,
     zero_accumulators,
 )
 
@@ -214,29 +217,41 @@ def boxes(desc, grad, grid):
 
 
 @gluon.jit
-def store_gradient(desc, grad, records, tiles, out_s, grid, WARPGROUP: gl.constexpr):
-    """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the stores before it have left its buffers.
-
-    In float32, half the columns at a time: they hold no more.
-    """
-    if desc is not None:
-        keys = key_rows(records, tiles, grid)
-        key = records.get(tiles, "key") + WARPGROUP * PART_KEYS
-        count: gl.constexpr = out_s.shape[0] // 2
-        parts = boxes(desc, grad, grid)
-        width: gl.constexpr = parts[0].shape[1]
-        for i in gl.static_range(len(parts)):
-            if i % count == 0:
-                tma_store_wait(0)
-            # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
-            buffer = out_s.index(WARPGROUP * count + i % count + (tiles >> 30))
-            as_tile(buffer, desc.dtype, width).store(parts[i])
-            fence_async_shared()
-            tma_put(desc, keys.at(key, i * width), as_box(buffer, desc), grid.adds)
+def add_to_sums(sums_ptr, grad, records, tiles, grid, COLS: gl.constexpr, PART: gl.constexpr):
+    """Adds a warpgroup's 64 keys of dk or dv, with COLS columns, to the workspace's: those of PART of the tile."""
+    offset = sums_block(records, tiles, grid).to(gl.int64) * (grid.block_n * COLS) + PART * (PART_KEYS * COLS)
+    for i in gl.static_range(len(grad)):
+        numbers = in_order(grad[i], width_of(COLS, i, WIDEST))
+        add_from_registers(sums_ptr, offset + PART_KEYS * start_of(COLS, i, WIDEST), numbers)
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
+def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the stores before it have left its buffers.
+
+    In float32, half the columns at a time: they hold no more. Of split groups they are added to sums, from registers.
+    """
+    if out is not None:
+        if grid.splits_groups:
+            add_to_sums(out, grad, records, tiles, grid, COLS, WARPGROUP)
+        else:
+            keys = key_rows(records, tiles, grid)
+            key = records.get(tiles, "key") + WARPGROUP * PART_KEYS
+            count: gl.constexpr = out_s.shape[0] // 2
+            parts = boxes(out, grad, grid)
+            width: gl.constexpr = parts[0].shape[1]
+            for i in gl.static_range(len(parts)):
+                if i % count == 0:
+                    tma_store_wait(0)
+                # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
+                buffer = out_s.index(WARPGROUP * count + i % count + (tiles >> 30))
+                as_tile(buffer, out.dtype, width).store(parts[i])
+                fence_async_shared()
+                tma_put(out, keys.at(key, i * width), as_box(buffer, out), grid.adds)
+
+
+@gluon.jit
+def consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
     # A tile's first row block may end before its second 64 keys begin to be kept.
     may_be_blank: gl.constexpr = grid.has_right and WARPGROUP == 1 and grid.block_m < grid.block_n
@@ -284,13 +299,14 @@ def consumer(dk_desc, dv_desc, channels, grid, mod, WARPGROUP: gl.constexpr):
                 channels.dscores.wait(used - 1)
                 dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
             # dv leaves under the last product.
-            store_gradient(dv_desc, dv, records, tiles, channels.out, grid, WARPGROUP)
+            store_gradient(dv_out, dv, records, tiles, channels.out, grid, grid.block_dv, WARPGROUP)
             if shares_dq:
                 add_dq(dq, block, channels, used - 1, key_use, grid, WARPGROUP)
             channels.keys[0].release(key_use)
             key_use += 1
         else:
-            store_gradient(dv_desc, dv, records, tiles, channels.out, grid, WARPGROUP)
-        store_gradient(dk_desc, times(dk, grid.softmax_scale), records, tiles, channels.out, grid, WARPGROUP)
+            store_gradient(dv_out, dv, records, tiles, channels.out, grid, grid.block_dv, WARPGROUP)
+        dk = times(dk, grid.softmax_scale)
+        store_gradient(dk_out, dk, records, tiles, channels.out, grid, grid.block_d, WARPGROUP)
         tiles = records.next(tiles)
     tma_store_wait(0)

@@ -25,8 +25,8 @@ class KeyGrid:
     ``first_head`` and ``heads`` are of a chain's: the key heads of which there are tiles.
 
     If ``splits_groups``, the query heads of a key head are split into ``subgroups`` of ``subgroup_size`` heads, the
-    last with fewer, and a tile has those of one: its ``head`` is ``key head * subgroups + subgroup``, and so is that of
-    its dk and dv.
+    last with fewer, and a tile has those of one: its ``head`` is ``key head * subgroups + subgroup``. Its dk and dv are
+    added to sums, of which a key head has ``sum_heads``: one, or one for each subgroup.
     """
 
     seqlen_q: gl.tensor
@@ -36,6 +36,7 @@ class KeyGrid:
     group_size: gl.tensor
     subgroups: gl.tensor
     subgroup_size: gl.tensor
+    sum_heads: gl.tensor
     left: gl.tensor
     right: gl.tensor
     heads_at_once: gl.tensor
@@ -230,6 +231,18 @@ def key_rows(records, use, grid):
     """Where a tile's gradients of keys and values lie."""
     start, length = records.get(use, "start_k"), records.get(use, "seqlen_k")
     return HeadRows(records.get(use, "sequence"), records.get(use, "head"), start, length, grid.varlen)
+
+
+@gluon.jit
+def sums_block(records, use, grid):
+    """The block of a tile's keys among the sums of dk and dv, which are laid out as dq is."""
+    head, b, block = records.get(use, "head"), records.get(use, "sequence"), records.get(use, "key") // grid.block_n
+    head = head // grid.subgroups * grid.sum_heads + gl.minimum(head % grid.subgroups, grid.sum_heads - 1)
+    if grid.varlen:
+        block += records.get(use, "start_k") // grid.block_n + b
+    else:
+        head += b * grid.num_heads_kv * grid.sum_heads
+    return head * blocks_per_head(grid.seqlen_k, grid.batch, grid.block_n, grid.varlen) + block
 
 
 @aggregate

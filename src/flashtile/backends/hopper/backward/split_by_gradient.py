@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.hopper.backward.channels import PART_KEYS
 from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
-from flashtile.backends.hopper.backward.roles import boxes, key_tile, score_zeros, times
+from flashtile.backends.hopper.backward.roles import add_to_sums, boxes, key_tile, score_zeros, times
 from flashtile.backends.hopper.backward.scheduler import first_rows, key_rows, next_rows, query_heads, steps_of_a_head
 from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import (
@@ -90,37 +90,40 @@ def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr
 
 
 @gluon.jit
-def store_in_pieces(desc, grad, records, tiles, ring, used, grid):
+def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.constexpr):
     """Stores 64 keys of dk or dv, if they are wanted, at most 64 columns at a time, in float32 32.
 
     They leave through the buffers in which this warpgroup hands over blocks, if it does. Those are claimed as for uses
     ``used`` and the next one, but not published: those uses are still to come. Before the first one comes,
-    ``tma_store_wait`` says that the buffers are free again.
+    ``tma_store_wait`` says that the buffers are free again. Of split groups they are added to sums, from registers.
     """
-    if desc is not None:
-        keys, key = key_rows(records, tiles, grid), records.get(tiles, "key")
-        parts = boxes(desc, grad, grid)
-        width: gl.constexpr = parts[0].shape[1]
-        for i in gl.static_range(len(parts)):
-            if ring.empty is not None:
-                ring.claim(used + i % 2)
-            # Of a tile without rows before this one, the last piece may be in the first buffer.
-            tma_store_wait(1 if i > 0 else 0)
-            as_tile(ring.at(used + i % 2), desc.dtype, width).store(parts[i])
-            fence_async_shared()
-            tma_put(desc, keys.at(key, i * width), as_box(ring.at(used + i % 2), desc), grid.adds)
+    if out is not None:
+        if grid.splits_groups:
+            add_to_sums(out, grad, records, tiles, grid, COLS, 0)
+        else:
+            keys, key = key_rows(records, tiles, grid), records.get(tiles, "key")
+            parts = boxes(out, grad, grid)
+            width: gl.constexpr = parts[0].shape[1]
+            for i in gl.static_range(len(parts)):
+                if ring.empty is not None:
+                    ring.claim(used + i % 2)
+                # Of a tile without rows before this one, the last piece may be in the first buffer.
+                tma_store_wait(1 if i > 0 else 0)
+                as_tile(ring.at(used + i % 2), out.dtype, width).store(parts[i])
+                fence_async_shared()
+                tma_put(out, keys.at(key, i * width), as_box(ring.at(used + i % 2), out), grid.adds)
 
 
 @gluon.jit
-def gradient_consumer(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
+def gradient_consumer(out, channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dv of every tile's keys, or dk, if it is wanted, and what the next one needs."""
     # For dv alone the second warpgroup has nothing to do.
     if WARPGROUP == 0 or grid.has_dscores:
-        gradient_tiles(desc, channels, grid, mod, WARPGROUP)
+        gradient_tiles(out, channels, grid, mod, WARPGROUP)
 
 
 @gluon.jit
-def gradient_tiles(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
+def gradient_tiles(out, channels, grid, mod, WARPGROUP: gl.constexpr):
     """The tiles of a warpgroup, one after another."""
     records = channels.tiles
     tiles = 0
@@ -150,8 +153,9 @@ def gradient_tiles(desc, channels, grid, mod, WARPGROUP: gl.constexpr):
                 channels.keys[0].release(key_use)
             key_use += 1
         if WARPGROUP == 1:
-            store_in_pieces(desc, times(grad, grid.softmax_scale), records, tiles, channels.dscores, used, grid)
+            grad = times(grad, grid.softmax_scale)
+            store_in_pieces(out, grad, records, tiles, channels.dscores, used, grid, grid.block_d)
         else:
-            store_in_pieces(desc, grad, records, tiles, channels.probs, used, grid)
+            store_in_pieces(out, grad, records, tiles, channels.probs, used, grid, grid.block_dv)
         tiles = records.next(tiles)
     tma_store_wait(0)

@@ -7,11 +7,13 @@ It consists of row blocks of BLOCK_M rows of one head of one sequence, so that n
     rows    [2, BLOCK_M] float32: what is subtracted from base-2 scores, and delta = rowsum(dout * out) - dlse
     dq      [BLOCK_M / 64, BLOCK_D / 8, 128, 4] float32: 64 rows at a time as a warpgroup's accumulators hold them, so
             that adding them up needs no shared memory and touches whole cache lines
+
+Where groups of query heads are split, dk and dv are added up likewise: in blocks of as many keys as a tile has.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,8 +30,8 @@ class Workspace(NamedTuple):
     """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
 
     First come dq's sums in float32, padded to whole row blocks, if dq is wanted; then two float32 a row, then int32:
-    the counter of tiles and, where those sums are ordered, a turn for each row block; then the subgroups' dk and dv in
-    float32, if groups are split: like k and v, with a head for each subgroup.
+    the counter of tiles and, where those sums are ordered, a turn for each row block; then the sums of dk and of dv in
+    float32, if groups are split.
 
     Attributes:
         blocks: Row blocks.
@@ -37,7 +39,9 @@ class Workspace(NamedTuple):
         rows_at: Where the rows begin, in bytes; 0 without dq.
         counter_at: Where the counter is.
         turns_at: Where the turns begin, None where sums may be added in any order.
-        dk_at: Where the subgroups' dk begins, None if groups are not split or dk is not wanted.
+        sum_heads: Heads of the sums of dk and dv for each key head: one for each subgroup where their order is fixed,
+            else one to which all add.
+        dk_at: Where the sums of dk begin, None if groups are not split or dk is not wanted.
         dv_at: The same for dv.
         floats: Its size, in float32.
     """
@@ -47,6 +51,7 @@ class Workspace(NamedTuple):
     rows_at: int
     counter_at: int
     turns_at: int | None
+    sum_heads: int
     dk_at: int | None
     dv_at: int | None
     floats: int
@@ -54,8 +59,7 @@ class Workspace(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, config: Config, tensors: Tensors) -> Workspace:
         """Of a call with these queries, keys and values."""
-        q, k, v = tensors.q, tensors.k, tensors.v
-        rows = q.shape[-3]
+        rows = tensors.q.shape[-3]
         if problem.varlen:
             blocks = scheduler.num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
         else:
@@ -64,12 +68,21 @@ class Workspace(NamedTuple):
         counter_at = rows_at + 4 * blocks * 2 * config.block_m
         turns_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
         end = counter_at + 16 if turns_at is None else turns_at + 16 * -(-blocks // 4)
-        count = subgroups.choose(problem, config, k.shape[-3])
+        count = subgroups.choose(problem, config, tensors.k.shape[-3])
+        sum_heads = count if problem.deterministic else 1
+        keys = key_blocks(problem, config, tensors) * config.block_n * sum_heads
         dk_at = end if count > 1 and problem.grads.k else None
-        end += 0 if dk_at is None else 4 * count * k.numel()
+        end += 0 if dk_at is None else 4 * keys * config.block_d
         dv_at = end if count > 1 and problem.grads.v else None
-        end += 0 if dv_at is None else 4 * count * v.numel()
-        return cls(blocks, count, rows_at, counter_at, turns_at, dk_at, dv_at, end // 4)
+        end += 0 if dv_at is None else 4 * keys * config.block_dv
+        return cls(blocks, count, rows_at, counter_at, turns_at, sum_heads, dk_at, dv_at, end // 4)
+
+    def zeros(self) -> dict[str, Any]:
+        """The sums of dk and dv, for the kernel that sets them to 0."""
+        begin = self.dv_at if self.dk_at is None else self.dk_at
+        if begin is None:
+            return {"sums_ptr": None, "sums_size": 0}
+        return {"sums_ptr": Pointer(torch.float32, "work", begin), "sums_size": self.floats - begin // 4}
 
     def pointers(self) -> dict[str, Pointer | None]:
         """The kernels' arguments."""
@@ -79,6 +92,14 @@ class Workspace(NamedTuple):
             "counter_ptr": Pointer(torch.int32, "work", self.counter_at),
             "turns_ptr": None if self.turns_at is None else Pointer(torch.int32, "work", self.turns_at),
         }
+
+
+def key_blocks(problem: Problem, config: Config, tensors: Tensors) -> int:
+    """Tiles' blocks of keys of all key heads and sequences."""
+    rows = tensors.k.shape[-3]
+    if problem.varlen:
+        return scheduler.num_packed_tiles(rows, problem.batch, config.block_n) * problem.num_heads_kv
+    return -(-rows // config.block_n) * problem.batch * problem.num_heads_kv
 
 
 @triton.jit
