@@ -105,6 +105,7 @@ class Splitting(NamedTuple):
     MOST_SPLITS: Any
     MOST_SLOTS: Any
     RUN: Any
+    LONG_KEYS: Any
 
 
 class Sizes(NamedTuple):

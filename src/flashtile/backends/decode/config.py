@@ -34,6 +34,7 @@ class Splitting:
         most_splits: Of a tile; twice as many where key heads are so few that a device is not full otherwise.
         most_slots: Packed rows times splits that a sequence may have, over all key heads. It bounds the workspace.
         run: Splits of a run, whose states are folded before those of runs are.
+        long_keys: Of a sequence that may have twice as many splits anyway.
     """
 
     programs: int = 132
@@ -42,16 +43,18 @@ class Splitting:
     most_splits: int = 32
     most_slots: int = 4096
     run: int = 4
+    long_keys: int = 2**30
 
-    def most(self, rows: int, num_heads_kv: int, wanted: int) -> int:
+    def most(self, keys: int, rows: int, num_heads_kv: int, wanted: int) -> int:
         """The most splits of a sequence with so many packed rows a key head; ``wanted`` of them fill a device."""
+        wanted = wanted if keys < self.long_keys else 2 * self.most_splits
         most = min(max(self.most_splits, wanted), 2 * self.most_splits)
         return min(max(self.most_slots // max(rows * num_heads_kv, 1), 1), most)
 
     def cut(self, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
         """Splits of a tile and keys of each, as ``kernel.cut``."""
         wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
-        most = self.most(rows, num_heads_kv, wanted)
+        most = self.most(keys, rows, num_heads_kv, wanted)
         count = max(1, min(max(wanted, -(-keys // self.most_keys)), most, -(-keys // self.fewest_keys)))
         chunk = max(-(-keys // (count * block_n)), 1) * block_n
         return max(-(-keys // chunk), 1), chunk
@@ -60,7 +63,7 @@ class Splitting:
         """The most splits that a tile may have with at most ``capacity`` keys."""
         wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
         by_keys = max(wanted, -(-capacity // self.most_keys))
-        return max(1, min(self.most(rows, num_heads_kv, wanted), by_keys, -(-capacity // self.fewest_keys)))
+        return max(1, min(self.most(capacity, rows, num_heads_kv, wanted), by_keys, -(-capacity // self.fewest_keys)))
 
 
 @dataclass(frozen=True)

@@ -489,7 +489,7 @@ def cache_attention(
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FOLD_ROWS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr, PATIENCE: tl.constexpr,
-    PROGRAMS: tl.constexpr, FEWEST_KEYS: tl.constexpr,
+    PROGRAMS: tl.constexpr, FEWEST_KEYS: tl.constexpr, LONG_KEYS: tl.constexpr,
     MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_SLOTS: tl.constexpr, RUN: tl.constexpr,
     SEARCH: tl.constexpr, KEEPS: tl.constexpr, BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
@@ -509,7 +509,7 @@ def cache_attention(
             Sizes(
                 batch, num_heads_kv, GROUP, capacity, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M,
                 BLOCK_N, FOLD_ROWS, AHEAD, LANES, PATIENCE,
-                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS, RUN), SEARCH, KEEPS,
+                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS, RUN, LONG_KEYS), SEARCH, KEEPS,
                 BITS, BY_PAGE,
             ),
             Terms(

@@ -277,6 +277,7 @@ def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
         "MOST_SPLITS": cut.most_splits,
         "MOST_SLOTS": cut.most_slots,
         "RUN": cut.run,
+        "LONG_KEYS": cut.long_keys,
         "HAS_LEFT": p.band.left is not None,
         "HAS_RIGHT": p.band.right is not None,
         "SCORE_MOD": scores.softcap if p.softcap > 0 else None,

@@ -64,7 +64,8 @@ def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
     """
     wanted = tl.maximum(splitting.PROGRAMS // tl.maximum(num_tiles * num_heads_kv, 1), 1)
     most = tl.maximum(splitting.MOST_SLOTS // tl.maximum(rows * num_heads_kv, 1), 1)
-    most = tl.minimum(most, tl.minimum(tl.maximum(wanted, splitting.MOST_SPLITS), 2 * splitting.MOST_SPLITS))
+    filling = tl.where(keys < splitting.LONG_KEYS, wanted, 2 * splitting.MOST_SPLITS)
+    most = tl.minimum(most, tl.minimum(tl.maximum(filling, splitting.MOST_SPLITS), 2 * splitting.MOST_SPLITS))
     count = tl.maximum(wanted, (keys + splitting.MOST_KEYS - 1) // splitting.MOST_KEYS)
     count = tl.minimum(tl.minimum(count, most), (keys + splitting.FEWEST_KEYS - 1) // splitting.FEWEST_KEYS)
     blocks, count = (keys + BLOCK_N - 1) // BLOCK_N, tl.maximum(count, 1)

@@ -60,7 +60,8 @@ def wide_cache_attention(
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, AHEAD: gl.constexpr, LANES: gl.constexpr, PATIENCE: gl.constexpr, PROGRAMS: gl.constexpr,
     FEWEST_KEYS: gl.constexpr, MOST_KEYS: gl.constexpr, MOST_SPLITS: gl.constexpr, MOST_SLOTS: gl.constexpr,
-    RUN: gl.constexpr, SEARCH: gl.constexpr, HAS_RIGHT: gl.constexpr, REGISTERS: gl.constexpr, FEW: gl.constexpr,
+    RUN: gl.constexpr, LONG_KEYS: gl.constexpr, SEARCH: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    REGISTERS: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """``kernel.cache_attention`` of 16-bit queries without windows and score functions; one program an SM.
 
@@ -81,7 +82,8 @@ def wide_cache_attention(
             Sizes(
                 batch, num_heads_kv, GROUP, capacity, PAGE_SIZE, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, BLOCK_M,
                 BLOCK_N, 0, AHEAD, LANES, PATIENCE,
-                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS, RUN), SEARCH, False, False, False,
+                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS, RUN, LONG_KEYS), SEARCH, False,
+                False, False,
             ),
             Terms(scale * LOG2_E, False, None, (), Band(None, right if HAS_RIGHT else None), (), None),
         ),

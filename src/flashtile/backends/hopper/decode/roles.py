@@ -178,27 +178,28 @@ def load_queries(channels, parts, call, WARPGROUP: gl.constexpr):
 def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     """Computes the states of a part, stores them and folds them if they are the last; returns the uses of channels.
 
-    The scores of a block are computed under the values of the one before, though that may be of another split.
+    The scores of a block are computed under the values of the one before, though that may be of another split. A part
+    that is a whole tile folds each run to those before it, whose state waits in memory: only this thread reads it.
+    Where a split is a run, as at head_dim 256, registers for a second state would spill: all are stored, then folded.
     """
     records = channels.parts
-    BLOCK_N: gl.constexpr = call.sizes.BLOCK_N
     none = zero_accumulators(64, channels.values)
     a_row: gl.constexpr = gl.SliceLayout(1, none[0].type.layout)
     s_row: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
     n, stop = records.get(parts, "first_block"), records.get(parts, "stop_block")
-    num_rows, high = records.get(parts, "num_rows"), records.get(parts, "high")
-    place = Place(records.get(parts, "b"), 0, records.get(parts, "h_kv"), records.get(parts, "first"))
-    # The last key that each row sees; of rows that do not exist the position is past all others.
-    first = place.first + 64 * WARPGROUP
-    last, clear_last = gl.full([64], high - 1, gl.int32, s_row), high - 1
-    if call.terms.band.right is not None:
-        shift = high - num_rows + call.terms.band.right
-        last = gl.minimum(last, (first + gl.arange(0, 64, s_row)) // call.sizes.GROUP + shift)
-        clear_last = gl.minimum(clear_last, first // call.sizes.GROUP + shift)
-    last_keys, clear_blocks = from_thread_column(last, zeros), (clear_last + 1) // BLOCK_N
-    slot = records.get(parts, "slot") + records.get(parts, "state") * num_rows * call.sizes.GROUP + 64 * WARPGROUP
+    last_keys, clear_blocks = last_keys_of(records, parts, zeros, call, WARPGROUP)
+    pitch = records.get(parts, "num_rows") * call.sizes.GROUP
+    slot = records.get(parts, "slot") + records.get(parts, "state") * pitch + 64 * WARPGROUP
+    num_states = records.get(parts, "num_states")
+    is_whole = records.get(parts, "stop_state") - records.get(parts, "state") == num_states
+    if call.sizes.splitting.RUN == 1:
+        is_whole = num_states == 1
+    splits = records.get(parts, "state_splits")
+    if is_whole:
+        splits, pitch = gl.to_tensor(call.sizes.splitting.RUN), gl.to_tensor(0)
     run, run_sum = none[0], gl.zeros([64], gl.float32, a_row)
     run_max = gl.full([64], float("-inf"), gl.float32, a_row)
+    total_max, total_sum, runs = run_max, run_sum, 0
 
     channels.keys[0].wait(used)
     s = warpgroup_mma_wait(0, deps=[start_scores(channels.queries, 0, channels.keys, used, zeros)])
@@ -209,7 +210,7 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     e = softmax.exponentials(s, call.terms.scale, origin)
     row_sum, probs = thread_sums(e), operand(e, channels, zeros)
     accs, n, blocks_left = none, n + 1, records.get(parts, "split_blocks") - 1
-    splits_left = records.get(parts, "state_splits")
+    splits_left = splits
     while n < stop:
         channels.keys[0].wait(used + 1)
         s = start_scores(channels.queries, 0, channels.keys, used + 1, zeros)
@@ -233,10 +234,15 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
             run, run_max, run_sum = end_split(accs[0], split_max, split_sum, run, run_max, run_sum, call)
             splits_left -= 1
             if splits_left == 0:
+                run, run_max, run_sum = fold_to_stored(
+                    is_whole & (runs > 0), total_max, total_sum, run, run_max, run_sum, slot, records, parts, call,
+                    WARPGROUP,
+                )  # fmt: skip
+                total_max, total_sum, runs = run_max, run_sum, runs + 1
                 store_state(run, run_max, run_sum, slot, records, parts, call, WARPGROUP)
                 run, run_sum = none[0], gl.zeros([64], gl.float32, a_row)
                 run_max = gl.full([64], float("-inf"), gl.float32, a_row)
-                splits_left, slot = records.get(parts, "state_splits"), slot + num_rows * call.sizes.GROUP
+                splits_left, slot = splits, slot + pitch
             accs, blocks_left = none, records.get(parts, "split_blocks")
         blocks_left -= 1
         used += 1
@@ -246,15 +252,43 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     accs = wait_for_products(add_products(probs, channels.values, used, accs))
     channels.values[0].release(used)
     run, run_max, run_sum = end_split(accs[0], row_max, row_sum, run, run_max, run_sum, call)
-    shape = work.Shape(0, num_rows, 0, high, 0, 0, 0, records.get(parts, "num_states"),
-                       records.get(parts, "state_splits"))  # fmt: skip
-    if shape.num_states > 1:
+    run, run_max, run_sum = fold_to_stored(
+        is_whole & (runs > 0), total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP
+    )
+    end_part(run, run_max, run_sum, slot, is_whole, records, parts, call, WARPGROUP)
+    return used + 1
+
+
+@gluon.jit
+def last_keys_of(records, parts, zeros, call, WARPGROUP: gl.constexpr):
+    """The last key that each row of a part sees, for ``keep_columns``, and the blocks of which all see all keys.
+
+    Of rows that do not exist the position is past all others.
+    """
+    row: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
+    high, first = records.get(parts, "high"), records.get(parts, "first") + 64 * WARPGROUP
+    last, clear_last = gl.full([64], high - 1, gl.int32, row), high - 1
+    if call.terms.band.right is not None:
+        shift = high - records.get(parts, "num_rows") + call.terms.band.right
+        last = gl.minimum(last, (first + gl.arange(0, 64, row)) // call.sizes.GROUP + shift)
+        clear_last = gl.minimum(clear_last, first // call.sizes.GROUP + shift)
+    return from_thread_column(last, zeros), (clear_last + 1) // call.sizes.BLOCK_N
+
+
+@gluon.jit
+def end_part(run, run_max, run_sum, slot, is_whole, records, parts, call, WARPGROUP: gl.constexpr):
+    """Finishes a tile that one part has; else stores the part's last state and folds the tile's if it is the last."""
+    first = records.get(parts, "first")
+    place = Place(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
+    shape = work.Shape(0, records.get(parts, "num_rows"), 0, records.get(parts, "high"), 0, 0, 0,
+                       records.get(parts, "num_states"), records.get(parts, "state_splits"))  # fmt: skip
+    if is_whole:
+        row = first + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, run.type.layout))
+        col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, run.type.layout))[None, :]
+        finish(run, run_max, run_sum, place.b, place, row, col, shape, call)
+    else:
         store_state(run, run_max, run_sum, slot, records, parts, call, WARPGROUP)
         share_tile(records, parts, place, shape, call, WARPGROUP)
-    else:
-        col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, run.type.layout))[None, :]
-        finish(run, run_max, run_sum, place.b, place, first + gl.arange(0, 64, a_row), col, shape, call)
-    return used + 1
 
 
 @gluon.jit
@@ -294,6 +328,21 @@ def store_state(acc, row_max, row_sum, slot, records, parts, call, WARPGROUP: gl
     gl.store(call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col, acc, mask=exists[:, None])
     gl.store(call.results.stats_ptr + 2 * at, row_max, mask=exists)
     gl.store(call.results.stats_ptr + 2 * at + 1, row_sum, mask=exists)
+
+
+@gluon.jit
+def fold_to_stored(
+    has_stored, total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP: gl.constexpr
+):
+    """The fold of the last run to those before it, if any, of whose state this thread has stored the values' sums."""
+    if call.sizes.splitting.RUN > 1 and has_stored:
+        row = gl.arange(0, 64, run_max.type.layout)
+        col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, run.type.layout))[None, :]
+        count = records.get(parts, "num_rows") * call.sizes.GROUP - records.get(parts, "first") - 64 * WARPGROUP
+        at = call.results.acc_ptr + (slot + row).to(gl.int64)[:, None] * call.sizes.DIM_V + col
+        total = gl.load(at, mask=(row < count)[:, None], other=0.0, cache_modifier=".cg")
+        run, run_max, run_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum)
+    return run, run_max, run_sum
 
 
 @gluon.jit
