@@ -14,6 +14,7 @@ from flashtile.backends import portable
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.arguments import common_arguments
 from flashtile.backends.portable.backward import config as backward
+from flashtile.backends.portable.backward import launch as backward_launch
 from flashtile.backends.portable.backward.launch import launches, shares_of
 from flashtile.backends.portable.config import Config
 from flashtile.masks import Band
@@ -40,6 +41,20 @@ def test_the_case_table(case: Case) -> None:
 @pytest.mark.parametrize("case", LOW_PRECISION, ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     judge(build(case, dtype), "portable")
+
+
+# Of four tiles. Batches differ, as plans of equal calls are kept.
+@pytest.mark.parametrize(("programs", "batch", "parts"), [(1, 3, 1), (8, 5, 2), (16, 6, 4), (256, 4, 4)])
+def test_a_bias_that_a_batch_shares_has_its_gradient_summed_in_parts(
+    programs: int, batch: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward_launch, "PROGRAMS", programs)
+    call = build(Case("bias_shared", batch=batch, seqlen_q=20, seqlen_k=30, heads=1, kv_heads=1, bias="qk"),
+                 torch.float32)  # fmt: skip
+    assert call.tensors.attn_bias is not None
+    assert backward_launch.bias_parts(call.problem, call.tensors.attn_bias) == parts
+    with poisoned_memory():
+        judge(call, "portable")
 
 
 WIDE, TALL = Config(32, 16, 4, 1), Config(16, 32, 4, 1)

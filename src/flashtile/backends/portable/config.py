@@ -213,7 +213,8 @@ def kind_of(problem: Problem, arch: str) -> str:
     featured = is_featured(problem)
     if arch in ("sm_90", "sm_100"):
         if featured:
-            return "sm_90 featured"
+            is_tile = not problem.varlen and problem.seqlen_k <= 64
+            return "sm_90 featured tile" if is_tile else "sm_90 featured"
         if problem.varlen:
             return "sm_90 packed"
         if problem.band.unbounded:

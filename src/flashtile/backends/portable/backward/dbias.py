@@ -1,7 +1,8 @@
 """The gradient of an additive bias: dscores, summed over every dimension the bias broadcasts.
 
 A program owns one tile of the bias and loops, in a fixed order, over all (sequence, head, rows, keys) that read it. So
-no buffer of the scores' size is needed where the bias broadcasts, and the sum is bitwise repeatable.
+no buffer of the scores' size is needed where the bias broadcasts, and the sum is bitwise repeatable. Where a batch
+shares a bias of few tiles, several programs own one, each with a part of the batch and sums of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from flashtile.backends.vocab.sequence import Operand, Rows, Strided
 class BiasGradient(NamedTuple):
     """dbias, contiguous ``(bias_batch, heads, rows, cols)``, and the scores' numbers of rows and keys.
 
-    A SUM_ constant is True if the bias broadcasts along that dimension.
+    A SUM_ constant is True if the bias broadcasts along that dimension; of the batch, dbias then has a sum for each of
+    ``parts`` parts.
     """
 
     ptr: Any
@@ -33,6 +35,7 @@ class BiasGradient(NamedTuple):
     cols: Any
     max_rows: Any
     max_cols: Any
+    parts: Any
     SUM_BATCH: Any
     SUM_HEADS: Any
     SUM_ROWS: Any
@@ -97,7 +100,8 @@ def dbias_tile(call, given):
     m_start, m_stop = m_tile, m_tile + 1
     n_start, n_stop = n_tile, n_tile + 1
     if given.results.SUM_BATCH:
-        b_start, b_stop = 0, call.q.layout.num_sequences
+        size = (call.q.layout.num_sequences + given.results.parts - 1) // given.results.parts
+        b_start, b_stop = entry * size, tl.minimum(entry * size + size, call.q.layout.num_sequences)
     if given.results.SUM_HEADS:
         h_start, h_stop = 0, call.num_heads
     if given.results.SUM_ROWS:
@@ -121,7 +125,9 @@ def dbias_tile(call, given):
     tl.store(given.results.ptr + at, acc.to(given.results.ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "num_heads_q", "left", "right", "dropout_threshold"])
+@triton.jit(
+    do_not_specialize=["batch", "seqlen_q", "seqlen_k", "num_heads_q", "left", "right", "dropout_threshold", "parts"]
+)
 def attention_backward_dbias(
     q_ptr, k_ptr, v_ptr, dout_ptr, origin_ptr, delta_ptr, dbias_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
@@ -130,13 +136,13 @@ def attention_backward_dbias(
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, left, right, scale, param, dropout_threshold,
-    keep_scale, bias_heads, bias_rows, bias_cols, max_rows, max_cols,
+    keep_scale, bias_heads, bias_rows, bias_cols, max_rows, max_cols, parts,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     SUM_BATCH: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Computes dbias, contiguous, one tile per program; max_rows and max_cols are the scores' sizes."""
+    """Computes dbias, contiguous, one tile per program, ``parts`` times; max_rows and max_cols are of the scores."""
     with_call(
         (
             Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
@@ -159,8 +165,8 @@ def attention_backward_dbias(
         Given(
             Strided(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr, row_pitch,
             BiasGradient(
-                dbias_ptr, bias_heads, bias_rows, bias_cols, max_rows, max_cols, SUM_BATCH, SUM_HEADS, SUM_ROWS,
-                SUM_COLS,
+                dbias_ptr, bias_heads, bias_rows, bias_cols, max_rows, max_cols, parts, SUM_BATCH, SUM_HEADS,
+                SUM_ROWS, SUM_COLS,
             ),
         ),
     )  # fmt: skip

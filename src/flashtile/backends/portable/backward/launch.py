@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from flashtile.backends.portable.arguments import (
     heads_at_once,
     num_programs,
 )
-from flashtile.backends.portable.backward.config import Kernel, choose, key_kernels, members_of
+from flashtile.backends.portable.backward.config import PROGRAMS, Kernel, choose, key_kernels, members_of
 from flashtile.backends.portable.backward.dbias import attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
 from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_shares
@@ -78,7 +79,12 @@ class BackwardPlan:
             dv = empty_like(t.v) if wanted.v else None
         else:
             dq, dk, dv = sums.dq, sums.dk, sums.dv
-        dbias = _empty_contiguous(t.attn_bias) if t.attn_bias is not None and wanted.bias else None
+        bias, dbias = t.attn_bias, None
+        if bias is not None and wanted.bias:
+            parts = bias_parts(p, bias)
+            dbias = _empty_contiguous(bias)
+            if parts > 1:
+                dbias = dbias.new_empty((parts, bias.numel()), dtype=torch.float32)
         key = (sums is None, overridden())
         steps = self._steps.get(key)
         if steps is None:
@@ -91,6 +97,8 @@ class BackwardPlan:
         if t.sinks is not None and wanted.sinks:
             delta = rows[: _num_rows(p, t)].view(*lse.shape[:-1], row_pitch(lse.shape[-1], p.varlen))
             dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : lse.shape[-1]])
+        if bias is not None and dbias is not None and dbias.shape != bias.shape:
+            dbias = dbias.sum(0).to(bias.dtype).view(bias.shape)
         return Gradients(dq, dk, dv, dbias, dsinks)
 
     def _make(self, t: Tensors, dout: Tensor, dlse: Tensor | None, adds: bool) -> list[Step]:
@@ -248,17 +256,30 @@ def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str
     return Launch(attention_backward_dq, programs, sizes, config.options(), others, key)
 
 
+def bias_parts(problem: Problem, bias: Tensor) -> int:
+    """Parts of a batch that shares a bias of few tiles, each of which has sums of its own: for some 256 programs."""
+    programs, is_shared = _bias_tiles(problem, bias), bias.dim() < 4 or bias.shape[0] == 1
+    return max(1, min(problem.batch, PROGRAMS // programs)) if is_shared else 1
+
+
+def _bias_tiles(problem: Problem, bias: Tensor) -> int:
+    config, shape = choose(problem, "dbias"), (1, 1, *bias.shape)[-4:]
+    return math.prod(bias.shape[:-2]) * -(-shape[2] // config.block_m) * -(-shape[3] // config.block_n)
+
+
 def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str, Any]) -> Launch:
     config, bias = choose(problem, "dbias"), tensors.attn_bias
     assert bias is not None
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
-    arguments = common_arguments(problem, tensors, config, dout) | {"dbias_ptr": Pointer(bias.dtype)}
+    parts = bias_parts(problem, bias)
+    arguments = common_arguments(problem, tensors, config, dout)
+    arguments |= {"dbias_ptr": Pointer(bias.dtype if parts == 1 else torch.float32), "parts": parts}
     arguments |= dict(zip(("bias_heads", "bias_rows", "bias_cols"), shape[1:], strict=True))
     arguments |= dict(zip(("SUM_BATCH", "SUM_HEADS", "SUM_ROWS", "SUM_COLS"), sums, strict=True))
     arguments |= {"max_rows": full[2], "max_cols": full[3]}
-    programs = shape[0] * shape[1] * -(-shape[2] // config.block_m) * -(-shape[3] // config.block_n)
+    programs = _bias_tiles(problem, bias) * parts
     return Launch(attention_backward_dbias, programs, sizes, config.options(), lambda: arguments, config)
 
 

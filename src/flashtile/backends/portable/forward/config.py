@@ -26,7 +26,9 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
 # 96 full (d 72) 1.05 times as fast as with 128's, 192 causal 1.06 times as fast as with 256's, 160 (192 keys, 128
 # values) 1.16. At 32, full, 1.12; sequences of one tile 1.7.
 # Featured (transforms, masks, bias and dropout take registers of their own): chosen from compiler reports, not timings:
-# two programs share a multiprocessor where registers allow it.
+# two programs share a multiprocessor where registers allow it. But at 32: rows of a bias or mask that do not begin on
+# 16 bytes change threads through shared memory in tiles of 64 keys, with spills (H200, 2026-11-23, us): 4096 x 49
+# tokens with a bias 726 and 172, 32 x 700 416 and 147; 96 x 384, on 16 bytes, 122 and 137.
 _BANDED = {
     64: Config(64, 64, 4, 3),
     128: Config(64, 64, 4, 3, tma=True),
@@ -43,6 +45,12 @@ _DENSE = {
     128: Config(64, 64, 4, 3, tma=True),
     256: Config(128, 64, 8, 2, tma=True),
 }
+_FEATURED = {
+    32: Config(64, 32, 4, 2, tma=True),
+    64: Config(64, 64, 4, 2, tma=True),
+    128: Config(64, 64, 4, 2, tma=True),
+    256: Config(64, 32, 4, 2, tma=True),
+}
 _KINDS = {
     "sm_90 dense": _DENSE,
     "sm_90 one tile": _DENSE | {32: Config(64, 64, 4, 1, tma=True)},
@@ -50,11 +58,8 @@ _KINDS = {
     "sm_90 grouped": _BANDED,
     "sm_90 short": _BANDED | {256: Config(64, 64, 4, 1, tma=True)},
     "sm_90 packed": _BANDED | {96: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2, tma=True)},
-    "sm_90 featured": {
-        64: Config(64, 64, 4, 2, tma=True),
-        128: Config(64, 64, 4, 2, tma=True),
-        256: Config(64, 32, 4, 2, tma=True),
-    },
+    "sm_90 featured": _FEATURED,
+    "sm_90 featured tile": _FEATURED,
     "sm_80": _SM_80,
     "sm_80 featured": _FEATURED_SM_80,
     # 99 KB of shared memory: sm_80's tiles (for 163 KB) with a stage fewer or half the size.
