@@ -20,6 +20,7 @@ OUTLIER_STD = 10.0
 FORWARD_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 BACKWARD_SEQLENS = (512, 2048, 8192, 16384)
 FP8_SEQLENS = (2048, 8192, 16384, 32768)
+_OFTEN_ABSENT = ("head_dim_v", "bias", "softcap", "sinks", "model")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Case:
     bits. ``lengths`` are those of packed sequences, for both queries and keys: ``batch`` is then their number,
     ``seqlen_q`` and ``seqlen_k`` the longest.
     ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v`` is given where it differs from head_dim.
+    ``bias`` says whether normal numbers of each head, row and key are added to the scores: ``constant``, or
+    ``trained``, whose gradient the backward brings, too. ``softcap`` and ``sinks``, a normal number a head, as in the
+    library.
     ``model`` names a cell of suite ``models``.
     """
 
@@ -45,6 +49,9 @@ class Case:
     window: tuple[int, int] | None = None
     lengths: tuple[int, ...] | None = None
     head_dim_v: int | None = None
+    bias: Literal["", "constant", "trained"] = ""
+    softcap: float = 0.0
+    sinks: bool = False
     model: str = ""
 
     @classmethod
@@ -56,7 +63,7 @@ class Case:
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
         fields = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
-        return {name: x for name, x in fields.items() if x or name not in ("head_dim_v", "model")}
+        return {name: x for name, x in fields.items() if x or name not in _OFTEN_ABSENT}
 
     @property
     def mask(self) -> str:
@@ -75,6 +82,12 @@ class Case:
             parts.append(f"packed{len(self.lengths)}")
         lengths = f"s{self.seqlen_k}" if self.seqlen_q == self.seqlen_k else f"q{self.seqlen_q}k{self.seqlen_k}"
         return "-".join([*parts, lengths] + ([self.dtype] if self.dtype != "bfloat16" else []))
+
+    @property
+    def needs(self) -> list[str]:
+        """The features that not every provider has."""
+        asked = {"bias": self.bias, "trained": self.bias == "trained", "softcap": self.softcap, "sinks": self.sinks}
+        return [name for name, is_asked in asked.items() if is_asked]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -118,6 +131,7 @@ class Inputs:
     """The tensors of a case, contiguous: ``(batch, seqlen, heads, head_dim)``, or ``(total, heads, head_dim)`` packed.
 
     ``dout`` has the shape of the output. ``cu_seqlens`` is ``(batch + 1,)`` int32 for packed sequences, else None.
+    ``bias`` is ``(1, heads, seqlen_q, seqlen_k)`` and requires a gradient if it is trained; ``sinks`` are float32.
     """
 
     q: Tensor
@@ -125,6 +139,8 @@ class Inputs:
     v: Tensor
     dout: Tensor
     cu_seqlens: Tensor | None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0, outliers: float = 0.0) -> Inputs:
@@ -150,7 +166,14 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0, outliers: float
     dim_v = case.head_dim_v or case.head_dim
     q = draw(case.seqlen_q, case.num_heads_q, case.head_dim)
     k, v = (draw(case.seqlen_k, case.num_heads_kv, dim) for dim in (case.head_dim, dim_v))
-    return Inputs(q, k, v, draw(case.seqlen_q, case.num_heads_q, dim_v, outliers=0.0), cu_seqlens)
+    dout, bias, sinks = draw(case.seqlen_q, case.num_heads_q, dim_v, outliers=0.0), None, None
+    if case.bias:
+        shape = (1, case.num_heads_q, case.seqlen_q, case.seqlen_k)
+        bias = torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
+        bias.requires_grad_(case.bias == "trained" and case.direction == "backward")
+    if case.sinks:
+        sinks = torch.randn(case.num_heads_q, generator=generator, device=device)
+    return Inputs(q, k, v, dout, cu_seqlens, bias, sinks)
 
 
 def _grid(direction: Direction, seqlens: tuple[int, ...], dtype: str) -> list[Case]:
@@ -211,6 +234,12 @@ _MODELS: dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]] =
     "bert-packed": ((128, max(_SENTENCES), max(_SENTENCES), 16, 16, 64), {"lengths": _SENTENCES}),
     "alphafold-d32-384": ((96, 384, 384, 4, 4, 32), {}),
     "swin-d32-49": ((4096, 49, 49, 4, 4, 32), {}),
+    "gemma2-softcap-4k": ((2, 4096, 4096, 16, 8, 256), {"causal": True, "softcap": 50.0}),
+    "gptoss-sinks-4k": ((2, 4096, 4096, 64, 8, 64), {"causal": True, "sinks": True}),
+    "gptoss-sinks-window-8k": ((1, 8192, 8192, 64, 8, 64), {"causal": True, "window": (127, 0), "sinks": True}),
+    "t5-bias-1k": ((16, 1024, 1024, 16, 16, 64), {"bias": "trained"}),
+    "alphafold-bias-384": ((96, 384, 384, 4, 4, 32), {"bias": "trained"}),
+    "swin-bias-49": ((4096, 49, 49, 4, 4, 32), {"bias": "constant"}),
 }
 
 

@@ -105,7 +105,8 @@ def probes(case: Case) -> list[Probe]:
 def _view(probe: Probe, outputs: Outputs) -> Outputs:
     if len(outputs) == 1:
         return (probe.queries(outputs[0]),)
-    dq, dk, dv = outputs
+    # A bias's gradient, the last one, is a sum over the batch.
+    dq, dk, dv, *_ = outputs
     return probe.queries(dq), probe.keys(dk), probe.keys(dv)
 
 
@@ -132,13 +133,23 @@ def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Out
         rows = slice(start, min(start + _ROWS_PER_CHUNK, seqlen_q))
         keep = case.band.dense(seqlen_q, seqlen_k, rows=(rows.start, rows.stop), device=q.device)
         for head in range(group):
-            scores = torch.where(keep, q[head, rows] @ k.T * scale, -torch.inf)
-            probs = torch.softmax(scores, dim=-1)
+            products, slope, at = q[head, rows] @ k.T * scale, scale, probe.heads_q.start + head
+            if case.softcap:
+                capped = torch.tanh(products / case.softcap)
+                products, slope = case.softcap * capped, scale * (1 - capped**2)
+            if inputs.bias is not None:
+                products = products + inputs.bias[0, at, rows].detach()
+            scores = torch.where(keep, products, -torch.inf)
+            if inputs.sinks is None:
+                probs = torch.softmax(scores, dim=-1)
+            else:
+                sinks = inputs.sinks[at].to(dtype).expand(len(scores), 1)
+                probs = torch.softmax(torch.cat([scores, sinks], dim=1), dim=-1)[:, :-1]
             out[head, rows] = probs @ v
             if case.direction == "backward":
                 dprobs = dout[head, rows] @ v.T
                 delta = (dout[head, rows] * out[head, rows]).sum(-1, keepdim=True)
-                dscores = probs * (dprobs - delta) * scale
+                dscores = probs * (dprobs - delta) * slope
                 dq[head, rows] = dscores @ k
                 dk += dscores.T @ q[head, rows]
                 dv += probs.T @ dout[head, rows]

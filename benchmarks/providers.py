@@ -7,15 +7,10 @@ step (preprocessing, conversions, allocating the outputs) is.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
-import lzma
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from benchmarks import cudnn_fp8
+from benchmarks import cudnn_fp8, fa3, flex
 from benchmarks.cases import Case, Inputs
 from benchmarks.checks import Call, Outputs
 from benchmarks.session import NotTimedError
@@ -44,13 +39,15 @@ class Provider:
 
     ``code`` says in one phrase which code runs; no other may. With ``heads_first`` its dense tensors are ``(batch,
     heads, seqlen, head_dim)``, views of ours; otherwise, and if packed, they are laid out as in ``Inputs``.
-    ``limit`` is the relative error that it may have, None what its inputs' dtype allows.
+    ``limit`` is the relative error that it may have, None what its inputs' dtype allows. ``takes`` names the features
+    of a case that it has, of bias, trained (bias), softcap and sinks.
     """
 
     name: str
     code: str
     heads_first = False
     limit: float | None = None
+    takes: tuple[str, ...] = ()
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         """Why it cannot run on this machine at all, or None."""
@@ -74,19 +71,31 @@ class Provider:
         if what == "forward":
             return lambda: (attend(q, k, v),)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        wanted = leaves + [x for x in (inputs.bias,) if x is not None and x.requires_grad]
         if what == STEP:
-            return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+            return lambda: torch.autograd.grad(attend(*leaves), wanted, dout)
         with torch.enable_grad():
             out = attend(*leaves)
-        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
 
     def native(self, tensors: Outputs, case: Case) -> Outputs:
         """Views of tensors that convert our layout to the provider's, or back."""
-        return tuple(x.transpose(1, 2) for x in tensors) if self.heads_first and case.lengths is None else tensors
+        if not self.heads_first or case.lengths is not None:
+            return tensors
+        # dout is the fourth of those that go in, a bias's gradient the fourth of those that come out.
+        bias = (1, case.num_heads_q, case.seqlen_q, case.seqlen_k) if case.bias else None
+        return tuple(x if x.shape == bias else x.transpose(1, 2) for x in tensors)
+
+    def lacks(self, case: Case) -> str | None:
+        """What a case needs and ``takes`` does not name, or None."""
+        absent = [name for name in case.needs if name not in self.takes]
+        return f"no {' or '.join(absent)}" if absent else None
 
 
 class Flashtile(Provider):
     """This library: one backend by name, or without a name the one it selects."""
+
+    takes = ("bias", "trained", "softcap", "sinks")
 
     def __init__(self, backend: str | None) -> None:
         self.backend = backend
@@ -116,6 +125,7 @@ class Flashtile(Provider):
 
     def _features(self, case: Case, inputs: Inputs) -> dict[str, Any]:
         features: dict[str, Any] = {"causal": case.causal, "window_size": case.window, "backend": self.backend}
+        features |= {"attn_bias": inputs.bias, "softcap": case.softcap, "sinks": inputs.sinks}
         if case.lengths is not None:
             features |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
             features |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
@@ -156,6 +166,7 @@ class FlashAttention3(Provider):
     """FlashAttention-3's operators from the library FA3_SO, with ``libcudart.so.12`` from the same folder."""
 
     name, code = "fa3", "torch.ops.flash_attn_3"
+    takes = ("softcap",)
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -165,7 +176,7 @@ class FlashAttention3(Provider):
         if not os.environ.get("FA3_SO"):
             return "FA3_SO does not name its library"
         try:
-            _load_fa3(os.environ["FA3_SO"])
+            fa3.load(os.environ["FA3_SO"])
         except OSError as error:
             return f"FA3_SO cannot be loaded: {error}"
         return None
@@ -176,26 +187,11 @@ class FlashAttention3(Provider):
     def attend(self, case: Case, inputs: Inputs) -> Attend:
         left, right = case.window or (-1, -1)
         features: dict[str, Any] = {"is_causal": case.causal, "window_size_left": left, "window_size_right": right}
+        features |= {"softcap": case.softcap} if case.softcap else {}
         if inputs.cu_seqlens is not None:
             features |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
             features |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
-        return lambda q, k, v: _FlashAttention3.apply(q, k, v, features)
-
-
-class _FlashAttention3(torch.autograd.Function):
-    """Autograd over FlashAttention-3's two operators, like its own Python package, with one split."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any]) -> Tensor:
-        ctx.features = {"softmax_scale": q.shape[-1] ** -0.5, **features}
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **ctx.features)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, *_ = torch.ops.flash_attn_3.bwd(dout, *ctx.saved_tensors, **ctx.features)
-        return dq, dk, dv, None
+        return lambda q, k, v: fa3.FlashAttention3.apply(q, k, v, features)
 
 
 class SdpaKernel(Provider):
@@ -203,6 +199,7 @@ class SdpaKernel(Provider):
 
     name, code = "cudnn", "aten._scaled_dot_product_cudnn_attention"
     heads_first = True
+    takes: tuple[str, ...] = ("bias",)
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -224,7 +221,8 @@ class SdpaKernel(Provider):
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
         cudnn, causal = torch.ops.aten._scaled_dot_product_cudnn_attention, case.causal
-        return lambda q, k, v: cudnn(q, k, v, None, q.requires_grad, 0.0, causal)[0]
+        bias = None if inputs.bias is None else inputs.bias.expand(case.batch, -1, -1, -1)
+        return lambda q, k, v: cudnn(q, k, v, bias, q.requires_grad, 0.0, causal)[0]
 
 
 class FlashAttention2(SdpaKernel):
@@ -235,6 +233,7 @@ class FlashAttention2(SdpaKernel):
 
     name, code = "fa2", "aten._flash_attention_forward"
     heads_first = False
+    takes = ()
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         if case.dtype not in ("float16", "bfloat16"):
@@ -261,6 +260,7 @@ class CudnnEightBits(SdpaKernel):
 
     name, code = "cudnn-fp8", "cudnn.pygraph.sdpa_fp8"
     heads_first = False
+    takes = ()
     limit = EIGHT_BIT_ERROR
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
@@ -328,9 +328,26 @@ class Eager(Provider):
         return attend
 
 
+class Flex(Provider):
+    """PyTorch's FlexAttention. It compiles for each cell, and is asked only for what others lack."""
+
+    name, code = "flex", "torch.nn.attention.flex_attention"
+    heads_first = True
+    takes = ("bias", "trained", "softcap", "sinks")
+
+    def refusal(self, case: Case, inputs: Inputs) -> str | None:
+        if case.lengths is not None or not case.needs:
+            return "not asked"
+        return "no backward on the CPU" if case.direction == "backward" and not inputs.q.is_cuda else None
+
+    def attend(self, case: Case, inputs: Inputs) -> Attend:
+        return flex.make(case, inputs)
+
+
 _OURS: list[Provider] = [Flashtile(name) for name in (None, "portable", "hopper", "cpu")]
 _OURS += [EightBits(name, in_call) for name in ("portable", "hopper", "cpu") for in_call in (False, True)]
-_PEERS: list[Provider] = [FlashAttention3(), SdpaKernel(), CudnnEightBits(), FlashAttention2(), Sdpa(), Eager()]
+_PEERS: list[Provider] = [FlashAttention3(), SdpaKernel(), CudnnEightBits(), FlashAttention2(), Flex()]
+_PEERS += [Sdpa(), Eager()]
 PROVIDERS = {provider.name: provider for provider in _OURS + _PEERS}
 
 
@@ -348,29 +365,10 @@ def choose_providers(names: Sequence[str], direction: Direction, device: torch.d
 
 def prepared(provider: Provider, case: Case, inputs: Inputs, what: str | None = None) -> Call:
     """A provider's call; ``NotTimedError`` if it refuses the case."""
-    refusal = provider.refusal(case, inputs)
+    refusal = provider.lacks(case) or provider.refusal(case, inputs)
     if refusal is not None:
         raise NotTimedError(f"refused: {refusal}")
     return provider.prepare(case, inputs, what)
-
-
-@functools.cache
-def _load_fa3(path: str) -> None:
-    library = Path(path)
-    runtime = library.with_name("libcudart.so.12")
-    if library.suffix == ".xz":
-        # Unpacked into the temporary folder, once per machine.
-        target = Path(tempfile.gettempdir()) / f"flashtile-benchmarks-{os.getuid()}" / library.stem
-        if not target.exists():
-            target.parent.mkdir(exist_ok=True)
-            partial = target.with_suffix(f".partial-{os.getpid()}")
-            with lzma.open(library) as packed, partial.open("wb") as plain:
-                shutil.copyfileobj(packed, plain, 1 << 24)
-            partial.rename(target)
-        library = target
-    if runtime.exists():
-        ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(str(library))
 
 
 def _free_bytes(device: torch.device) -> int:

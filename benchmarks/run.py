@@ -31,7 +31,7 @@ GPU_PROVIDERS = ("flashtile-portable", "flashtile-hopper", "fa3", "cudnn", "fa2"
 DEFAULT_PROVIDERS = {
     "forward": GPU_PROVIDERS,
     "backward": GPU_PROVIDERS,
-    "models": ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2"),
+    "models": ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2", "flex"),
     "models-portable": ("flashtile-portable", "fa2"),
     "fp8": ("flashtile-hopper-fp8", "flashtile-hopper-fp8-call", "flashtile-hopper", "cudnn-fp8"),
     "cpu": ("flashtile-cpu", "sdpa"),

@@ -16,16 +16,20 @@ CASES = [
     Case("forward", "float32", 3, 20, 20, 4, 2, 8, causal=True, lengths=(1, 20, 7)),
     Case("backward", "float32", 2, 33, 33, 4, 2, 8, causal=True),
     Case("backward", "float32", 3, 20, 20, 2, 2, 8, lengths=(1, 20, 7)),
+    Case("forward", "float32", 2, 33, 33, 4, 2, 8, causal=True, sinks=True, softcap=2.0),
+    Case("backward", "float32", 2, 33, 33, 4, 2, 8, bias="trained", sinks=True, softcap=2.0),
 ]
 
 
 def oracle(case: Case, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """The same results from the library's oracle and PyTorch's autograd."""
     leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    tensors = Tensors(*leaves, cu_seqlens_q=inputs.cu_seqlens, cu_seqlens_k=inputs.cu_seqlens)
+    bias, sinks = (None if x is None else x.detach().double() for x in (inputs.bias, inputs.sinks))
+    bounds = {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
+    tensors = Tensors(*leaves, **bounds, attn_bias=bias, sinks=sinks)
     packed = case.lengths is not None
     lengths = {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k} if packed else {}
-    out, _ = reference.attention(Problem.build(tensors, case.band, **lengths), tensors)
+    out, _ = reference.attention(Problem.build(tensors, case.band, softcap=case.softcap, **lengths), tensors)
     if case.direction == "forward":
         return (out.detach(),)
     return torch.autograd.grad(out, leaves, inputs.dout.double())

@@ -1,14 +1,16 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import memory, results, run
 from benchmarks.cases import Case, Inputs, make_inputs
-from benchmarks.providers import PROVIDERS, STEP, Eager, Flashtile, Sdpa
-from benchmarks.session import OUT_OF_TIME, Session
+from benchmarks.checks import Reference
+from benchmarks.providers import PROVIDERS, STEP, Eager, Flashtile, Sdpa, prepared
+from benchmarks.session import OUT_OF_TIME, NotTimedError, Session
 from benchmarks.timing import Deadline
 from flashtile.errors import InvalidInputError, UnsupportedError
 
@@ -282,3 +284,21 @@ def test_growth_is_the_exponent_between_the_two_longest():
     assert memory.growth([(1024, 10), (2048, 100), (4096, 200)]) == pytest.approx(1.0)
     assert memory.growth([(1024, 1), (2048, 4)]) == pytest.approx(2.0)
     assert memory.growth([(1024, 1)]) is None and memory.growth([(1024, 0), (2048, 0)]) is None
+
+
+@pytest.mark.parametrize("more", [{"bias": "trained"}, {"bias": "constant", "causal": True, "softcap": 3.0},
+                                  {"causal": True, "window": (9, 0), "sinks": True}], ids=str)  # fmt: skip
+def test_features_of_models_reach_those_that_have_them(more: dict[str, Any]) -> None:
+    for direction in ("forward", "backward"):
+        case = Case(direction, "float32", 2, 40, 40, 4, 2, 16, **more)
+        inputs = make_inputs(case, CPU)
+        reference = Reference(case, inputs)
+        for name in ("flashtile", "flex") if direction == "forward" else ("flashtile",):
+            outputs = PROVIDERS[name].native(prepared(PROVIDERS[name], case, inputs)(), case)
+            assert reference.error(outputs) < reference.limit
+            assert len(outputs) == (1 if direction == "forward" else 4 if case.bias == "trained" else 3)
+    with pytest.raises(NotTimedError, match=f"refused: no {'bias' if case.bias else 'sinks'}"):
+        prepared(PROVIDERS["fa2"], case, inputs)
+    with pytest.raises(NotTimedError, match="no backward on the CPU"):
+        prepared(PROVIDERS["flex"], case, inputs)
+    assert PROVIDERS["flex"].refusal(SMALL, make_inputs(SMALL, CPU)) == "not asked"
