@@ -252,10 +252,7 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     accs = wait_for_products(add_products(probs, channels.values, used, accs))
     channels.values[0].release(used)
     run, run_max, run_sum = end_split(accs[0], row_max, row_sum, run, run_max, run_sum, call)
-    run, run_max, run_sum = fold_to_stored(
-        is_whole & (runs > 0), total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP
-    )
-    end_part(run, run_max, run_sum, slot, is_whole, records, parts, call, WARPGROUP)
+    end_part(run, run_max, run_sum, total_max, total_sum, runs, slot, is_whole, records, parts, call, WARPGROUP)
     return used + 1
 
 
@@ -276,13 +273,18 @@ def last_keys_of(records, parts, zeros, call, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def end_part(run, run_max, run_sum, slot, is_whole, records, parts, call, WARPGROUP: gl.constexpr):
+def end_part(
+    run, run_max, run_sum, total_max, total_sum, runs, slot, is_whole, records, parts, call, WARPGROUP: gl.constexpr
+):
     """Finishes a tile that one part has; else stores the part's last state and folds the tile's if it is the last."""
     first = records.get(parts, "first")
     place = Place(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
     shape = work.Shape(0, records.get(parts, "num_rows"), 0, records.get(parts, "high"), 0, 0, 0,
                        records.get(parts, "num_states"), records.get(parts, "state_splits"))  # fmt: skip
     if is_whole:
+        run, run_max, run_sum = fold_to_stored(
+            runs > 0, total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP
+        )
         row = first + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, run.type.layout))
         col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, run.type.layout))[None, :]
         finish(run, run_max, run_sum, place.b, place, row, col, shape, call)
