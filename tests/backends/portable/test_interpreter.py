@@ -57,6 +57,28 @@ def test_a_bias_that_a_batch_shares_has_its_gradient_summed_in_parts(
         judge(call, "portable")
 
 
+def test_a_bias_without_rows() -> None:
+    case = Case("varlen_no_rows", batch=2, lengths=((0, 3), (0, 9)), heads=1, kv_heads=1, bias="qk")
+    judge(build(case, torch.float32), "portable")
+
+
+# Row strides, numbers of keys, and what both are multiples of.
+@pytest.mark.parametrize(("pitch", "seqlen_k", "unit"), [(64, 48, 16), (48, 40, 8), (50, 48, 2), (64, 37, 1)])
+def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: int, seqlen_k: int, unit: int) -> None:
+    call = build(Case("pairs", seqlen_q=20, seqlen_k=seqlen_k, causal=True, mask="hqk", bias="qk"), torch.float32)
+    behind = torch.full((2, 20, pitch - seqlen_k), float("nan"))
+    for name, x in (("attn_bias", call.tensors.attn_bias), ("attn_mask", call.tensors.attn_mask)):
+        assert x is not None
+        wide = torch.cat([x.detach()[0], behind[: x.shape[1]].to(x.dtype)], 2)[..., :seqlen_k]
+        setattr(call.tensors, name, wide)
+    problem, tensors = call.problem, call.tensors
+    assert common_arguments(problem, tensors, Config(16, 16, 4, 1))["PAIR_UNIT"] == unit
+    out, lse = plans.forward(problem, tensors)
+    torch.testing.assert_close(out.double(), reference.attention(problem, tensors)[0], rtol=1e-5, atol=1e-6)
+    grads = plans.backward(problem, tensors, out, lse, torch.randn_like(out))
+    assert all(x is not None and x.isfinite().all() for x in (grads.dq, grads.dk, grads.dv, grads.dbias))
+
+
 WIDE, TALL = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
 UNEVEN = {"forward": WIDE, "dkdv": TALL, "dq": WIDE}
 DESCRIPTORS = {name: dataclasses.replace(config, tma=True) for name, config in UNEVEN.items()}
@@ -94,7 +116,7 @@ def test_programs_share_the_heads_of_a_group(
     programs: int, shares: int, lengths: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their last one may have fewer heads than the others; the next call is planned anew."""
-    monkeypatch.setattr(backward, "_PROGRAMS", programs)
+    monkeypatch.setattr(backward, "PROGRAMS", programs)
     ops._KNOWN.clear()
     ops._FAMILIES.clear()
     call = build(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config, dout: T
         "keep_scale": 1.0 / (1.0 - p.dropout_p),
         "INPUT_PRECISION": input_precision(p.dtype),
         "UNIT": _unit((p.head_dim, p.head_dim_v), (t.q, t.k, t.v) if dout is None else (t.q, t.k, t.v, dout)),
+        "PAIR_UNIT": _pair_unit(p, t),
     }
     return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
 
@@ -98,6 +100,15 @@ def _unit(dims: tuple[int, int], tensors: tuple[Tensor, ...]) -> int:
     unit = 16 // tensors[0].element_size()
     odd = all(dim % unit == 0 for dim in dims) and any(dim % 16 for dim in dims)
     return unit if odd and all(map(is_aligned, tensors)) else 1
+
+
+def _pair_unit(problem: Problem, tensors: Tensors) -> int:
+    """``mask.ScoreTensor.UNIT`` of a call's mask and bias; a packed sequence may have any number of keys."""
+    given = [x for x in (tensors.attn_mask, tensors.attn_bias) if x is not None]
+    if problem.varlen or not given:
+        return 1
+    strides = [stride for x in given for stride in list(score_strides("", x).values())[:3]]
+    return math.gcd(16, problem.seqlen_k, *strides)
 
 
 def tile_arguments(problem: Problem, config: Config) -> dict[str, Any]:
@@ -146,14 +157,14 @@ def describable(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in strides)
 
 
-def descriptors(sources: dict[str, tuple[Tensor, int]], rows: int, config: Config) -> dict[str, Any]:
-    """Descriptors of the tensors (given with their columns) that a kernel's loop loads: for all of them or none."""
+def descriptors(sources: dict[str, tuple[Tensor, int, int]], config: Config) -> dict[str, Any]:
+    """Descriptors of the tensors, given with a tile's rows and columns, that a loop loads: for all of them or none."""
     tma = config.tma and all(
-        describable(tensor) and not (tensor.dim() == 3 and config.one_loop) for tensor, _ in sources.values()
+        describable(tensor) and not (tensor.dim() == 3 and config.one_loop) for tensor, _, _ in sources.values()
     )
     return {
         f"{name}_source": descriptor(tensor, rows, columns) if tma else None
-        for name, (tensor, columns) in sources.items()
+        for name, (tensor, rows, columns) in sources.items()
     }
 
 

@@ -43,13 +43,18 @@ class MaskMod(NamedTuple):
 
 
 class ScoreTensor(NamedTuple):
-    """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts; ptr is None without one."""
+    """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts; ptr is None without one.
+
+    The number of keys and the strides but for stride_col are multiples of UNIT, so that a load takes UNIT keys at once.
+    It holds constants, so it is only passed as an argument, never assigned.
+    """
 
     ptr: Any
     stride_b: Any
     stride_head: Any
     stride_row: Any
     stride_col: Any
+    UNIT: Any = 1
 
 
 class HeadTensor(NamedTuple):
@@ -94,9 +99,17 @@ def select_band(x, band, head, i, j, fill):
 @triton.jit
 def tensor_of_head(tensor, b, h, seqlen_q, seqlen_k):
     """The ``HeadTensor`` of a ``ScoreTensor``."""
-    at = sequence.base(tensor.ptr, b, 0, h, tensor.stride_b, 0, tensor.stride_head)
-    origin = at - tl.cast(seqlen_k - seqlen_q, tl.int64) * tensor.stride_row
-    return HeadTensor(origin, tensor.stride_row, tensor.stride_col, seqlen_k)
+    stride_b, stride_head = multiple(tensor.stride_b, tensor.UNIT), multiple(tensor.stride_head, tensor.UNIT)
+    stride_row = multiple(tensor.stride_row, tensor.UNIT)
+    at = sequence.base(tensor.ptr, b, 0, h, stride_b, 0, stride_head)
+    origin = at - tl.cast(seqlen_k - seqlen_q, tl.int64) * stride_row
+    return HeadTensor(origin, stride_row, tensor.stride_col, multiple(seqlen_k, tensor.UNIT))
+
+
+@triton.jit
+def multiple(x, UNIT: tl.constexpr):
+    """A multiple of UNIT, as the compiler then sees."""
+    return x // UNIT * UNIT
 
 
 @triton.jit

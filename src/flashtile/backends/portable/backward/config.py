@@ -67,7 +67,10 @@ def members_of(problem: Problem) -> int | None:
 #   160 and 1.03 at 96 (1.17 full); packed dkdv 1.07 at 128 and 1.10 at 64. Under a band of grouped
 #   heads three loops are 1.14 times as fast as one at 128, though the compiler reports more bytes spilled.
 # - Featured at 32: calls with a bias (H200, 2026-11-23): 4096 x 49 tokens dkdv 1.18 and dq 1.23 times as fast, 96 x 384
-#   dkdv 1.03; dbias of 2048 x 49 tokens 1.3, 96 x 384 1.06.
+#   dkdv 1.03; dbias of 2048 x 49 tokens 1.3, 96 x 384 1.06, when its loop waited for each load.
+# - dbias from compiler reports, not timings (Triton 3.7.1): with descriptors 100, 168, 127 and 157 registers at 32 to
+#   256 and no spills. From 128 on eight warps, as a multiprocessor holds too few of four. On sm_80 the tiles are the
+#   largest without spills.
 # - Featured: loops stay separate where a branch around that much code makes ptxas serialise the WGMMA next to it.
 _DQ_BANDED = {
     64: Config(64, 64, 4, 3, maxnreg=168),
@@ -118,7 +121,12 @@ _FEATURED = {
         256: Config(128, 32, 8, 2, tma=True),
     },
 }
-_DBIAS_SM_90 = {32: Config(64, 32, 4, 2)} | {dim: Config(64, 64, 4, 2 if dim < 256 else 1) for dim in (64, 128, 256)}
+_DBIAS_SM_90 = {
+    32: Config(64, 32, 4, 2, tma=True),
+    64: Config(64, 64, 4, 2, tma=True, maxnreg=168),
+    128: Config(64, 64, 8, 2, tma=True, maxnreg=128),
+    256: Config(64, 64, 8, 1, tma=True),
+}
 _SM_90 = {
     "sm_90 dense": _DENSE,
     "sm_90 one tile": _DENSE,
@@ -137,7 +145,7 @@ _SM_90 = {
     "sm_90 featured": _FEATURED,
     "sm_90 featured tile": _FEATURED | {"dq": _FEATURED["dq"] | {32: Config(64, 32, 4, 2, tma=True)}},
 }
-_DBIAS_SM_80 = dict.fromkeys((16, 32, 64, 128, 256), Config(32, 32, 4, 1))
+_DBIAS_SM_80 = dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2)) | {256: Config(32, 32, 8, 2)}
 _SM_80 = {
     "dkdv": dict.fromkeys((16, 32, 64), Config(64, 128, 8, 2)) | {128: Config(32, 64, 4, 2), 256: Config(32, 64, 8, 1)},
     "dq": dict.fromkeys((16, 32, 64), Config(128, 32, 4, 2)) | {128: Config(64, 32, 4, 2), 256: Config(64, 32, 8, 1)},
@@ -162,6 +170,6 @@ TABLES: Tables = {
     "gfx942": {
         "dkdv": dict.fromkeys((16, 32, 64, 128), Config(32, 64, 4, 1)) | {256: Config(32, 32, 4, 1)},
         "dq": dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 1)) | {256: Config(32, 32, 4, 1)},
-        "dbias": _DBIAS_SM_80,
+        "dbias": dict.fromkeys((16, 32, 64, 128, 256), Config(32, 32, 4, 1)),
     },
 }

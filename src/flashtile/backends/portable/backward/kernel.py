@@ -273,8 +273,8 @@ def attention_backward_dkdv(
     batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, members, heads_at_once, left, right, scale, param,
     dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, PAIR_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv, contiguous, one tile per program, or ADDS them; the pointer of one not needed is None.
@@ -292,11 +292,11 @@ def attention_backward_dkdv(
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (
             ScoreMod(SCORE_MOD, DERIVATIVE, None, param), Alibi(alibi_ptr, alibi_stride_b),
-            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, PAIR_UNIT),
         ),
         (
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, PAIR_UNIT),
         ),
         Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dkdv_tile,
@@ -329,8 +329,8 @@ def attention_backward_dq(
     batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
     dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, PAIR_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, contiguous, one tile per program, or ADDS it. Arguments as for dk and dv."""
@@ -345,11 +345,11 @@ def attention_backward_dq(
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (
             ScoreMod(SCORE_MOD, DERIVATIVE, None, param), Alibi(alibi_ptr, alibi_stride_b),
-            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, PAIR_UNIT),
         ),
         (
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, PAIR_UNIT),
         ),
         Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dq_tile,

@@ -214,8 +214,8 @@ def _dkdv_launch(
 ) -> Launch:
     """``wanted``: whether dk, whether dv, and whether to add them."""
     config, (block_d, block_dv) = choose(problem, name), tile_dims(problem.head_dim, problem.head_dim_v)
-    sources = {"q": (tensors.q, block_d), "dout": (dout, block_dv)}
-    sizes = sizes | descriptors(sources, config.block_m, config)
+    sources = {"q": (tensors.q, config.block_m, block_d), "dout": (dout, config.block_m, block_dv)}
+    sizes = sizes | descriptors(sources, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.q, dout)
 
     shares, places = shares_of(problem), _places(problem, tensors)
@@ -245,7 +245,8 @@ def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) 
 
 def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str, Any], adds: bool) -> Launch:
     config, (block_d, block_dv) = choose(problem, "dq"), tile_dims(problem.head_dim, problem.head_dim_v)
-    sizes = sizes | descriptors({"k": (tensors.k, block_d), "v": (tensors.v, block_dv)}, config.block_n, config)
+    sources = {"k": (tensors.k, config.block_n, block_d), "v": (tensors.v, config.block_n, block_dv)}
+    sizes = sizes | descriptors(sources, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
 
     def others() -> dict[str, Any]:
@@ -259,7 +260,7 @@ def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str
 def bias_parts(problem: Problem, bias: Tensor) -> int:
     """Parts of a batch that shares a bias of few tiles, each of which has sums of its own: for some 256 programs."""
     programs, is_shared = _bias_tiles(problem, bias), bias.dim() < 4 or bias.shape[0] == 1
-    return max(1, min(problem.batch, PROGRAMS // programs)) if is_shared else 1
+    return max(1, min(problem.batch, PROGRAMS // max(1, programs))) if is_shared else 1
 
 
 def _bias_tiles(problem: Problem, bias: Tensor) -> int:
@@ -270,6 +271,10 @@ def _bias_tiles(problem: Problem, bias: Tensor) -> int:
 def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str, Any]) -> Launch:
     config, bias = choose(problem, "dbias"), tensors.attn_bias
     assert bias is not None
+    block_d, block_dv = tile_dims(problem.head_dim, problem.head_dim_v)
+    sources = {"q": (tensors.q, config.block_m, block_d), "dout": (dout, config.block_m, block_dv)}
+    sources |= {"k": (tensors.k, config.block_n, block_d), "v": (tensors.v, config.block_n, block_dv)}
+    sizes = sizes | descriptors(sources, config)
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]

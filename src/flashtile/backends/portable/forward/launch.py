@@ -82,7 +82,7 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
     block_d, block_dv = tile_dims(problem.head_dim, problem.head_dim_v)
     sizes = {
         **common_sizes(problem, tensors),
-        **descriptors({"k": (tensors.k, block_d), "v": (tensors.v, block_dv)}, config.block_n, config),
+        **descriptors({"k": (tensors.k, config.block_n, block_d), "v": (tensors.v, config.block_n, block_dv)}, config),
         "heads_at_once": heads_at_once(problem, tensors.k, tensors.v),
     }
 
