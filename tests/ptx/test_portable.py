@@ -22,6 +22,10 @@ CASES = (
     Case("varlen", batch=3, lengths=((70, 130), (0, 5), (100, 90)), heads=2, kv_heads=1, head_dim=64, causal=True),
     Case("everything", batch=1, seqlen_q=60, seqlen_k=70, heads=2, kv_heads=1, head_dim=32, causal=True,
          window=(40, 0), softcap=5.0, alibi="bh", mask="bqk", bias="hk", sinks=True, dropout=0.2),
+    # Rows of pairs in units of 16 and 8; a bias's gradient over several sequences and heads.
+    Case("bias", batch=3, seqlen_q=100, seqlen_k=144, heads=2, kv_heads=1, head_dim=64, bias="hqk"),
+    Case("bias_and_mask", batch=2, seqlen_q=70, seqlen_k=72, heads=3, kv_heads=3, head_dim=32, bias="qk", mask="bk",
+         causal=True),
 )  # fmt: skip
 
 
@@ -29,7 +33,7 @@ CASES = (
     ("case", "arch"),
     slow_but(
         [(case, arch) for case in CASES for arch in ("sm_90", "sm_80")],
-        lambda each: (each[0].name, each[1]) in (("causal", "sm_80"), ("everything", "sm_90")),
+        lambda each: (each[0].name, each[1]) in (("causal", "sm_80"), ("everything", "sm_90"), ("bias", "sm_90")),
     ),
     ids=str,
 )
