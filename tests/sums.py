@@ -78,9 +78,9 @@ def judge_sums(
         rows = key_places(call, start, stop)
         for name in ("dk", "dv"):
             of_whole = getattr(whole, name)
-            _assert_rounded(name, getattr(alone, name), of_whole[rows] if problem.varlen else of_whole[:, rows], False)
+            _assert_same(name, getattr(alone, name), of_whole[rows] if problem.varlen else of_whole[:, rows], dtype)
     assert dq is not None and whole.dq is not None
-    _assert_rounded("dq", dq, whole.dq, False)
+    _assert_same("dq", dq, whole.dq, dtype)
 
 
 def judge_gaps(backend: Backend, dtype: torch.dtype, band: Band, *, head_dim: int = 64, device: str = "cpu") -> None:
@@ -130,6 +130,19 @@ def _assert_right(call: Call, got: Gradients, dout: Tensor, dlse: Tensor | None)
 def _assert_rounded(name: str, got: Tensor, want: Tensor, exact: bool) -> None:
     if exact:
         assert torch.equal(got, want), f"{name}: not the sum, rounded once"
-        return
+    else:
+        _assert_near(name, got, want, 32 * torch.finfo(torch.float32).eps)
+
+
+def _assert_same(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Of keys in other places of a tile, where the last bits of a float32 sum may differ.
+
+    Kernels round probabilities and their gradients to 16 bits before they multiply with them, and one of those may
+    round the other way. Gradients that were rounded to 16 bits themselves would be eight times as far apart.
+    """
+    _assert_near(name, got, want, max(torch.finfo(dtype).eps / 16, 32 * torch.finfo(torch.float32).eps))
+
+
+def _assert_near(name: str, got: Tensor, want: Tensor, share: float) -> None:
     error, largest = (x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want))
-    assert error <= 32 * torch.finfo(torch.float32).eps * max(largest, 1.0), f"{name}: {error:.3e} of {largest:.3e}"
+    assert error <= share * max(largest, 1.0), f"{name}: {error:.3e} of {largest:.3e}"
