@@ -221,7 +221,7 @@ def _preprocess_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace, adds: bool
 ) -> Launch:
     p = problem
-    # The gradient of the sinks is made from every row's.
+    # Rows of sequences without keys; but the gradient of the sinks is made from every row's.
     skips = adds and not p.grads.sinks
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
     sizes = {
@@ -229,7 +229,8 @@ def _preprocess_launch(
         "dlse_ptr": dlse,
         **work.pointers(),
         **work.zeros(),
-        **_row_sizes(p, tensors),
+        "batch": p.batch,
+        "seqlen_q": tensors.q.shape[-3],
         **row_strides("dout", dout),
         "dlse_stride_b": dlse_strides[0],
         "dlse_stride_head": dlse_strides[1],
@@ -240,8 +241,13 @@ def _preprocess_launch(
         return {
             "out_ptr": Pointer(dout.dtype),
             "lse_ptr": Pointer(torch.float32),
-            **_row_arguments(p, tensors, config, skips),
+            "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
+            "cu_seqlens_k_ptr": tensors.cu_seqlens_k if skips else None,
+            "num_heads_q": p.num_heads_q,
             "HEAD_DIM": p.head_dim_v,
+            "BLOCK_M": config.block_m,
+            "BLOCK_D": config.block_d,
+            "VARLEN": p.varlen,
         }
 
     return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype, skips, p.varlen))
@@ -403,23 +409,6 @@ def constants(problem: Problem, config: Config) -> dict[str, Any]:
         "FALLING": keys_fall(problem),
         "VARLEN": problem.varlen,
     }
-
-
-def _row_arguments(problem: Problem, tensors: Tensors, config: Config, skips: bool) -> dict[str, Any]:
-    """What the kernels before and after the main one share, besides sizes; ``skips`` rows of sequences without keys."""
-    return {
-        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
-        "cu_seqlens_k_ptr": tensors.cu_seqlens_k if skips else None,
-        "num_heads_q": problem.num_heads_q,
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_M": config.block_m,
-        "BLOCK_D": config.block_d,
-        "VARLEN": problem.varlen,
-    }
-
-
-def _row_sizes(problem: Problem, tensors: Tensors) -> dict[str, Any]:
-    return {"batch": problem.batch, "seqlen_q": tensors.q.shape[-3]}
 
 
 def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, rows_k: int, num_sms: int) -> int:

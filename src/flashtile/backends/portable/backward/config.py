@@ -11,8 +11,9 @@ from flashtile.backends.portable.config import Config, Tables
 from flashtile.backends.portable.tuned import select
 from flashtile.problem import Problem
 
-# dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
+# Programs that fill a GPU of some 130 multiprocessors; not the device's, so that the same bits come out of all devices.
 PROGRAMS = 256
+# dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
 Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias"]
 
 
