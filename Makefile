@@ -31,7 +31,7 @@ test: $(VENV)/.dev
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
-# The same and what is marked slow: every case, every build.
+# The same and what is marked slow: every case, with every seed and size.
 test-all: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu'
 	TRITON_INTERPRET=1 $(PYTEST) -m 'not gpu' $(INTERPRETED)
@@ -56,9 +56,10 @@ wheel: $(VENV)/.dev
 	$(VENV)/wheel/bin/python -I docs/blocks.py README.md docs/quickstart.md
 	rm -rf $(VENV)/wheel
 
-# Builds every GPU kernel for every target with no GPU, on the oldest, the pinned and the newest Triton, and runs on the CPU
-# what the oldest and the newest make of the Hopper kernels.
+# Builds GPU kernels with no GPU: all of the Hopper backend on the pinned Triton; a few configurations of each kernel for
+# every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's.
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
+	$(BIN)/flashtile kernels --arch sm_90a --backend hopper
 	for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
 	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done

@@ -190,10 +190,8 @@ def test_builds_can_be_imported_without_triton() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_kernel_builds_and_keeps_its_promises(arch: str) -> None:
-    # `flashtile kernels` without --quick builds them all.
-    outcomes = list(builds.run(builds.jobs(arch, quick=True)))
-    assert [f"{outcome.job.label}: {problem}" for outcome in outcomes for problem in outcome.problems] == []
+def test_every_backend_multiplies_with_the_instructions_of_the_chip(arch: str) -> None:
+    jobs = {job.module: job for job in reversed(builds.jobs(arch))}
+    reports = [outcome.report for outcome in builds.run(list(jobs.values())) if outcome.report is not None]
     matrix = {"sm_80": "mma", "sm_89": "mma", "sm_90a": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}[arch]
-    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
-    assert {r.backend for r in reports if matrix in r.instructions} == {r.backend for r in reports}
+    assert len(reports) == len(jobs) and all(matrix in report.instructions for report in reports)

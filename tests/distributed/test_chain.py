@@ -102,7 +102,7 @@ def gradients(
 
 @pytest.mark.parametrize(("lengths", "layout", "band", "deterministic", "head_dim", "chained"), [
     ((1024,), "zigzag", Band(None, 0), False, 64, [3, 3]),
-    ((1024,), "zigzag", Band(None, 0), True, 128, [3, 3]),
+    pytest.param((1024,), "zigzag", Band(None, 0), True, 128, [3, 3], marks=pytest.mark.slow),
     ((700,), "contiguous", Band(), False, 64, [3, 3]),
     ((512, 512), "zigzag", Band(None, 0), False, 64, [3, 3]),
     ((1024,), "contiguous", Band(300, 0), False, 64, [2, 0]),

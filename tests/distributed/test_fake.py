@@ -67,7 +67,8 @@ def posted_by(rank: int, shape: tuple[int, ...], names: tuple[str, ...], rows: i
 
 
 @pytest.mark.parametrize(("shape", "names", "rows"), [
-    ((WORLD,), ("ring",), WORLD), ((WORLD,), ("ring",), 2 * WORLD + 9),
+    ((WORLD,), ("ring",), WORLD),
+    pytest.param((WORLD,), ("ring",), 2 * WORLD + 9, marks=pytest.mark.slow),
     ((256, 8), ("ring", "ulysses"), 2 * WORLD + 700),
 ], ids=str)  # fmt: skip
 def test_posts_fit(shape: tuple[int, ...], names: tuple[str, ...], rows: int) -> None:

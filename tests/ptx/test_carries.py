@@ -8,6 +8,7 @@ import pytest
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile import builds
 from flashtile.backends.build import KernelBuild
 from flashtile.backends.hopper import builds as hopper
 from flashtile.backends.portable import builds as portable
@@ -38,12 +39,17 @@ def test_a_variable_that_starts_as_another_is_forgotten(copied: bool) -> None:
     assert {(name, others) for _, _, name, others in found} == ({("before", ("value",))} if copied else set())
 
 
-@pytest.mark.parametrize(
-    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["each kernel", "all builds"]
-)
 @pytest.mark.parametrize("module", [hopper, portable], ids=["hopper", "portable"])
-def test_no_kernel_forgets(module: ModuleType, quick: bool) -> None:
+def test_no_kernel_forgets(module: ModuleType) -> None:
     every = module.builds("sm_90a")
-    last = {build.name: build for build in reversed(every)} | {f"last {build.name}": build for build in every}
-    for build in last.values() if quick else every:
+    ends = {build.name: build for build in reversed(every)} | {f"last {build.name}": build for build in every}
+    for build in ends.values():
         assert not not_carried(build, "sm_90a"), build.label
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [hopper, portable], ids=["hopper", "portable"])
+def test_no_feature_makes_a_kernel_forget(module: ModuleType) -> None:
+    every = module.builds("sm_90a")
+    for job in builds.jobs_of(module.__name__, "sm_90a", quick=True):
+        assert not not_carried(every[job.index], "sm_90a"), job.label

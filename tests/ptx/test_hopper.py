@@ -94,7 +94,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("case", slow_but(QUANTIZED[:3], (QUANTIZED[0], QUANTIZED[2]).__contains__), ids=str)
+@pytest.mark.parametrize("case", slow_but(QUANTIZED[:3], (QUANTIZED[0],).__contains__), ids=str)
 def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) -> None:
     call = quantization.build(case)
     tiles = dataclasses.replace(quantized_config.choose(call.problem), behind=False, in_turns=False)

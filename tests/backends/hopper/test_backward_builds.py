@@ -125,12 +125,6 @@ def test_the_assembler_adds_no_wait_for_a_product(build: KernelBuild, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", BUILDS, ids=_name)
-def test_every_build_keeps_its_promises(build: KernelBuild) -> None:
-    assert builds.compile_build(build, "sm_90a").problems == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
 def test_every_variant_builds(name: str) -> None:
     config = backward_tiles.VARIANTS[name]

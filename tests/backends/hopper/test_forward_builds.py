@@ -51,12 +51,6 @@ def test_no_spill_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", BUILDS[USUAL:], ids=lambda b: b.label.replace(" ", "-"))
-def test_no_feature_spills(build: KernelBuild) -> None:
-    assert builds.compile_build(build, "sm_90a").problems == []
-
-
-@pytest.mark.slow
 def test_spills_would_be_seen() -> None:
     starved = dataclasses.replace(BUILDS[1], constexprs={**BUILDS[1].constexprs, "REGISTERS": 152})
     report = builds.compile_build(starved, "sm_90a")
