@@ -11,6 +11,7 @@ from flashtile.backends.decode.config import Config, Splitting, override
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
 from tests.kvcache.drawn import cases
+from tests.slow import named, slow_but
 
 DTYPES = (torch.float16, torch.float32)
 
@@ -44,7 +45,9 @@ def test_a_sequence_alone_and_among_others(case: CacheCase) -> None:
     judge_alone(case, torch.float16, "portable", "cpu")
 
 
-@pytest.mark.parametrize("case", invariance_cases((0, 15, 17, 65, 150)), ids=str)
+@pytest.mark.parametrize(
+    "case", slow_but(invariance_cases((0, 15, 17, 65, 150)), named("dense", "pages", "append", "window")), ids=str
+)
 def test_the_number_of_programs_changes_no_bit(case: CacheCase) -> None:
     """Few programs do whole tiles in registers, more do runs of splits, and many do splits, through memory."""
     splitting = Splitting(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
