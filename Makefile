@@ -64,7 +64,7 @@ kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
-	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) -m 'not gpu' tests/ptx/test_hopper.py tests/ptx/test_carries.py || exit 1; done
+	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py || exit 1; done
 
 # The GPU tests, the sanitizers and every benchmark, saved in OUT; a second run does what is left. With PYTHON itself and no
 # environment of its own: the PyTorch of a GPU machine fits its driver. ARGS: python -m benchmarks.gpu --help
