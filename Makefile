@@ -57,12 +57,11 @@ wheel: $(VENV)/.dev
 	rm -rf $(VENV)/wheel
 
 # Builds GPU kernels with no GPU: all of the Hopper backend on the pinned Triton; a few configurations of each kernel for
-# every target on the oldest, the pinned and the newest (sm_89 differs in 8 bits, where the pinned one stands for all). Runs on
-# the CPU what the oldest and the newest make of Hopper's.
+# every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's.
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	$(BIN)/flashtile kernels --arch sm_90a --backend hopper
 	for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
-	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_90a sm_100 gfx942; do \
+	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py \

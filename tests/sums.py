@@ -17,7 +17,7 @@ from tests.cases import Call, Case, assert_close, build, results
 from tests.partials import key_places, piece
 
 _NAMES = ("dq", "dk", "dv")
-# What float32 can tell apart, and what its sums may differ by in another order, of the largest number.
+# Of the largest number: a unit in float32's last place, and what float32 sums in another order may differ by.
 _EPS = torch.finfo(torch.float32).eps
 _FLOAT32 = 32 * _EPS
 # out, lse, dout, dlse.

@@ -14,8 +14,8 @@ from tests.quantization.quantizer import CASES, Case, check, inputs
 from tests.slow import slow_but
 
 ARCHS = ("sm_80", "sm_90", "sm_89")
-# Each on one architecture. That one has angles that PyTorch applies, so that numbers are float32, of which products are
-# not known here.
+# Each on one architecture. Left out is the case whose angles PyTorch applies: its numbers are then float32, whose
+# products the interpreter does not know.
 COMPILED = [(case, ARCHS[i % 3]) for i, case in enumerate(CASES) if case.name != "few pairs"]
 
 

@@ -33,7 +33,7 @@ LONG_SUMS = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", LONG_SUMS, ids=str)
 def test_gradients_are_summed_in_float32(case: Case, dtype: torch.dtype) -> None:
-    """The error is at most twice what rounding the largest of the exact gradients once may take."""
+    """The error is at most twice the bound of rounding the largest exact gradient once."""
     call = build(case, dtype)
     exact_call = call.upcast()
     dout = torch.randn(*call.tensors.q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -42,7 +42,7 @@ def test_gradients_are_summed_in_float32(case: Case, dtype: torch.dtype) -> None
     for name in got.keys() - {"out", "lse"}:
         error = (got[name] - exact[name]).abs().max().item()
         largest = exact[name].abs().max().item()
-        # Half a unit in the last place: what few numbers really lose would be luck.
+        # Half a unit in the last place. The error of rounding these very numbers may be far less, by chance.
         rounding = torch.finfo(dtype).eps / 2 * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
         floor = 32 * torch.finfo(torch.float32).eps * max(1.0, largest)
         assert error <= 2 * rounding + floor, f"{name}: error {error:.2e}, one rounding {rounding:.2e}"

@@ -221,7 +221,7 @@ def _preprocess_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace, adds: bool
 ) -> Launch:
     p = problem
-    # Rows of sequences without keys; but the gradient of the sinks is made from every row's.
+    # Rows of sequences without keys are skipped, unless sinks want a gradient, which is made from every row.
     skips = adds and not p.grads.sinks
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
     sizes = {

@@ -11,7 +11,8 @@ from flashtile.backends.portable.config import Config, Tables
 from flashtile.backends.portable.tuned import select
 from flashtile.problem import Problem
 
-# Programs that fill a GPU of some 130 multiprocessors; not the device's, so that the same bits come out of all devices.
+# Enough programs for a GPU of some 130 multiprocessors. Not by the device's own number: sums are split by it, and their
+# bits would change from device to device.
 PROGRAMS = 256
 # dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
 Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias"]
