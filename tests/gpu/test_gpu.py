@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 
 import flashtile
-from flashtile import dispatch
+from flashtile import dispatch, ops
 from flashtile.arguments import band_of
+from flashtile.backends.portable.backward import launch
 from flashtile.problem import Problem, Tensors
 from tests.cases import CASES, Case, build, judge, one_sign
 from tests.poison import poisoned_memory
@@ -78,6 +80,15 @@ def test_small(case: Case, dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_large(case: Case, dtype: torch.dtype, seed: int, backend: str) -> None:
     judge(build(case, dtype, "cuda", seed), backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_id)
+@pytest.mark.parametrize("case", [case for case in LARGE if case.bias is not None], ids=str)
+def test_a_gradient_of_a_large_bias(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose sums do not fit the cache, whose gradient has a kernel of its own."""
+    monkeypatch.setattr(launch, "MOST_SUMS", 0)
+    with ops.own_plans(OrderedDict()):
+        judge(build(case, dtype, "cuda"), "portable")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

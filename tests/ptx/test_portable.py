@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flashtile.backends import portable as portable_backend
+from flashtile.backends.portable.backward import launch
 from flashtile.backends.portable.quantized.config import choose
 from tests.cases import Case, build, judge
 from tests.origins import judge_parts
@@ -40,6 +43,13 @@ CASES = (
 def test_compiled_kernels_under_the_rule(case: Case, arch: str) -> None:
     with portable.on_cpu(Options(seed=len(case.name)), arch):
         judge(build(case, torch.bfloat16), "portable")
+
+
+@pytest.mark.parametrize("arch", slow_but(("sm_90", "sm_80"), lambda arch: arch == "sm_90"))
+def test_a_compiled_gradient_of_a_large_bias(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST_SUMS", 0)
+    with portable.on_cpu(Options(seed=8), arch):
+        judge(build(replace(CASES[4], batch=4), torch.bfloat16), "portable")
 
 
 @pytest.mark.slow

@@ -43,17 +43,40 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     judge(build(case, dtype), "portable")
 
 
-# Of four tiles. Batches differ, as plans of equal calls are kept.
+TRAINED = [case for case in CASES if case.bias is not None and case.bias_grad]
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(TRAINED, lambda case: case.name in ("bias", "bias_rows", "everything")), ids=str
+)
+def test_a_gradient_of_a_large_bias(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_launch, "MOST_SUMS", 0)
+    with ops.own_plans(OrderedDict()):
+        judge(build(case, torch.float32), "portable")
+
+
+@pytest.mark.parametrize(("fewest", "entries"), [(0, 1), (4800, 2), (10**6, 5)])
+def test_sequences_add_to_copies_of_a_bias_gradient(fewest: int, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_launch, "_FEWEST_SUMS", fewest)
+    call = build(Case("bias_copies", batch=5, seqlen_q=40, seqlen_k=30, bias="hqk", softcap=3.0), torch.float32)
+    assert call.tensors.attn_bias is not None
+    assert backward_launch.bias_entries(call.problem, call.tensors.attn_bias) == entries
+    with ops.own_plans(OrderedDict()), poisoned_memory():
+        judge(call, "portable")
+
+
+# Of four tiles.
 @pytest.mark.parametrize(("programs", "batch", "parts"), [(1, 3, 1), (8, 5, 2), (16, 6, 4), (256, 4, 4)])
-def test_a_bias_that_a_batch_shares_has_its_gradient_summed_in_parts(
+def test_a_large_bias_that_a_batch_shares_has_its_gradient_summed_in_parts(
     programs: int, batch: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backward_launch, "PROGRAMS", programs)
+    monkeypatch.setattr(backward_launch, "MOST_SUMS", 0)
     call = build(Case("bias_shared", batch=batch, seqlen_q=20, seqlen_k=30, heads=1, kv_heads=1, bias="qk"),
                  torch.float32)  # fmt: skip
     assert call.tensors.attn_bias is not None
     assert backward_launch.bias_parts(call.problem, call.tensors.attn_bias) == parts
-    with poisoned_memory():
+    with ops.own_plans(OrderedDict()), poisoned_memory():
         judge(call, "portable")
 
 

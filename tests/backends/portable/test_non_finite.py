@@ -33,6 +33,7 @@ class Setting:
     softcap: float = 0.0
     dropout: float = 0.0
     bias: bool = False
+    deterministic: bool = False
     one_loop: bool = False
     tma: bool = False
     apart: bool = False
@@ -47,13 +48,14 @@ SETTINGS = {
     "mask, causal, softcap": Setting(Band(None, 0), mask=True, softcap=2.0),
     "dropout": Setting(Band(None, 0), dropout=0.3),
     "bias": Setting(Band(None, 0), bias=True),
+    "bias, repeatable": Setting(Band(None, 0), bias=True, deterministic=True),
 }
 
 
 def _run(setting: Setting, tensors: Tensors, dout: Tensor) -> dict[str, Tensor]:
     problem = Problem.build(
         tensors, setting.band, softcap=setting.softcap, dropout_p=setting.dropout, needs_grad=True,
-        bias_grad=setting.bias,
+        bias_grad=setting.bias, deterministic=setting.deterministic,
     )  # fmt: skip
     wide = Config(16, 16, 4, 1, tma=setting.tma, one_loop=setting.one_loop)
     configs = dict.fromkeys(("forward", "dq", *(("dk", "dv") if setting.apart else ("dkdv",))), wide)

@@ -109,7 +109,8 @@ class PortableBackend:
         if problem.bias_grad:
             kernels.append("dbias")
         parts = [f"{'dk and dv' if name == 'dkdv' else name} {backward.choose(problem, name)}" for name in kernels]
-        return f"Triton, tiles {'; '.join(parts)}; no atomics"
+        atomics = "atomic adds to dbias of up to 24 MB, with dq" if backward.may_add_bias(problem) else "no atomics"
+        return f"Triton, tiles {'; '.join(parts)}; {atomics}"
 
     def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
         """One kernel."""
@@ -128,7 +129,7 @@ class PortableBackend:
     def plan_backward(
         self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
     ) -> Backward:
-        """Row sums, then one kernel each for dq, dbias and dk with dv (or one for dk and one for dv), as needed."""
+        """Row sums, then one kernel for dk with dv (or one each) and one for dq with dbias (or one each), as needed."""
         from flashtile.backends.portable.backward.launch import BackwardPlan
 
         if not _needs_widening(problem):

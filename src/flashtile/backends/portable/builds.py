@@ -60,12 +60,14 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
     ]
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)
+    small_bias = _problem(arch, 32, _FULL, bias_dtype=torch.bfloat16, bias_grad=True, seqlen_q=384, seqlen_k=384)
     made = [
         build
         for problem in usual + others
         for direction in ("forward", "backward")
         for build in builds_of(problem, direction)
     ]
+    made += builds_of(small_bias, "backward")[-1:]  # dq, which adds to dbias
     made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
     made += rounding
     return made + _quantized(arch) if (_CAPABILITIES[arch] or (0, 0)) >= (8, 9) else made

@@ -14,6 +14,10 @@ from flashtile.problem import Problem
 # Enough programs for a GPU of some 130 multiprocessors. Not by the device's own number: sums are split by it, and their
 # bits would change from device to device.
 PROGRAMS = 256
+# Float32 numbers of dbias, 24 MB: more do not stay in an H200's L2 among all else, and adds would read and write main
+# memory. (H200, 2026-11-23, dq and dbias by one kernel and by two: 2.4 MB 101 and 144 us, 19 MB 192 and 258 us, 67 MB
+# 873 and 615 us.)
+MOST_SUMS = 6 * 2**20
 # dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
 Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias"]
 
@@ -45,6 +49,11 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
     return ("dk", "dv") if apart else ("dkdv",)
 
 
+def may_add_bias(problem: Problem) -> bool:
+    """Whether the kernel of dq may compute dbias too, by atomic adds, whose order is not repeatable."""
+    return problem.grads.bias and problem.grads.q and not problem.deterministic
+
+
 def members_of(problem: Problem) -> int | None:
     """How many query heads of a group one program sums for dk and dv; None for all.
 
@@ -68,8 +77,8 @@ def members_of(problem: Problem) -> int | None:
 #   the tiles of the next width dq 1.38 times as fast at 192, 1.41 at 160 and 1.19 at 96, dk 1.14 at 192, dkdv 1.45 at
 #   160 and 1.03 at 96 (1.17 full); packed dkdv 1.07 at 128 and 1.10 at 64. Under a band of grouped
 #   heads three loops are 1.14 times as fast as one at 128, though the compiler reports more bytes spilled.
-# - Featured at 32: calls with a bias (H200, 2026-11-23): 4096 x 49 tokens dkdv 1.18 and dq 1.23 times as fast, 96 x 384
-#   dkdv 1.03; dbias of 2048 x 49 tokens 1.3, 96 x 384 1.06, when its loop waited for each load.
+# - Featured at 32: calls with a bias (H200, 2026-11-23): 4096 x 49 tokens dkdv 1.18 and dq 1.23 times as fast; 96 x 384
+#   dkdv 1.05 with a stage more (2048 x 49 0.7) and dq 1.19 without descriptors, 1.29 where it adds to dbias.
 # - dbias from compiler reports, not timings (Triton 3.7.1): with descriptors 100, 168, 127 and 157 registers at 32 to
 #   256 and no spills. From 128 on eight warps, as a multiprocessor holds too few of four. On sm_80 the tiles are the
 #   largest without spills.
@@ -112,12 +121,13 @@ _DENSE = {
 }
 _FEATURED = {
     "dkdv": {
-        32: Config(32, 64, 4, 2, tma=True),
+        32: Config(32, 64, 4, 3, tma=True),
         64: Config(64, 64, 4, 2, tma=True),
         128: Config(32, 64, 4, 2, tma=True),
         256: Config(32, 64, 8, 2, tma=True),
     },
     "dq": {
+        32: Config(64, 32, 4, 3),
         64: Config(64, 64, 4, 2, tma=True),
         128: Config(64, 32, 4, 2, tma=True),
         256: Config(128, 32, 8, 2, tma=True),
@@ -145,7 +155,10 @@ _SM_90 = {
         "dq": _DQ_BANDED,
     },
     "sm_90 featured": _FEATURED,
-    "sm_90 featured tile": _FEATURED | {"dq": _FEATURED["dq"] | {32: Config(64, 32, 4, 2, tma=True)}},
+    "sm_90 featured tile": {
+        "dkdv": _FEATURED["dkdv"] | {32: Config(32, 64, 4, 2, tma=True)},
+        "dq": _FEATURED["dq"] | {32: Config(64, 32, 4, 2, tma=True)},
+    },
 }
 _DBIAS_SM_80 = dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2)) | {256: Config(32, 32, 8, 2)}
 _SM_80 = {

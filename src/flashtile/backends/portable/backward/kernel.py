@@ -4,8 +4,9 @@
     dprobs = dout @ v^T                                dscores = probs * (dprobs - delta)
     dv = probs^T @ dout    dk = dscores^T @ q    dq = dscores @ k    dbias = dscores, summed over what broadcasts
 
-One kernel computes dk and dv by blocks of keys, one dq by blocks of queries, one dbias by tiles of the bias. Each
-element of a gradient is summed by one program in a fixed order, so results are bitwise repeatable without atomics.
+One kernel computes dk and dv by blocks of keys, one dq by blocks of queries. Each element of these is summed by one
+program in a fixed order, so they are bitwise repeatable without atomics. The kernel of dq also adds its dscores to
+dbias, by atomic adds; a large dbias, or one that must be repeatable, has a kernel of its own (``dbias``).
 Mathematics: docs/algorithm.md. Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4.
 """
 
@@ -28,7 +29,7 @@ from flashtile.backends.portable.device.tile_io import (
 from flashtile.backends.vocab import blocks, dropout, scores
 from flashtile.backends.vocab.blocks import Visit
 from flashtile.backends.vocab.dropout import Draws
-from flashtile.backends.vocab.mask import Band, ScoreTensor
+from flashtile.backends.vocab.mask import Band, ScoreTensor, multiple
 from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
 from flashtile.backends.vocab.sequence import Operand, Rows, Strided
 
@@ -43,6 +44,7 @@ class Given(NamedTuple):
         row_pitch: Their stride between heads.
         results: Where the kernel stores its gradients, and whether it adds to what is there.
         members: Query heads whose contribution to dk and dv a program sums, None for all of a group.
+        bias_sums: ``BiasSums`` for the kernel of dq.
     """
 
     dout: Any
@@ -51,6 +53,25 @@ class Given(NamedTuple):
     row_pitch: Any
     results: Any
     members: Any = None
+    bias_sums: Any = None
+
+
+class BiasSums(NamedTuple):
+    """dbias in float32, contiguous ``(entries, heads, rows, cols)`` and 0 at first; ptr is None where it is not wanted.
+
+    Sequence b adds to entry ``b % entries``. UNIT is ``ScoreTensor``'s. A SUM_ constant is True if the bias broadcasts
+    along that dimension. It holds constants, so it is only passed as an argument, never assigned.
+    """
+
+    ptr: Any
+    entries: Any
+    heads: Any
+    rows: Any
+    cols: Any
+    UNIT: Any
+    SUM_HEADS: Any
+    SUM_ROWS: Any
+    SUM_COLS: Any
 
 
 @triton.jit
@@ -169,11 +190,29 @@ def dkdv_tile(call, given):
 
 
 @triton.jit
-def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, keys, MASKED: tl.constexpr):
-    """Adds the contribution of the key blocks of ``blocks.Visit`` to dq; MASKED as for ``over_queries``."""
+def add_to_bias(sums, dscores, head, rows, cols, num_rows):
+    """Adds a block of dscores to ``BiasSums``; rows [BLOCK_M] and cols [1, BLOCK_N] are its rows and keys."""
+    h, row, col = head.h, rows[:, None], cols
+    pitch, num_cols = multiple(sums.cols, sums.UNIT), multiple(head.seqlen_k, sums.UNIT)
+    exists = (row < num_rows) & (col < num_cols)
+    if sums.SUM_HEADS:
+        h = 0
+    # Rows and keys that do not exist have dscores 0.
+    if sums.SUM_ROWS:
+        dscores, row, exists = tl.sum(dscores, 0, keep_dims=True), tl.zeros([1, 1], tl.int32), col < num_cols
+    if sums.SUM_COLS:
+        dscores, col, exists = tl.sum(dscores, 1, keep_dims=True), tl.zeros([1, 1], tl.int32), row < num_rows
+        pitch = 1
+    plane = tl.cast(head.b % sums.entries * sums.heads + h, tl.int64) * sums.rows * pitch
+    tl.atomic_add(sums.ptr + plane + (row.to(tl.int64) * pitch + col), dscores, mask=exists, sem="relaxed")
+
+
+@triton.jit
+def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, place, sums, MASKED: tl.constexpr):
+    """Adds the contribution of the key blocks of ``blocks.Visit`` to dq and sums; MASKED as for ``over_queries``."""
     BLOCK_N: tl.constexpr = call.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    draws = call.terms.draws
+    draws, keys = call.terms.draws, place.keys
     head_kv = head.h // call.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
@@ -190,6 +229,11 @@ def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, keys, MASKED:
         if draws.rng_state_ptr is not None:
             kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
+        if sums.ptr is not None:
+            # The bias is added to scores that softcap has changed.
+            masked = True if sums.SUM_ROWS else edge
+            dbias = scores.score_gradient(probs, dprobs, delta[:, None], 1.0, Pairs(call.terms, head), masked)
+            add_to_bias(sums, dbias, head, rows, cols, place.queries.length)
         dscores = scores.score_gradient(probs, dprobs, delta[:, None], derivative, Pairs(call.terms, head), edge)
         dq = add_product(dq, dscores.to(k[0].dtype), k, INPUT_PRECISION)
     return dq
@@ -213,7 +257,12 @@ def dq_tile(call, given):
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
     place = locate(call, None)
     h, queries, keys = place.head, place.queries, place.keys
+    # Read before a return: after one, Triton 3.6 has lost the constants of a record within a record.
     ADDS: tl.constexpr = given.results[1]
+    UNIT: tl.constexpr = given.bias_sums.UNIT
+    SUM_HEADS: tl.constexpr = given.bias_sums.SUM_HEADS
+    SUM_ROWS: tl.constexpr = given.bias_sums.SUM_ROWS
+    SUM_COLS: tl.constexpr = given.bias_sums.SUM_COLS
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
         return
@@ -242,7 +291,12 @@ def dq_tile(call, given):
         dq = over_keys(
             dq, q, dout, origin, delta, rows,
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
-            call, head, keys, phase != 1,
+            call, head, place,
+            BiasSums(
+                given.bias_sums.ptr, given.bias_sums.entries, given.bias_sums.heads, given.bias_sums.rows,
+                given.bias_sums.cols, UNIT, SUM_HEADS, SUM_ROWS, SUM_COLS,
+            ),
+            phase != 1,
         )  # fmt: skip
     dq = scaled(dq, call.terms.scale)
     store_contiguous(
@@ -314,26 +368,31 @@ def attention_backward_dkdv(
         "seqlen_k",
         "num_heads_q",
         "heads_at_once",
+        "entries",
+        "bias_heads",
+        "bias_rows",
+        "bias_cols",
         "left",
         "right",
         "dropout_threshold",
     ]
 )
 def attention_backward_dq(
-    q_ptr, k_ptr, v_ptr, dout_ptr, k_source, v_source, origin_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, k_source, v_source, origin_ptr, delta_ptr, dq_ptr, dbias_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_at_once, left, right, scale, param,
-    dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, PAIR_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
-    ADDS: tl.constexpr,
+    dropout_threshold, keep_scale, entries, bias_heads, bias_rows, bias_cols,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    PAIR_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr, ADDS: tl.constexpr,
+    SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq, contiguous, one tile per program, or ADDS it. Arguments as for dk and dv."""
+    """Computes dq, contiguous, one tile per program, or ADDS it. Arguments as for dk and dv, and of ``BiasSums``."""
     with_call(
         (
             Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
@@ -355,6 +414,7 @@ def attention_backward_dq(
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dq_tile,
         Given(
             Strided(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
-            row_pitch, (dq_ptr, ADDS),
+            row_pitch, (dq_ptr, ADDS), None,
+            BiasSums(dbias_ptr, entries, bias_heads, bias_rows, bias_cols, PAIR_UNIT, SUM_HEADS, SUM_ROWS, SUM_COLS),
         ),
     )  # fmt: skip

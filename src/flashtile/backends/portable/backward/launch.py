@@ -20,7 +20,15 @@ from flashtile.backends.portable.arguments import (
     heads_at_once,
     num_programs,
 )
-from flashtile.backends.portable.backward.config import PROGRAMS, Kernel, choose, key_kernels, members_of
+from flashtile.backends.portable.backward.config import (
+    MOST_SUMS,
+    PROGRAMS,
+    Kernel,
+    choose,
+    key_kernels,
+    may_add_bias,
+    members_of,
+)
 from flashtile.backends.portable.backward.dbias import attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
 from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_shares
@@ -31,6 +39,8 @@ from flashtile.problem import Problem, Tensors
 
 _PREPARE_ROWS = 32
 _MAX_TILE = 128
+# Float32 numbers, 1 MB: programs that run at once then seldom add to the same ones.
+_FEWEST_SUMS = 2**18
 _OPERANDS = (
     "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
     "lse", "dlse", "rows", "dq", "dk", "dv", "dbias",
@@ -81,10 +91,7 @@ class BackwardPlan:
             dq, dk, dv = sums.dq, sums.dk, sums.dv
         bias, dbias = t.attn_bias, None
         if bias is not None and wanted.bias:
-            parts = bias_parts(p, bias)
-            dbias = _empty_contiguous(bias)
-            if parts > 1:
-                dbias = dbias.new_empty((parts, bias.numel()), dtype=torch.float32)
+            dbias = _new_dbias(p, bias)
         key = (sums is None, overridden())
         steps = self._steps.get(key)
         if steps is None:
@@ -97,8 +104,8 @@ class BackwardPlan:
         if t.sinks is not None and wanted.sinks:
             delta = rows[: _num_rows(p, t)].view(*lse.shape[:-1], row_pitch(lse.shape[-1], p.varlen))
             dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : lse.shape[-1]])
-        if bias is not None and dbias is not None and dbias.shape != bias.shape:
-            dbias = dbias.sum(0).to(bias.dtype).view(bias.shape)
+        if bias is not None and dbias is not None:
+            dbias = (dbias[0] if len(dbias) == 1 else dbias.sum(0)).to(bias.dtype)
         return Gradients(dq, dk, dv, dbias, dsinks)
 
     def _make(self, t: Tensors, dout: Tensor, dlse: Tensor | None, adds: bool) -> list[Step]:
@@ -163,7 +170,7 @@ def launches(
                 made[f"sum_shares_{name}"] = _sum_launch(p, name, x, place, adds)
     if wanted.q:
         made["attention_backward_dq"] = _dq_launch(p, tensors, dout, sizes, adds)
-    if wanted.bias:
+    if wanted.bias and not adds_bias(p, tensors.attn_bias):
         made["attention_backward_dbias"] = _dbias_launch(p, tensors, dout, sizes)
     return made
 
@@ -248,18 +255,62 @@ def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str
     sources = {"k": (tensors.k, config.block_n, block_d), "v": (tensors.v, config.block_n, block_dv)}
     sizes = sizes | descriptors(sources, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
+    bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
 
     def others() -> dict[str, Any]:
-        return {**_loop_arguments(problem, tensors, dout, config), "dq_ptr": Pointer(problem.grad_dtype), "ADDS": adds}
+        return {
+            **_loop_arguments(problem, tensors, dout, config),
+            "dq_ptr": Pointer(problem.grad_dtype),
+            "ADDS": adds,
+            # Calls with a bias are of no family, so these need not be in sizes.
+            "dbias_ptr": None if bias is None else Pointer(torch.float32),
+            "entries": 0 if bias is None else bias_entries(problem, bias),
+            **_bias_shape(problem, bias),
+        }
 
     programs = num_programs(problem, tensors, config.block_m)
     key = (config, problem.grad_dtype, adds)
     return Launch(attention_backward_dq, programs, sizes, config.options(), others, key)
 
 
+def adds_bias(problem: Problem, bias: Tensor | None) -> bool:
+    """Whether the kernel of dq computes dbias too."""
+    return bias is not None and may_add_bias(problem) and bias.numel() <= MOST_SUMS
+
+
+def _new_dbias(problem: Problem, bias: Tensor) -> Tensor:
+    """What dbias is computed in, ``(parts, *bias.shape)``: float32 sums, or of its dtype if there is but one."""
+    if adds_bias(problem, bias):
+        return bias.new_zeros((bias_entries(problem, bias) // _bias_batch(bias), *bias.shape), dtype=torch.float32)
+    parts = bias_parts(problem, bias)
+    return bias.new_empty((parts, *bias.shape), dtype=bias.dtype if parts == 1 else torch.float32)
+
+
+def _bias_batch(bias: Tensor) -> int:
+    """The sequences that a bias has numbers for: 1, or the batch's."""
+    return bias.shape[0] if bias.dim() == 4 else 1
+
+
+def bias_entries(problem: Problem, bias: Tensor) -> int:
+    """Copies of dbias that sequences add to in turn: more of a small one, or adds would wait for one another."""
+    sequences = _bias_batch(bias)
+    return sequences if sequences > 1 else max(1, min(problem.batch, _FEWEST_SUMS // max(1, bias.numel())))
+
+
+def _bias_shape(problem: Problem, bias: Tensor | None) -> dict[str, Any]:
+    """A bias's sizes, 0 without one, and along which dimensions it broadcasts."""
+    full = (problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
+    shape = (0, 0, 0) if bias is None else (1, 1, *bias.shape)[-3:]
+    sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
+    return {
+        **dict(zip(("bias_heads", "bias_rows", "bias_cols"), shape, strict=True)),
+        **dict(zip(("SUM_HEADS", "SUM_ROWS", "SUM_COLS"), sums, strict=True)),
+    }
+
+
 def bias_parts(problem: Problem, bias: Tensor) -> int:
     """Parts of a batch that shares a bias of few tiles, each of which has sums of its own: for some 256 programs."""
-    programs, is_shared = _bias_tiles(problem, bias), bias.dim() < 4 or bias.shape[0] == 1
+    programs, is_shared = _bias_tiles(problem, bias), _bias_batch(bias) == 1
     return max(1, min(problem.batch, PROGRAMS // max(1, programs))) if is_shared else 1
 
 
@@ -275,15 +326,12 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[
     sources = {"q": (tensors.q, config.block_m, block_d), "dout": (dout, config.block_m, block_dv)}
     sources |= {"k": (tensors.k, config.block_n, block_d), "v": (tensors.v, config.block_n, block_dv)}
     sizes = sizes | descriptors(sources, config)
-    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
-    sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
     parts = bias_parts(problem, bias)
     arguments = common_arguments(problem, tensors, config, dout)
     arguments |= {"dbias_ptr": Pointer(bias.dtype if parts == 1 else torch.float32), "parts": parts}
-    arguments |= dict(zip(("bias_heads", "bias_rows", "bias_cols"), shape[1:], strict=True))
-    arguments |= dict(zip(("SUM_BATCH", "SUM_HEADS", "SUM_ROWS", "SUM_COLS"), sums, strict=True))
-    arguments |= {"max_rows": full[2], "max_cols": full[3]}
+    arguments |= _bias_shape(problem, bias)
+    arguments |= {"SUM_BATCH": _bias_batch(bias) == 1 and problem.batch != 1}
+    arguments |= {"max_rows": problem.seqlen_q, "max_cols": problem.seqlen_k}
     programs = _bias_tiles(problem, bias) * parts
     return Launch(attention_backward_dbias, programs, sizes, config.options(), lambda: arguments, config)
 
