@@ -302,15 +302,16 @@ def one_sign(call: Call, sign: float) -> Call:
     return call
 
 
-def judge(call: Call, backend: str, watched: bool = False) -> None:
+def judge(call: Call, backend: str | None, watched: bool = False) -> None:
     """Checks a backend's errors against the rule, or that it refuses with the reasons it declares. Never skips.
 
-    For a backend without a backward only the forward is checked. ``watched``: a tool checks the device's memory. It is
-    then not filled beforehand, so that the tool can report unwritten elements, and the references run on the CPU.
+    None is the library's choice. For a backend without a backward only the forward is checked. ``watched``: a tool
+    checks the device's memory. It is then not filled beforehand, so that the tool can report unwritten elements, and
+    the references run on the CPU.
     """
     memory = nullcontext if watched else poisoned_memory
     directions: tuple[Direction, ...] = ("forward", "backward")
-    against = {each: dispatch.reasons(backend, call.problem, each) for each in directions}
+    against = {each: dispatch.reasons(backend, call.problem, each) if backend else [] for each in directions}
     if not any(against.values()):
         with memory():
             _judge_numbers(call, backend, watched)
@@ -323,7 +324,7 @@ def judge(call: Call, backend: str, watched: bool = False) -> None:
             _judge_forward(call, backend, watched)
 
 
-def _judge_forward(call: Call, backend: str, watched: bool) -> None:
+def _judge_forward(call: Call, backend: str | None, watched: bool) -> None:
     got = dict(zip(("out", "lse"), call.run(backend), strict=True))
     if watched:
         call, got = call.in_main_memory(), {name: x.cpu() for name, x in got.items()}
@@ -333,7 +334,7 @@ def _judge_forward(call: Call, backend: str, watched: bool) -> None:
         assert_close(name, got[name], want, low, call.case.magnitude)
 
 
-def _judge_numbers(call: Call, backend: str, watched: bool) -> None:
+def _judge_numbers(call: Call, backend: str | None, watched: bool) -> None:
     """Runs the library and both references, and asserts the rule for out, lse and every gradient."""
     make = torch.Generator(device=call.tensors.q.device).manual_seed(11)
     shape = (*call.tensors.q.shape[:-1], call.problem.head_dim_v)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # with those it is more than the 23,000 of the design.
 # Two lines in five are docstrings.
 # benchmarks: attention in 8 bits, cuDNN's among it, takes 200, biases, sinks and FlexAttention 140.
-TOTAL_LINES = {"src/flashtile": 34_930, "benchmarks": 4_730}
+TOTAL_LINES = {"src/flashtile": 35_030, "benchmarks": 4_730}
 FILE_LINES = 400
 KERNEL_FILE_LINES = 700
 FUNCTION_LINES = 80

@@ -46,6 +46,10 @@ LARGE = (
     Case("large_alibi", seqlen_q=900, seqlen_k=900, heads=8, kv_heads=2, head_dim=64, alibi="bh", causal=True),
     Case("large_bias", seqlen_q=700, seqlen_k=600, heads=4, kv_heads=4, head_dim=64, bias="hqk"),
     Case("large_bias_batch", seqlen_q=700, seqlen_k=600, heads=4, kv_heads=2, head_dim=64, bias="bk", causal=True),
+    Case("large_bias_128", seqlen_q=500, seqlen_k=600, heads=4, kv_heads=2, head_dim=128, bias="bhqk", causal=True,
+         sinks=True, lse_grad=True),
+    Case("varlen_large_bias", batch=3, lengths=((300, 500), (129, 64), (0, 7)), heads=4, kv_heads=2, head_dim=64,
+         bias="hqk", softcap=5.0, causal=True),
     Case("large_mask", seqlen_q=700, seqlen_k=900, heads=4, kv_heads=4, head_dim=128, mask="bqk"),
     Case("large_sinks", seqlen_q=1000, seqlen_k=1000, heads=8, kv_heads=2, head_dim=64, sinks=True, window=(128, 0)),
     Case("large_dropout", seqlen_q=800, seqlen_k=800, heads=4, kv_heads=4, head_dim=64, dropout=0.2, causal=True),
@@ -82,8 +86,21 @@ def test_large(case: Case, dtype: torch.dtype, seed: int, backend: str) -> None:
     judge(build(case, dtype, "cuda", seed), backend)
 
 
+TRAINED = [case for case in LARGE if case.bias is not None]
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=_id)
+@pytest.mark.parametrize("case", TRAINED, ids=str)
+def test_a_trained_bias(case: Case, dtype: torch.dtype) -> None:
+    """On Hopper by two backends, but for dropout."""
+    call = build(case, dtype, "cuda")
+    with_hopper = call.problem.compute_capability == (9, 0) and not case.dropout
+    assert dispatch.select(call.problem, "backward").name == ("hopper" if with_hopper else "portable")
+    judge(call, None)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=_id)
-@pytest.mark.parametrize("case", [case for case in LARGE if case.bias is not None], ids=str)
+@pytest.mark.parametrize("case", TRAINED, ids=str)
 def test_a_gradient_of_a_large_bias(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose sums do not fit the cache, whose gradient has a kernel of its own."""
     monkeypatch.setattr(launch, "MOST_SUMS", 0)

@@ -35,17 +35,18 @@ _FORWARD = Capabilities(
     alibi=True,
     mask=True,
     bias=True,
+    bias_grad=True,
     sinks=True,
     deterministic=True,
 )
 
-_BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128)
+_BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128, bias_grad=False)
 _DECODE = dataclasses.replace(
-    _FORWARD, head_dim_multiple=1, mask=False, bias=False, deterministic=False, unaligned=True, pages=True,
-    float8_cache=True, slow_if_tiny=False,
+    _FORWARD, head_dim_multiple=1, mask=False, bias=False, bias_grad=False, deterministic=False, unaligned=True,
+    pages=True, float8_cache=True, slow_if_tiny=False,
 )  # fmt: skip
 _QUANTIZED = dataclasses.replace(
-    _FORWARD, dtypes=(FLOAT8,), head_dim_multiple=16, alibi=False, mask=False, bias=False,
+    _FORWARD, dtypes=(FLOAT8,), head_dim_multiple=16, alibi=False, mask=False, bias=False, bias_grad=False,
     deterministic=False, slow_if_tiny=False,
 )  # fmt: skip
 

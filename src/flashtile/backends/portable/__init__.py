@@ -105,8 +105,11 @@ class PortableBackend:
             return f"Triton, tiles {decode.choose(problem)}; splits merged in the same launch"
         if direction in ("forward", "quantized"):
             return f"Triton, tiles {(forward if direction == 'forward' else quantized).choose(problem)}"
-        kernels: list[backward.Kernel] = [*backward.key_kernels(problem), "dq"]
-        if problem.bias_grad:
+        grads = problem.grads
+        kernels: list[backward.Kernel] = list(backward.key_kernels(problem)) if grads.k or grads.v else []
+        if grads.q:
+            kernels.append("dq")
+        if grads.bias:
             kernels.append("dbias")
         parts = [f"{'dk and dv' if name == 'dkdv' else name} {backward.choose(problem, name)}" for name in kernels]
         atomics = "atomic adds to dbias of up to 24 MB, with dq" if backward.may_add_bias(problem) else "no atomics"

@@ -1,0 +1,87 @@
+"""A backward by two backends: which calls get one, and that each computes its part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile import UnsupportedError, dispatch
+from flashtile.arguments import Grads
+from flashtile.backends.base import Gradients
+from flashtile.backends.beside import beside
+from flashtile.problem import Problem, described
+from tests.cases import Case, build
+
+EVERY = Grads(True, True, True, True)
+
+
+def _problem(**values: Any) -> Problem:
+    usual = {
+        "device_type": "cuda", "compute_capability": (9, 0), "dtype": torch.bfloat16, "batch": 2, "seqlen_q": 1024,
+        "seqlen_k": 1024, "num_heads_q": 8, "num_heads_kv": 8, "head_dim": 64, "head_dim_v": 64,
+        "bias_dtype": torch.bfloat16, "grads": EVERY,
+    }  # fmt: skip
+    return described(**usual | values)
+
+
+def test_hopper_computes_what_it_can() -> None:
+    problem = _problem()
+    assert dispatch.select(problem).name == dispatch.select(problem, "backward").name == "hopper"
+    said = dispatch.explain(problem)
+    assert "backward: hopper: TMA and WGMMA" in said
+    assert "gradient of attn_bias: portable: Triton, tiles dbias 64x64, 4 warps, 2 stages, TMA; no atomics" in said
+
+
+def test_both_name_their_builds() -> None:
+    class Recorder:
+        name = summary = "recorder"
+
+        def builds(self, problem: Problem, tensors: Any, direction: str) -> list[Any]:
+            return [problem.grads]
+
+    recorder: Any = Recorder()
+    assert beside(recorder, recorder).builds(_problem(), None, "backward") == [  # type: ignore[arg-type, comparison-overlap]
+        Grads(True, True, True),
+        Grads(bias=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"head_dim": 32, "head_dim_v": 32},
+        {"dropout_p": 0.1},
+        {"seqlen_q": 50, "seqlen_k": 50},
+        {"compute_capability": (8, 0)},
+        {"grads": Grads(bias=True)},
+    ],
+    ids=str,
+)
+def test_one_backend_computes_all(values: dict[str, Any]) -> None:
+    said = dispatch.explain(_problem(**values))
+    assert "backward: portable: " in said
+    assert "gradient of attn_bias: portable" not in said
+
+
+def test_a_named_backend_computes_all() -> None:
+    assert "backward: portable: " in dispatch.explain(_problem(), "portable")
+    with pytest.raises(UnsupportedError, match="no gradient of attn_bias"):
+        dispatch.select(_problem(), "backward", "hopper")
+
+
+@torch.no_grad()
+def test_each_computes_its_part() -> None:
+    call = build(Case("both", bias="hqk", sinks=True, kv_heads=1), torch.float32)
+    cpu, t = dispatch.backend("cpu"), call.tensors
+    out, lse = cpu.plan_forward(call.problem, t)(t)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+
+    def gradients(backend: Any) -> Gradients:
+        found: Gradients = backend.plan_backward(call.problem, t, dout, dlse)(t, out, lse, dout, dlse)
+        return found
+
+    want, got = gradients(cpu), gradients(beside(cpu, cpu))
+    for name in ("dq", "dk", "dv", "dbias", "dsinks"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name))
