@@ -135,6 +135,13 @@ def test_biases_and_masks_have_the_same_bits_by_tma_and_by_loads(dim: int, what:
             assert (by_tma.double() - want).norm() < 2**-8 * want.norm()
 
 
+def test_what_broadcasts_along_keys_is_not_read_by_tma() -> None:
+    for shape in ((1, 1, 1, 1), (1,), (2, 3, 1, 1)):
+        rows = torch.zeros(*shape[:-1], 16)
+        assert tensor_maps.pair_map(rows, 128, 64) is not None
+        assert tensor_maps.pair_map(rows[..., :1], 128, 64) is None
+
+
 @pytest.mark.parametrize(("case", "num_sms", "dtype"), MANY_TILES, ids=str)
 def test_many_tiles_a_program(case: Case, num_sms: int, dtype: torch.dtype) -> None:
     with on_cpu(_seed(case) + num_sms, num_sms):

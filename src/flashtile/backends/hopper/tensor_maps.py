@@ -100,7 +100,10 @@ def pair_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
 
     Whatever it broadcasts along has size 1 in the map, and then a box has one row.
     """
-    if tensor is None or tensor.dtype == torch.float64 or tensor.dim() == 0 or tensor.stride(-1) != 1:
+    if tensor is None or tensor.dtype == torch.float64 or tensor.dim() == 0:
+        return None
+    # Of what broadcasts along keys, a box would be 0 but for the first key.
+    if tensor.stride(-1) != 1 or tensor.shape[-1] == 1:
         return None
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.uint8)
