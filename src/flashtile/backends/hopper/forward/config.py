@@ -227,7 +227,8 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Confi
     if dims == (64, 64):
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill. And
         # tiles of 192 rows fit neither short causal calls, with blocks of 128 keys, nor 577 to 640 rows (11% slower).
-        loads_pairs = (problem.mask or bias_bytes > 0) and config.pair_stages == 0
+        # A bias leaves them one buffer for it: 16 x 1024 rows took 212 us, with two warpgroups 191 (H200, 2026-11-23).
+        loads_pairs = bias_bytes > 0 or (problem.mask and config.pair_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_pairs or config.block_n < 128
         if not wide and not (is_short if is_causal else problem.seqlen_q <= 640):
             config = three_warpgroups_64(config.pair_bytes)
