@@ -80,6 +80,10 @@ def test_a_large_bias_that_a_batch_shares_has_its_gradient_summed_in_parts(
         judge(call, "portable")
 
 
+def test_a_bias_without_sequences() -> None:
+    judge(build(Case("no_batch", batch=0, bias="bhqk"), torch.float32), "portable")
+
+
 def test_a_bias_without_rows() -> None:
     case = Case("varlen_no_rows", batch=2, lengths=((0, 3), (0, 9)), heads=1, kv_heads=1, bias="qk")
     judge(build(case, torch.float32), "portable")

@@ -150,18 +150,10 @@ THREE_WARPGROUPS_64 = Config(
 
 @functools.cache
 def three_warpgroups_64(pair_bytes: tuple[int, int]) -> Config:
-    """``THREE_WARPGROUPS_64`` with buffers of pairs, and room made for them.
-
-    Measured (H200, 2026-11-23): a second buffer of a bias is not worth a stage (causal: 320 TFLOPS against 340).
-    """
+    """``THREE_WARPGROUPS_64``, with two buffers of a mask if there is one."""
     if pair_bytes == (0, 0):
         return THREE_WARPGROUPS_64
-    for stages, q_stages, pair_stages in ((3, 2, 2), (3, 2, 1), (2, 1, 1)):
-        with contextlib.suppress(ValueError):
-            return replace(
-                THREE_WARPGROUPS_64, stages=stages, q_stages=q_stages, pair_stages=pair_stages, pair_bytes=pair_bytes
-            )
-    raise ValueError(f"no room for pairs of {pair_bytes} bytes")
+    return replace(THREE_WARPGROUPS_64, pair_stages=2, pair_bytes=pair_bytes)
 
 
 # A band's tiles are of uneven length, and of sequences up to this length there are many: the end of a launch, when the
@@ -227,7 +219,8 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Confi
     if dims == (64, 64):
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill. And
         # tiles of 192 rows fit neither short causal calls, with blocks of 128 keys, nor 577 to 640 rows (11% slower).
-        # A bias leaves them one buffer for it: 16 x 1024 rows took 212 us, with two warpgroups 191 (H200, 2026-11-23).
+        # A bias leaves them room for one buffer: 16 x 1024 rows took 212 us, with two warpgroups and two buffers 191; 4
+        # causal sequences of 4096 rows 409 and 386 (H200, 2026-11-23).
         loads_pairs = bias_bytes > 0 or (problem.mask and config.pair_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_pairs or config.block_n < 128
         if not wide and not (is_short if is_causal else problem.seqlen_q <= 640):

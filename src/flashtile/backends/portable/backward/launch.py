@@ -281,7 +281,8 @@ def adds_bias(problem: Problem, bias: Tensor | None) -> bool:
 def _new_dbias(problem: Problem, bias: Tensor) -> Tensor:
     """What dbias is computed in, ``(parts, *bias.shape)``: float32 sums, or of its dtype if there is but one."""
     if adds_bias(problem, bias):
-        return bias.new_zeros((bias_entries(problem, bias) // _bias_batch(bias), *bias.shape), dtype=torch.float32)
+        parts = bias_entries(problem, bias) if _bias_batch(bias) == 1 else 1
+        return bias.new_zeros((parts, *bias.shape), dtype=torch.float32)
     parts = bias_parts(problem, bias)
     return bias.new_empty((parts, *bias.shape), dtype=bias.dtype if parts == 1 else torch.float32)
 
