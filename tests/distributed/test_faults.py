@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile import InvalidInputError, UnsupportedError, distributed
 from flashtile.distributed import ExchangeError
+from flashtile.distributed.exchange import Line
 from tests.distributed.pool import Pool
 
 # Of the pools that break. Enough for ranks that are slow and well.
@@ -98,6 +101,28 @@ def test_a_rank_with_another_length_after_calls_that_fit(three: Pool) -> None:
     assert all(isinstance(error, ExchangeError) for error in errors), errors
     assert "comparison of this call" in str(errors[1])
     assert "during step 0 of the ring" in str(errors[0])
+
+
+def destroying(mesh: DeviceMesh) -> None:
+    """Forward and backward along a group that ends then."""
+    group = dist.new_group(list(range(mesh.size())), use_local_synchronization=True)
+    call(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",))).sum().backward()
+    alive = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert alive() is None
+
+
+def test_plans_keep_no_group_that_was_destroyed(pool: Pool) -> None:
+    """Its threads would run on; where the interpreter ended beside them, one process in five aborted."""
+    pool.run(destroying, mesh=2)
+    group = torch.Generator()
+    line = Line(group, 0, (0, 1))
+    assert line.group is group
+    del group
+    with pytest.raises(InvalidInputError, match="mesh: is of a process group that was destroyed"):
+        _ = line.group
 
 
 def differing(mesh: DeviceMesh, usual: dict[str, Any], odd: dict[str, Any]) -> None:

@@ -24,18 +24,30 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Line(NamedTuple):
+class Line:
     """The ranks along one dimension of a mesh, in order.
 
-    Attributes:
-        group: Their process group; None if there is no such dimension.
+    Args:
+        group: Their process group; None if there is no such dimension. It is not kept: plans keep lines for later
+            calls, and a group with its threads and connections is to end with ``destroy_process_group``.
         rank: This process's place.
         members: Their ranks among all processes.
     """
 
-    group: Any
-    rank: int
-    members: tuple[int, ...]
+    def __init__(self, group: Any, rank: int, members: tuple[int, ...]) -> None:
+        self._group, self.rank, self.members = None if group is None else weakref.ref(group), rank, members
+
+    @property
+    def group(self) -> Any:
+        """Their process group; None if there is no such dimension.
+
+        Raises:
+            InvalidInputError: It was destroyed.
+        """
+        found = None if self._group is None else self._group()
+        if found is None and self._group is not None:
+            raise InvalidInputError("mesh", "is of a process group that was destroyed")
+        return found
 
     @property
     def size(self) -> int:
