@@ -8,7 +8,6 @@ from functools import cache, lru_cache
 
 from flashtile import settings
 from flashtile.arguments import BACKENDS, checked
-from flashtile.backends import beside
 from flashtile.backends.base import FEATURES, Backend, Capabilities, Direction, Feature, directions_of
 from flashtile.errors import InvalidInputError, UnsupportedError
 from flashtile.problem import TINY, Problem
@@ -61,6 +60,8 @@ def _first(problem: Problem, direction: Direction) -> str | None:
 @lru_cache(maxsize=4096)
 def _beside_bias(problem: Problem, name: str) -> Backend:
     """The backend of that name, for the gradient of the bias alone if a faster one can compute the others."""
+    from flashtile.backends import beside
+
     others, whole = beside.others(problem), backend(name)
     first = _first(others, "backward") if others.needs_grad else None
     if first in (None, name) or max(problem.head_dim, problem.head_dim_v) <= MOST_TOGETHER:
