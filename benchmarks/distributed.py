@@ -287,15 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"needs {args.ranks} GPUs, or --device cpu", file=sys.stderr)
         return 2
     with rendezvous():
-        spawn(_alone, (args.ranks, args), nprocs=args.ranks)
+        spawn(work, (args.ranks, args), nprocs=args.ranks)
     return 0
-
-
-def _alone(rank: int, world: int, args: argparse.Namespace) -> None:
-    """``work``, without the end of the interpreter: there one process in ten aborted (torch 2.13, gloo)."""
-    work(rank, world, args)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
