@@ -105,7 +105,7 @@ def test_a_rank_with_another_length_after_calls_that_fit(three: Pool) -> None:
 
 def destroying(mesh: DeviceMesh) -> None:
     """Forward and backward along a group that ends then."""
-    group = dist.new_group(list(range(mesh.size())), use_local_synchronization=True)
+    group = dist.new_group()
     call(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",))).sum().backward()
     alive = weakref.ref(group)
     dist.destroy_process_group(group)
@@ -114,9 +114,9 @@ def destroying(mesh: DeviceMesh) -> None:
     assert alive() is None
 
 
-def test_plans_keep_no_group_that_was_destroyed(pool: Pool) -> None:
+def test_plans_keep_no_group_that_was_destroyed(three: Pool) -> None:
     """Its threads would run on; where the interpreter ended beside them, one process in five aborted."""
-    pool.run(destroying, mesh=2)
+    three.run(destroying)
     group = torch.Generator()
     line = Line(group, 0, (0, 1))
     assert line.group is group
