@@ -15,8 +15,8 @@ from flashtile.problem import Problem
 # bits would change from device to device.
 PROGRAMS = 256
 # Float32 numbers of dbias, 24 MB: more do not stay in an H200's L2 among all else, and adds would read and write main
-# memory. (H200, 2026-11-23, dq and dbias by one kernel and by two: 2.4 MB 101 and 144 us, 19 MB 192 and 258 us, 67 MB
-# 873 and 615 us.)
+# memory. (H200, 2026-11-23, all gradients, dbias by the kernel of dq and by its own: 2.4 MB 219 and 286 us, 19 MB 390
+# and 426, 67 MB 1,472 and 1,113.)
 MOST_SUMS = 6 * 2**20
 # dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
 Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias"]
@@ -78,7 +78,8 @@ def members_of(problem: Problem) -> int | None:
 #   160 and 1.03 at 96 (1.17 full); packed dkdv 1.07 at 128 and 1.10 at 64. Under a band of grouped
 #   heads three loops are 1.14 times as fast as one at 128, though the compiler reports more bytes spilled.
 # - Featured at 32: calls with a bias (H200, 2026-11-23): 4096 x 49 tokens dkdv 1.18 and dq 1.23 times as fast; 96 x 384
-#   dkdv 1.05 with a stage more (2048 x 49 0.7) and dq 1.19 without descriptors, 1.29 where it adds to dbias.
+#   dkdv 1.05 with a stage more and dq 1.19 without descriptors, 1.29 where it adds to dbias; with both of these, 2048 x
+#   49 tokens took 322 us in all, without 281.
 # - dbias from compiler reports, not timings (Triton 3.7.1): with descriptors 100, 168, 127 and 157 registers at 32 to
 #   256 and no spills. From 128 on eight warps, as a multiprocessor holds too few of four. On sm_80 the tiles are the
 #   largest without spills.
