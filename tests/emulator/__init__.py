@@ -83,6 +83,10 @@ def run_on(
         value if name in constants else _argument(value)
         for name, value in zip(kernel.arg_names, arguments, strict=True)
     ]
+    # Of boxes of rows, (..., rows, 1, columns).
+    sides = [each.block_shape[-3:] for each in given if isinstance(each, Descriptor) and len(each.block_shape) > 3]
+    sides = [(rows, cols) for rows, one, cols in sides if one == 1 and rows > 1]
+    machine.box = (min(rows for rows, _ in sides), min(cols for _, cols in sides)) if sides else (0, 0)
     threads = torch.get_num_threads()
     # The tiles are small, and threads that wait for each other cost more than they help.
     torch.set_num_threads(1)

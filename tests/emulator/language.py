@@ -179,9 +179,10 @@ class Language:
         name = _assigned_name()
         if isinstance(layout, BarrierLayout):
             return Barriers([Barrier(f"{name}[{i}]") for i in range(shape[0])])
-        return SharedMemory.allocate(
-            self.machine, dtype, shape, name, layout.cols if isinstance(layout, BoxLayout) else 0
-        )
+        rows, cols = self.machine.box
+        if not isinstance(layout, BoxLayout):
+            return SharedMemory.allocate(self.machine, dtype, shape, name)
+        return SharedMemory.allocate(self.machine, dtype, shape, name, rows, min(cols or layout.cols, layout.cols))
 
     # Barriers.
 

@@ -174,6 +174,9 @@ class Machine:
     Args:
         seed: Draws the order.
         resident: Programs that run at once; the others start in order as these end.
+
+    Attributes:
+        box: Rows and columns of shared memory that a copy may write by themselves; 0 for all of a buffer.
     """
 
     def __init__(self, seed: int, resident: int) -> None:
@@ -183,6 +186,7 @@ class Machine:
         self.loads: list[Operation] = []
         self.tasks: list[Task] = []
         self.main = greenlet.getcurrent()
+        self.box = (0, 0)
 
     @property
     def running(self) -> Task:

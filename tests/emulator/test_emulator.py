@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashtile.backends.hopper.device.gluon_compat import tma_load, tma_store
+from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store
 from tests import emulator
 
 SIDE = 16
@@ -161,6 +161,32 @@ def test_boxes_of_one_buffer_are_loaded_side_by_side() -> None:
         emulator.launch(side_by_side, (1,), (_described(x), out, 0, 0))
     with pytest.raises(emulator.MachineError, match="columns 8 to 24"):
         emulator.launch(side_by_side, (1,), (_described(x), out, 0, 8))
+
+
+@gluon.jit
+def one_below_the_other(x_desc, out_ptr, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 16], gl.float32)
+    tile = gl.allocate_shared_memory(gl.float32, [1, 16, 16], layout).index(0)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.expect(full.index(0), 2 * 8 * 16 * 4)
+    tma_load(x_desc, [0, 16, 0, 0], full.index(0), as_box(tile.slice(FIRST, 8, 0), x_desc))
+    tma_load(x_desc, [0, 0, 0, 0], full.index(0), as_box(tile.slice(SECOND, 8, 0), x_desc))
+    mbarrier.wait(full.index(0), 0)
+    rows = gl.arange(0, 16, gl.AutoLayout())
+    gl.store(out_ptr + rows[:, None] * 16 + rows[None, :], tile.load(gl.AutoLayout()))
+
+
+def test_boxes_of_rows_are_loaded_one_below_the_other() -> None:
+    x, out = torch.randn(1, 32, 1, SIDE), torch.full((SIDE, SIDE), torch.nan)
+    layout = gl.NVMMASharedLayout.get_default_for([8, SIDE], gl.float32)
+    described = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 8, 1, SIDE], layout)
+    emulator.launch(one_below_the_other, (1,), (described, out, 0, 8))
+    assert torch.equal(out, torch.cat([x[0, 16:24, 0], x[0, :8, 0]]))
+    with pytest.raises(emulator.RaceError, match="writes tile"):
+        emulator.launch(one_below_the_other, (1,), (described, out, 8, 8))
+    with pytest.raises(emulator.MachineError, match="rows 4 to 12"):
+        emulator.launch(one_below_the_other, (1,), (described, out, 0, 4))
 
 
 @triton.jit

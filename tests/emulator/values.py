@@ -241,29 +241,45 @@ class Pointer:
 
 
 class SharedMemory:
-    """A shared_memory_descriptor: part of an allocation and its places in the watch, ``boxes`` of them side by side."""
+    """A shared_memory_descriptor: part of an allocation and its places in the watch.
 
-    def __init__(
-        self, machine: Machine, data: torch.Tensor, places: Array, is_part: bool = False, boxes: int = 1
-    ) -> None:
+    Attributes:
+        data: What it holds.
+        grid: The places: of each buffer, or of the one that this is, rows of boxes of columns. Of a view in another
+            shape, all that it may touch, in one row.
+    """
+
+    def __init__(self, machine: Machine, data: torch.Tensor, grid: Array, is_part: bool = False) -> None:
         self.data = data
-        self.places = places
+        self.grid = grid
         self.machine = machine
         self._is_part = is_part
-        self._boxes = boxes
+
+    @property
+    def places(self) -> Array:
+        """What the watch knows it by."""
+        return self.grid.reshape(-1)
 
     @classmethod
-    def allocate(cls, machine: Machine, dtype: Any, shape: Sequence[int], name: str, cols: int = 0) -> SharedMemory:
-        """Uninitialised memory: NaN, or numbers that nothing expects; ``cols`` columns may be written by themselves."""
+    def allocate(
+        cls, machine: Machine, dtype: Any, shape: Sequence[int], name: str, rows: int = 0, cols: int = 0
+    ) -> SharedMemory:
+        """Uninitialised memory: NaN, or numbers that nothing expects.
+
+        ``rows`` rows or ``cols`` columns of a buffer may be written by themselves; 0 for all.
+        """
         kind = TORCH_DTYPES[dtype]
         data = torch.full(
             tuple(shape), torch.nan if kind.is_floating_point else 7 - (2**30 if kind.is_signed else 0), dtype=kind
         )
         # The first dimension of a small one counts buffers; anything else is a buffer of its own.
         buffers = shape[0] if len(shape) > 1 and shape[0] <= 16 else 1
-        boxes = max(1, shape[-1] // cols) if cols else 1
-        places = machine.running.program.allocate([f"{name}[{i // boxes}]" for i in range(buffers * boxes)])
-        return cls(machine, data, places, boxes=boxes)
+        across = max(1, shape[-1] // cols) if cols else 1
+        down = max(1, shape[-2] // rows) if rows and len(shape) == 3 else 1
+        places = machine.running.program.allocate(
+            [f"{name}[{i}]" for i in range(buffers) for _ in range(down * across)]
+        )
+        return cls(machine, data, places.reshape(buffers, down, across))
 
     @property
     def dtype(self) -> Any:
@@ -299,19 +315,21 @@ class SharedMemory:
 
     def index(self, index: Any) -> SharedMemory:
         i = _checked(int(value_of(index)), self.data.shape[0])
-        own = self._is_part or len(self.places) == self._boxes
-        places = self.places if own else self.places[i * self._boxes : (i + 1) * self._boxes]
-        return SharedMemory(self.machine, self.data[i], places, True, self._boxes)
+        own = self._is_part or len(self.grid) == 1
+        return SharedMemory(self.machine, self.data[i], self.grid if own else self.grid[i : i + 1], True)
 
     def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
         _checked(start, self.data.shape[dim] - length + 1)
-        part = self._part(self.data.narrow(dim, start, length))
-        if self._boxes > 1 and dim == self.data.dim() - 1:
-            cols = self.data.shape[dim] // self._boxes
-            if (start % cols or length % cols) and start // cols != (start + length - 1) // cols:
-                raise MachineError(f"columns {start} to {start + length}, where boxes have {cols}")
-            part.places = self.places[start // cols : -(-(start + length) // cols)]
-        return part
+        axis = dim - self.data.dim()
+        grid = self.grid
+        if axis > -3 and grid.shape[axis] > 1:
+            size = self.data.shape[dim] // grid.shape[axis]
+            if (start % size or length % size) and start // size != (start + length - 1) // size:
+                what = "columns" if axis == -1 else "rows"
+                raise MachineError(f"{what} {start} to {start + length}, where boxes have {size}")
+            kept = slice(start // size, -(-(start + length) // size))
+            grid = grid[..., kept] if axis == -1 else grid[:, kept]
+        return SharedMemory(self.machine, self.data.narrow(dim, start, length), grid, True)
 
     def permute(self, order: Sequence[int]) -> SharedMemory:
         return self._part(self.data.permute(*order))
@@ -327,7 +345,7 @@ class SharedMemory:
     _reinterpret = reinterpret
 
     def _part(self, data: torch.Tensor) -> SharedMemory:
-        return SharedMemory(self.machine, data, self.places, True)
+        return SharedMemory(self.machine, data, self.places[None, None], True)
 
 
 def _checked(index: int, size: int) -> int:

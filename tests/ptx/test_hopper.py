@@ -47,11 +47,14 @@ CASES = (
     Case("bias", batch=1, seqlen_q=140, seqlen_k=272, heads=2, kv_heads=1, head_dim=128, causal=True, bias="hqk",
          bias_grad=False),
     Case("mask_of_keys", batch=1, seqlen_q=140, seqlen_k=208, heads=1, kv_heads=1, head_dim=256, mask="bk"),
+    # Heads that share tiles.
+    Case("group", batch=1, seqlen_q=20, seqlen_k=150, heads=10, kv_heads=2, head_dim=128, causal=True, sinks=True),
+    Case("group_varlen", batch=2, lengths=((21, 130), (9, 30)), heads=3, kv_heads=1, head_dim=64, spare=3),
 )  # fmt: skip
 
 
 # The first two share their kernels with what is taken out below, and with the sums.
-QUICK = {(0, True), (1, False), (2, True), (3, False), (6, True), (7, False), (10, True), (11, False)}
+QUICK = {(0, True), (1, False), (2, True), (3, False), (6, True), (7, False), (10, True), (11, False), (13, False)}
 RUNS = slow_but(
     [(case, at_wait) for case in CASES for at_wait in (True, False)],
     lambda each: (CASES.index(each[0]), each[1]) in QUICK,

@@ -35,6 +35,21 @@ CASES = (
     Case("varlen_128", batch=3, lengths=((130, 260), (200, 20), (64, 128)), head_dim=128, window=(50, 0), sinks=True),
 )
 
+# Heads of a group: powers of two or not, more or fewer than strips of a tile; strips that sequences end in.
+GROUPS = (
+    Case("full", batch=2, seqlen_q=60, seqlen_k=390, heads=6, kv_heads=2, head_dim=64),
+    Case("causal", batch=2, seqlen_q=113, seqlen_k=113, heads=2, kv_heads=1, head_dim=64, causal=True),
+    Case("sinks_128", batch=1, seqlen_q=133, seqlen_k=213, heads=8, kv_heads=1, head_dim=128, causal=True, sinks=True),
+    Case("full_96", batch=1, seqlen_q=30, seqlen_k=200, heads=14, kv_heads=2, head_dim=96, head_dim_v=88),
+    Case("window_192", batch=1, seqlen_q=100, seqlen_k=300, heads=10, kv_heads=2, head_dim=192, window=(50, 20),
+         softcap=5.0),
+    Case("full_256", batch=1, seqlen_q=9, seqlen_k=200, heads=17, kv_heads=1, head_dim=256),
+    Case("varlen_64", batch=4, lengths=((200, 200), (1, 400), (0, 7), (130, 130)), heads=4, kv_heads=2, head_dim=64,
+         causal=True, spare=70),
+    Case("varlen_128", batch=3, lengths=((130, 260), (20, 20), (64, 128)), heads=6, kv_heads=2, head_dim=128,
+         window=(50, 0), sinks=True, spare=5),
+)  # fmt: skip
+
 
 def _variants(case: Case) -> list[tiles.Config]:
     widths = tiles.width(case.head_dim), tiles.width(case.head_dim_v or case.head_dim)
@@ -61,6 +76,26 @@ def test_bits_do_not_depend_on_the_configuration(case: Case) -> None:
             first = out, lse
         assert torch.equal(out, first[0]), config
         assert torch.equal(lse, first[1]), config
+
+
+@pytest.mark.parametrize("case", slow_but(GROUPS, named("causal", "full_96", "varlen_128")), ids=str)
+def test_bits_do_not_depend_on_what_shares_a_tile(case: Case) -> None:
+    call = build(case, torch.bfloat16)
+    low = reference.attention(call.problem, call.tensors, call.problem.dtype)[0]
+    exact = reference.attention(call.problem, call.upcast().tensors)[0]
+    alone = dataclasses.replace(tiles.TWO_WARPGROUPS[tiles.widths(call.problem.head_dim, call.problem.head_dim_v)])
+    table = [tiles.shared(alone, strip) for strip in (8, 16, 32)]
+    table.append(dataclasses.replace(table[0], dynamic=True, tile_stages=2))
+    if case.head_dim == 64 and case.window == (None, None):
+        table.append(tiles.shared(tiles.THREE_WARPGROUPS_64, 16))
+    with on_cpu(0, 3), torch.no_grad():
+        out, lse = launch.ForwardPlan(call.problem, call.tensors, alone)(call.tensors)
+    assert_close("out", out, exact, low, case.magnitude)
+    for seed, config in enumerate(table):
+        with on_cpu(seed, 1 + seed % 4), torch.no_grad():
+            got, got_lse = launch.ForwardPlan(call.problem, call.tensors, config)(call.tensors)
+        assert torch.equal(got, out), config
+        assert torch.equal(got_lse, lse), config
 
 
 @pytest.mark.parametrize("num_sms", slow_but([1, 3, 50], lambda n: n == 3))

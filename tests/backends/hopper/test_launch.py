@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,43 @@ def _meets_edges(config: tiles.Config, seqlen_q: int, seqlen_k: int, band: Band)
     return False
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 33, 130, 200, 1000])
+@pytest.mark.parametrize("group", [2, 3, 7, 8, 16, 71])
+@pytest.mark.parametrize("strip", [8, 32])
+def test_edges_where_heads_share_tiles(strip: int, group: int, seqlen_q: int) -> None:
+    config = tiles.shared(tiles.TWO_WARPGROUPS[128, 128], strip)
+    strips = torch.arange(-(-seqlen_q // strip) * group)
+    positions = (strips // group)[:, None] * strip + torch.arange(strip)
+    assert (positions.flatten().clamp(max=seqlen_q).bincount()[:seqlen_q] == group).all()
+    for more_keys in (0, 64, 128, 100):
+        band, seqlen_k = Band(None, 0), seqlen_q + more_keys
+        problem = _problem(128, band, seqlen_q=seqlen_q, seqlen_k=seqlen_k).but(num_heads_q=group, num_heads_kv=1)
+        if launch.meets_edges(problem, config, equal_lengths=False):
+            continue
+        for rows in positions.flatten().split(config.block_m):
+            last_keys = rows[rows < seqlen_q] + more_keys
+            assert (last_keys // config.block_n).unique().numel() <= 1
+
+
+def test_heads_share_tiles_where_they_would_be_half_empty() -> None:
+    def strip(band: Band = Band(), rows: int | None = None, **changes: Any) -> int:  # noqa: B008
+        problem = _problem(128, band, seqlen_q=33, seqlen_k=4096).but(
+            **{"num_heads_q": 32, "num_heads_kv": 8} | changes
+        )
+        return tiles.choose(problem, rows=rows).strip
+
+    assert strip() < 64 and strip(Band(None, 0)) < 64 and strip(Band(100, 0), softcap=5.0) < 64
+    # Tiles that are full already, of one head, or written row by row; what is read by row and head.
+    assert strip(seqlen_q=4096) == strip(seqlen_q=128, seqlen_k=128) == 64
+    assert strip(num_heads_kv=32) == strip(out_dtype=torch.float32) == 64
+    assert strip(alibi=True) == strip(mask=True) == strip(bias_dtype=torch.bfloat16) == 64
+    # Packed sequences by their mean length, as far as it is known.
+    assert strip(varlen=True, batch=8, seqlen_q=4000, rows=8 * 100) < 64
+    assert strip(varlen=True, batch=8, seqlen_q=4000, rows=8 * 3000) == strip(varlen=True, seqlen_q=4000) == 64
+    # Rows that 32 bits do not count.
+    assert strip(num_heads_q=2**14, num_heads_kv=1, batch=3, rows=2**18, varlen=True) == 64
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(None, 64), Band(None, 5), Band(None, -64), Band(70, 0)])
 def test_a_loop_without_a_mask_meets_no_edge(band: Band, head_dim: int) -> None:
@@ -124,6 +162,10 @@ def test_configs_that_cannot_run_are_refused() -> None:
         dataclasses.replace(tiles.THREE_WARPGROUPS_64, registers=168)
     with pytest.raises(ValueError, match="two buffers"):
         dataclasses.replace(tiles.TWO_WARPGROUPS[64, 64], q_stages=1)
+    with pytest.raises(ValueError, match="whole strips"):
+        dataclasses.replace(tiles.TWO_WARPGROUPS[128, 128], strip=32)
+    with pytest.raises(ValueError, match="whole strips"):
+        dataclasses.replace(tiles.TWO_WARPGROUPS[64, 64], strip=24)
     with pytest.raises(ValueError, match="one key block"):
         dataclasses.replace(tiles.THREE_WARPGROUPS_64, block_n=64)
 

@@ -278,9 +278,9 @@ def test_score_transforms() -> None:
 
 
 @triton.jit
-def _tiles_kernel(cu_ptr, out_ptr, num_sequences, total, BLOCK: tl.constexpr):
+def _tiles_kernel(cu_ptr, out_ptr, num_sequences, total, rows_per_token, BLOCK: tl.constexpr, SPARE: tl.constexpr):
     tile = tl.program_id(0)
-    b, block = scheduler.packed_tile(cu_ptr, num_sequences, tile, BLOCK)
+    b, block = scheduler.packed_tile(cu_ptr, num_sequences, tile, BLOCK, rows_per_token, SPARE)
     seq = sequence.sequence_of(sequence.SequenceLayout(cu_ptr, num_sequences, total), b)
     start, length = seq.batch_index + seq.start, seq.length
     tl.store(out_ptr + tile * 4, b)
@@ -291,24 +291,23 @@ def _tiles_kernel(cu_ptr, out_ptr, num_sequences, total, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("lengths", [[5], [0, 0, 9], [16, 16], [1, 1, 1, 1, 1], [33, 0, 7, 15], []])
 @pytest.mark.parametrize("spare", [0, 3, 40])
-def test_packed_tiles_reach_every_row_once(lengths: list[int], spare: int) -> None:
+@pytest.mark.parametrize("heads, strip", [(1, 1), (3, 8), (5, 4), (2, 16)])
+def test_packed_tiles_reach_every_row_once(lengths: list[int], spare: int, heads: int, strip: int) -> None:
+    """Also where a position has rows of several heads, in whole strips of positions."""
     block = 16
     bounds = [0, *itertools.accumulate(lengths)]
     total = bounds[-1] + spare
-    tiles = scheduler.num_packed_tiles(total, len(lengths), block)
+    tiles = scheduler.num_packed_tiles(total, len(lengths), block, heads, strip - 1)
     out = torch.full((tiles, 4), -1, dtype=torch.int32)
-    _tiles_kernel[(tiles,)](torch.tensor(bounds, dtype=torch.int32), out, len(lengths), total, BLOCK=block)
-    seen = torch.zeros(total, dtype=torch.int32)
-    owner = torch.full((total,), -1, dtype=torch.int32)
+    offsets = torch.tensor(bounds, dtype=torch.int32)
+    _tiles_kernel[(tiles,)](offsets, out, len(lengths), total, heads, BLOCK=block, SPARE=strip - 1)
+    needed = [-(-length // strip) * strip * heads for length in (*lengths, spare)]
+    seen = [torch.zeros(rows, dtype=torch.int32) for rows in needed]
     for b, m, start, length in out.tolist():
-        assert start == bounds[b]
+        assert m >= 0 and start == bounds[b]
         assert length == (lengths[b] if b < len(lengths) else spare)
-        rows = slice(start + min(m * block, length), start + min((m + 1) * block, length))
-        seen[rows] += 1
-        owner[rows] = b
-    assert (seen == 1).all()
-    expected = [b for b, length in enumerate([*lengths, spare]) for _ in range(length)]
-    assert owner.tolist() == expected
+        seen[b][m * block : (m + 1) * block] += 1
+    assert all((rows == 1).all() for rows in seen)
 
 
 @triton.jit

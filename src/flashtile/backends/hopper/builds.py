@@ -31,7 +31,7 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
         from flashtile.backends.hopper import tensor_maps
         from flashtile.backends.hopper.forward import config, launch
 
-        chosen = config.choose(problem, tensor_maps.pair_bytes(tensors))
+        chosen = config.choose(problem, tensor_maps.pair_bytes(tensors), tensors.q.shape[-3])
         return {"attention_forward": launch.forward_launch(problem, tensors, chosen)}
     from flashtile.backends.hopper.backward import config as backward_config
     from flashtile.backends.hopper.backward import launch as backward_launch
@@ -124,7 +124,19 @@ def _forward_problems() -> list[Problem]:
     wide = ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))
     wide_problems = [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING) for dim, dim_v in wide]
     mods = [*_with_mods(64, 128), _problem(256, _CAUSAL, alibi=True)]
-    return _usual() + in_parts + others + wide_problems + mods
+    return _usual() + in_parts + others + wide_problems + mods + _shared_problems()
+
+
+def _shared_problems() -> list[Problem]:
+    """Calls of few queries, whose tiles the heads of a group share."""
+    kinds: list[tuple[Band, dict[str, Any]]] = [
+        (_FULL, {"seqlen_q": 33}),
+        (_CAUSAL, {"seqlen_q": 100}),
+        (_CAUSAL, {"seqlen_q": 64, "varlen": True}),
+        (_WINDOW, {"seqlen_q": 64} | _EVERYTHING),
+    ]
+    group: dict[str, Any] = {"num_heads_q": 28, "num_heads_kv": 4, "seqlen_k": 2000}
+    return [_problem(dim, band, **group | used) for dim in (128, 64, 256) for band, used in kinds]
 
 
 def _joining_builds() -> list[KernelBuild]:
@@ -215,7 +227,7 @@ def _problem(head_dim: int, band: Band, **values: Any) -> Problem:
         "dtype": torch.bfloat16,
         "batch": 2,
         "seqlen_q": seqlen,
-        "seqlen_k": seqlen,
+        "seqlen_k": values.pop("seqlen_k", seqlen),
         "num_heads_q": 8,
         "num_heads_kv": 8,
         "head_dim": head_dim,

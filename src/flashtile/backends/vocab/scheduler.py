@@ -38,13 +38,21 @@ def grouped_tile(pid, num_blocks, num_heads, heads_at_once):
 
 
 @triton.jit
-def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr):
+def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr, rows_per_token=1, SPARE: tl.constexpr = 0):
     """The sequence and the block of a tile of packed sequences, in O(log num_sequences) reads, without prefix sums.
 
-    Sequence b owns the tiles from ``cu_seqlens[b] // BLOCK + b`` to the next sequence's: always enough for its blocks,
+    Sequence b owns the tiles from ``first_packed_tile`` of b to that of b + 1: always enough for its blocks,
     because a sequence that straddles a multiple of BLOCK needs at most one block more than the multiples it crosses.
-    Spare tiles get a block past the sequence's end. A launch needs ``total // BLOCK + num_sequences + 1`` tiles; the
-    last ones belong to ``b == num_sequences``, the rows past every sequence.
+    Spare tiles get a block past the sequence's end. A launch needs one tile more than come before the end of the rows
+    past every sequence, which belong to ``b == num_sequences``.
+
+    Args:
+        cu_seqlens_ptr: (num_sequences + 1,) int32.
+        num_sequences: How many there are.
+        tile: The tile.
+        BLOCK: Rows of a tile.
+        rows_per_token: Rows of a position: more than one where the heads of a group share tiles.
+        SPARE: Positions that a sequence may be short of, rounded to what its tiles are made of.
 
     Returns:
         (b, block).
@@ -52,13 +60,21 @@ def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr):
     low, high = 0, num_sequences
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens_ptr + middle) // BLOCK + middle <= tile:
+        start = tl.load(cu_seqlens_ptr + middle)
+        if first_packed_tile(start, middle, BLOCK, rows_per_token, SPARE) <= tile:
             low = middle
         else:
             high = middle - 1
-    return low, tile - (tl.load(cu_seqlens_ptr + low) // BLOCK + low)
+    start = tl.load(cu_seqlens_ptr + low)
+    return low, tile - first_packed_tile(start, low, BLOCK, rows_per_token, SPARE)
 
 
-def num_packed_tiles(total: int, num_sequences: int, block: int) -> int:
+@triton.jit
+def first_packed_tile(start, b, BLOCK: tl.constexpr, rows_per_token, SPARE: tl.constexpr):
+    """The first tile of sequence b, which begins at position ``start``; see ``packed_tile``."""
+    return (start + b * SPARE) * rows_per_token // BLOCK + b
+
+
+def num_packed_tiles(total: int, num_sequences: int, block: int, rows_per_token: int = 1, spare: int = 0) -> int:
     """Programs that ``packed_tile`` needs to reach every row of a packed tensor."""
-    return total // block + num_sequences + 1
+    return (total + (num_sequences + 1) * spare) * rows_per_token // block + num_sequences + 1

@@ -73,17 +73,26 @@ def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constex
 
 
 @gluon.jit
-def load(desc, rings, use, rows, row, COLS: gl.constexpr):
-    """Starts the load of ``rows`` (``HeadRows``) from ``row`` on into a channel."""
+def load(desc, rings, use, strips, COLS: gl.constexpr):
+    """Starts the load of a tile into a channel: of as many rows from each of ((``HeadRows``, first row), ...)."""
     BYTES: gl.constexpr = rings[0].buffers.dtype.primitive_bitwidth // 8
+    ROWS: gl.constexpr = rings[0].buffers.shape[1] // len(strips)
+    # Boxes of 64 columns are of one piece in shared memory, whatever rows they have.
+    most: gl.constexpr = 256 if len(strips) == 1 else 64
     full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * BYTES)
-    load_boxes(desc, tiles_at(rings, use), full, rows, row, COLS)
+    tiles = tiles_at(rings, use)
+    for i in gl.static_range(len(strips)):
+        boxes = ()
+        for j in gl.static_range(len(tiles)):
+            boxes = also(boxes, box_of(tiles[j], i * ROWS, ROWS, 0))
+        load_boxes(desc, boxes, full, strips[i][0], strips[i][1], COLS, 256, most)
 
 
 @gluon.jit
-def load_boxes(desc, tiles, full, rows, row, COLS: gl.constexpr, most: gl.constexpr = 256):
-    """Starts the load of a tile, which signals ``full``, a box at a time."""
-    BOX: gl.constexpr = width_of(COLS, -1, most)
+def load_boxes(desc, tiles, full, rows, row, COLS: gl.constexpr, most: gl.constexpr = 256,
+               widest: gl.constexpr = 256):  # fmt: skip
+    """Starts the load of a tile, which signals ``full``, a box at a time, each of ``widest`` columns at most."""
+    BOX: gl.constexpr = min(width_of(COLS, -1, most), widest)
     for i in gl.static_range(len(tiles)):
         for j in gl.static_range(width_of(COLS, i, most) // BOX):
             at = rows.at(row, start_of(COLS, i, most) + j * BOX)
@@ -195,12 +204,13 @@ def pieces(x, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def store(desc, tiles, buffers, FIRST: gl.constexpr, STAGES: gl.constexpr, rows, row):
-    """Stores a tile to ``rows`` (``HeadRows``) from ``row`` on by TMA, a box at a time.
+def store(desc, tiles, buffers, FIRST: gl.constexpr, STAGES: gl.constexpr, strips):
+    """Stores a tile by TMA, a box at a time: as many rows to each of ((``HeadRows``, first row), ...).
 
     It goes through STAGES buffers from FIRST on, each once its last store has left it.
     """
-    BOX: gl.constexpr = desc.block_type.shape[4 if rows.varlen else 3]
+    BOX: gl.constexpr = desc.block_type.shape[4 if strips[0][0].varlen else 3]
+    ROWS: gl.constexpr = tiles[0].shape[0] // len(strips)
     parts = ()
     for i in gl.static_range(len(tiles)):
         parts = parts + pieces(tiles[i], BOX)
@@ -212,4 +222,6 @@ def store(desc, tiles, buffers, FIRST: gl.constexpr, STAGES: gl.constexpr, rows,
             tma_store_wait(STAGES - 1)
         buffer.store(parts[i])
         fence_async_shared()
-        tma_store(desc, rows.at(row, i * BOX), as_box(buffer, desc))
+        for j in gl.static_range(len(strips)):
+            at = strips[j][0].at(strips[j][1], i * BOX)
+            tma_store(desc, at, as_box(box_of(buffer, j * ROWS, ROWS, 0), desc))

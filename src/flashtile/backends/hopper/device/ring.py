@@ -137,7 +137,7 @@ def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.c
 
 
 # Where the numbers of the first warpgroup begin, and how many places each warpgroup has.
-FIRST_OWN, OWN_SLOTS = gl.constexpr(16), gl.constexpr(4)
+FIRST_OWN, OWN_SLOTS = gl.constexpr(12), gl.constexpr(6)
 
 
 @gluon.constexpr_function

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from flashtile.problem import Problem
 
 SHARED_BYTES = 227 * 1024
@@ -28,6 +30,7 @@ class Config:
             zeros.
         block_dv: The same of head_dim_v, for values and the output.
         block_m: Rows per warpgroup.
+        strip: Rows of one head that lie together; fewer than block_m where the heads of a group share tiles.
         block_n: Keys per block.
         num_warpgroups: Warpgroups that compute, so a tile has ``num_warpgroups * block_m`` rows.
         stages: Buffers each for keys and values.
@@ -48,6 +51,7 @@ class Config:
     block_dv: int
     out_cols: int
     block_m: int = 64
+    strip: int = 64
     block_n: int = 128
     num_warpgroups: int = 2
     stages: int = 2
@@ -69,8 +73,15 @@ class Config:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
         if self.num_warpgroups * self.registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
+        if self.block_m % self.strip or (self.shares and self.out_cols > 64):
+            raise ValueError(f"tiles are shared in whole strips, whose boxes have 64 columns at most: {self}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
+
+    @property
+    def shares(self) -> bool:
+        """Whether the heads of a group share tiles."""
+        return self.strip < self.block_m
 
     @property
     def shared_bytes(self) -> int:
@@ -83,7 +94,7 @@ class Config:
         )
 
     def __str__(self) -> str:
-        rows = f"{self.num_warpgroups} x {self.block_m}"
+        rows = f"{self.num_warpgroups} x {self.block_m}" + (" of a group's heads" if self.shares else "")
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
         return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
@@ -192,18 +203,75 @@ def override(config: Config) -> Iterator[None]:
         _trial.pop()
 
 
-def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Config:
-    """The configuration of a problem, from its head_dims, the kind of mask and the length: never from the batch.
+# What tiles cost beside their rows, in blocks of keys, by times of 32 shapes of grouped heads (H200, 2026-11-24): a
+# strip's loads and stores; and of a tile of three warpgroups, a block, of one that is finished.
+_STRIP_BLOCKS, _THIRD_WARPGROUP, _THIRD_WARPGROUP_BLOCKS = 5 / 64, 0.87, 0.25
+# Tiles are shared where that promises to take so much less time, in strips of two lengths, of packed sequences in the
+# longer ones: each takes a build.
+_WORTH_SHARING = 0.97
+_STRIPS = (32, 8)
 
-    ``pair_bytes`` says what TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
+
+def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, float]:
+    """The strip with which tiles cost least, and an estimate of that: rows which two warpgroups of a head compute.
+
+    Args:
+        problem: A call.
+        config: Its tiles, each of one head.
+        rows: Of the queries' tensor: those of all sequences if they are packed.
+    """
+    tile, group, longest = config.num_warpgroups * config.block_m, problem.group_size, max(problem.seqlen_q, 1)
+    varlen, left, right = problem.varlen, problem.band.left, problem.band.right
+    mean = rows / problem.batch if varlen else longest
+    # Most packed queries are in sequences longer than the mean: halfway to the longest, if nothing else is known.
+    keys = (problem.seqlen_k - (0 if right is None else longest / 2)) * (mean / longest + 1) / 2
+    if left is not None:
+        keys = min(keys, left + (right or 0) + 1)
+    blocks = max(keys, 1) / config.block_n + 0.5
+    a_row = 1.0 if config.num_warpgroups == 2 else _THIRD_WARPGROUP + _THIRD_WARPGROUP_BLOCKS / blocks
+
+    def rows_of(unit: int, heads: int) -> float:
+        if varlen:
+            # Where sequences end is not known: half a unit and half a tile are empty.
+            return max((mean + unit / 2) * heads + tile / 2, tile) * a_row
+        return -(-(-(-longest // unit) * unit * heads) // tile) * tile * a_row
+
+    alone = rows_of(1, 1) * group
+    has_pairs = problem.mask or problem.bias_dtype is not None or problem.alibi
+    # Positions times heads are counted in 32 bits, and an output in float32 leaves from registers, row by row.
+    is_far = (rows + problem.batch * config.block_m) * group >= 2**30
+    if group == 1 or has_pairs or is_far or problem.out_dtype == torch.float32:
+        return config.block_m, alone
+    costs = {
+        strip: rows_of(strip, group) * (1 + _STRIP_BLOCKS * config.block_m / strip / blocks)
+        for strip in (_STRIPS[:1] if varlen else _STRIPS)
+    }
+    best = min(costs, key=costs.__getitem__)
+    return (best, costs[best]) if costs[best] < _WORTH_SHARING * alone else (config.block_m, alone)
+
+
+def shared(config: Config, strip: int) -> Config:
+    """The configuration with tiles that the heads of a group share, in boxes of 64 columns."""
+    cols = min(config.out_cols, 64)
+    return _variant(config, strip=strip, out_cols=cols, out_stages=config.out_stages * config.out_cols // cols)
+
+
+def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: int | None = None) -> Config:
+    """The configuration of a problem, from its head_dims, the kind of mask and the lengths.
 
     A row's result depends on the widths, ``block_m`` and ``block_n`` alone, the same for all calls of two head_dims
     with the same of bias and mask: each row meets the same blocks of keys in the same order, and one that is masked for
     all of a row adds exact zeros. So the choice may differ between a sequence alone and in a batch, packed or dense,
     and the bits do not. All by times on an H200 in bf16 (``benchmarks/tuning``).
+
+    Args:
+        problem: A call.
+        pair_bytes: What TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
+        rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
     if _trial:
         return _trial[-1]
+    rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
@@ -216,15 +284,22 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Confi
         config = _variant(two_warpgroups(*dims, block_n, pair_bytes), in_turns=in_turns)
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None
     is_short = problem.seqlen_q <= SHORT
+    ways = []
     if dims == (64, 64):
-        # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill. And
-        # tiles of 192 rows fit neither short causal calls, with blocks of 128 keys, nor 577 to 640 rows (11% slower).
+        # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
         # A bias leaves them room for one buffer: 16 x 1024 rows took 212 us, with two warpgroups and two buffers 191; 4
         # causal sequences of 4096 rows 409 and 386 (H200, 2026-11-23).
         loads_pairs = bias_bytes > 0 or (problem.mask and config.pair_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_pairs or config.block_n < 128
-        if not wide and not (is_short if is_causal else problem.seqlen_q <= 640):
-            config = three_warpgroups_64(config.pair_bytes)
+        if not wide:
+            ways.append(three_warpgroups_64(config.pair_bytes))
+    strip, least = strip_and_cost(problem, config, rows)
+    for other in ways:
+        other_strip, other_cost = strip_and_cost(problem, other, rows)
+        if other_cost < least:
+            config, strip, least = other, other_strip, other_cost
+    if strip < config.block_m:
+        config = shared(config, strip)
     if is_causal and is_short and dims == (64, 64):
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
         config = _variant(config, overlap=False)
@@ -239,7 +314,8 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None) -> Confi
         # full calls of 197 and 256 keys took 8 to 13% less with 4 than with 2 (H200, head_dims 64 to 128).
         if problem.seqlen_q <= SHORT // 2 and max(dims) <= 128:
             ahead = 4
-            if dims == (64, 64) and problem.band.unbounded and not (problem.varlen or config.pair_stages):
+            is_plain = config.num_warpgroups == 2 and not (problem.varlen or config.pair_stages)
+            if dims == (64, 64) and problem.band.unbounded and is_plain:
                 config = _variant(config, q_stages=3)  # 1 to 5% less time up to 384 keys
         else:
             ahead = 3 if is_causal and is_short and dims == (128, 128) else 2

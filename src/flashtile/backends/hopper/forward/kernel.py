@@ -37,7 +37,7 @@ def attention_forward(
     batch, num_heads_q, group_size, left, right,
     alibi_ptr, alibi_stride_b, bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, STRIP: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
     OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
@@ -66,7 +66,7 @@ def attention_forward(
     output = Output(out_desc, out_s, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr, HEAD_DIM_V,
                     BLOCK_DV)  # fmt: skip
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
+                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, STRIP, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)

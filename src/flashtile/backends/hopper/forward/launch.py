@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.kernel import attention_forward
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer
+from flashtile.backends.vocab.scheduler import num_packed_tiles
 from flashtile.backends.vocab.softmax import LOG2_E
 from flashtile.problem import Problem, Tensors
 from flashtile.states import Partial
@@ -50,7 +52,7 @@ class ForwardPlan:
         self._is_empty = q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
-        self._config = config or configs.choose(problem, tensor_maps.pair_bytes(tensors))
+        self._config = config or configs.choose(problem, tensor_maps.pair_bytes(tensors), q.shape[-3])
         self._is_dynamic = self._config.dynamic
         self._device = q.device
         self._steps = (Step(forward_launch(problem, tensors, self._config), _OPERANDS, q.device, known),)
@@ -71,7 +73,8 @@ class ForwardPlan:
         steps, parts = self._steps, _NO_PARTIAL
         if partial is not None:
             if self._joining is None:
-                launch = forward_launch(self._problem, t, self._config, is_joined=True)
+                config = replace(self._config, strip=self._config.block_m)
+                launch = forward_launch(self._problem, t, config, is_joined=True)
                 self._joining = (Step(launch, _OPERANDS, self._device),)
             steps, parts = self._joining, (partial.out, partial.lse)
         run(steps, (
@@ -99,8 +102,11 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
     p, t = problem, tensors
     is_wide, floats = p.out_dtype == torch.float32, Pointer(torch.float32)
     rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
+    heads, unit = (p.group_size, config.strip) if config.shares else (1, 1)
     rows = config.num_warpgroups * config.block_m
-    blocks = rows_q // rows + p.batch + 1 if p.varlen else -(-rows_q // rows) * p.batch
+    blocks = -(-(-(-rows_q // unit) * unit * heads) // rows) * p.batch
+    if p.varlen:
+        blocks = num_packed_tiles(rows_q, p.batch, rows, heads, unit - 1)
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     has_edges = meets_edges(p, config, equal_lengths)
 
@@ -126,6 +132,7 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
             "bias_desc": None,
             "mask_desc": None,
             **constants(p, config),
+            "STRIP": config.strip,
             "PAIR_STAGES": config.pair_stages,
             "HAS_EDGES": has_edges,
             # Nothing else is read or written column by column, and one build serves several.
@@ -133,7 +140,7 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
         }
 
     sizes = {**_tensor_maps(p, t, config), **maps, "seqlen_q": rows_q, "seqlen_k": rows_k, "batch": p.batch}
-    programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_q)
+    programs = min(tensor_maps.num_sms(t.q.device), blocks * (p.num_heads_q // heads))
     options = {"num_warps": 4, "maxnreg": config.max_registers}
     return Launch(attention_forward, programs, sizes, options, others, (config, has_edges, is_wide, is_joined))
 
@@ -142,10 +149,11 @@ def _tensor_maps(problem: Problem, tensors: Tensors, config: Config) -> dict[str
     """Maps of q, k, v and the output: rows of the narrowest part that a tile's columns consist of."""
     q, k, v = tensors.q, tensors.k, tensors.v
     cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
+    cols_q = min(cols, 64) if config.shares else cols
     varlen, out_shape = problem.varlen, (*q.shape[:-1], problem.head_dim_v)
-    out = tensor_maps.contiguous_map(q.dtype, out_shape, config.block_m, config.out_cols, varlen)
+    out = tensor_maps.contiguous_map(q.dtype, out_shape, config.strip, config.out_cols, varlen)
     return {
-        "q_desc": tensor_maps.rows_map(q, config.block_m, cols, varlen),
+        "q_desc": tensor_maps.rows_map(q, config.strip, cols_q, varlen),
         "k_desc": tensor_maps.rows_map(k, config.block_n, cols, varlen),
         "v_desc": tensor_maps.rows_map(v, config.block_n, cols_v, varlen),
         "out_desc": None if problem.out_dtype == torch.float32 else out,
@@ -157,7 +165,7 @@ def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
 
     It goes through keys from above, so only the first block is cut by the right edge if the last keys of all its rows
     lie in one. They are ``block_m`` keys in a row, and a block is a whole number of such pieces: they do if they begin
-    where a piece begins.
+    where a piece begins. Where heads share a tile they are fewer, and begin anywhere if no power of two share it.
 
     Args:
         problem: A call.
@@ -167,6 +175,8 @@ def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
     left, right = problem.band.left, problem.band.right
     if left is not None or right is None:
         return left is not None
+    if config.shares and problem.group_size & (problem.group_size - 1):
+        return True
     if problem.varlen:
         return not equal_lengths or right % config.block_m != 0
     return (problem.seqlen_k - problem.seqlen_q + right) % config.block_m != 0

@@ -17,7 +17,15 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     zero_accumulators,
 )
 from flashtile.backends.hopper.device.inline_ptx import hold, pass_turn, take_turn
-from flashtile.backends.hopper.forward.scheduler import key_rows, lse_offset, next_tile, publish_tile, query_rows
+from flashtile.backends.hopper.forward.scheduler import (
+    key_rows,
+    lse_offset,
+    next_tile,
+    publish_tile,
+    queries_of,
+    query_rows,
+    strips,
+)
 from flashtile.backends.hopper.forward.softmax_step import (
     State,
     add_last_values,
@@ -59,10 +67,8 @@ def producer(q_desc, k_desc, v_desc, channels, pair_tiles, sizes, BLOCK_D: gl.co
     n_block = records.get(tiles, "n_block_max")
     while n_block > 0:
         n_block_min = records.get(tiles, "n_block_min")
-        row = records.get(tiles, "row")
-        queries = query_rows(records, tiles, sizes)
         for warpgroup in gl.static_range(sizes.num_warpgroups):
-            load(q_desc, channels.queries[warpgroup], tiles, queries, row + warpgroup * sizes.block_m, BLOCK_D)
+            load(q_desc, channels.queries[warpgroup], tiles, strips(records, tiles, sizes, warpgroup), BLOCK_D)
         n_block -= 1
         load_block(k_desc, channels.keys, used, records, tiles, n_block, sizes, BLOCK_D)
         if sizes.overlap:
@@ -96,7 +102,7 @@ def load_last_values(v_desc, channels, use, tiles, sizes, BLOCK_DV: gl.constexpr
 @gluon.jit
 def load_block(desc, rings, use, records, tiles, n_block, sizes, COLS: gl.constexpr):
     """Starts the load of a block of a tile's keys or values."""
-    load(desc, rings, use, key_rows(records, tiles, sizes), n_block * sizes.block_n, COLS)
+    load(desc, rings, use, ((key_rows(records, tiles, sizes), n_block * sizes.block_n),), COLS)
 
 
 @gluon.jit
@@ -214,9 +220,11 @@ def epilogue(accs, row_max, row_sum, records, tiles, output, sizes, WARPGROUP: g
     """Normalises a tile's output, merges it with that over other keys, and stores it and lse."""
     rows_layout: gl.constexpr = row_max.type.layout
     where = query_rows(records, tiles, sizes)
+    positions, heads = queries_of(records, tiles, gl.arange(0, sizes.block_m, rows_layout), sizes, WARPGROUP)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
     if output.sinks_ptr is not None:
-        sink = gl.load(output.sinks_ptr + where.head).to(gl.float32)
+        sink = gl.load(output.sinks_ptr + (where.head if sizes.strip == sizes.block_m else where.head + heads))
+        sink = sink.to(gl.float32)
         if sizes.varlen:
             # Rows past the last sequence belong to nobody.
             sink = gl.where(where.b < sizes.batch, sink, float("-inf"))
@@ -232,12 +240,14 @@ def epilogue(accs, row_max, row_sum, records, tiles, output, sizes, WARPGROUP: g
     else:
         row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
         out, lse = join_partial(accs, scale, lse, where, row, output, sizes)
-    row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
     if output.desc is not None:
         stages: gl.constexpr = output.buffers.shape[0] // sizes.num_warpgroups
-        store(output.desc, out, output.buffers, WARPGROUP * stages, stages, where, row)
-    rows = row + gl.arange(0, sizes.block_m, rows_layout)
-    gl.store(output.lse_ptr + lse_offset(where, sizes) + rows, lse, mask=rows < where.length)
+        store(output.desc, out, output.buffers, WARPGROUP * stages, stages, strips(records, tiles, sizes, WARPGROUP))
+    at = positions
+    if sizes.strip < sizes.block_m:
+        # From a head's numbers to the next head's.
+        at += heads * sizes.seqlen_q
+    gl.store(output.lse_ptr + lse_offset(where, sizes) + at, lse, mask=positions < where.length)
 
 
 @gluon.jit

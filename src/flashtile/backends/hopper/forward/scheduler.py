@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.device.coordinates import HeadRows
 from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.head_dim_parts import also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 from flashtile.backends.vocab import balanced, blocks, scheduler, sequence
 
@@ -18,6 +19,9 @@ class Sizes:
     ``has_edges``: a warpgroup may meet an edge of the band after its first block of keys. ``overlap``: a tile's first
     scores are started before the end of the one before. ``in_turns``: warpgroups take turns in starting products.
     ``cached_rows`` keys and values are taken to fit into the L2 cache.
+
+    A tile has ``strip`` positions of a head, of the next head of its group, ... of the first head again: where queries
+    are few, a tile of one head (``strip == block_m``) would be half empty. Its rows are counted through such strips.
     """
 
     seqlen_q: gl.tensor
@@ -32,6 +36,7 @@ class Sizes:
     has_edges: gl.constexpr
     varlen: gl.constexpr
     block_m: gl.constexpr
+    strip: gl.constexpr
     block_n: gl.constexpr
     num_warpgroups: gl.constexpr
     overlap: gl.constexpr
@@ -41,7 +46,10 @@ class Sizes:
 
 @aggregate
 class Tile:
-    """``num_warpgroups * block_m`` rows of one head of one sequence, from ``row`` on; ``step`` comes after it."""
+    """``num_warpgroups * block_m`` rows of a sequence, from ``row`` on, of ``head`` or of its group's heads from it on.
+
+    ``step`` comes after it.
+    """
 
     step: gl.tensor
     is_end: gl.tensor
@@ -52,6 +60,34 @@ class Tile:
     seqlen_q: gl.tensor
     start_k: gl.tensor
     seqlen_k: gl.tensor
+
+
+@gluon.jit
+def num_rows(seqlen_q, sizes):
+    """Rows that a sequence's tiles must have: its queries, or whole strips of them for each head of a group."""
+    if sizes.strip < sizes.block_m:
+        return (seqlen_q + sizes.strip - 1) // sizes.strip * sizes.strip * sizes.group_size
+    else:
+        return seqlen_q
+
+
+@gluon.jit
+def query_of(row, sizes):
+    """(position, head) of a row, the head counted from its tile's."""
+    if sizes.strip < sizes.block_m:
+        strip = row // sizes.strip
+        place = strip // sizes.group_size
+        return place * sizes.strip + row % sizes.strip, strip - place * sizes.group_size
+    else:
+        return row, row * 0
+
+
+@gluon.jit
+def positions_of(row, ROWS: gl.constexpr, seqlen_q, sizes):
+    """The first and the last position of the ROWS rows from ``row`` on, where a strip begins."""
+    first, _ = query_of(row, sizes)
+    last, _ = query_of(row + (ROWS - 1), sizes)
+    return first, gl.minimum(last, seqlen_q - 1)
 
 
 @gluon.jit
@@ -77,19 +113,24 @@ def _deal(step, num_places, counter_ptr):
 def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
     """(block, b, head, is_tile, is_end) of a step of this program."""
     rows: gl.constexpr = sizes.num_warpgroups * sizes.block_m
+    # Heads that have tiles of their own, and how many share each.
+    own_heads, shared = sizes.num_heads_q, 1
+    if sizes.strip < sizes.block_m:
+        own_heads, shared = sizes.num_heads_q // sizes.group_size, sizes.group_size
+    SPARE: gl.constexpr = sizes.strip - 1 if sizes.strip < sizes.block_m else 0
     if sizes.varlen:
-        num_tiles = sizes.seqlen_q // rows + sizes.batch + 1
-        place, is_end = _deal(step, num_tiles * sizes.num_heads_q, counter_ptr)
+        num_tiles = scheduler.first_packed_tile(sizes.seqlen_q, sizes.batch + 1, rows, shared, SPARE)
+        place, is_end = _deal(step, num_tiles * own_heads, counter_ptr)
         place = gl.where(is_end, 0, place)
-        index = place // sizes.num_heads_q
-        head = place - index * sizes.num_heads_q
+        index = place // own_heads
+        head = place - index * own_heads
         index = scheduler.longest_first(index, num_tiles, sizes.has_right)
-        b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows)
+        b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows, shared, SPARE)
         _, length = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, True)
-        return block, b, head, block * rows < length, is_end
+        return block, b, head * shared, block * rows < num_rows(length, sizes), is_end
     else:
-        num_blocks = (sizes.seqlen_q + rows - 1) // rows
-        num_heads = sizes.batch * sizes.num_heads_q
+        num_blocks = (num_rows(sizes.seqlen_q, sizes) + rows - 1) // rows
+        num_heads = sizes.batch * own_heads
         if sizes.has_right and counter_ptr is None:
             program, num_programs = gl.program_id(0), gl.num_programs(0)
             block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
@@ -97,16 +138,16 @@ def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
             place, is_end = _deal(step, num_blocks * num_heads, counter_ptr)
             is_tile = step >= 0
             if sizes.has_right:
-                span = gl.maximum(sizes.cached_rows // sizes.seqlen_k, 1) * sizes.group_size
+                span = gl.maximum(sizes.cached_rows // sizes.seqlen_k, 1) * (sizes.group_size // shared)
                 block, head = balanced.longest_first_by_spans(place, num_blocks, num_heads, span)
             else:
                 head = place // num_blocks
                 block = place - head * num_blocks
-        b = head // sizes.num_heads_q
+        b = head // own_heads
         if not sizes.has_right:
             # The same, without a product that the compiler would hoist above warp_specialize.
             is_end = b >= sizes.batch
-        return block, b, head - b * sizes.num_heads_q, is_tile, is_end
+        return block, b, (head - b * own_heads) * shared, is_tile, is_end
 
 
 @gluon.jit
@@ -134,9 +175,9 @@ def key_blocks(tile, sizes):
     A tile without keys gets a block past the end of the keys, which TMA fills with zeros: nothing that the tensors hold
     can reach its rows.
     """
-    last = gl.minimum(tile.row + sizes.num_warpgroups * sizes.block_m, tile.seqlen_q) - 1
+    first, last = positions_of(tile.row, sizes.num_warpgroups * sizes.block_m, tile.seqlen_q, sizes)
     n_block_min, _, _, n_block_max = blocks.key_blocks(
-        tile.row, last, tile.seqlen_q, tile.seqlen_k, sizes.left, sizes.right, sizes.has_left, sizes.has_right,
+        first, last, tile.seqlen_q, tile.seqlen_k, sizes.left, sizes.right, sizes.has_left, sizes.has_right,
         sizes.block_n,
     )  # fmt: skip
     is_empty = n_block_min >= n_block_max
@@ -153,8 +194,7 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, sizes):
         out ``skipped`` blocks at the upper end, 0 or 1: the producer goes through a tile from above, and waits for the
         value block before last.
     """
-    first = tile.row + warpgroup * sizes.block_m
-    last = gl.minimum(first + sizes.block_m, tile.seqlen_q) - 1
+    first, last = positions_of(tile.row + warpgroup * sizes.block_m, sizes.block_m, tile.seqlen_q, sizes)
     _, n_full_min, n_full_max, own_max = blocks.key_blocks(
         first, last, tile.seqlen_q, tile.seqlen_k, sizes.left, sizes.right, sizes.has_left, sizes.has_right,
         sizes.block_n,
@@ -164,11 +204,12 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, sizes):
 
 
 # What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; position is the key position
-# of the first row.
+# of the first row, or of the sequence's first query where heads share a tile. Of those, query and head are a
+# warpgroup's first row, the head counted from the tile's.
 FIELDS = gl.constexpr(
     "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position"
 )  # fmt: skip
-OWN_FIELDS = gl.constexpr("n_full_min n_full_max skipped")
+OWN_FIELDS = gl.constexpr("n_full_min n_full_max skipped query head")
 RECORD_SIZE = gl.constexpr(32)
 
 
@@ -186,14 +227,21 @@ def publish_tile(records, use, tile, sizes):
     record = gl.where(slot == slot_of(FIELDS, "seqlen_q"), tile.seqlen_q, record)
     record = gl.where(slot == slot_of(FIELDS, "start_k"), tile.start_k, record)
     record = gl.where(slot == slot_of(FIELDS, "seqlen_k"), tile.seqlen_k, record)
-    record = gl.where(slot == slot_of(FIELDS, "position"), tile.row + tile.seqlen_k - tile.seqlen_q, record)
+    position = tile.seqlen_k - tile.seqlen_q
+    if sizes.strip == sizes.block_m:
+        position += tile.row
+    record = gl.where(slot == slot_of(FIELDS, "position"), position, record)
+    warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
+    own = gl.where(slot < FIRST_OWN, -1, slot % OWN_SLOTS)
     if sizes.has_left or sizes.has_right or sizes.varlen:
-        warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
         n_full_min, n_full_max, skipped = warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, sizes)
-        own = slot % OWN_SLOTS
-        number = gl.where(own == slot_of(OWN_FIELDS, "n_full_max"), n_full_max, skipped)
-        number = gl.where(own == slot_of(OWN_FIELDS, "n_full_min"), n_full_min, number)
-        record = gl.where(slot < FIRST_OWN, record, number)
+        record = gl.where(own == slot_of(OWN_FIELDS, "n_full_min"), n_full_min, record)
+        record = gl.where(own == slot_of(OWN_FIELDS, "n_full_max"), n_full_max, record)
+        record = gl.where(own == slot_of(OWN_FIELDS, "skipped"), skipped, record)
+    if sizes.strip < sizes.block_m:
+        query, head = query_of(tile.row + warpgroup * sizes.block_m, sizes)
+        record = gl.where(own == slot_of(OWN_FIELDS, "query"), query, record)
+        record = gl.where(own == slot_of(OWN_FIELDS, "head"), head, record)
     records.ring.at(use).store(record)
     records.ring.publish(use)
 
@@ -223,3 +271,39 @@ def lse_offset(rows, sizes):
         return rows.head * sizes.seqlen_q + rows.start
     else:
         return (rows.b * sizes.num_heads_q + rows.head) * sizes.seqlen_q
+
+
+@gluon.jit
+def queries_of(records, use, rows, sizes, WARPGROUP: gl.constexpr):
+    """(position, head) of some of a warpgroup's rows, which are counted from 0, the head from its tile's."""
+    if sizes.strip < sizes.block_m:
+        position = records.get_own(use, "query", WARPGROUP) + rows % sizes.strip
+        head = records.get_own(use, "head", WARPGROUP) + rows // sizes.strip
+        # Of two heads or more, each comes again that often at most.
+        for _ in gl.static_range(sizes.block_m // sizes.strip // 2):
+            is_past = head >= sizes.group_size
+            position += gl.where(is_past, sizes.strip, 0)
+            head -= gl.where(is_past, sizes.group_size, 0)
+        return position, head
+    else:
+        return records.get(use, "row") + WARPGROUP * sizes.block_m + rows, rows * 0
+
+
+@gluon.jit
+def strips(records, use, sizes, WARPGROUP: gl.constexpr):
+    """A warpgroup's rows of a tile by head: ((``HeadRows``, first position), ...)."""
+    rows = query_rows(records, use, sizes)
+    if sizes.strip < sizes.block_m:
+        position = records.get_own(use, "query", WARPGROUP)
+        head = records.get_own(use, "head", WARPGROUP)
+        found = ()
+        for i in gl.static_range(sizes.block_m // sizes.strip):
+            if i > 0:
+                head += 1
+                is_first = head == sizes.group_size
+                head = gl.where(is_first, 0, head)
+                position += gl.where(is_first, sizes.strip, 0)
+            found = also(found, (HeadRows(rows.b, rows.head + head, rows.start, rows.length, rows.varlen), position))
+        return found
+    else:
+        return ((rows, records.get(use, "row") + WARPGROUP * sizes.block_m),)

@@ -24,7 +24,7 @@ from flashtile.backends.hopper.device.wgmma_fragments import (
     row_tops,
     thread_sums,
 )
-from flashtile.backends.hopper.forward.scheduler import query_rows
+from flashtile.backends.hopper.forward.scheduler import queries_of, query_rows
 from flashtile.backends.vocab import mask, softmax
 
 
@@ -93,6 +93,8 @@ def open_tile(records, tiles, sizes, rows, like, mod, WARPGROUP: gl.constexpr):
         skipped = records.get_own(tiles, "skipped", WARPGROUP)
     if sizes.has_left or sizes.has_right or sizes.varlen:
         n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
+        if sizes.strip < sizes.block_m:
+            positions, _ = queries_of(records, tiles, rows - WARPGROUP * sizes.block_m, sizes, WARPGROUP)
         positions += records.get(tiles, "position")
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1

@@ -61,7 +61,7 @@ def attention_quantized(
     out_s = gl.allocate_shared_memory(out_desc.dtype, [NUM_WARPGROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
     output = Output(out_desc, out_s, None, lse_ptr, None, None, sinks_ptr, None, BLOCK_DV)
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
+                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
                   CACHED_BYTES // (BLOCK_D + BLOCK_DV))  # fmt: skip
     mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST, (), (), (), (), (), ())
     scales = Scales(

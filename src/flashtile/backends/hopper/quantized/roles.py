@@ -9,7 +9,7 @@ from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma
 from flashtile.backends.hopper.device.head_dim_parts import also, load, start_scores
 from flashtile.backends.hopper.device.wgmma_fragments import thread_sums
 from flashtile.backends.hopper.forward.roles import epilogue, load_block
-from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows
+from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows, strips
 from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores
 from flashtile.backends.hopper.quantized.inline_ptx import operand, pass_turn, take_turn
 from flashtile.backends.hopper.quantized.products import add_product, start_products, zero_parts
@@ -70,10 +70,8 @@ def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr):
     n_block = records.get(tiles, "n_block_max")
     while n_block > 0:
         n_block_min = records.get(tiles, "n_block_min")
-        row = records.get(tiles, "row")
-        queries = query_rows(records, tiles, sizes)
         for warpgroup in gl.static_range(sizes.num_warpgroups):
-            load(q_desc, channels.queries[warpgroup], tiles, queries, row + warpgroup * sizes.block_m, BLOCK_D)
+            load(q_desc, channels.queries[warpgroup], tiles, strips(records, tiles, sizes, warpgroup), BLOCK_D)
         n_block -= 1
         load_block(k_desc, channels.keys, used, records, tiles, n_block, sizes, BLOCK_D)
         load_last_values(v_desc, channels, used - 1, tiles - 1, sizes)
