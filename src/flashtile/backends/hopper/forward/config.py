@@ -203,8 +203,9 @@ def override(config: Config) -> Iterator[None]:
         _trial.pop()
 
 
-# What tiles cost beside their rows, in blocks of keys, by times of 32 shapes of grouped heads (H200, 2026-11-24): a
-# strip's loads and stores; and of a tile of three warpgroups, a block, of one that is finished.
+# What tiles cost beside their rows, by times of 76 shapes (H200, 2026-11-24, ``benchmarks/tuning``): the loads and the
+# store of a strip, in blocks of keys; a row of three warpgroups' tiles over one of two, and what is the more the fewer
+# blocks there are.
 _STRIP_BLOCKS, _THIRD_WARPGROUP, _THIRD_WARPGROUP_BLOCKS = 5 / 64, 0.87, 0.25
 # Tiles are shared where that promises to take so much less time, in strips of two lengths, of packed sequences in the
 # longer ones: each takes a build.
