@@ -207,8 +207,9 @@ def override(config: Config) -> Iterator[None]:
 # store of a strip, in blocks of keys; a row of three warpgroups' tiles over one of two, and what is the more the fewer
 # blocks there are.
 _STRIP_BLOCKS, _THIRD_WARPGROUP, _THIRD_WARPGROUP_BLOCKS = 5 / 64, 0.87, 0.25
-# Tiles are shared where that promises to take so much less time, in strips of two lengths, of packed sequences in the
-# longer ones: each takes a build.
+# Tiles are shared where that promises to take so much less time, in strips of two lengths, each of which takes a
+# build: of packed sequences in the longer ones, and at head_dim 256, where the producer would spill with eight a
+# warpgroup.
 _WORTH_SHARING = 0.97
 _STRIPS = (32, 8)
 
@@ -245,7 +246,7 @@ def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, fl
         return config.block_m, alone
     costs = {
         strip: rows_of(strip, group) * (1 + _STRIP_BLOCKS * config.block_m / strip / blocks)
-        for strip in (_STRIPS[:1] if varlen else _STRIPS)
+        for strip in (_STRIPS[:1] if varlen or max(config.block_d, config.block_dv) > 192 else _STRIPS)
     }
     best = min(costs, key=costs.__getitem__)
     return (best, costs[best]) if costs[best] < _WORTH_SHARING * alone else (config.block_m, alone)
