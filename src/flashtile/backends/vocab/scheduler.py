@@ -52,7 +52,7 @@ def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr, rows_p
         tile: The tile.
         BLOCK: Rows of a tile.
         rows_per_token: Rows of a position: more than one where the heads of a group share tiles.
-        SPARE: Positions that a sequence may be short of, rounded to what its tiles are made of.
+        SPARE: Positions by which a length is rounded up at most, where tiles are made of whole strips of positions.
 
     Returns:
         (b, block).

@@ -204,8 +204,8 @@ def override(config: Config) -> Iterator[None]:
 
 
 # What tiles cost beside their rows, by times of 76 shapes (H200, 2026-11-24, ``benchmarks/tuning``): the loads and the
-# store of a strip, in blocks of keys; a row of three warpgroups' tiles over one of two, and what is the more the fewer
-# blocks there are.
+# store of a strip, in blocks of keys; the time of a row of three warpgroups' tiles over that of two, and what is added
+# to it, divided by a tile's blocks of keys.
 _STRIP_BLOCKS, _THIRD_WARPGROUP, _THIRD_WARPGROUP_BLOCKS = 5 / 64, 0.87, 0.25
 # Tiles are shared where that promises to take so much less time, in strips of two lengths, each of which takes a
 # build: of packed sequences in the longer ones, and at head_dim 256, where the producer would spill with eight a

@@ -165,7 +165,7 @@ def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
 
     It goes through keys from above, so only the first block is cut by the right edge if the last keys of all its rows
     lie in one. They are ``block_m`` keys in a row, and a block is a whole number of such pieces: they do if they begin
-    where a piece begins. Where heads share a tile they are fewer, and begin anywhere if no power of two share it.
+    where a piece begins. Where heads share tiles they are fewer, and may begin anywhere unless a power of two share.
 
     Args:
         problem: A call.
