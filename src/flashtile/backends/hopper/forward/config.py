@@ -310,7 +310,7 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: in
         is_fixed = has_left or problem.softcap > 0
     else:
         # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better.
-        is_fixed = is_causal and not is_short and not has_left and dims != (64, 64)
+        is_fixed = is_causal and not is_short and not has_left and dims != (64, 64) and not problem.keys.used
     if not is_fixed:
         # A tile drawn ahead is one that nobody else can take. But the shortest take less time than finding one does:
         # full calls of 197 and 256 keys took 8 to 13% less with 4 than with 2 (H200, head_dims 64 to 128).
