@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -28,6 +29,7 @@ TILES = Config(16, 32, 4, 3, programs_per_sm=2, splitting=Splitting(programs=8, 
 # Two groups of warps, whose products are WGMMA, and one.
 WIDE_TILES = Config(128, 64, 8, 3, 1, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
 TALL_TILES = Config(64, 64, 4, 3, 2, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
+NEVER_SPLIT = CacheCase("never_split", ((40, 9, 0), (0, 9, 0)), heads=8, kv_heads=2, head_dim=64, page_size=16)
 WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_dim=64, window=(300, 0))
 
 
@@ -49,6 +51,14 @@ def test_tiles_of_many_rows(tiles: Config) -> None:
     """Blocks with and without a mask, runs of splits, and a fold of states so large that programs wait to share it."""
     with portable.on_cpu(Options(seed=3), "sm_90"), mock.patch.object(config, "_override", [tiles]):
         judge(build(WIDE, torch.bfloat16), "portable")
+
+
+@pytest.mark.parametrize("tiles", slow_but([TILES, TALL_TILES], lambda tiles: tiles == TILES), ids=str)
+def test_calls_that_are_never_split(tiles: Config) -> None:
+    """Their kernel has no workspace."""
+    whole = dataclasses.replace(tiles, splitting=Splitting(programs=1, most_keys=128))
+    with portable.on_cpu(Options(seed=1), "sm_90"), mock.patch.object(config, "_override", [whole]):
+        judge(build(NEVER_SPLIT, torch.bfloat16), "portable")
 
 
 # Programs that run at once: some wait for the others to share a fold, and some of those give up at the last moment.

@@ -165,7 +165,7 @@ def test_scores_all_of_one_sign(sign: float) -> None:
 def test_sums_in_a_fixed_order_end(num_sms: int, dim: int) -> None:
     """Several row blocks a tile and several tiles a row block: whose turn it is must move on."""
     case = Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=dim, heads=2, kv_heads=1, causal=True)
-    with hopper.on_cpu(Options(seed=num_sms), num_sms):
+    with hopper.on_cpu(Options(seed=num_sms, ordered_sums=True), num_sms):
         call = build(case, torch.bfloat16)
         call.keywords["deterministic"] = True
         judge(call, "hopper")
