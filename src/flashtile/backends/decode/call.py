@@ -15,6 +15,8 @@ class Queries(NamedTuple):
         stride_head: Of heads.
         cu_seqlens_ptr: (batch + 1,) int32 if packed, else None.
         length: Rows of a sequence, or of all packed ones together.
+        rows_above: Only packed sequences with more packed rows a key head than these are computed; None for all.
+        rows_upto: And with so many at most.
     """
 
     ptr: Any
@@ -23,6 +25,8 @@ class Queries(NamedTuple):
     stride_head: Any
     cu_seqlens_ptr: Any
     length: Any
+    rows_above: Any = None
+    rows_upto: Any = None
 
 
 class Lengths(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.base import Known
 from flashtile.backends.decode.append import cache_append
-from flashtile.backends.decode.config import Config, choose, hopper_rows, overridden
+from flashtile.backends.decode.config import ALL_ROWS, Config, Rows, choose, hopper_rows, launches_of, overridden
 from flashtile.backends.decode.kernel import cache_attention
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, row_strides
@@ -48,7 +48,7 @@ class DecodePlan:
         if t.k is not None:
             launch = append_launch(problem, t)
             self._append = (Step(launch, _APPEND_OPERANDS, t.q.device, known),)
-        self._steps: dict[Config | None, tuple[Step, int, int]] = {}
+        self._steps: dict[Config | None, tuple[tuple[Step, ...], int, int]] = {}
 
     def __call__(self, tensors: CacheTensors) -> Tensor:
         """Appends if there are new keys, writes ``tensors.out``, returns lse."""
@@ -65,26 +65,30 @@ class DecodePlan:
         found = self._steps.get(key)
         if found is None:
             found = self._steps[key] = self._make(t)
-        step, floats, counters = found
+        steps, floats, counters = found
         workspace = None if not floats else torch.empty(floats, dtype=torch.float32, device=q.device)
-        run((step,), (
+        run(steps, (
             t.out, lse, q if rotated is None else rotated, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
             t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, t.k_scale,
             t.v_scale, workspace, zeros(q.device, counters) if counters else None,
         ))  # fmt: skip
         return lse
 
-    def _make(self, t: CacheTensors) -> tuple[Step, int, int]:
-        config = self._config(t)
+    def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], int, int]:
+        parts = self._launches(t)
+        steps = tuple(Step(launch, _OPERANDS, t.q.device, self._known) for launch, _, _ in parts)
+        # One launch after the other uses the workspace, and leaves the counters at 0.
+        return steps, max(floats for _, floats, _ in parts), max(counters for _, _, counters in parts)
+
+    def _launches(self, t: CacheTensors) -> list[tuple[Launch, int, int]]:
+        """The launches with the floats and counters that they need."""
+        return [self._launch(t, rows) for rows in launches_of(self._problem)]
+
+    def _launch(self, t: CacheTensors, rows: Rows) -> tuple[Launch, int, int]:
+        config = choose(self._problem, rows)
         bounds = Bounds(self._problem, t, config)
-        launch = self._launch(t, config, multiprocessors(t.q.device))
-        return Step(launch, _OPERANDS, t.q.device, self._known), bounds.floats, bounds.counters
-
-    def _config(self, t: CacheTensors) -> Config:
-        return choose(self._problem)
-
-    def _launch(self, t: CacheTensors, config: Config, num_sms: int) -> Launch:
-        return attention_launch(self._problem, t, config, num_sms)
+        launch = attention_launch(self._problem, t, config, multiprocessors(t.q.device), rows)
+        return launch, bounds.floats, bounds.counters
 
 
 class Bounds:
@@ -176,7 +180,9 @@ def _decodes_bits(problem: Problem) -> bool:
     return problem.precision.kv.itemsize == 1 and (have is None or have < (8, 9))
 
 
-def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
+def attention_launch(
+    problem: Problem, tensors: CacheTensors, config: Config, num_sms: int, of: Rows = ALL_ROWS
+) -> Launch:
     """The launch of the attention; its k and v are the caches.
 
     Args:
@@ -184,6 +190,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
         tensors: Its tensors.
         config: The tiles.
         num_sms: Multiprocessors of the device, which bound the number of programs.
+        of: Which sequences it computes.
     """
     p, t = problem, tensors
     bounds, bits = Bounds(p, t, config), _decodes_bits(p)
@@ -209,6 +216,8 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
         "seqlen_q": t.q.shape[-3],
         "num_new": 0 if t.k is None or t.cu_seqlens_k_new is not None else t.k.shape[1],
         "capacity": p.keys.length,
+        "rows_above": None if of == ALL_ROWS else of.above,
+        "rows_upto": None if of == ALL_ROWS else of.upto,
     }
 
     def others() -> dict[str, Any]:
@@ -228,7 +237,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
             "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
         }
 
-    key = ("attend", config, search, fold_rows, ahead, lanes, slots > 0)
+    key = ("attend", config, search, fold_rows, ahead, lanes, slots > 0, of == ALL_ROWS)
     return Launch(cache_attention, programs, sizes, config.options(), others, key)
 
 

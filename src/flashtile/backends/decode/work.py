@@ -89,6 +89,9 @@ def span_of(b, call):
         first_row = tl.load(call.queries.cu_seqlens_ptr + b, mask=b <= call.sizes.batch, other=0)
         stop = tl.load(call.queries.cu_seqlens_ptr + b + 1, mask=exists, other=0)
         num_rows = tl.where(exists, stop, tl.where(b == call.sizes.batch, call.queries.length, first_row)) - first_row
+        if call.queries.rows_above is not None:
+            packed = num_rows * GROUP
+            num_rows = tl.where((packed > call.queries.rows_above) & (packed <= call.queries.rows_upto), num_rows, 0)
         each = num_rows
     cached = tl.load(call.lengths.cached_ptr + b, mask=exists, other=-1)
     num_new = call.lengths.num_new

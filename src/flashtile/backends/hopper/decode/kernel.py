@@ -70,7 +70,7 @@ def wide_cache_attention(
     run_roles(
         k_desc, v_desc, k_entry_rows, v_entry_rows,
         Call(
-            Queries(q_ptr, q_stride_b, q_stride_row, q_stride_head, None, seqlen_q),
+            Queries(q_ptr, q_stride_b, q_stride_row, q_stride_head, None, seqlen_q, None, None),
             Lengths(cached_ptr, None, cu_seqlens_new_ptr, num_new, entries_ptr),
             Cache(q_ptr, 0, 0, 0, None, 0),
             Cache(q_ptr, 0, 0, 0, None, 0),

@@ -1,4 +1,4 @@
-"""Host side of the decode for wide groups: its launch."""
+"""Host side of cached calls on Hopper: which kernel computes which sequences, and the launch for wide groups."""
 
 from __future__ import annotations
 
@@ -6,25 +6,34 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.decode.config import Config
-from flashtile.backends.decode.launch import DecodePlan, attention_launch
+from flashtile.backends.decode.config import Config, Rows
+from flashtile.backends.decode.launch import Bounds, DecodePlan, attention_launch, multiprocessors
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.decode.config import choose
+from flashtile.backends.hopper.decode.config import choose, launches_of
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
+from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.backends.launch import Launch, TensorMap, parameters_of
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem
 
 
-class WidePlan(DecodePlan):
-    """Attention over a cache on Hopper: the kernel for wide groups where it covers a call, else the Triton kernel."""
+class CachedPlan(DecodePlan):
+    """Attention over a cache on Hopper: prompts by the forward, fewer rows by the kernel for wide groups or Triton's."""
 
-    def _config(self, t: CacheTensors) -> Config:
-        return choose(self._problem, t)
+    def _launches(self, t: CacheTensors) -> list[tuple[Launch, int, int]]:
+        few, above = launches_of(self._problem, t)
+        made = [self._launch(t, rows) for rows in few]
+        if above is not None:
+            # The forward needs no workspace, and one counter, of tiles.
+            made.append((cached_launch(self._problem, t, above), 0, 1))
+        return made
 
-    def _launch(self, t: CacheTensors, config: Config, num_sms: int) -> Launch:
-        launch = wide_launch if config.specialised else attention_launch
-        return launch(self._problem, t, config, num_sms)
+    def _launch(self, t: CacheTensors, rows: Rows) -> tuple[Launch, int, int]:
+        config = choose(self._problem, t, rows)
+        bounds, sms = Bounds(self._problem, t, config), multiprocessors(t.q.device)
+        if config.specialised:
+            return wide_launch(self._problem, t, config, sms), bounds.floats, bounds.counters
+        return attention_launch(self._problem, t, config, sms, rows), bounds.floats, bounds.counters
 
 
 def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:

@@ -40,8 +40,8 @@ def can_read(tensors: CacheTensors) -> bool:
     return t.cache_leftpad is None and is_one and all(x.numel() and tensor_maps.is_readable(x) for x in read)
 
 
-def cached_launch(problem: Problem, tensors: CacheTensors, rows_above: int | None) -> Launch:
-    """The launch of a call's sequences with more packed rows a key head than ``rows_above``, None for all.
+def cached_launch(problem: Problem, tensors: CacheTensors, rows_above: int) -> Launch:
+    """The launch of a call; of packed queries for the sequences with more packed rows a key head than ``rows_above``.
 
     Of operands as ``DecodePlan`` has them: its k and v are the caches, its counters the tile counter.
     """
@@ -57,7 +57,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, rows_above: int | Non
         "num_new": t.k.shape[1] if t.k is not None and has_new else 0,
         "pages_stride": 0 if t.page_table is None else t.page_table.stride(0),
         "v_pitch": t.v_cache.stride(0) // t.v_cache.stride(1),
-        "rows_above": rows_above,
+        "rows_above": rows_above if p.varlen else None,
     }
     others: dict[str, Any] = {
         "cached_ptr": t.cache_seqlens,
