@@ -155,10 +155,6 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
     # Of the probabilities, nothing but dtype and layout is used.
     like = gl.convert_layout(zeros.to(channels.keys[0].buffers.dtype), gl.DotOperandLayout(0, s_layout, 2))
     rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
-    # Where the rows of a warpgroup end among the keys they are in two blocks at most: the loop over the others asks for
-    # no edge. A window has another edge at its other end.
-    LAST_EDGE: gl.constexpr = sizes.has_edges and not sizes.has_left
-    EDGES: gl.constexpr = sizes.has_edges and sizes.has_left
     tiles = 0
     used = 0
     loop = open_tile(channels.tiles, tiles, sizes, rows, zeros, mod, WARPGROUP)
@@ -175,13 +171,9 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
                 row_max = pass_turn(take_turn(row_max, WARPGROUP), (WARPGROUP + 1) % sizes.num_warpgroups)
         state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum)
         n_block = loop.n_block
-        if LAST_EDGE and n_block > loop.n_block_min:
-            n_block -= 1
-            state = step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP, True)
-            used += 1
         while n_block > loop.n_block_min:
             n_block -= 1
-            state = step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP, EDGES)
+            state = step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP)
             used += 1
 
         if sizes.overlap:

@@ -196,13 +196,10 @@ def first_probs(s, mod, pairs, fetched, sizes, loop):
 
 
 @gluon.jit
-def step(
-    channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP: gl.constexpr, MASKED: gl.constexpr
-):  # fmt: skip
+def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP: gl.constexpr):
     """Multiplies the probabilities of use ``used`` with its values while block ``n_block``, the next use, is scored.
 
-    ``accs`` are multiplied by ``factor`` under the scores' product, or before the warpgroup's turn. MASKED: the band or
-    the end of the keys may cut the block.
+    ``accs`` are multiplied by ``factor`` under the scores' product, or before the warpgroup's turn.
 
     One loop runs over masked and unmasked blocks: where packed probabilities are carried from one loop into another,
     they are taken apart and put together by 64 byte permutes a step.
@@ -234,10 +231,10 @@ def step(
         # The only buffer of the queries: the next tile's are loaded while this one ends.
         channels.queries[0].release(tiles, n_block == loop.n_block_min)
 
-    s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, MASKED)
+    s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, sizes.has_edges)
     # A bias may be -inf, too.
     terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.ramps)
-    may_be_empty: gl.constexpr = MASKED or terms + len(mod.masks) > 0
+    may_be_empty: gl.constexpr = sizes.has_edges or terms + len(mod.masks) > 0
     tops = mod.release(pairs, row_tops(s, row_max, mod.scale_log2, shift))
     row_max, origin, factor = softmax.raise_max(row_max, tops, may_be_empty)
     e = exponentials(s, mod.scale_log2, origin, shift)
