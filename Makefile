@@ -21,17 +21,22 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
 INTERPRETED := tests/backends/portable tests/backends/vocab tests/backends/decode
 
-.PHONY: demo test test-all check docs wheel kernels gpu clean
+.PHONY: demo test test-long test-all check docs wheel kernels gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile demo
 
-# What a change is tried with: every backend, feature and refusal, some minutes on two cores.
+# What a change is tried with: every backend, feature and refusal, in a few of their cases where one costs much.
 test: $(VENV)/.dev
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
-# The same and what is marked slow: every case, with every seed and size.
+# The rest of what a change must pass: most compiled kernels, several processes, the other cases.
+test-long: $(VENV)/.dev
+	$(PYTEST) -m 'long and not gpu and not slow'
+	TRITON_INTERPRET=1 $(PYTEST) -m 'long and not gpu and not slow' $(INTERPRETED)
+
+# Both, and what is marked slow: every case, with every seed and size.
 test-all: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu'
 	TRITON_INTERPRET=1 $(PYTEST) -m 'not gpu' $(INTERPRETED)
@@ -65,7 +70,7 @@ kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py \
-	    -k 'under_the_rule or products_of_8_bits or forgets' || exit 1; done
+	    -m 'not slow' -k 'under_the_rule or products_of_8_bits or forgets' || exit 1; done
 
 # The GPU tests, the sanitizers and every benchmark, saved in OUT; a second run does what is left. With PYTHON itself and no
 # environment of its own: the PyTorch of a GPU machine fits its driver. ARGS: python -m benchmarks.gpu --help

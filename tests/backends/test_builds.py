@@ -65,6 +65,7 @@ def test_gluon_kernel_with_tma() -> None:
     assert 64 * 64 * 2 <= report.shared_bytes < 64 * 64 * 2 + 1024
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", slow_but(["sm_80", "sm_90a", "sm_100"], named("sm_80")))
 def test_spills_are_seen(arch: str) -> None:
     # 512 values a thread cannot stay in 255 registers: those beyond must be in local memory.
@@ -122,6 +123,7 @@ def test_counts_read_mnemonics_and_nothing_else() -> None:
     assert builds.count_amdgcn(gcn) == {"mfma": 1, "ds_read": 1, "ds_write": 1}
 
 
+@pytest.mark.long
 def test_processes_build_what_one_process_builds() -> None:
     todo = builds.jobs_of(TOY, "sm_80")
     alone = {outcome.job: outcome.report for outcome in builds.run(todo, workers=1)}
@@ -130,6 +132,7 @@ def test_processes_build_what_one_process_builds() -> None:
     assert [report.config["scale"] for report in alone.values() if report] == [None, 0.5]
 
 
+@pytest.mark.long
 def test_one_kernel_that_does_not_build_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     module = type(sys)(BROKEN)
     module.builds = toy_builds.broken

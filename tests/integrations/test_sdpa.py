@@ -576,6 +576,7 @@ def test_compiled_code_follows_the_switch(which: str, switch: Callable[[], Any])
     assert_close("out", inside, exact, plain)
 
 
+@pytest.mark.long
 def test_compiled_inside_with_gradients_and_sizes_that_vary() -> None:
     torch._dynamo.reset()
     graphs = Graphs()

@@ -279,6 +279,7 @@ def test_a_prompt_in_two_parts() -> None:
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_but(["gemma3", "llama", "bert"], named("gemma3")))
 def test_compile(name: str) -> None:
     """The whole graph, as with transformers' own attention; its attention is flashtile's operator."""

@@ -31,6 +31,7 @@ TALL_TILES = Config(64, 64, 4, 3, 2, Splitting(programs=8, fewest_keys=64, most_
 WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_dim=64, window=(300, 0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "arch"),
     slow_but(
@@ -44,6 +45,7 @@ def test_compiled_kernels_under_the_rule(case: CacheCase, arch: str) -> None:
         judge(build(case, torch.bfloat16), "portable")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tiles", [WIDE_TILES, TALL_TILES], ids=str)
 def test_tiles_of_many_rows(tiles: Config) -> None:
     """Blocks with and without a mask, runs of splits, and a fold of states so large that programs wait to share it."""
@@ -56,6 +58,7 @@ SHARED_TILES = Config(16, 32, 4, 2, 8, Splitting(programs=16, fewest_keys=32, mo
 SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", slow_but(range(12), lambda seed: seed in (0, 5, 6)))
 def test_programs_that_wait_share_a_fold(seed: int) -> None:
     with portable.on_cpu(Options(seed=seed), "sm_90"), mock.patch.object(config, "_override", [SHARED_TILES]):

@@ -61,6 +61,7 @@ RUNS = slow_but(
 )
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("case", "at_wait"), RUNS, ids=str)
 def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
     # At head_dim 64 LLVM rounds masked probabilities behind a fence of the backward, which costs time alone.
@@ -80,6 +81,7 @@ QUANTIZED = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", slow_but(QUANTIZED, lambda case: case.name in ("causal", "packed")), ids=str)
 def test_products_of_8_bits(case: QuantizedCase) -> None:
     with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=True, strict_fences=True), 2):
@@ -96,6 +98,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", slow_but(QUANTIZED[:3], (QUANTIZED[0],).__contains__), ids=str)
 def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) -> None:
@@ -125,12 +128,14 @@ WANTED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "names"), slow_but(WANTED, WANTED[1:3].__contains__), ids=str)
 def test_some_gradients_of_compiled_kernels(case: Case, names: str) -> None:
     with hopper.on_cpu(Options(seed=len(names), product_at_wait=True, strict_fences=True), 2):
         judge(build(case, torch.bfloat16).wanting(names), "hopper")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "cuts"), slow_but(CHAINS, CHAINS[1:2].__contains__), ids=str)
 def test_a_chain_of_partial_results_of_compiled_kernels(case: Case, cuts: tuple[int, ...]) -> None:
     with hopper.on_cpu(Options(seed=3, strict_fences=True), 2), torch.no_grad():
@@ -147,6 +152,7 @@ SUMS: tuple[tuple[Case, tuple[int, ...]], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "cuts"), slow_but(SUMS, SUMS[:1].__contains__), ids=str)
 def test_gradients_of_compiled_kernels_add_up_in_float32(case: Case, cuts: tuple[int, ...]) -> None:
     with hopper.on_cpu(Options(seed=5, product_at_wait=True, strict_fences=True), 2), poisoned_memory():
@@ -161,6 +167,7 @@ def test_scores_all_of_one_sign(sign: float) -> None:
         judge(one_sign(build(case, torch.float16), sign), "hopper")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_sms", "dim"), slow_but([(1, 128), (3, 128), (3, 192)], lambda each: each == (3, 128)))
 def test_sums_in_a_fixed_order_end(num_sms: int, dim: int) -> None:
     """Several row blocks a tile and several tiles a row block: whose turn it is must move on."""
@@ -242,6 +249,7 @@ def _without(pattern: str, place: int) -> object:
     return build_
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "place", "message"),
     slow_but([

@@ -16,6 +16,7 @@ from tests.slow import named, slow_but
 DTYPES = (torch.float16, torch.float32)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: CacheCase) -> None:
     judge(build(case, torch.float16), "portable")
@@ -27,6 +28,7 @@ def test_case_in_float32(case: CacheCase) -> None:
     judge(build(case, torch.float32), "portable")
 
 
+@pytest.mark.long
 @given(cases(), st.sampled_from(DTYPES), st.integers(0, 99))
 @settings(max_examples=10)
 def test_random_calls(case: CacheCase, dtype: torch.dtype, seed: int) -> None:
@@ -40,11 +42,13 @@ def test_many_random_calls(case: CacheCase, dtype: torch.dtype, seed: int) -> No
     judge(build(case, dtype, seed=seed), "portable")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", invariance_cases((15, 17, 65, 150)), ids=str)
 def test_a_sequence_alone_and_among_others(case: CacheCase) -> None:
     judge_alone(case, torch.float16, "portable", "cpu")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case", slow_but(invariance_cases((0, 15, 17, 65, 150)), named("dense", "pages", "append", "window")), ids=str
 )

@@ -90,6 +90,7 @@ def _seed(case: Case) -> int:
     return zlib.crc32(case.name.encode())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_the_case_table(case: Case) -> None:
     with on_cpu(_seed(case)):
@@ -110,6 +111,7 @@ def _unreadable(x: torch.Tensor) -> torch.Tensor:
     return room[1:].view(*sizes, keys + 1)[..., :keys].copy_(x)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("what", PAIRS)
 @pytest.mark.parametrize("dim", slow_but([64, 96, 128, 256], (128).__eq__))
 def test_biases_and_masks_have_the_same_bits_by_tma_and_by_loads(dim: int, what: str) -> None:
@@ -142,6 +144,7 @@ def test_what_broadcasts_along_keys_is_not_read_by_tma() -> None:
         assert tensor_maps.pair_map(rows[..., :1], 128, 64) is None
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "num_sms", "dtype"), MANY_TILES, ids=str)
 def test_many_tiles_a_program(case: Case, num_sms: int, dtype: torch.dtype) -> None:
     with on_cpu(_seed(case) + num_sms, num_sms):
@@ -156,6 +159,7 @@ def test_tensors_of_8_bits(case: QuantizedCase) -> None:
         quantization.judge(call, "hopper")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", slow_but(range(6), lambda shard: shard < 1))
 def test_random_problems_of_8_bits(shard: int) -> None:
     for number in range(shard * 20, shard * 20 + 20):

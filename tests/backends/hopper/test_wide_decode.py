@@ -162,6 +162,7 @@ def test_a_sequence_gives_the_same_bits_alone_and_on_any_number_of_programs(rule
             assert torch.equal(alone_lse[0], lse[b])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_compiled_code(page_size: int) -> None:
     """Layouts, swizzles, and races of warps, with several boxes to a block; programs wait for each other's states."""

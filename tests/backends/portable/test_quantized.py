@@ -18,6 +18,7 @@ TILES = (Config(64, 64, 4, 1), Config(16, 128, 4, 1), Config(32, 16, 4, 1), Conf
 _QUICK = ("full", "blocks_causal", "window", "softcap", "sinks_shifted", "mixed_scales", "packed_spare", "everything")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: QuantizedCase) -> None:
     call = build(case)
@@ -39,6 +40,7 @@ def test_tiles(tiles: Config, case: QuantizedCase) -> None:
         judge(build(case), "portable")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", slow_but(range(15), lambda shard: shard == 0))
 def test_random_calls(shard: int) -> None:
     for number in range(shard * 20, shard * 20 + 20):
@@ -80,6 +82,7 @@ def test_probabilities_are_rounded_to_nearest() -> None:
         torch.testing.assert_close(lse.flatten(), torch.log1p(probs).flatten(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["blocks_causal", "window", "softcap", "packed_blocks", "everything"])
 def test_results_are_those_of_the_emulation(name: str) -> None:
     """Bit for bit the same roundings of probabilities, but for those that float32 puts on the other side of a tie."""
