@@ -1,4 +1,4 @@
-"""The table of cases that every backend is tested on, and the error rule that every backend must meet.
+"""The table of cases that every backend is tested on, and how every backend is judged on it.
 
 A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle by the rule of
 ``tests/rule.py``: the error may be at most twice that of the same formula computed in the input dtype by plain PyTorch.

@@ -16,7 +16,8 @@ forward and backward, off by a random amount of the size that rounding has (``dr
   blocks, in trees or with fused multiplications round less and are below it.
 
 n and t are those of each sum as it is computed: keys of a row for out, lse and dq, queries and heads of a group for dk
-and dv, rows for dsinks, all that is broadcast for a bias. What an error becomes later needs no formula of its own: a
+and dv, rows for dsinks, all that is broadcast for a bias. A sum of sums, such as dv of the heads of a group, counts the
+terms of all of them, for a kernel may add them up in one go. What an error becomes later needs no formula of its own: a
 score of size s that is off by u s changes its probability by the factor exp(u s), and a row's delta all of its terms
 together. Nothing in it depends on the machine but for the last bits of float64.
 """
@@ -40,11 +41,13 @@ _SAMPLES = 16
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 _INFINITE = 1e30
 _SUMS = {"sum", "mean"}
+# Operations that copy, and are no views.
+_LAID_OUT = {"clone", "_unsafe_view", "repeat", "_reshape_copy"}
 # Operations in which PyTorch does several: those count.
 _IN_STEPS = get_decompositions([aten._softmax, aten._softmax_backward_data, aten.logsumexp])
 # Operations on each element that select, copy or change a sign.
 _EXACT = {
-    "abs", "clamp", "clone", "copy", "fill", "masked_fill", "maximum", "minimum", "nan_to_num", "neg", "relu", "where",
+    "abs", "clamp", "copy", "fill", "masked_fill", "maximum", "minimum", "nan_to_num", "neg", "relu", "where",
     "_to_copy",
 }  # fmt: skip
 
@@ -70,9 +73,18 @@ class _Rounded(TorchDispatchMode):
         if name in _PRODUCTS:
             a, b = (args[i] for i in _PRODUCTS[name])
             count, squares = a.shape[-1], a.square() @ b.square()
+            out.terms = count, squares
         elif name in _SUMS:
-            count, squares = args[0].numel() // out.numel(), func(args[0].square(), *args[1:], **kwargs)
+            # Of what are sums themselves the whole may be summed in one go.
+            each, squares = getattr(args[0], "terms", None) or (1, args[0].square())
+            squares = func(squares, *args[1:], **kwargs)
+            count = args[0].numel() // out.numel()
             squares = squares / count if name == "mean" else squares
+            count *= each
+        elif func.is_view or name in _LAID_OUT:
+            if terms := getattr(args[0], "terms", None):
+                out.terms = terms[0], func(terms[1], *args[1:], **kwargs)
+            return out
         elif torch.Tag.pointwise in func.tags and name not in _EXACT:
             count, squares = 0, None
         else:

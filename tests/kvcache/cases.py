@@ -1,7 +1,7 @@
 """The table of cached calls that every backend is tested on, and the rules that every backend must meet.
 
 A case is data; ``build`` turns it into tensors on a device, ``judge`` runs a backend and compares: out and lse by the
-error rule of ``tests.cases`` with what the backend left in the caches, and the caches by themselves. Whatever a call
+error rule of ``tests.rule`` with what the backend left in the caches, and the caches by themselves. Whatever a call
 must not read is NaN or an infinity, and page ids that it must not use are no pages.
 """
 
