@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
 INTERPRETED := tests/backends/portable tests/backends/vocab tests/backends/decode
 
-.PHONY: demo test test-long test-all check docs wheel kernels gpu clean
+.PHONY: demo test test-long test-all test-plain-math check docs wheel kernels gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile demo
@@ -40,6 +40,15 @@ test-long: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu'
 	TRITON_INTERPRET=1 $(PYTEST) -m 'not gpu' $(INTERPRETED)
+
+# A few numeric tests on as plain a processor as this one can pretend to be, with more threads than cores: in other orders of
+# summation, without fused multiplications.
+PLAIN_MATH := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OPENBLAS_CORETYPE=Nehalem OMP_NUM_THREADS=4
+test-plain-math: $(VENV)/.dev
+	features="$$($(BIN)/python -c 'import numpy; print(*numpy.show_config("dicts")["SIMD Extensions"]["found"])')" && \
+	export $(PLAIN_MATH) NPY_DISABLE_CPU_FEATURES="$$features" && \
+	$(PYTEST) tests/test_rule.py tests/backends/cpu/test_cpu.py -k 'order_of_summation or test_case and float32' && \
+	TRITON_INTERPRET=1 $(PYTEST) tests/backends/portable/test_interpreter.py -k 'case_table and (bias_scalar or bias_rows)'
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,12 +1,12 @@
-"""The table of cases that every backend is tested on, and the error rule that every backend must meet.
+"""The table of cases that every backend is tested on, and how every backend is judged on it.
 
-A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle: the error may be
-at most twice that of the same formula computed in the input dtype by plain PyTorch, plus a floor of a few roundings.
+A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle by the rule of
+``tests/rule.py``: the error may be at most twice that of the same formula computed in the input dtype by plain PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from flashtile.arguments import band_of
 from flashtile.backends.base import Direction
 from flashtile.problem import Problem, Tensors
 from tests.poison import poisoned_memory
+from tests.rule import Yardstick, assert_close
 
 
 @dataclass(frozen=True)
@@ -328,10 +329,18 @@ def _judge_forward(call: Call, backend: str | None, watched: bool) -> None:
     got = dict(zip(("out", "lse"), call.run(backend), strict=True))
     if watched:
         call, got = call.in_main_memory(), {name: x.cpu() for name, x in got.items()}
-    exact = reference.attention(call.problem, call.upcast().tensors)
-    plain = reference.attention(call.problem, call.tensors, call.problem.dtype)
-    for name, want, low in zip(got, exact, plain, strict=True):
-        assert_close(name, got[name], want, low, call.case.magnitude)
+    assert_forward_right(call, **got)
+
+
+def assert_forward_right(call: Call, out: Tensor, lse: Tensor) -> None:
+    """The error rule for the results of a forward."""
+    upcast = call.upcast()
+
+    def by_definition(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
+        return dict(zip(("out", "lse"), reference.attention(call.problem, call.tensors, dtype), strict=True))
+
+    plain = by_definition(call, call.problem.dtype)
+    assert_close({"out": out, "lse": lse}, lambda: by_definition(upcast, torch.float64), plain, call.problem.dtype)
 
 
 def _judge_numbers(call: Call, backend: str | None, watched: bool) -> None:
@@ -348,30 +357,21 @@ def _judge_numbers(call: Call, backend: str | None, watched: bool) -> None:
     if watched:
         got = Results({name: x.cpu() for name, x in got.values.items()})
         call, dout, dlse = call.in_main_memory(), dout.cpu(), None if dlse is None else dlse.cpu()
-    upcast = call.upcast()
-    exact = results(upcast, *reference.attention(upcast.problem, upcast.tensors), dout, dlse)
-    plain = results(call, *reference.attention(call.problem, call.tensors, call.problem.dtype), dout, dlse)
     assert out.dtype == call.problem.dtype and lse.dtype == call.problem.lse_dtype
-    for name, value in got.values.items():
-        assert_close(name, value, exact.values[name], plain.values[name], call.case.magnitude)
+    assert_right(call, got.values, dout, dlse)
 
 
-def assert_close(name: str, got: Tensor, exact: Tensor, plain: Tensor, magnitude: float = 1.0) -> None:
-    """max|got - exact| <= 2 max|plain - exact| + floor; infinities must agree.
+def assert_right(call: Call, got: Mapping[str, Tensor], dout: Tensor, dlse: Tensor | None) -> None:
+    """The error rule for some results of a call, by their names in ``Results``."""
+    yardstick(call, dout, dlse).check(got)
 
-    The floor is half a unit in the last place of what is stored, and 32 roundings of the accumulator: sums cancel to
-    exactly 0 in one order and not in another. It scales with the scores' magnitude, because the exponential turns an
-    absolute error of a score into a relative one of a probability.
-    """
-    assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)} is not {tuple(exact.shape)}"
-    if not got.numel():
-        return
-    finite = torch.isfinite(exact)
-    assert torch.equal(torch.where(finite, 0.0, exact), torch.where(finite, 0.0, got.double())), f"{name}: infinities"
-    error = torch.where(finite, got.double() - exact, 0.0).abs().max().item()
-    allowed = torch.where(finite, plain.double() - exact, 0.0).abs().nan_to_num().max().item()
-    largest = torch.where(finite, exact, 0.0).abs().max().item()
-    accumulator = torch.float64 if got.dtype == torch.float64 else torch.float32
-    limit = 2 * allowed + 32 * torch.finfo(accumulator).eps * max(largest, 1.0) * magnitude
-    limit += torch.finfo(got.dtype).eps / 2 * largest
-    assert error <= limit, f"{name}: error {error:.3e} is over {limit:.3e} (plain PyTorch has {allowed:.3e})"
+
+def yardstick(call: Call, dout: Tensor, dlse: Tensor | None) -> Yardstick:
+    """What the results of a call are judged by."""
+    upcast = call.upcast()
+
+    def by_definition(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
+        return results(call, *reference.attention(call.problem, call.tensors, dtype), dout, dlse).values
+
+    plain = by_definition(call, call.problem.dtype)
+    return Yardstick(lambda: by_definition(upcast, torch.float64), plain, call.problem.dtype)

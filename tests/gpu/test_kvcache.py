@@ -15,11 +15,11 @@ from torch import Tensor
 import flashtile
 from flashtile import dispatch, states
 from flashtile.kvcache.arguments import FLOAT8
-from tests.cases import assert_close
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
 from tests.kvcache.drawn import cases as random_cases
 from tests.poison import poisoned_memory
+from tests.rule import assert_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -355,8 +355,11 @@ def _judge_far(layout: str, backend: str, most: int) -> None:
         q, *caches, cache_seqlens=_index([before]), k=k, v=v, backend=backend, **tensors
     )
     assert isinstance(out, Tensor)
-    exact, plain = (_softmax(q[0, 0], keys, values, dtype) for dtype in (torch.float64, torch.bfloat16))
-    assert_close("out", out[0, 0], exact, plain)
+
+    def by_hand(dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"out": _softmax(q[0, 0], keys, values, dtype)}
+
+    assert_close({"out": out[0, 0]}, lambda: by_hand(torch.float64), by_hand(torch.bfloat16), torch.bfloat16)
     for x, rows in zip(caches, (keys, values), strict=True):
         assert torch.equal(x[places[0].to(DEVICE), places[1].to(DEVICE)], rows)
     assert sum(int(x.isfinite().sum()) for x in caches) == 2 * keys.numel(), "nothing else was written"

@@ -21,9 +21,10 @@ from flashtile.masks import Band
 from flashtile.problem import Problem, SequenceLayout, Tensors
 from flashtile.states import Partial
 from tests.backends.portable import plans
-from tests.cases import CASES, Case, build, judge
+from tests.cases import CASES, Case, assert_forward_right, build, judge
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
+from tests.rule import assert_close
 from tests.slow import named, slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -106,7 +107,7 @@ def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: 
     problem, tensors = call.problem, call.tensors
     assert common_arguments(problem, tensors, Config(16, 16, 4, 1))["PAIR_UNIT"] == unit
     out, lse = plans.forward(problem, tensors)
-    torch.testing.assert_close(out.double(), reference.attention(problem, tensors)[0], rtol=1e-5, atol=1e-6)
+    assert_forward_right(call, out, lse)
     grads = plans.backward(problem, tensors, out, lse, torch.randn_like(out))
     assert all(x is not None and x.isfinite().all() for x in (grads.dq, grads.dk, grads.dv, grads.dbias))
 
@@ -170,7 +171,11 @@ def test_strides_are_taken_for_multiples_of_16_bytes_only_where_they_are(columns
     out = plans.forward(problem, Tensors(q, k, v))[0]
     same = Tensors(q.contiguous(), k.contiguous(), v.contiguous())
     assert torch.equal(out, plans.forward(problem, same)[0])
-    torch.testing.assert_close(out.double(), reference.attention(problem, same)[0], rtol=1e-5, atol=1e-6)
+
+    def by_definition(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {"out": reference.attention(problem, same, dtype)[0]}
+
+    assert_close({"out": out}, lambda: by_definition(torch.float64), by_definition(q.dtype), q.dtype)
 
 
 MANY_LENGTHS = (
