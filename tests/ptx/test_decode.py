@@ -12,7 +12,9 @@ from flashtile.backends.decode import config
 from flashtile.backends.decode.config import Config, Splitting
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.ptx import portable
+from tests.ptx.launch import Kernels, edited
 from tests.ptx.machine import Options
+from tests.ptx.text import PtxError
 from tests.slow import slow_but
 
 CASES = (
@@ -70,3 +72,26 @@ SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
 def test_programs_that_wait_share_a_fold(seed: int) -> None:
     with portable.on_cpu(Options(seed=seed), "sm_90"), mock.patch.object(config, "_override", [SHARED_TILES]):
         judge(build(SHARED, torch.bfloat16), "portable")
+
+
+# What orders programs, and what it might be by mistake: of those that store, of those that wait, of the last.
+FAULTS = {
+    "nothing is released": (r"acq_rel(\.add\.u32)", r"relaxed\1"),
+    "nothing is acquired": (r"acq_rel(\.add\.u32)", r"release\1"),
+    "within a block": (r"gpu(\.acq_rel\.add\.u32)", r"cta\1"),
+    "before other warps have stored": (r"bar\.sync\s+0;((?:(?!bar\.sync)[\s\S])*?acq_rel\.add)", r"\1"),
+    "the last says nothing": (r"release(\.exch)", r"relaxed\1"),
+    "who waits hears nothing": (r"(ld\.global\.gpu\.)acquire", r"\1relaxed"),
+    "the count is no atomic": (r"atom\.global\.gpu\.relaxed\.exch\.b32 %r\d+,", "st.global.b32 "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_programs_that_do_not_tell_what_they_have_done(fault: str) -> None:
+    with (
+        portable.on_cpu(Options(seed=6), "sm_90"),
+        mock.patch.object(config, "_override", [SHARED_TILES]),
+        mock.patch.object(Kernels, "build", edited("cache_attention", *FAULTS[fault])),
+        pytest.raises(PtxError, match=r"race: warp \d+ .*(reads|writes) byte \d+"),
+    ):
+        build(SHARED, torch.bfloat16).run("portable")
