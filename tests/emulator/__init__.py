@@ -6,7 +6,7 @@ moment between their start and the wait for them. README.md says how to read its
 
 - a deadlock, with what each task waits for,
 - a race: an access to shared memory that no barrier, wait or fence orders behind a conflicting one, whatever the order
-  was in this run,
+  was in this run; the same in global memory, where atomics order too,
 - a product read before its wait, a partition that ends with copies or products in flight, more arrivals at a barrier
   than it counts, an access outside a tensor's memory.
 
@@ -48,6 +48,7 @@ def launch(
     replacements: Mapping[Any, Callable[..., Any]] | None = None,
     seed: int = 0,
     resident: int | None = None,
+    ordered_sums: bool = False,
 ) -> None:
     """Runs a kernel to its end.
 
@@ -58,12 +59,13 @@ def launch(
         replacements: What to call instead of some of the functions that the kernel calls.
         seed: Draws the order of events.
         resident: Programs that run at once, all of them if not given; the others start in order.
+        ordered_sums: Whether what is added to tensors must come in an order that does not depend on the run.
 
     Raises:
         MachineError: The kernel does what hardware does not forgive.
     """
     total = torch.Size(tuple(grid)).numel()
-    machine = Machine(seed, resident or total)
+    machine = Machine(seed, resident or total, total, ordered_sums)
     run_on(machine, range(total), kernel, grid, arguments, replacements or {})
 
 

@@ -29,8 +29,9 @@ from tests.emulator.values import (
     pair,
     value_of,
 )
-from tests.machine import Barrier, MachineError
+from tests.machine import Barrier, MachineError, Order
 from tests.machine.clocks import Message
+from tests.machine.tensors import Tensor
 
 _NAMES_OF_DTYPES = {
     "fp8e4nv": "float8e4nv",
@@ -43,6 +44,9 @@ _LAYOUTS = (
     "NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout",
     "SwizzledSharedLayout", "AutoLayout",
 )  # fmt: skip
+
+
+_RELAXED = Order.of("relaxed", "gpu")
 
 
 class BarrierLayout(Anything):
@@ -147,30 +151,58 @@ class Language:
 
     # Global memory.
 
+    def tensor(self, memory: torch.Tensor) -> Tensor:
+        """What the watch knows of a tensor's memory."""
+        storage = memory.untyped_storage()
+        name = f"a tensor of {memory.numel()} {str(memory.dtype).removeprefix('torch.')}"
+        return self.machine.tensors.tensor(name, storage.data_ptr(), storage.nbytes())
+
     def load(self, pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False, **_: Any) -> Value:
+        tensor = self.tensor(pointer.memory)
         if volatile:
             self.task.step_back()
+            places = pointer.places(mask)
+            self.task.share_tensor(tensor, places, _RELAXED, reads=True)
+            for place in set(places.tolist()):
+                self.task.synchronise(tensor, place, _RELAXED, writes=False)
+        else:
+            self.task.read_tensor(tensor, lambda: pointer.places(mask))
         return pointer.load(mask, other)
 
     def store(self, pointer: Pointer, value: Operand, mask: Any = None, **_: Any) -> None:
+        def same() -> bool:
+            places, used = pointer.elements(mask)
+            data = value_of(value).data.to(pointer.memory.dtype).expand_as(places)
+            return bool((pointer.memory[places[used]] == data[used]).all())
+
+        self.task.write_tensor(self.tensor(pointer.memory), pointer.places(mask), same, is_part=pointer.is_bytes)
         pointer.store(value, mask)
 
     def atomic_add(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
-        self.task.pause()
-        old = pointer.load(mask, 0)
-        pointer.store(old + value_of(value), mask)
-        return old
+        is_sum = pointer.memory.dtype.is_floating_point
+        return self._atomic(pointer, mask, sem, scope, lambda old: old + value_of(value), is_sum)
 
     def atomic_xchg(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
-        self.task.pause()
-        old = pointer.load(mask, 0)
-        pointer.store(value, mask)
-        return old
+        return self._atomic(pointer, mask, sem, scope, lambda old: value)
 
     def atomic_and(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
+        return self._atomic(pointer, mask, sem, scope, lambda old: old & value_of(value))
+
+    def _atomic(
+        self, pointer: Pointer, mask: Any, sem: str, scope: str, new: Callable[[Value], Operand], is_sum: bool = False
+    ) -> Value:
         self.task.pause()
+        tensor, places = self.tensor(pointer.memory), pointer.places(mask)
+        if is_sum and self.machine.tensors.ordered_sums:
+            self.task.write_tensor(tensor, places)
+        else:
+            # As Triton has it where nothing is said.
+            order = Order.of(sem or "acq_rel", scope or "gpu")
+            self.task.share_tensor(tensor, places, order)
+            for place in set(places[:: max(1, pointer.memory.element_size() >> 1)].tolist()):
+                self.task.synchronise(tensor, place, order)
         old = pointer.load(mask, 0)
-        pointer.store(old & value_of(value), mask)
+        pointer.store(new(old), mask)
         return old
 
     # Shared memory.
@@ -226,13 +258,19 @@ class Language:
             barrier.one.land(desc.num_bytes, message)
 
         self.task.pause()
+        self.task.read_tensor(self.tensor(desc.memory), lambda: desc.places(at))
         self.task.start_load(memory.places, finish)
 
     def copy_out(self, desc: Descriptor, at: Any, memory: SharedMemory) -> None:
         self._leave(memory, desc, lambda: desc.store(at, memory.data))
+        self.task.write_tensor(self.tensor(desc.memory), desc.places(at), copies=True)
 
     def reduce_out(self, desc: Descriptor, at: Any, memory: SharedMemory) -> None:
         self._leave(memory, desc, lambda: desc.add(at, memory.data))
+        if self.machine.tensors.ordered_sums:
+            self.task.write_tensor(self.tensor(desc.memory), desc.places(at), copies=True)
+        else:
+            self.task.share_tensor(self.tensor(desc.memory), desc.places(at), _RELAXED, copies=True)
 
     def _leave(self, memory: SharedMemory, desc: Descriptor, move: Callable[[], None]) -> None:
         _check_box(desc, memory)

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from greenlet import greenlet
 
-from tests.machine import MachineError, Names, Stamp, Watch, deadlock
+from tests.machine import MachineError, Names, Order, Stamp, Tensors, Watch, deadlock
 from tests.machine.clocks import Array, Message
+from tests.machine.tensors import Places, Tensor
 
 # Partitions of one program, at most.
 _PARTITIONS = 16
@@ -50,14 +51,15 @@ class Program(Names):
     Attributes:
         number: Its place in the grid.
         watch: Knows shared memory by numbered pieces, each written and read as one.
+        roles: What its partitions run.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, machine: Machine, number: int) -> None:
         self.number = number
-        self.watch = Watch(0, _PARTITIONS, self)
+        self.watch = Watch(0, _PARTITIONS, self, number * _PARTITIONS, machine.tensors.actors)
         self.roles: dict[int, str] = {}
         self._names: list[str] = []
-        self._lines: list[str] = []
+        self._lines = machine.lines
 
     def allocate(self, names: list[str]) -> Array:
         """Numbers for new pieces of shared memory."""
@@ -134,6 +136,24 @@ class Task:
             operation.complete()
             self.program.watch.learn_end(self.partition, operation.stamp)
 
+    # Global memory, whose places are pairs of bytes of a tensor's.
+
+    def read_tensor(self, tensor: Tensor, places: Places) -> None:
+        self.machine.tensors.read(self.program.watch, self.partition, tensor, places)
+
+    def write_tensor(self, tensor: Tensor, places: Array, same: Callable[[], bool] | None = None, **how: bool) -> None:
+        line = self.program.here()
+        self.machine.tensors.write(self.program.watch, self.partition, tensor, places, line, same, **how)
+
+    def share_tensor(self, tensor: Tensor, places: Array, order: Order, **how: bool) -> None:
+        """A strong access."""
+        line = self.program.here()
+        self.machine.tensors.strong(self.program.watch, self.partition, tensor, places, line, order, **how)
+
+    def synchronise(self, tensor: Tensor, place: int, order: Order, *, writes: bool = True) -> None:
+        """The strong access orders, too."""
+        self.machine.tensors.synchronise(self.program.watch, self.partition, tensor, place, order, writes=writes)
+
     # Plain accesses are complete at once; engines hold what they read until the wait for them.
 
     def read(self, places: Array) -> None:
@@ -174,12 +194,16 @@ class Machine:
     Args:
         seed: Draws the order.
         resident: Programs that run at once; the others start in order as these end.
+        total: Programs of the launch.
+        ordered_sums: As for ``Tensors``.
 
     Attributes:
         box: Rows and columns of shared memory that a copy may write by themselves; 0 for all of a buffer.
+        tensors: Knows who has done what to global memory.
+        lines: Lines of the kernel by number.
     """
 
-    def __init__(self, seed: int, resident: int) -> None:
+    def __init__(self, seed: int, resident: int, total: int, ordered_sums: bool = False) -> None:
         self.random = random.Random(seed)
         self.resident = resident
         self.now: Task | None = None
@@ -187,6 +211,12 @@ class Machine:
         self.tasks: list[Task] = []
         self.main = greenlet.getcurrent()
         self.box = (0, 0)
+        self.lines: list[str] = []
+        self._programs: dict[int, Program] = {}
+        self.tensors = Tensors(total * _PARTITIONS, self._role, self.lines.__getitem__, ordered_sums)
+
+    def _role(self, actor: int) -> str:
+        return self._programs[actor // _PARTITIONS].roles[actor % _PARTITIONS]
 
     @property
     def running(self) -> Task:
@@ -211,7 +241,8 @@ class Machine:
             running = {task.program.number for task in self.tasks}
             while waiting and len(running) < self.resident:
                 number, body = waiting.popleft()
-                self.spawn(Program(number), 0, f"program {number}", body)
+                program = self._programs[number] = Program(self, number)
+                self.spawn(program, 0, f"program {number}", body)
                 running.add(number)
             if not self.tasks:
                 break

@@ -210,19 +210,52 @@ def test_memory_has_ends() -> None:
 
 
 @gluon.jit
-def in_turn(turn_ptr, out_ptr):
+def in_turn(turn_ptr, out_ptr, ASK: gl.constexpr, TELL: gl.constexpr, SCOPE: gl.constexpr):
     program = gl.program_id(0)
-    while gl.load(turn_ptr, volatile=True) < program:
-        pass
-    gl.store(out_ptr + program, gl.load(turn_ptr))
-    gl.atomic_add(turn_ptr, 1)
+    if ASK == "volatile":
+        while gl.load(turn_ptr, volatile=True) < program:
+            pass
+    elif ASK == "weak":
+        while gl.load(turn_ptr) < program:
+            gl.atomic_add(turn_ptr, 0, sem="relaxed")
+    else:
+        while gl.atomic_add(turn_ptr, 0, sem=ASK, scope=SCOPE) < program:
+            pass
+    gl.store(out_ptr + program, gl.load(out_ptr + (program - 1), mask=program > 0, other=-1) + 1)
+    gl.atomic_add(turn_ptr, 1, sem=TELL, scope=SCOPE)
 
 
 @pytest.mark.parametrize("resident", [1, 2, 5])
 def test_programs_can_wait_for_those_before_them(resident: int) -> None:
     turn, out = torch.zeros(1, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
-    emulator.launch(in_turn, (5,), (turn, out), resident=resident)
+    emulator.launch(in_turn, (5,), (turn, out, "acquire", "release", "gpu"), resident=resident)
     assert out.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("resident", [1, 5])
+@pytest.mark.parametrize(
+    "ask, tell, scope",
+    [("relaxed", "release", "gpu"), ("volatile", "release", "gpu"), ("weak", "release", "gpu"),
+     ("acquire", "relaxed", "gpu"), ("release", "acquire", "gpu"), ("acq_rel", "acq_rel", "cta")],
+)  # fmt: skip
+def test_an_order_that_atomics_do_not_give_is_a_race(ask: str, tell: str, scope: str, resident: int) -> None:
+    """Of programs that run one after the other, too."""
+    turn, out = torch.zeros(1, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
+    with pytest.raises(emulator.RaceError, match="program 0"):
+        emulator.launch(in_turn, (5,), (turn, out, ask, tell, scope), resident=resident)
+
+
+@gluon.jit
+def summed(x_ptr, out_ptr):
+    gl.atomic_add(out_ptr, gl.load(x_ptr + gl.program_id(0)), sem="relaxed")
+
+
+def test_sums_in_any_order_are_races_where_their_order_must_be_fixed() -> None:
+    x, out = torch.arange(5.0), torch.zeros(1)
+    emulator.launch(summed, (5,), (x, out))
+    assert out.item() == 10
+    with pytest.raises(emulator.RaceError, match="nothing orders that"):
+        emulator.launch(summed, (5,), (x, out), ordered_sums=True)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 
@@ -215,7 +216,7 @@ class Pointer:
 
     __radd__ = __add__
 
-    def _places(self, mask: Operand | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def elements(self, mask: Operand | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Offsets, and whether each is used."""
         offsets = self.offsets.data
         used = torch.ones_like(offsets, dtype=torch.bool) if mask is None else value_of(mask).data.expand_as(offsets)
@@ -224,8 +225,20 @@ class Pointer:
             raise MachineError(f"element {offsets[outside][0]} of memory that has {self.memory.numel()}")
         return torch.where(used, offsets, 0), used
 
+    def places(self, mask: Operand | None = None) -> Array:
+        """Pairs of bytes of its memory, of the elements that are used; two elements of a byte share one."""
+        offsets, used = self.elements(mask)
+        size = self.memory.element_size()
+        first = (offsets[used].numpy() * size) >> 1
+        return (first[:, None] + np.arange(max(1, size >> 1))).ravel()
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether its elements are."""
+        return self.memory.element_size() == 1
+
     def load(self, mask: Operand | None = None, other: Operand | None = None) -> Value:
-        places, used = self._places(mask)
+        places, used = self.elements(mask)
         loaded = self.memory[places].clone() if used.any() else torch.zeros(places.shape, dtype=self.memory.dtype)
         if mask is None:
             return Value(loaded)
@@ -235,7 +248,7 @@ class Pointer:
         return Value(torch.where(used, loaded, filling))
 
     def store(self, value: Operand, mask: Operand | None = None) -> None:
-        places, used = self._places(mask)
+        places, used = self.elements(mask)
         data = value_of(value).data.to(self.memory.dtype).expand_as(places)
         self.memory[places[used]] = data[used]
 
@@ -422,6 +435,16 @@ class Descriptor:
     def store(self, coordinates: Sequence[Any], data: torch.Tensor) -> None:
         pointers, exists = self.box(coordinates)
         pointers.store(Value(data), exists)
+
+    def places(self, coordinates: Sequence[Any]) -> Array:
+        """Of a box, as ``Pointer.places``."""
+        pointers, exists = self.box(coordinates)
+        return pointers.places(exists)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """That of its tensor."""
+        return self._pointer.memory
 
     def add(self, coordinates: Sequence[Any], data: torch.Tensor) -> None:
         pointers, exists = self.box(coordinates)

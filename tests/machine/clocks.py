@@ -58,10 +58,13 @@ class Watch:
         places: Pieces of memory that are told apart.
         actors: How many act at most.
         names: What to call them.
+        first: The number of the first of them among the actors of all programs.
+        total: How many those are, where global memory is watched too: see ``tensors``.
     """
 
-    def __init__(self, places: int, actors: int, names: Names) -> None:
+    def __init__(self, places: int, actors: int, names: Names, first: int = 0, total: int = 0) -> None:
         self._actors, self._names = actors, names
+        self.actors, self.first, self._total = actors, first, total
         self._first_load = actors * (1 + len(QUEUES))
         # Who wrote a place last: a component, its time, and where that stands in the program; time 0 is never.
         self._writer = np.zeros(places, np.int32)
@@ -73,8 +76,13 @@ class Watch:
         self._unfenced = np.zeros(places, bool)
         self._fenced_by = np.zeros(places, np.int32)
         # What each actor knows of each component, and how far those of operations are.
-        self._seen = np.zeros((actors, self._first_load + _LOADS), np.int32)
+        # At the end are the actors of all programs and, one each, what TMA writes to global memory for them.
+        own = self._first_load + _LOADS
+        self._seen = np.zeros((actors, own + 2 * total), np.int32)
+        self._everywhere = [self._seen[actor, own:] for actor in range(actors)]
         self._seen[range(actors), range(actors)] = 1
+        for actor in range(actors if total else 0):
+            self._everywhere[actor][first + actor] = 1
         self._started = np.zeros(self._first_load + _LOADS, np.int32)
         self._next_load = 0
 
@@ -148,10 +156,16 @@ class Watch:
 
     # What barriers pass on.
 
+    def everywhere(self, actor: int) -> Array:
+        """What an actor knows of those of all programs; it may be changed."""
+        return self._everywhere[actor]
+
     def message(self, actor: int, ended: Stamp | None = None) -> Array:
         """What others learn from an arrival of an actor, or of a load it started; what the actor does next is new."""
         known = self._seen[actor].copy()
         self._seen[actor, actor] += 1
+        if self._total:
+            self._everywhere[actor][self.first + actor] += 1
         if ended is not None:
             known[ended.component] = ended.time
         return known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.machine import Barrier, DeadlockError, MachineError, Names, RaceError, Watch, deadlock
+from tests.machine import Barrier, DeadlockError, MachineError, Names, Order, RaceError, Tensors, Watch, deadlock
 
 PLACE = np.array([1])
 
@@ -144,6 +144,24 @@ def test_who_writes_the_same_or_another_part_races_with_nobody() -> None:
     watch.write(2, PLACE, line=3, is_part=True)
     with pytest.raises(RaceError, match="role 0 writes"):
         watch.write(0, PLACE, line=4, same=lambda: False)
+
+
+def test_what_a_copy_writes_is_known_to_who_waited_for_it_and_releases_that() -> None:
+    """Two programs of one actor each; the second acquires what the first releases, but for its copy in flight."""
+    names = _Names()
+    tensors = Tensors(2, names.actor, names.line)
+    first, second = (Watch(0, 1, names, number, 2) for number in range(2))
+    out, flag = tensors.tensor("out", 64, 64), tensors.tensor("flag", 4096, 4)
+    for place in (0, 1):
+        tensors.write(first, 0, out, np.array([place]), line=place, copies=True)
+    tensors.copies_are_over(first, 0, left=1)
+    tensors.synchronise(first, 0, flag, 0, Order.of("release", "gpu"))
+    tensors.synchronise(second, 0, flag, 0, Order.of("acquire", "gpu"))
+    tensors.read(second, 0, out, np.array([0]))
+    with pytest.raises(RaceError, match="role 1 reads byte 2 of out, .* the write of a copy of role 0 at line 1"):
+        tensors.read(second, 0, out, np.array([1]))
+    with pytest.raises(RaceError, match="role 0 writes byte 0 of out, which role 1 may still have to read"):
+        tensors.write(first, 0, out, np.array([0]), line=2)
 
 
 def test_a_barrier_counts() -> None:

@@ -6,14 +6,14 @@ drawn from a seed; TMA copies complete at some moment before they are waited for
 option, at their issue). What it does not know it raises, with the line. README.md says how to use it and how to read
 its errors. It finds, besides wrong numbers,
 
-- races in shared memory between warps and copies, missing proxy fences and ``wgmma.fence``, deadlocks,
+- races between warps and copies in shared and global memory, where atomics order by their semantics and scope,
+- missing proxy fences and ``wgmma.fence``, deadlocks,
 - accumulators used before the wait, warps that end with copies or products in flight,
 - accesses outside tensors, shared memory and boxes, misaligned ones, reads of shared memory that nobody wrote,
 - memory of an mbarrier that is used otherwise before it is invalidated, boxes whose coordinates 32 bits do not hold,
 - register budgets (``setmaxnreg``) that can never be met, barriers and products with lanes apart.
 
-It does not find what the assembler does (spills, its own errors), races in global memory, or between the lanes of one
-warp.
+It does not find what the assembler does (spills, its own errors), or races between the lanes of one warp.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.machine import Order
 from tests.ptx.arithmetic import _UNSIGNED, Array, as_type, to_bits
 from tests.ptx.decode import Decoder, builder
 from tests.ptx.machine import SHARED_BASE, Copy, Step, Wait, Warp
@@ -30,6 +31,43 @@ def _shape(i: Instruction, spaces: tuple[str, ...], others: set[str]) -> tuple[s
     if not space:
         raise PtxError("access without a space")
     return space, kind, count
+
+
+def _order(i: Instruction) -> Order | None:
+    """What an access to global memory orders; None for a weak one."""
+    words = set(i.opcode)
+    scope = next((each for each in ("cta", "gpu", "sys") if each in words), "gpu")
+    sem = next((each for each in ("acquire", "release", "acq_rel", "relaxed", "volatile") if each in words), "")
+    return Order.of(sem, scope) if sem or i.opcode[0] in ("atom", "red") else None
+
+
+def _parts(region: Region, at: Array, size: int) -> Array:
+    """Pairs of bytes from addresses on, from the start of a tensor's memory."""
+    return (((at - region.base) >> 1)[:, None] + np.arange(max(1, size >> 1))).ravel()
+
+
+def _firsts(region: Region, at: Array) -> set[int]:
+    return set(((at - region.base) >> 1).tolist())
+
+
+def read_weakly(warp: Warp, region: Region, at: Array, size: int) -> None:
+    """``size`` bytes from each address on are read by the warp, or for it."""
+    if warp.block.watch is not None:
+        tensors = warp.block.machine.tensors
+        tensor = tensors.tensor(region.name, region.base, region.size)
+        tensors.read(warp.block.watch, warp.index, tensor, _parts(region, at, size))
+
+
+def _strongly(warp: Warp, region: Region, at: Array, size: int, order: Order, **kinds: bool) -> None:
+    """A strong access; ``reads`` and ``writes`` as ``Tensors.synchronise``."""
+    watch, tensors = warp.block.watch, warp.block.machine.tensors
+    if watch is None:
+        return
+    tensor = tensors.tensor(region.name, region.base, region.size)
+    only_reads = not kinds.get("writes", True)
+    tensors.strong(watch, warp.index, tensor, _parts(region, at, size), warp.pc, order, reads=only_reads)
+    for place in _firsts(region, at):
+        tensors.synchronise(watch, warp.index, tensor, place, order, **kinds)
 
 
 def _on(warp: Warp, space: str, at: Array) -> list[tuple[Region, Any]]:
@@ -60,6 +98,7 @@ def _load(d: Decoder, i: Instruction) -> Step:
     wide = [_UNSIGNED[max(d.width(name), 8)] for name in names]
     # A signed kind extends the sign into a wider register.
     held = f"i{size}" if kind[0] == "s" else f"u{size}"
+    order = _order(i)
 
     def run(warp: Warp) -> None:
         where = at(warp)
@@ -71,6 +110,7 @@ def _load(d: Decoder, i: Instruction) -> Step:
             if lanes is None:
                 for index, value, as_wide in zip(to, region.load(where, size, count), wide, strict=True):
                     warp.values[index] = value.view(held).astype(as_wide, copy=False)
+                look(warp, region, where)
                 continue
             before, warp.mask = warp.mask, lanes
             for index, value, as_wide in zip(to, region.load(where[lanes], size, count), wide, strict=True):
@@ -78,6 +118,13 @@ def _load(d: Decoder, i: Instruction) -> Step:
                 whole[lanes] = value.view(held)
                 warp.put(index, whole)
             warp.mask = before
+            look(warp, region, where[lanes])
+
+    def look(warp: Warp, region: Region, where: Array) -> None:
+        if space != "shared" and order is None:
+            read_weakly(warp, region, where, size * count)
+        elif space != "shared":
+            _strongly(warp, region, where, size * count, order, writes=False)
 
     return run
 
@@ -105,7 +152,7 @@ def _store(d: Decoder, i: Instruction) -> Step:
     space, kind, count = _shape(i, ("global", "shared", "shared::cta"), _ORDERS)
     at, bits = d.address(i.operands[0]), WIDTHS[kind]
     sources = [d.operand(name, bits) for name in d.vector(i.operands[1])]
-    unsigned = _UNSIGNED[bits]
+    unsigned, order = _UNSIGNED[bits], _order(i)
     if len(sources) != count:
         raise PtxError("sources")
 
@@ -123,10 +170,23 @@ def _store(d: Decoder, i: Instruction) -> Step:
             places = watch.places(where[active], bits // 8 * count)
             watch.write(warp.index, places, warp.pc, same, is_part=bits * count == 8)
         for region, lanes in _on(warp, space, where):
-            if lanes is None:
-                region.store(where, bits // 8, values)
-            else:
-                region.store(where[lanes], bits // 8, [v[lanes] for v in values])
+            some = where if lanes is None else where[lanes]
+            given = values if lanes is None else [v[lanes] for v in values]
+            if space == "global" and watch is not None:
+                look(warp, region, some, given)
+            region.store(some, bits // 8, given)
+
+    def look(warp: Warp, region: Region, where: Array, values: list[Array]) -> None:
+        there = region.load(where, bits // 8, count)
+        if order is not None:
+            _strongly(warp, region, where, bits // 8 * count, order, reads=False)
+            return
+        tensors = warp.block.machine.tensors
+        tensors.write(
+            warp.block.watch, warp.index, tensors.tensor(region.name, region.base, region.size),
+            _parts(region, where, bits // 8 * count), warp.pc, lambda: all(map(np.array_equal, there, values)),
+            is_part=bits * count == 8,
+        )  # fmt: skip
 
     return run
 
@@ -148,7 +208,17 @@ def _atomic(d: Decoder, i: Instruction) -> Step:
     at, width = d.address(operands[0]), WIDTHS[kind]
     sources = [[d.operand(name, width) for name in d.vector(each)] for each in operands[1:]]
     typed, bits, unsigned = as_type(kind), to_bits(kind), _UNSIGNED[width]
-    name = names[0]
+    name, order = names[0], _order(i)
+    is_sum = name == "add" and "f" in kind
+
+    def look(warp: Warp, region: Region, where: Array) -> None:
+        tensors, size = warp.block.machine.tensors, width // 8 * count
+        if is_sum and tensors.ordered_sums and warp.block.watch is not None:
+            tensor = tensors.tensor(region.name, region.base, region.size)
+            tensors.write(warp.block.watch, warp.index, tensor, _parts(region, where, size), warp.pc)
+        else:
+            assert order is not None
+            _strongly(warp, region, where, size, order)
 
     def run(warp: Warp) -> None:
         where = at(warp)
@@ -157,6 +227,8 @@ def _atomic(d: Decoder, i: Instruction) -> Step:
         olds = [np.zeros(32, unsigned) for _ in range(count)]
         for region, lanes in _on(warp, space, where):
             active = np.arange(32) if lanes is None else np.flatnonzero(lanes)
+            region.load(where[active], width // 8, count)
+            look(warp, region, where[active])
             # Lanes at one place take turns.
             apart = len(np.unique(where[active])) == len(active) and name != "inc"
             for some in [active] if apart else active[:, None]:
@@ -269,6 +341,9 @@ def _copy(d: Decoder, i: Instruction) -> Step:
                 block.shared.data[start + n : start + size] = 0
 
         copy = Copy(move)
+        for _, source, n in moves:
+            if n:
+                read_weakly(warp, machine.memory.find(source), np.array([source]), n)
         block.shared.touch(targets[lanes], size)
         if block.watch is not None:
             copy.stamp = block.watch.start_load(warp.index, block.watch.places(targets[lanes], size), warp.pc)
@@ -278,16 +353,20 @@ def _copy(d: Decoder, i: Instruction) -> Step:
     return run
 
 
-def wait_for(warp: Warp, left: int) -> Wait | None:
-    """Waits until all groups of copies but the last ``left`` are done."""
+def wait_for(warp: Warp, left: int, has_written: bool = False) -> Wait | None:
+    """Waits until all groups of copies but the last ``left`` are done, or have at least read what they copy."""
     closed = warp.copies[:-1]
     waited = [copy for group in closed[: len(closed) - left] for copy in group]
     warp.copies = [*closed[max(0, len(closed) - left) :], warp.copies[-1]] if left < len(closed) else warp.copies
+
+    in_flight = sum(copy.writes for group in warp.copies for copy in group)
 
     def learn() -> None:
         if warp.block.watch is not None:
             for copy in waited:
                 warp.block.watch.learn_end(warp.index, copy.stamp)
+            if has_written:
+                warp.block.machine.tensors.copies_are_over(warp.block.watch, warp.index, in_flight)
 
     if all(copy.done for copy in waited):
         learn()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.machine import Barrier
+from tests.machine import Barrier, Order
 from tests.ptx.decode import Decoder, builder
 from tests.ptx.machine import SHARED_BASE, Step, Wait, Warp
 from tests.ptx.text import Instruction, PtxError
@@ -31,16 +31,26 @@ def _barrier(d: Decoder, i: Instruction) -> Step:
     return run
 
 
+_FENCES = {
+    *(("proxy", "async", *more) for more in ((), ("shared::cta",), ("global",))),
+    *((sem, scope) for sem in ("sc", "acq_rel") for scope in ("cta", "gpu", "sys")),
+    *((scope,) for scope in ("cta", "gl", "sys")),
+}
+
+
 @builder("fence", "membar", "griddepcontrol")
 def _fence(d: Decoder, i: Instruction) -> Step:
     if i.opcode[0] == "griddepcontrol":
         raise PtxError("launches that overlap")
-    if "proxy" not in i.opcode:
-        return lambda warp: None
+    if i.opcode[1:] not in _FENCES:
+        raise PtxError("fence")
+    order = Order(True, True, "cta" not in i.opcode)
 
     def run(warp: Warp) -> None:
-        if warp.block.watch is not None:
+        if warp.block.watch is not None and "proxy" in i.opcode:
             warp.block.watch.fence(warp.index)
+        elif warp.block.watch is not None:
+            warp.block.machine.tensors.fence(warp.block.watch, warp.index, order)
 
     return run
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from tests.machine import Order
 from tests.ptx import access
 from tests.ptx.arithmetic import Array
 from tests.ptx.decode import Decoder
 from tests.ptx.machine import SHARED_BASE, Block, Copy, Step, Wait, Warp
-from tests.ptx.memory import GlobalMemory
+from tests.ptx.memory import GlobalMemory, Region
 from tests.ptx.text import Instruction, PtxError
 
 # Coordinates are int32. Stores of boxes of which some reached past 2**31 and some began behind it, negative,
@@ -130,6 +131,14 @@ def _rows(memory: GlobalMemory, tensor: TensorMap, coordinates: tuple[int, ...])
     return found
 
 
+def _places(region: Region, tensor: TensorMap, coordinates: tuple[int, ...]) -> Array:
+    """Pairs of bytes of a tensor's memory that a box has."""
+    addresses, inside = tensor.places(coordinates)
+    low, high = (n * tensor.size for n in _columns(tensor, coordinates[-1]))
+    first = addresses[inside].astype(np.int64) + (coordinates[-1] * tensor.size + low - region.base)
+    return ((first >> 1)[:, None] + np.arange(max(0, high - low) >> 1)).ravel()
+
+
 def load(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: int, barrier: int) -> Copy:
     """A box from global to shared memory, zeros outside the tensor."""
     block, message, stamp = warp.block, None, None
@@ -137,6 +146,11 @@ def load(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: int
     if block.watch is not None:
         stamp = block.watch.start_load(warp.index, places[:, ::2].ravel() >> 1, warp.pc, "copy")
         message = block.watch.message(warp.index, stamp)
+        region, tensors = block.machine.memory.find(tensor.address), block.machine.tensors
+        tensors.read(
+            block.watch, warp.index, tensors.tensor(region.name, region.base, region.size),
+            lambda: _places(region, tensor, coordinates),
+        )  # fmt: skip
 
     def run() -> None:
         tile = np.zeros(places.shape, np.uint8)
@@ -154,6 +168,12 @@ def store(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: in
     places = _box(block, start, tensor)
     if block.watch is not None:
         stamp = block.watch.start_read(warp.index, places[:, ::2].ravel() >> 1, "copy")
+        region, tensors = block.machine.memory.find(tensor.address), block.machine.tensors
+        there, parts = tensors.tensor(region.name, region.base, region.size), _places(region, tensor, coordinates)
+        if add and not tensors.ordered_sums:
+            tensors.strong(block.watch, warp.index, there, parts, warp.pc, Order.of("relaxed", "gpu"), copies=True)
+        else:
+            tensors.write(block.watch, warp.index, there, parts, warp.pc, copies=True)
     if add and not tensor.float32:
         raise PtxError("only float32 is added here")
 
@@ -166,7 +186,7 @@ def store(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: in
             else:
                 data[:] = tile[row, low:high]
 
-    return Copy(run, stamp=stamp)
+    return Copy(run, stamp=stamp, writes=True)
 
 
 def build(d: Decoder, i: Instruction) -> Step:
@@ -182,7 +202,7 @@ def build(d: Decoder, i: Instruction) -> Step:
         left = int(i.operands[0], 0)
 
         def wait(warp: Warp) -> Wait | None:
-            return access.wait_for(warp, left)
+            return access.wait_for(warp, left, has_written="read" not in words)
 
         return wait
     if words[0] == "reduce":

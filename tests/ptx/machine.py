@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.machine import Barrier, MachineError, Stamp, deadlock
+from tests.machine import Barrier, MachineError, Stamp, Tensors, deadlock
 from tests.machine.clocks import Message, joined
 from tests.ptx.memory import GlobalMemory, SharedMemory
 from tests.ptx.races import BlockWatch
@@ -71,17 +72,18 @@ class _NamedBarrier:
 
 @dataclass
 class Copy:
-    """A copy in flight; ``run`` does it, at some moment. ``stamp`` is the watch's."""
+    """A copy in flight; ``run`` does it, at some moment. ``stamp`` is the watch's; ``writes`` if to a tensor."""
 
     run: Callable[[], None]
     done: bool = False
     stamp: Stamp | None = None
+    writes: bool = False
 
 
 class Block:
     """A thread block."""
 
-    def __init__(self, machine: Machine, place: tuple[int, int, int]) -> None:
+    def __init__(self, machine: Machine, place: tuple[int, int, int], number: int) -> None:
         self.machine = machine
         self.place = place
         code = machine.code
@@ -90,8 +92,10 @@ class Block:
         self.named: dict[int, _NamedBarrier] = {}
         self.free_registers = 0
         count = -(-code.threads // LANES)
-        watched = machine.options.watch and machine.shared_bytes
-        self.watch = BlockWatch(SHARED_BASE, machine.shared_bytes, count, code.where) if watched else None
+        self.watch = None
+        if machine.options.watch:
+            total = count * math.prod(machine.grid)
+            self.watch = BlockWatch(SHARED_BASE, machine.shared_bytes, count, code.where, count * number, total)
         self.warps = [Warp(self, index) for index in range(count)]
 
     def barrier(self, address: int) -> Barrier:
@@ -299,7 +303,8 @@ class Options:
         strict_fences: Whether registers of a product that are written behind the last ``wgmma.fence`` are an error:
             LLVM moves plain arithmetic over it, and the assembler then waits for each product. Else it is noted.
         turn: Most instructions that a warp runs before others do.
-        watch: Whether to look for races in shared memory.
+        watch: Whether to look for races in shared and global memory.
+        ordered_sums: Whether what is added to tensors must come in an order that does not depend on the run.
         limit: Instructions after which a launch is given up, of all warps together.
     """
 
@@ -309,6 +314,7 @@ class Options:
     strict_fences: bool = False
     turn: int = 400
     watch: bool = True
+    ordered_sums: bool = False
     limit: int = 20_000_000
 
 
@@ -335,6 +341,18 @@ class Machine:
     executed: int = 0
     notes: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        warps = -(-self.code.threads // LANES)
+
+        def who(number: int) -> str:
+            block, warp = divmod(number, warps)
+            x, y, _ = self.grid
+            return f"warp {warp} of block {(block % x, block // x % y, block // x // y)}"
+
+        self.tensors = Tensors(
+            warps * math.prod(self.grid), who, self.code.where, ordered_sums=self.options.ordered_sums
+        )
+
     def run(self) -> None:
         """Runs all blocks to their end.
 
@@ -346,10 +364,12 @@ class Machine:
         places.reverse()
         resident = self.options.resident or len(places)
         live: list[Warp] = []
+        started = 0
         with np.errstate(all="ignore"):
             while places or live:
                 while places and len({id(w.block) for w in live}) < resident:
-                    live += Block(self, places.pop()).warps
+                    live += Block(self, places.pop(), started).warps
+                    started += 1
                 self._turn(live, draw)
                 if self.executed > self.options.limit:
                     raise PtxError(f"no end after {self.executed} instructions")

@@ -13,10 +13,13 @@ from tests.ptx.machine import Options
 
 
 @contextmanager
-def on_cpu(seed: int = 0, num_sms: int = 3, forward: Any = None, backward: Any = None) -> Iterator[None]:
+def on_cpu(
+    seed: int = 0, num_sms: int = 3, forward: Any = None, backward: Any = None, ordered_sums: bool = False
+) -> Iterator[None]:
     """As the emulator's."""
     at_wait = {"wait": True, "issue": False}.get(os.environ.get("PTX_PRODUCTS", ""), seed % 2 == 0)
-    options = Options(seed=seed, product_at_wait=at_wait, watch=os.environ.get("PTX_WATCH", "1") == "1")
+    watch = os.environ.get("PTX_WATCH", "1") == "1"
+    options = Options(seed=seed, product_at_wait=at_wait, watch=watch, ordered_sums=ordered_sums)
     with hopper.on_cpu(options, num_sms, forward, backward):
         yield
 

@@ -44,9 +44,10 @@ def run(
     threads: int = 32,
     number: int = 0,
     seed: int = 0,
+    blocks: int = 1,
     tensor: TensorMap | None = None,
 ) -> Machine:
-    """Runs a body on one block with 1 KiB of shared memory; %rd3 is where each thread's number lies in ``out``.
+    """Runs a body on blocks with 1 KiB of shared memory; %rd3 is where each thread's number lies in ``out``.
 
     ``test_param_2`` is a tensor map, of part of ``out``.
     """
@@ -58,6 +59,6 @@ def run(
         PARAM_BASE + 2 * PARAM_STEP: tensor,
     }
     code = Decoder(parse(_HEAD.format(threads=threads, body=body)))
-    machine = Machine(code, (1, 1, 1), params, memory, 1024, Options(seed=seed, limit=100_000))
+    machine = Machine(code, (blocks, 1, 1), params, memory, 1024, Options(seed=seed, limit=100_000))
     machine.run()
     return machine

@@ -30,11 +30,15 @@ class BlockWatch(Watch):
         size: Its bytes.
         warps: Warps of the block.
         where: What stands at a place in the program.
+        first: Warps of the blocks before it.
+        total: Those of all blocks.
     """
 
-    def __init__(self, base: int, size: int, warps: int, where: Callable[[int], str]) -> None:
+    def __init__(
+        self, base: int, size: int, warps: int, where: Callable[[int], str], first: int = 0, total: int = 0
+    ) -> None:
         self._base, self._size = base, -(-size // 2) * 2
-        super().__init__(self._size // 2, warps, _Names(where))
+        super().__init__(self._size // 2, warps, _Names(where), first, total)
 
     def places(self, at: Array, size: int) -> Array:
         """Pairs of bytes from addresses on, in one row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -11,7 +12,9 @@ from flashtile.backends.decode import config
 from flashtile.backends.decode.config import Config, Splitting
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.ptx import portable
+from tests.ptx.launch import Kernels, edited
 from tests.ptx.machine import Options
+from tests.ptx.text import PtxError
 from tests.slow import slow_but
 
 CASES = (
@@ -28,6 +31,7 @@ TILES = Config(16, 32, 4, 3, programs_per_sm=2, splitting=Splitting(programs=8, 
 # Two groups of warps, whose products are WGMMA, and one.
 WIDE_TILES = Config(128, 64, 8, 3, 1, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
 TALL_TILES = Config(64, 64, 4, 3, 2, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
+NEVER_SPLIT = CacheCase("never_split", ((40, 9, 0), (0, 9, 0)), heads=8, kv_heads=2, head_dim=64, page_size=16)
 WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_dim=64, window=(300, 0))
 
 
@@ -53,6 +57,14 @@ def test_tiles_of_many_rows(tiles: Config) -> None:
         judge(build(WIDE, torch.bfloat16), "portable")
 
 
+@pytest.mark.parametrize("tiles", slow_but([TILES, TALL_TILES], lambda tiles: tiles == TILES), ids=str)
+def test_calls_that_are_never_split(tiles: Config) -> None:
+    """Their kernel has no workspace."""
+    whole = dataclasses.replace(tiles, splitting=Splitting(programs=1, most_keys=128))
+    with portable.on_cpu(Options(seed=1), "sm_90"), mock.patch.object(config, "_override", [whole]):
+        judge(build(NEVER_SPLIT, torch.bfloat16), "portable")
+
+
 # Programs that run at once: some wait for the others to share a fold, and some of those give up at the last moment.
 SHARED_TILES = Config(16, 32, 4, 2, 8, Splitting(programs=16, fewest_keys=32, most_keys=32, run=2))
 SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
@@ -63,3 +75,26 @@ SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
 def test_programs_that_wait_share_a_fold(seed: int) -> None:
     with portable.on_cpu(Options(seed=seed), "sm_90"), mock.patch.object(config, "_override", [SHARED_TILES]):
         judge(build(SHARED, torch.bfloat16), "portable")
+
+
+# What orders programs, and what it might be by mistake: of those that store, of those that wait, of the last.
+FAULTS = {
+    "nothing is released": (r"acq_rel(\.add\.u32)", r"relaxed\1"),
+    "nothing is acquired": (r"acq_rel(\.add\.u32)", r"release\1"),
+    "within a block": (r"gpu(\.acq_rel\.add\.u32)", r"cta\1"),
+    "before other warps have stored": (r"bar\.sync\s+0;((?:(?!bar\.sync)[\s\S])*?acq_rel\.add)", r"\1"),
+    "the last says nothing": (r"release(\.exch)", r"relaxed\1"),
+    "who waits hears nothing": (r"(ld\.global\.gpu\.)acquire", r"\1relaxed"),
+    "the count is no atomic": (r"atom\.global\.gpu\.relaxed\.exch\.b32 %r\d+,", "st.global.b32 "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_programs_that_do_not_tell_what_they_have_done(fault: str) -> None:
+    with (
+        portable.on_cpu(Options(seed=6), "sm_90"),
+        mock.patch.object(config, "_override", [SHARED_TILES]),
+        mock.patch.object(Kernels, "build", edited("cache_attention", *FAULTS[fault])),
+        pytest.raises(PtxError, match=r"race: warp \d+ .*(reads|writes) byte \d+"),
+    ):
+        build(SHARED, torch.bfloat16).run("portable")

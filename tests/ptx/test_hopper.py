@@ -19,10 +19,9 @@ from tests.cases import Case, build, judge, one_sign
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
-from tests.ptx.decode import Decoder
-from tests.ptx.launch import Build, Kernels
+from tests.ptx.launch import Build, Kernels, edited
 from tests.ptx.machine import Options
-from tests.ptx.text import PtxError, parse
+from tests.ptx.text import PtxError
 from tests.quantization import cases as quantization
 from tests.quantization.cases import QuantizedCase
 from tests.slow import slow_but
@@ -172,7 +171,7 @@ def test_scores_all_of_one_sign(sign: float) -> None:
 def test_sums_in_a_fixed_order_end(num_sms: int, dim: int) -> None:
     """Several row blocks a tile and several tiles a row block: whose turn it is must move on."""
     case = Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=dim, heads=2, kv_heads=1, causal=True)
-    with hopper.on_cpu(Options(seed=num_sms), num_sms):
+    with hopper.on_cpu(Options(seed=num_sms, ordered_sums=True), num_sms):
         call = build(case, torch.bfloat16)
         call.keywords["deterministic"] = True
         judge(call, "hopper")
@@ -234,21 +233,6 @@ def test_what_tells_warps_what_to_run_has_the_line_that_the_sanitizers_judge_kno
         assert found["ld"] == {start} and start in found["st"], (name, found)
 
 
-def _without(pattern: str, place: int) -> object:
-    """Builds that miss one instruction that matches."""
-    original = Kernels.build
-
-    def build_(self: Kernels, kernel: object, arguments: object, options: object) -> tuple[Build, list[object]]:
-        made, values = original(self, kernel, arguments, options)
-        if getattr(kernel, "__name__", "") != "attention_backward":
-            return made, values
-        found = list(re.finditer(pattern, made.ptx))[place]
-        text = made.ptx[: found.start()] + made.ptx[found.end() :]
-        return dataclasses.replace(made, code=Decoder(parse(text)), ptx=text), values
-
-    return build_
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "place", "message"),
@@ -263,6 +247,25 @@ def test_what_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch, pattern: s
     case = Case("full", batch=1, seqlen_q=600, seqlen_k=300, heads=1, kv_heads=1, head_dim=64)
     with hopper.on_cpu(Options(strict_fences=True), 1):
         out, _ = (call := build(case, torch.bfloat16)).run("hopper")
-        monkeypatch.setattr(Kernels, "build", _without(pattern, place))
+        monkeypatch.setattr(Kernels, "build", edited("attention_backward", pattern, "", place))
         with pytest.raises((PtxError, RuntimeError), match=message):
+            torch.autograd.grad(out.float().sum(), list(call.leaves.values()))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    slow_but([
+        (r"(atom\.global\.gpu\.)release(\.add\.u32)", r"\1relaxed\2"),
+        (r"(ld\.global\.gpu\.)acquire", r"\1relaxed"),
+        (r"(atom\.global\.)gpu(\.release\.add\.u32)", r"\1cta\2"),
+    ], lambda each: "release(" in each[0]),
+)  # fmt: skip
+def test_turns_that_order_nothing_are_missed(monkeypatch: pytest.MonkeyPatch, pattern: str, replacement: str) -> None:
+    case = Case("causal", batch=1, seqlen_q=70, seqlen_k=270, head_dim=128, heads=1, kv_heads=1, causal=True)
+    with hopper.on_cpu(Options(ordered_sums=True), 3):
+        call = build(case, torch.bfloat16)
+        call.keywords["deterministic"] = True
+        out, _ = call.run("hopper")
+        monkeypatch.setattr(Kernels, "build", edited("attention_backward", pattern, replacement))
+        with pytest.raises(PtxError, match="race: .* writes byte"):
             torch.autograd.grad(out.float().sum(), list(call.leaves.values()))

@@ -87,6 +87,89 @@ def test_a_barrier_orders_warps_and_its_absence_is_found(seed: int) -> None:
         _result(_SHARE.format(sync=""), 64, seed)
 
 
+# Block 0 writes a number and then a flag, block 1 waits for the flag and reads the number.
+_TELL = """
+ mov.u32 %r2, %ctaid.x; setp.eq.s32 %p1, %r2, 1; setp.ne.s32 %p2, %r1, 0; mov.b32 %r5, 7; mov.b32 %r6, 1;
+ @%p1 bra HEAR; @%p2 bra TOLD;
+ st.global.b32 [%rd1+4], %r5;
+TOLD: bar.sync 0;
+ @%p2 bra DONE;
+ {tell}
+ bra.uni DONE;
+HEAR: @%p2 bra HEARD;
+POLL: {hear} setp.eq.s32 %p3, %r7, 0; @%p3 bra POLL;
+ {then}
+HEARD: bar.sync 0; setp.ne.s32 %p2, %r1, 32; @%p2 bra DONE;
+ ld.global.b32 %r9, [%rd1+4]; st.global.b32 [%rd1+8], %r9;
+DONE:"""
+_ASK, _SET = "ld.global.gpu.acquire.b32 %r7, [%rd1];", "atom.global.gpu.release.exch.b32 %r8, [%rd1], %r6;"
+_ADD = "atom.global.gpu.{}.add.u32 %r8, [%rd1], %r6;"
+
+
+def _told(tell: str, hear: str, then: str, seed: int) -> list[int]:
+    out = torch.zeros(64, dtype=torch.int32)
+    run(_TELL.format(tell=tell, hear=hear, then=then), out, threads=64, blocks=2, seed=seed)
+    return out[:3].tolist()
+
+
+@pytest.mark.parametrize(
+    ("tell", "hear", "then"),
+    [
+        (_SET, _ASK, ""),
+        (_ADD.format("acq_rel"), "atom.global.acq_rel.gpu.or.b32 %r7, [%rd1], 0;", ""),
+        # What the release said goes on through an atomic that is none, and fences make relaxed ones into both.
+        (_SET + _ADD.format("relaxed"), _ASK, ""),
+        ("fence.acq_rel.gpu; st.global.relaxed.gpu.b32 [%rd1], %r6;", "ld.volatile.global.b32 %r7, [%rd1];",
+         "membar.gl;"),
+        ("membar.sys;" + _ADD.format("relaxed"), "ld.global.relaxed.gpu.b32 %r7, [%rd1];", "fence.sc.gpu;"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(2))
+def test_what_one_block_tells_another(tell: str, hear: str, then: str, seed: int) -> None:
+    assert _told(tell, hear, then, seed)[1:] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("tell", "hear", "then"),
+    [
+        (_ADD.format("relaxed"), _ASK, ""),
+        (_ADD.format("acquire"), _ASK, ""),
+        (_SET.replace("gpu", "cta"), _ASK, ""),
+        (_SET, _ASK.replace("gpu", "cta"), ""),
+        (_SET, "ld.volatile.global.b32 %r7, [%rd1];", ""),
+        (_SET, "ld.global.b32 %r7, [%rd1];", ""),
+        ("st.global.b32 [%rd1], %r6;", _ASK, ""),
+        ("membar.cta;" + _ADD.format("relaxed"), _ASK, ""),
+        ("fence.acq_rel.gpu;" + _ADD.format("relaxed"), "ld.volatile.global.b32 %r7, [%rd1];", "membar.cta;"),
+        # A fence too late, and a store that ends what was released before.
+        (_ADD.format("relaxed") + "fence.acq_rel.gpu;", _ASK, ""),
+        (_SET + "st.global.relaxed.gpu.b32 [%rd1], %r5;", "ld.global.gpu.acquire.b32 %r7, [%rd1]; and.b32 %r7, %r7, 2;",
+         ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(2))
+def test_what_one_block_does_not_tell_another(tell: str, hear: str, then: str, seed: int) -> None:
+    with pytest.raises(PtxError, match=r"race: warp . of block .* (reads|writes) byte . of out"):
+        _told(tell, hear, then, seed)
+
+
+def test_a_block_hears_what_is_told_to_it_alone() -> None:
+    """Two warps of a block, by an atomic of its scope, about global and about shared memory."""
+    body = """
+ mov.u32 %r2, global_smem; mov.b32 %r5, 7; mov.b32 %r6, 1; setp.ge.u32 %p1, %r1, 32; @%p1 bra HEAR;
+ setp.ne.s32 %p2, %r1, 0; @%p2 bra DONE;
+ st.global.b32 [%rd1+4], %r5; st.shared.b32 [%r2], %r5; atom.global.cta.{}.add.u32 %r8, [%rd1], %r6; bra.uni DONE;
+HEAR: setp.ne.s32 %p2, %r1, 32; @%p2 bra DONE;
+POLL: atom.global.cta.acquire.or.b32 %r7, [%rd1], 0; setp.eq.s32 %p3, %r7, 0; @%p3 bra POLL;
+ ld.global.b32 %r9, [%rd1+4]; ld.shared.b32 %r10, [%r2]; add.s32 %r9, %r9, %r10; st.global.b32 [%rd1+8], %r9;
+DONE:"""
+    out = torch.zeros(64, dtype=torch.int32)
+    run(body.format("release"), out, threads=64)
+    assert out[:3].tolist() == [1, 7, 14]
+    with pytest.raises(PtxError, match="race"):
+        run(body.format("relaxed"), torch.zeros(64, dtype=torch.int32), threads=64)
+
+
 _MBARRIER = """
  mov.b32 %r2, global_smem; setp.eq.b32 %p1, %r1, 0; setp.lt.u32 %p2, %r1, 32;
  @%p1 mbarrier.init.shared::cta.b64 [%r2], {count};

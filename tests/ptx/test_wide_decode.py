@@ -27,6 +27,7 @@ CASES = (
      ONE),
     (CacheCase("append", ((100, 3, 3), (0, 3, 3)), heads=40, kv_heads=2, head_dim=64, appends=True, rotary=32,
                page_size=32), LARGE_BLOCKS),
+    (CacheCase("one_split", ((40, 9, 0), (0, 9, 0)), heads=8, kv_heads=2, head_dim=64, page_size=16), ONE),
     (CacheCase("many_rows", ((150, 9, 0), (4, 9, 0)), heads=40, kv_heads=2, head_dim=64), TWO),
 )  # fmt: skip
 

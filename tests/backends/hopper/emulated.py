@@ -109,12 +109,13 @@ def on_cpu(
     num_sms: int = 3,
     forward: forward_config.Config | None = None,
     backward: backward_config.Config | None = None,
+    ordered_sums: bool = False,
 ) -> Iterator[None]:
-    """``with_kernels`` of the emulator; ``seed`` draws the order of events."""
+    """``with_kernels`` of the emulator; ``seed`` draws the order of events, ``ordered_sums`` as for ``launch``."""
 
     def run(kernel: Any, programs: int, arguments: dict[str, Any], options: Mapping[str, int]) -> None:
         in_order = [arguments[name] for name in kernel.arg_names]
-        emulator.launch(kernel, (programs,), in_order, replacements=REPLACEMENTS, seed=seed)
+        emulator.launch(kernel, (programs,), in_order, replacements=REPLACEMENTS, seed=seed, ordered_sums=ordered_sums)
 
     with with_kernels(run, num_sms, forward, backward):
         yield

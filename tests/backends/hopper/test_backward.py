@@ -44,7 +44,7 @@ ORDERED = (
 
 
 def _gradients(case: Case, seed: int, num_sms: int) -> list[torch.Tensor]:
-    with on_cpu(seed, num_sms):
+    with on_cpu(seed, num_sms, ordered_sums=True):
         call = build(case, torch.bfloat16)
         call.keywords["deterministic"] = True
         out, _ = call.run("hopper")

@@ -45,7 +45,7 @@ RUNS = slow_but(
 def test_every_subset_in_the_emulator(case: Case, names: tuple[str, ...], ordered: bool) -> None:
     call = build(case, torch.bfloat16).wanting((*names, "sinks"))
     call.keywords["deterministic"] = ordered
-    with on_cpu(len(names) + case.head_dim, 2):
+    with on_cpu(len(names) + case.head_dim, 2, ordered_sums=ordered):
         judge(call, "hopper")
 
 

@@ -23,6 +23,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
 from tests.ptx.machine import Options
+from tests.slow import slow_but
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,29 @@ def test_a_sequence_gives_the_same_bits_alone_and_on_any_number_of_programs(rule
             alone, alone_lse = run(case, one, rule, num_sms)
             assert torch.equal(alone[0], out[b])
             assert torch.equal(alone_lse[0], lse[b])
+
+
+# By their own rule, so few keys are one split however many rows there are.
+ONE_SPLIT = {
+    "rows": Case((60, 5, 0), rows=33, heads=2),
+    "pages": Case((64, 9), rows=8, heads=8, head_dim=128, page_size=16),
+    "heads": Case((50,), rows=33, heads=2, kv_heads=2, head_dim=128),
+    "wide": Case((64, 0), head_dim=256),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(ONE_SPLIT, {"pages", "heads"}.__contains__))
+def test_calls_that_are_never_split(name: str) -> None:
+    """In the emulator and as compiled: the kernel is the one that stores states of splits, and gets memory for them."""
+    case = ONE_SPLIT[name]
+    tensors = tensors_of(case)
+    problem = problem_of(case, tensors)
+    chosen = choose(problem, tensors)
+    assert chosen.specialised
+    assert chosen.splitting.bound(problem.keys.length, case.rows * problem.group_size, 1, case.kv_heads) == 1
+    for place in (on_cpu(seed=1), hopper.on_cpu(Options(seed=1))):
+        with place:
+            judge(case, tensors, *run(case, tensors, chosen.splitting))
 
 
 @pytest.mark.long

@@ -93,9 +93,10 @@ class Bounds:
     Attributes:
         tiles: Tiles of rows.
         items: Work items: their splits.
-        slots: Rows of splits in the workspace; 0 if nothing is ever split.
+        slots: Rows of splits in the workspace; 0 if nothing is ever split, unless warps have roles: that kernel has no
+            build without a workspace.
         floats: Size of the workspace.
-        counters: Two for each tile, 0 if nothing is ever split.
+        counters: Two for each tile, 0 without a workspace.
     """
 
     def __init__(self, problem: Problem, tensors: CacheTensors, config: Config) -> None:
@@ -114,9 +115,8 @@ class Bounds:
             self.tiles = p.batch * heads * tiles
             self.items = self.tiles * splits
             slots = p.batch * heads * rows * splits
-        self.slots = slots if splits > 1 else 0
         # The sums and maxima begin on 16 bytes.
-        self.slots = -(-self.slots // 4) * 4
+        self.slots = max(-(-slots // 4) * 4 if splits > 1 else 0, 4 * config.specialised)
         self.floats = self.slots * (p.head_dim_v + 2)
         self.counters = 2 * self.tiles if self.slots else 0
 

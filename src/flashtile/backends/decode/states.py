@@ -123,7 +123,8 @@ def arrive(counter, count, member, goal, numbers, waits, PATIENCE: tl.constexpr)
     helpers, rank, folds = stored >> _STATE_BITS, 0, False
     if (stored & _ALL_STATES) + count == goal:
         folds = True
-        tl.store(counter, 0)
+        # By an atomic: a program that gives up waiting may have yet to take its bit back.
+        tl.atomic_xchg(counter, 0, sem="relaxed")
         if helpers != 0:
             tl.atomic_xchg(counter + 1, ((((before >> _HELPERS) + 1) & 0xFF) << _HELPERS) | helpers, sem="release")
     elif helps:

@@ -103,7 +103,7 @@ def _deal(step, num_places, counter_ptr):
         if step > 0:
             place = num_programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
             if place == num_places + num_programs - 1:
-                gl.store(counter_ptr, 0)
+                gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
     else:
         place = step * num_programs + program
     return place, place >= num_places
