@@ -28,7 +28,7 @@ settings.load_profile("flashtile")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked ``one_in(n)`` the first of every ``n`` stay in ``make test``; the others are long."""
+    """The first of every ``n`` cases of a test marked ``one_in(n)`` stay in ``make test``; the others are long."""
     num_cases: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("one_in")
