@@ -233,7 +233,8 @@ def rows_of_head(
 ):  # fmt: skip
     """The parts of a block of q or k, [BLOCK, WIDTH] float32 each, and each row's product with the mean of k.
 
-    With HAS_SHIFT the mean is not taken off: the rows are queries.
+    With HAS_SHIFT the mean is not taken off: the rows are queries. ROTATE: the precision of a product of float32, empty
+    for none.
     """
     parts, shift = (), tl.zeros([BLOCK], tl.float32)
     dtype: tl.constexpr = x.ptr.dtype.element_ty
@@ -250,7 +251,7 @@ def rows_of_head(
             else:
                 part = tl.where((row < block.length)[:, None], part - center, 0.0)
         if ROTATE:
-            part = tl.dot((part * signs_of(seed, p, WIDTH)).to(dtype), matrix, input_precision="tf32")
+            part = tl.dot((part * signs_of(seed, p, WIDTH)).to(dtype), matrix, input_precision=ROTATE)
             part *= norm_of(p, DIM, WIDTH)
         parts = also(parts, part)
     if ROTATE:

@@ -1,0 +1,162 @@
+"""Builds every distinct kernel that drawn calls start, for an architecture and without a GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashtile import builds
+from flashtile.backends.build import ARCHS, KernelBuild
+from flashtile.backends.hopper import builds as hopper
+from flashtile.backends.launch import specialise
+from tests.fuzz.drawn import Drawn
+from tests.fuzz.launches import Started, started
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A distinct build, with the first call that starts it and what to do with its numbers."""
+
+    build: KernelBuild
+    call: Drawn
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A fault, and the call that has it."""
+
+    arch: str
+    what: str
+    call: Drawn
+
+    def __str__(self) -> str:
+        return f"{self.arch}: {self.what}\n    {self.call}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A build's report, None if there is none, the faults, and how long it took."""
+
+    found: Found
+    report: builds.KernelReport | None
+    faults: tuple[str, ...]
+    seconds: float
+
+
+def distinct(calls: Sequence[Drawn], arch: str) -> tuple[list[Found], list[Failure]]:
+    """The builds of calls on an architecture, each once, and the calls that fail before one is asked for."""
+    found: dict[object, Found] = {}
+    failures = []
+    for call in calls:
+        try:
+            launches = started(call, ARCHS[arch].compute_capability)
+        except Exception as error:
+            failures.append(Failure(arch, f"no launch: {type(error).__name__}: {error}", call))
+            continue
+        for each in launches:
+            build = build_of(each)
+            found.setdefault(key_of(build), Found(build, call))
+    return list(found.values()), failures
+
+
+def build_of(each: Started) -> KernelBuild:
+    """The build of a launch."""
+    launch = each.launch
+    what, name = specialise(launch), launch.kernel.__name__
+    tiles = [str(launch.arguments[key]) for key in ("BLOCK_M", "BLOCK_N", "STAGES") if key in launch.arguments]
+    return KernelBuild(
+        name=name, backend=each.backend, direction=each.direction,
+        config=each.about | {"tiles": "x".join(tiles), **launch.options}, kernel=launch.kernel,
+        signature=what.signature, constexprs=what.constexprs, divisible=what.divisible, options=launch.options,
+        spill_limit=_limit(each),
+    )  # fmt: skip
+
+
+def _limit(each: Started) -> int | None:
+    """What the Hopper backend promises of its kernels."""
+    return hopper.limits(each.problem).get(each.launch.kernel.__name__) if each.backend == "hopper" and each.problem else None
+
+
+def key_of(build: KernelBuild) -> object:
+    """What the compiled code depends on."""
+    # The promise is none of it; layouts compare by what they print.
+    return (
+        build.kernel, tuple(sorted(build.signature.items())), tuple(sorted((k, repr(v)) for k, v in build.constexprs.items())),
+        tuple(sorted(build.divisible)), tuple(sorted(build.options.items())),
+    )  # fmt: skip
+
+
+def compiled(found: Found, arch: str) -> Result:
+    """One build's result."""
+    start, report = time.monotonic(), None
+    try:
+        report = builds.compile_build(found.build, arch)
+        faults = tuple(report.problems)
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        faults = (f"does not build: {type(cause).__name__}: {str(cause).strip()[:400]}",)
+    return Result(found, report, faults, time.monotonic() - start)
+
+
+_TODO: list[Found] = []
+
+
+def _by_number(number: int, arch: str) -> tuple[int, Result]:
+    result = compiled(_TODO[number], arch)
+    # Kernels cannot be sent to another process.
+    return number, replace(result, found=None)  # type: ignore[arg-type]
+
+
+def run(todo: Sequence[Found], arch: str, workers: int = 1) -> Iterator[Result]:
+    """Compiles, and yields each result as it is ready; workers are forked, as they have to know the kernels."""
+    if workers == 1:
+        yield from (compiled(each, arch) for each in todo)
+        return
+    _TODO[:] = todo
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        waiting: list[Any] = [pool.submit(_by_number, number, arch) for number in range(len(todo))]
+        for done in as_completed(waiting):
+            number, result = done.result()
+            yield replace(result, found=todo[number])
+
+
+def fuzz(
+    calls: Sequence[Drawn], archs: Sequence[str], workers: int, most: int | None, say: Callable[[str], None]
+) -> list[Failure]:
+    """Builds what calls start on each architecture, at most ``most`` distinct kernels of each; says what it finds."""
+    failures: list[Failure] = []
+    for arch in archs:
+        todo, wrong = distinct(calls, arch)
+        for failure in wrong:
+            say(f"FAILED {failure}")
+        failures += wrong
+        chosen, start = spread(todo, most), time.monotonic()
+        spills = []
+        for result in run(chosen, arch, workers):
+            label = result.found.build.label
+            for fault in result.faults:
+                failures.append(Failure(arch, f"{label}: {fault}", result.found.call))
+                say(f"FAILED {failures[-1]}")
+            if result.report is not None and result.report.spill_bytes:
+                spills.append((result.report.spill_bytes, label))
+            if result.seconds > 60:
+                say(f"slow: {arch}: {label}: {result.seconds:.0f} s")
+        worst = "; ".join(f"{size} B {label}" for size, label in sorted(spills, reverse=True)[:5])
+        took = time.monotonic() - start
+        say(f"{arch}: {len(chosen)} of {len(todo)} distinct builds, {took:.0f} s; {len(spills)} spill{': ' + worst if worst else ''}")
+    return failures
+
+
+def spread(todo: Sequence[Found], most: int | None) -> list[Found]:
+    """So many builds, evenly from the list."""
+    if most is None or len(todo) <= most:
+        return list(todo)
+    return [todo[n * len(todo) // most] for n in range(most)]
+
+
