@@ -27,9 +27,9 @@ from tests.poison import poisoned_memory
 class Case:
     """One call. Letters in ``mask`` and ``bias`` are the dimensions kept of ``bhqk``; the others are broadcast.
 
-    ``lengths`` packs sequences of (seqlen_q, seqlen_k); ``spare`` rows follow the last one. ``trimmed``: leading ones of
-    the shapes of mask and bias are left out. ``wanted`` names what alone requires a gradient, by first letters; None for
-    all that have one. ``dout`` says how out's gradient lies in memory.
+    ``lengths`` packs sequences of (seqlen_q, seqlen_k); ``spare`` rows follow the last one. ``trimmed``: leading ones
+    of the shapes of mask and bias are left out. ``wanted`` names what alone requires a gradient, by first letters; None
+    for all that have one. ``dout`` says how out's gradient lies in memory.
     """
 
     name: str

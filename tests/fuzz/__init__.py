@@ -1,1 +1,1 @@
-"""Random calls: one record from a seed (``drawn``), as tensors to compute with or as launches to build (``launches``)."""
+"""Random calls: one record from a seed (``drawn``), computed (``judged``) or launches to build."""

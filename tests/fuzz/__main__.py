@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz builds`` and ``numbers``: random calls, built for every architecture or computed and judged."""
+"""``python -m tests.fuzz builds`` and ``numbers``: random calls, built for every architecture or computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 os.environ["FLASHTILE_TILES"] = "off"
 
 from flashtile.backends.build import ARCHS
-from tests.fuzz.drawn import ENDLESS, draw, sweep
+from tests.fuzz.drawn import ENDLESS, KINDS, draw, sweep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-sweep", action="store_true", help="the seed's calls alone")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--backend", default="cpu", help="of numbers: cpu, portable under TRITON_INTERPRET=1, hopper")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of numbers")
+    parser.add_argument("--kind", choices=sorted(set(KINDS)), help="of numbers: calls of one kind")
     args = parser.parse_args(argv)
 
     def say(text: str) -> None:
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         from tests.fuzz.judged import fuzz as judge_all
 
-        failures = judge_all(args.backend, args.seed, args.count, say)
+        failures = judge_all(args.backend, args.seed, args.count, say, args.kind, args.device)
     say(f"{len(failures)} faults")
     return int(bool(failures))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -39,7 +40,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """A build's report, None if there is none, the faults, and how long it took."""
+    """A build's report, None if there is none, the faults, and how long it took a core."""
 
     found: Found
     report: builds.KernelReport | None
@@ -78,21 +79,21 @@ def build_of(each: Started) -> KernelBuild:
 
 def _limit(each: Started) -> int | None:
     """What the Hopper backend promises of its kernels."""
-    return hopper.limits(each.problem).get(each.launch.kernel.__name__) if each.backend == "hopper" and each.problem else None
+    promised = hopper.limits(each.problem) if each.backend == "hopper" and each.problem is not None else {}
+    return promised.get(each.launch.kernel.__name__)
 
 
 def key_of(build: KernelBuild) -> object:
     """What the compiled code depends on."""
     # The promise is none of it; layouts compare by what they print.
-    return (
-        build.kernel, tuple(sorted(build.signature.items())), tuple(sorted((k, repr(v)) for k, v in build.constexprs.items())),
-        tuple(sorted(build.divisible)), tuple(sorted(build.options.items())),
-    )  # fmt: skip
+    constants = {name: repr(value) for name, value in build.constexprs.items()}
+    values = (sorted(each.items()) for each in (build.signature, constants, build.options))
+    return build.kernel, *map(tuple, values), tuple(sorted(build.divisible))
 
 
 def compiled(found: Found, arch: str) -> Result:
     """One build's result."""
-    start, report = time.monotonic(), None
+    start, report = _seconds(), None
     try:
         report = builds.compile_build(found.build, arch)
         faults = tuple(report.problems)
@@ -101,7 +102,13 @@ def compiled(found: Found, arch: str) -> Result:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         faults = (f"does not build: {type(cause).__name__}: {str(cause).strip()[:400]}",)
-    return Result(found, report, faults, time.monotonic() - start)
+    return Result(found, report, faults, _seconds() - start)
+
+
+def _seconds() -> float:
+    """Of this process and the assemblers that it started, as others may share the cores."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 _TODO: list[Found] = []
@@ -136,21 +143,30 @@ def fuzz(
         for failure in wrong:
             say(f"FAILED {failure}")
         failures += wrong
-        chosen, start = spread(todo, most), time.monotonic()
+        chosen, start, seconds = spread(todo, most), time.monotonic(), 0.0
         spills = []
-        for result in run(chosen, arch, workers):
+        for result in run(sorted(chosen, key=weight, reverse=True), arch, workers):
             label = result.found.build.label
             for fault in result.faults:
                 failures.append(Failure(arch, f"{label}: {fault}", result.found.call))
                 say(f"FAILED {failures[-1]}")
             if result.report is not None and result.report.spill_bytes:
                 spills.append((result.report.spill_bytes, label))
-            if result.seconds > 60:
+            seconds += result.seconds
+            if result.seconds > 30:
                 say(f"slow: {arch}: {label}: {result.seconds:.0f} s")
         worst = "; ".join(f"{size} B {label}" for size, label in sorted(spills, reverse=True)[:5])
-        took = time.monotonic() - start
-        say(f"{arch}: {len(chosen)} of {len(todo)} distinct builds, {took:.0f} s; {len(spills)} spill{': ' + worst if worst else ''}")
+        took = f"{time.monotonic() - start:.0f} s, {seconds:.0f} s of cores"
+        done = f"{arch}: {len(chosen)} of {len(todo)} distinct builds, {took}"
+        say(f"{done}; {len(spills)} spill{': ' + worst if worst else ''}")
     return failures
+
+
+def weight(found: Found) -> int:
+    """Roughly, numbers of a kernel's tiles: those that are most likely not to fit are compiled first."""
+    given = found.build.constexprs
+    rows, keys = given.get("BLOCK_M", 1), given.get("BLOCK_N", 1)
+    return rows * keys + (rows + keys) * sum(given.get(name, 0) or 0 for name in ("BLOCK_D", "BLOCK_DV"))
 
 
 def spread(todo: Sequence[Found], most: int | None) -> list[Found]:
@@ -158,5 +174,3 @@ def spread(todo: Sequence[Found], most: int | None) -> list[Found]:
     if most is None or len(todo) <= most:
         return list(todo)
     return [todo[n * len(todo) // most] for n in range(most)]
-
-

@@ -94,7 +94,9 @@ class Draw:
         if self.chance(0.04):
             return 0
         primes = (2, 3, 7, 17, 61, 127, 521, 1021, 8191, 131071)
-        return min(self.pick(1, self.pick(*primes), block, block, self.upto(min(most, 300), 1), self.upto(most, 1)), most)
+        return min(
+            self.pick(1, self.pick(*primes), block, block, self.upto(min(most, 300), 1), self.upto(most, 1)), most
+        )
 
     def head_dim(self) -> int:
         """Widths of tiles and what lies beside them, multiples of 8 and any."""
@@ -150,7 +152,7 @@ def _plain(d: Draw, name: str) -> Case:
     dims = [x for x in "bhqk" if d.chance(0.6)]
     leaves = [x for x in "qkvbs" if d.chance()]
     has_pairs = d.chance(0.35) and not (packed and most > 10**4)
-    case = Case(
+    return Case(
         f"varlen_{name}" if packed else name,
         batch=batch,
         seqlen_q=0 if packed else seqlen_q,
@@ -179,7 +181,6 @@ def _plain(d: Draw, name: str) -> Case:
         **d.band(),
         **d.scores(),
     )
-    return case
 
 
 def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
@@ -194,6 +195,8 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
         bias=None if case.bias is None or packed else d.pick("bhqk", "hk", "hqk"),
         bias_grad=False, trimmed=False, alibi="h" if case.alibi and not packed else "", dropout=0.0, wanted=None,
         deterministic=False, bias_float=False, layout="contiguous", sinks=case.sinks and len(cuts) > 0,
+        # Sums over more rows, cut elsewhere, differ in more than their last bits.
+        heads=case.kv_heads * min(case.heads // case.kv_heads, 4),
         dout="contiguous", seqlen_q=case.seqlen_q or int(not packed), seqlen_k=case.seqlen_k or int(not packed),
     )  # fmt: skip
     origins = d.pick("d", "a", "da") if d.chance(0.2) else ""
@@ -201,7 +204,11 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
 
 
 def _cached(d: Draw, name: str) -> CacheCase:
-    batch, packed, appends = d.pick(1, 1, 2, 3, 4, 40) if d.sizes.longest > 10**4 else d.upto(4, 1), d.chance(), d.chance(0.5)
+    batch, packed, appends = (
+        d.pick(1, 1, 2, 3, 4, 40) if d.sizes.longest > 10**4 else d.upto(4, 1),
+        d.chance(),
+        d.chance(0.5),
+    )
     packed_new, longest = appends and (packed or d.chance(0.2)), d.sizes.longest
     rows, new = d.pick(1, 1, d.upto(8), d.length(longest // 2)), d.pick(1, d.length(longest // 2)) if appends else 0
     same, sequences = d.chance(0.6), []
@@ -302,7 +309,11 @@ def _within(case: Any, sizes: Sizes) -> Any:
         if fewer == heads:
             case = _shorter(case)
         else:
-            changed = {"heads": fewer} if isinstance(case.heads, tuple) else dict(zip(("heads", "kv_heads"), fewer, strict=True))
+            changed = (
+                {"heads": fewer}
+                if isinstance(case.heads, tuple)
+                else dict(zip(("heads", "kv_heads"), fewer, strict=True))
+            )
             case = replace(case, **changed)
     return case
 
@@ -361,6 +372,19 @@ def sweep(dims: Sequence[int] = SWEPT) -> list[Drawn]:
         found += [Drawn(n, "cached", cached, FLOATS[n % 2]), Drawn(n, "cached", chunk, FLOATS[n % 3])]
         if dim % 16 == 0:
             lengths = ((600, 900), (600, 900))
-            found.append(Drawn(n, "quantized", QuantizedCase(
-                "swept", lengths, heads=8, kv_heads=4, head_dim=dim, shifted=True, **{"window": (100, 9), **_MASKS[n % 2]})))
+            found.append(
+                Drawn(
+                    n,
+                    "quantized",
+                    QuantizedCase(
+                        "swept",
+                        lengths,
+                        heads=8,
+                        kv_heads=4,
+                        head_dim=dim,
+                        shifted=True,
+                        **{"window": (100, 9), **_MASKS[n % 2]},
+                    ),
+                )
+            )
     return found

@@ -145,7 +145,7 @@ def _of_plain(call: Drawn, capability: Capability) -> Parts:
 
 
 def _of_pieces(call: Drawn, capability: Capability) -> Parts:
-    """Of a call in steps: to float32, from a partial result, rounded at the end; the backward alone, adding, chained."""
+    """Of a call in steps: to float32, from a partial result, rounded at the end; the backward adding and chained."""
     assert isinstance(call.case, Case) and call.pieces is not None
     origins = call.pieces.origins if call.case.lengths else ""
     case = replace(
@@ -270,7 +270,8 @@ def laid_out_8_bits(case: QuantizedCase) -> tuple[QuantizedTensors, QuantizedOpt
 
     bounds = [empty(batch + 1, dtype=torch.int32) if case.packed else None for _ in "qk"]
     made = QuantizedTensors(
-        empty(*rows_q, case.heads, case.head_dim, dtype=FLOAT8), empty(*rows_k, case.kv_heads, case.head_dim, dtype=FLOAT8),
+        empty(*rows_q, case.heads, case.head_dim, dtype=FLOAT8),
+        empty(*rows_k, case.kv_heads, case.head_dim, dtype=FLOAT8),
         empty(*lead, case.kv_heads, dim_v, blocks[1] * BLOCK, dtype=FLOAT8),
         scale(case.scales[0], case.heads, blocks[0]), scale(case.scales[1], case.kv_heads, blocks[1]),
         scale(case.scales[2], case.kv_heads, blocks[1]),
@@ -303,7 +304,10 @@ def _of_quantizer(call: Drawn, capability: Capability) -> Parts:
 def laid_out_inputs(case: QuantizerCase, dtype: torch.dtype) -> Inputs:
     """The tensors of ``tests.quantization.quantizer.inputs`` without data."""
     made = []
-    for side, heads, dim in ((0, case.heads[0], case.head_dim), *((1, case.heads[1], d) for d in (case.head_dim, case.head_dim_v))):
+    for side, heads, dim in (
+        (0, case.heads[0], case.head_dim),
+        *((1, case.heads[1], d) for d in (case.head_dim, case.head_dim_v)),
+    ):
         each = [lengths[side] for lengths in case.lengths]
         rows = (sum(each) + 5,) if case.packed else (len(each), each[0])
         made.append(empty(*rows, 2 * heads, dim, dtype=dtype)[..., :heads, :])
