@@ -60,7 +60,8 @@ wheel: $(VENV)/.dev
 	rm -rf $(VENV)/wheel
 
 # Builds GPU kernels with no GPU: all of the Hopper backend on the pinned Triton; a few configurations of each kernel for
-# every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's.
+# every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's. Builds
+# ten kernels of random calls for every target, other ones for each.
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	$(BIN)/flashtile kernels --arch sm_90a --backend hopper
 	for arch in $(ARCHS); do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
@@ -69,8 +70,7 @@ kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	for version in $(OTHER_TRITONS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py \
 	    -k 'under_the_rule or products_of_8_bits or forgets' || exit 1; done
-
-	$(FUZZ) builds --most 12 --count 20
+	$(FUZZ) builds --most 10 --count 20
 
 # Random calls, for as long as one likes: N of them from SEED on are built for every architecture, after every head_dim's,
 # and a share of them computed by each backend that a CPU can run. Another SEED, other calls.

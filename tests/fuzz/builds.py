@@ -138,12 +138,12 @@ def fuzz(
 ) -> list[Failure]:
     """Builds what calls start on each architecture, at most ``most`` distinct kernels of each; says what it finds."""
     failures: list[Failure] = []
-    for arch in archs:
+    for turn, arch in enumerate(archs):
         todo, wrong = distinct(calls, arch)
         for failure in wrong:
             say(f"FAILED {failure}")
         failures += wrong
-        chosen, start, seconds = spread(todo, most), time.monotonic(), 0.0
+        chosen, start, seconds = spread(todo, most, turn / len(archs)), time.monotonic(), 0.0
         spills = []
         for result in run(sorted(chosen, key=weight, reverse=True), arch, workers):
             label = result.found.build.label
@@ -169,8 +169,8 @@ def weight(found: Found) -> int:
     return rows * keys + (rows + keys) * sum(given.get(name, 0) or 0 for name in ("BLOCK_D", "BLOCK_DV"))
 
 
-def spread(todo: Sequence[Found], most: int | None) -> list[Found]:
-    """So many builds, evenly from the list."""
+def spread(todo: Sequence[Found], most: int | None, turn: float = 0.0) -> list[Found]:
+    """So many builds, evenly from the list; ``turn``, less than 1, says how far from the start the first one is."""
     if most is None or len(todo) <= most:
         return list(todo)
-    return [todo[n * len(todo) // most] for n in range(most)]
+    return [todo[int((n + turn) * len(todo) / most)] for n in range(most)]

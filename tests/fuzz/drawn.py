@@ -197,6 +197,7 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
         deterministic=False, bias_float=False, layout="contiguous", sinks=case.sinks and len(cuts) > 0,
         # Sums over more rows, cut elsewhere, differ in more than their last bits.
         heads=case.kv_heads * min(case.heads // case.kv_heads, 4),
+        scale=None if case.scale in (0.2, 1.0) else case.scale,
         dout="contiguous", seqlen_q=case.seqlen_q or int(not packed), seqlen_k=case.seqlen_k or int(not packed),
     )  # fmt: skip
     origins = d.pick("d", "a", "da") if d.chance(0.2) else ""

@@ -11,6 +11,8 @@ from flashtile.backends.build import ARCHS
 from tests.cases import Case
 from tests.fuzz import builds
 from tests.fuzz.drawn import ENDLESS, Drawn, draw
+from tests.kvcache.cases import CacheCase
+from tests.quantization.quantizer import Case as Quantizer
 
 SMALL = Drawn(0, "plain", Case("small", seqlen_q=100, seqlen_k=100, head_dim=16, wanted=""), torch.float16)
 
@@ -60,10 +62,23 @@ def test_workers_compile_the_same() -> None:
     assert alone.report == forked.report and alone.found is forked.found is todo[0] and not forked.faults
 
 
-# Calls that once failed to build, by what they need of a kernel.
+def test_a_few_builds_are_other_ones_for_each_architecture() -> None:
+    todo = [builds.Found(None, dataclasses.replace(SMALL, seed=n)) for n in range(100)]  # type: ignore[arg-type]
+    chosen = [[each.call.seed for each in builds.spread(todo, 10, turn / 4)] for turn in range(4)]
+    assert all(len(each) == 10 for each in chosen) and len({n for each in chosen for n in each}) == 40
+    assert builds.spread(todo, None) == builds.spread(todo, 200) == todo
+
+
+# Calls that once failed to build.
+_CHUNK = CacheCase(
+    "128 rows of an 8-bit cache", ((900, 64, 64), (30, 64, 64)), appends=True, heads=8, kv_heads=2, head_dim=128,
+    page_size=16, float8="none",
+)  # fmt: skip
 FOUND = (
     ("gfx950", Drawn(0, "plain", Case("products", seqlen_q=64, seqlen_k=64, head_dim=16, wanted=""))),
-)  # fmt: skip
+    ("gfx950", Drawn(0, "quantizer", Quantizer("rotation", rotate=True, smooth_k=False), torch.float32)),
+    ("sm_120", Drawn(0, "cached", _CHUNK, torch.float16)),
+)
 
 
 @pytest.mark.parametrize(("arch", "call"), FOUND, ids=lambda x: x if isinstance(x, str) else x.case.name)

@@ -193,7 +193,7 @@ def _of_rows(side: Side, finds: bool) -> dict[str, Any]:
         "cu_seqlens_k_ptr": side.given.cu_seqlens_k,
         "num_heads_kv": side.given.k.shape[-2],
         # Of AMD's GPUs some have no tf32.
-        "ROTATE": ("ieee" if side.capability is None else "tf32") if side.choices.rotate else "",
+        "ROTATE": ("ieee" if side.capability is None else "tf32") if side.choices.rotate else None,
     }
 
 
