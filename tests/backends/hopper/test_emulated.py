@@ -159,9 +159,9 @@ def test_tensors_of_8_bits(case: QuantizedCase) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "quantized", "pieces"])
-@pytest.mark.parametrize("shard", slow_but(range(10), lambda shard: shard < 1))
+@pytest.mark.parametrize("shard", slow_but(range(20), lambda shard: shard < 1))
 def test_random_calls(shard: int, kind: Kind) -> None:
-    assert not fuzz("hopper", 10 * shard, 10, print, kind)
+    assert not fuzz("hopper", 5 * shard, 5, print, kind)
 
 
 @pytest.mark.parametrize("case", slow_but(LONG, named(*ORDERS)), ids=str)

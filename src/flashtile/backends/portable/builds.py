@@ -41,10 +41,10 @@ def builds(arch: str) -> list[KernelBuild]:
     """
     if arch not in ARCHS:
         return []
-    capability = ARCHS[arch].compute_capability
     from flashtile.backends.decode import builds as decode
     from flashtile.quantization import builds as quantizer
 
+    capability = ARCHS[arch].compute_capability
     rounding = quantizer.builds("portable", capability)
     if arch == "sm_89":
         return _quantized(arch) + rounding
