@@ -101,7 +101,7 @@ def compiled(found: Found, arch: str) -> Result:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        faults = (f"does not build: {type(cause).__name__}: {str(cause).strip()[:400]}",)
+        faults = (f"does not build: {type(cause).__name__}: {str(cause).strip()[-400:]}",)
     return Result(found, report, faults, _seconds() - start)
 
 

@@ -205,12 +205,11 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
 
 
 def _cached(d: Draw, name: str) -> CacheCase:
-    batch, packed, appends = (
-        d.pick(1, 1, 2, 3, 4, 40) if d.sizes.longest > 10**4 else d.upto(4, 1),
-        d.chance(),
-        d.chance(0.5),
-    )
-    packed_new, longest = appends and (packed or d.chance(0.2)), d.sizes.longest
+    batch = d.pick(1, 1, 2, 3, 4, 40) if d.sizes.longest > 10**4 else d.upto(4, 1)
+    packed, appends = d.chance(), d.chance(0.5)
+    packed_new = appends and (packed or d.chance(0.2))
+    # Of few keys nothing is ever split.
+    longest = d.pick(*[d.sizes.longest] * 3, min(d.sizes.longest, 100))
     rows, new = d.pick(1, 1, d.upto(8), d.length(longest // 2)), d.pick(1, d.length(longest // 2)) if appends else 0
     same, sequences = d.chance(0.6), []
     for _ in range(batch):
@@ -370,7 +369,10 @@ def sweep(dims: Sequence[int] = SWEPT) -> list[Drawn]:
             "chunk", ((900, 64, 64), (30, 64, 64)), heads=8, kv_heads=2, head_dim=dim, appends=True,
             rotary=dim // 2 * 2, page_size=(16, 0)[n % 2], float8=("none", "")[n % 2],
         )  # fmt: skip
+        # So few keys that nothing is ever split.
+        short = CacheCase("short", ((60, 1, 0), (9, 1, 0)), heads=71, kv_heads=1, head_dim=dim)
         found += [Drawn(n, "cached", cached, FLOATS[n % 2]), Drawn(n, "cached", chunk, FLOATS[n % 3])]
+        found.append(Drawn(n, "cached", short, FLOATS[n % 2]))
         if dim % 16 == 0:
             lengths = ((600, 900), (600, 900))
             found.append(

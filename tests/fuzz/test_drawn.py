@@ -107,6 +107,17 @@ def _tensors(call: Drawn) -> tuple[dict[str, Any], dict[str, Any]]:
     return vars(quantizer.inputs(case, call.dtype)), vars(launches.laid_out_inputs(case, call.dtype))
 
 
+def test_the_sweep_has_calls_with_splits_and_without() -> None:
+    """Each takes a build of its own, of Hopper's kernel for wide groups too."""
+    found = set()
+    for call in sweep():
+        if call.kind == "cached":
+            for each in launches.started(call, (9, 0)):
+                if "attention" in each.launch.kernel.__name__:
+                    found.add((each.launch.kernel.__name__, each.launch.arguments["acc_ptr"] is None))
+    assert found == {(name, whole) for name in ("cache_attention", "wide_cache_attention") for whole in (False, True)}
+
+
 def test_launches_are_recorded_and_none_is_started() -> None:
     case = Case("varlen", lengths=((70, 70), (3, 9)), head_dim=64, causal=True)
     found = launches.started(Drawn(0, "plain", case), (8, 0))
