@@ -168,7 +168,7 @@ def test_quick_takes_every_mask_and_feature_of_a_gluon_kernel() -> None:
 
 def test_refusals_name_the_argument() -> None:
     with pytest.raises(
-        InvalidInputError, match="arch: is 'sm_75', must be one of sm_80, sm_89, sm_90a, sm_100, gfx942"
+        InvalidInputError, match="arch: is 'sm_75', must be one of sm_80, sm_89, sm_90a, sm_100, sm_120, gfx942, gfx950"
     ):
         builds.jobs("sm_75")
     with pytest.raises(InvalidInputError, match="backend: is 'metal', must be one of hopper, portable, cpu"):
@@ -196,5 +196,5 @@ def test_builds_can_be_imported_without_triton() -> None:
 def test_every_backend_multiplies_with_the_instructions_of_the_chip(arch: str) -> None:
     jobs = {job.module: job for job in reversed(builds.jobs(arch))}
     reports = [outcome.report for outcome in builds.run(list(jobs.values())) if outcome.report is not None]
-    matrix = {"sm_80": "mma", "sm_89": "mma", "sm_90a": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}[arch]
+    matrix = {"sm_90a": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma", "gfx950": "mfma"}.get(arch, "mma")
     assert len(reports) == len(jobs) and all(matrix in report.instructions for report in reports)

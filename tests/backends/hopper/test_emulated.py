@@ -16,6 +16,8 @@ from flashtile import dispatch
 from flashtile.backends.hopper import tensor_maps
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
+from tests.fuzz.drawn import Kind
+from tests.fuzz.judged import fuzz
 from tests.quantization import cases as quantization
 from tests.quantization.cases import QuantizedCase
 from tests.slow import named, slow_but
@@ -160,11 +162,10 @@ def test_tensors_of_8_bits(case: QuantizedCase) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shard", slow_but(range(6), lambda shard: shard < 1))
-def test_random_problems_of_8_bits(shard: int) -> None:
-    for number in range(shard * 20, shard * 20 + 20):
-        with on_cpu(number, num_sms=1 + number % 3):
-            quantization.judge(quantization.build(quantization.random_case(number, 260), seed=number), "hopper")
+@pytest.mark.parametrize("kind", ["plain", "quantized", "pieces"])
+@pytest.mark.parametrize("shard", slow_but(range(20), lambda shard: shard < 1))
+def test_random_calls(shard: int, kind: Kind) -> None:
+    assert not fuzz("hopper", 5 * shard, 5, print, kind)
 
 
 @pytest.mark.parametrize("case", slow_but(LONG, named(*ORDERS)), ids=str)

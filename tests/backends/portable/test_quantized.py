@@ -10,7 +10,9 @@ import torch
 from flashtile import dispatch
 from flashtile.backends.portable.config import Config, override
 from flashtile.quantization.arguments import FLOAT8
-from tests.quantization.cases import CASES, QuantizedCase, build, emulated, judge, random_case
+from tests.fuzz.judged import judge as judge_random
+from tests.fuzz.judged import on_cpu
+from tests.quantization.cases import CASES, QuantizedCase, build, emulated, judge
 from tests.slow import slow_but
 
 # Tiles of several sizes, none longer than a block of keys that shares a scale; small ones cost the interpreter more.
@@ -43,10 +45,9 @@ def test_tiles(tiles: Config, case: QuantizedCase) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("shard", slow_but(range(15), lambda shard: shard == 0))
 def test_random_calls(shard: int) -> None:
-    for number in range(shard * 20, shard * 20 + 20):
-        case = random_case(number, 150, (16, 48, 80))
+    for number in range(shard * 15, shard * 15 + 15):
         with override(quantized=TILES[number % len(TILES)]):
-            judge(build(case, seed=number), "portable")
+            judge_random(on_cpu(number, "portable", "quantized"), "portable")
 
 
 def test_nan_reaches_the_rows_that_see_it_alone() -> None:
