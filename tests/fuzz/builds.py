@@ -78,9 +78,12 @@ def build_of(each: Started) -> KernelBuild:
 
 
 def _limit(each: Started) -> int | None:
-    """What the Hopper backend promises of its kernels."""
-    promised = hopper.limits(each.problem) if each.backend == "hopper" and each.problem is not None else {}
-    return promised.get(each.launch.kernel.__name__)
+    """What the Hopper backend promises of its kernels: nothing of partial results in parts of a tile's columns."""
+    p, name = each.problem, each.launch.kernel.__name__
+    if each.backend != "hopper" or p is None:
+        return None
+    is_in_parts = 128 < p.head_dim_v <= 192 and "partial" in str(each.about.get("features"))
+    return None if is_in_parts else hopper.limits(p).get(name)
 
 
 def key_of(build: KernelBuild) -> object:

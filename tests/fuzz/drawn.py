@@ -351,7 +351,7 @@ _KINDS_OF_CALLS: tuple[dict[str, Any], ...] = (
 
 
 def sweep(dims: Sequence[int] = SWEPT) -> list[Drawn]:
-    """Calls of every head_dim in turn: plain ones with their gradients, cached ones and 8-bit ones.
+    """Calls of every head_dim in turn: plain ones with their gradients, those of ranks, cached and 8-bit ones.
 
     The masks, features and dtypes go round, so that each meets narrow and wide tiles.
     """
@@ -361,6 +361,8 @@ def sweep(dims: Sequence[int] = SWEPT) -> list[Drawn]:
         usual: dict[str, Any] = dict(seqlen_q=1024, seqlen_k=1024, heads=8, kv_heads=4, head_dim=dim)
         found.append(Drawn(n, "plain", Case(**({"name": "swept"} | usual | _MASKS[n % 3])), FLOATS[n % 2]))
         found.append(Drawn(n, "plain", Case(**({"name": "featured"} | usual | next(features))), next(dtypes)))
+        of_ranks = Case(**({"name": "varlen", "lengths": ((512, 700), (300, 300)), "causal": True} | usual))
+        found.append(Drawn(n, "pieces", of_ranks, FLOATS[n % 2], Pieces()))
         cached = CacheCase(
             "swept", ((5000, 1, 0), (700, 1, 0)), heads=(8, 71)[n % 2], kv_heads=(2, 1)[n % 2], head_dim=dim,
             page_size=(0, 16, 256)[n % 3], float8=("", "", "h", "")[n % 4],

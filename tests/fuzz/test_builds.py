@@ -10,7 +10,7 @@ import torch
 from flashtile.backends.build import ARCHS
 from tests.cases import Case
 from tests.fuzz import builds
-from tests.fuzz.drawn import ENDLESS, Drawn, draw
+from tests.fuzz.drawn import ENDLESS, Drawn, Pieces, draw
 from tests.kvcache.cases import CacheCase
 from tests.quantization.quantizer import Case as Quantizer
 
@@ -84,3 +84,11 @@ FOUND = (
 @pytest.mark.parametrize(("arch", "call"), FOUND, ids=lambda x: x if isinstance(x, str) else x.case.name)
 def test_calls_that_were_found_build(arch: str, call: Drawn) -> None:
     assert builds.fuzz([call], [arch], 1, None, print) == []
+
+
+def test_partial_results_in_parts_of_columns_build() -> None:
+    """Hopper's forward from a partial result, where the output's tile has two parts."""
+    case = Case("parts", seqlen_q=100, seqlen_k=100, head_dim=64, head_dim_v=160, wanted="")
+    todo, _ = builds.distinct([Drawn(0, "pieces", case, pieces=Pieces())], "sm_90a")
+    joining = [each for each in todo if "partial_out_ptr" in each.build.signature and each.build.backend == "hopper"]
+    assert len(joining) == 2 and not any(builds.compiled(each, "sm_90a").faults for each in joining)

@@ -66,7 +66,7 @@ def test_what_a_reference_computes_is_small(kind: Kind) -> None:
 
 def test_the_sweep_has_every_head_dim_in_both_directions() -> None:
     calls = sweep()
-    for kind in ("plain", "cached"):
+    for kind in ("plain", "pieces", "cached"):
         assert {call.case.head_dim for call in calls if call.kind == kind} == set(SWEPT)
     assert {call.case.head_dim for call in calls if call.kind == "quantized"} == {n for n in SWEPT if n % 16 == 0}
     edges = (16, 32, 64, 80, 96, 128, 160, 192, 256)

@@ -482,8 +482,9 @@ def judge_caches(call: CacheCall, before: CacheTensors, after: CacheTensors) -> 
         scale = torch.ones(()) if scale is None else scale[..., None] if scale.dim() == 1 else scale[:, None, :, None]
         want = (want / scale.double()).clamp(-448, 448)
         nearest = (want.float().to(FLOAT8).double() - want).abs()
-        # Rounded twice, first to q's dtype; and a quotient may be off by a rounding of float32.
-        allowed = nearest + want.abs() * (1.01 * step * turned + 1e-6)
+        # Rounded twice, first to q's dtype; and a quotient may be off by a rounding of float32, a turned number by that
+        # of what cancels in it.
+        allowed = nearest + want.abs() * (1.01 * step * turned + 1e-6) + limit / scale.double()
         error = (got.double() - want).abs()
         assert (error <= allowed)[written].all(), f"{name}: {((error - allowed)[written]).max():.2e} past the nearest"
 
