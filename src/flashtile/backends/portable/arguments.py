@@ -146,12 +146,14 @@ def heads_at_once(problem: Problem, first: Tensor, second: Tensor) -> int:
 
 
 def input_precision(problem: Problem) -> str:
-    """The precision of float32 products: IEEE float32, unless torch's own setting allows tf32 on an NVIDIA GPU.
+    """How float32 is multiplied on an NVIDIA GPU: as six products of bfloat16, or as tf32 if torch's own setting asks.
 
-    Triton refuses tf32 for gfx950, where products of 16 bits do not take it either.
+    A number is the sum of three of bfloat16, so what is left out is below float32's own rounding, and tensor cores take
+    a fifth of the time of IEEE products. AMD's matrix units multiply float32 themselves, and 16 bits have one way.
     """
-    allowed = problem.dtype == torch.float32 and problem.compute_capability is not None
-    return "tf32" if allowed and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    if problem.dtype != torch.float32 or problem.compute_capability is None:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
 
 
 def describable(tensor: Tensor) -> bool:
