@@ -6,6 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 # Tables of the kernel report are wider than the 80 columns that a pipe counts as.
 kernels: export COLUMNS := 200
+FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 export TRITON_DEFAULT_FP_FUSION := 1
 
 # Which build of PyTorch: on Linux without an NVIDIA driver the pinned one avoids gigabytes of GPU libraries.
@@ -13,6 +14,8 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || 
 # Triton exists for Linux alone.
 TRITON ?= $(shell test "$$(uname)" = Linux && echo 'triton==3.7.1')
 OTHER_TRITONS := 3.6.0 3.9.0
+# What kernels are built for.
+ARCHS := sm_80 sm_89 sm_90a sm_100 sm_120 gfx942 gfx950
 
 # Processes that tests run in; each takes up to a gigabyte of memory.
 WORKERS ?= auto --maxprocesses 8
@@ -21,20 +24,34 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
 INTERPRETED := tests/backends/portable tests/backends/vocab tests/backends/decode
 
-.PHONY: demo test test-all check docs wheel kernels gpu clean
+.PHONY: demo test test-long test-all test-plain-math check docs wheel kernels fuzz gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile demo
 
-# What a change is tried with: every backend, feature and refusal, some minutes on two cores.
+# What a change is tried with: every backend, feature and refusal, in a few of their cases where one costs much.
 test: $(VENV)/.dev
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
-# The same and what is marked slow: every case, with every seed and size.
+# The rest of what a change must pass: most compiled kernels, several processes, the other cases.
+test-long: $(VENV)/.dev
+	$(PYTEST) -m 'long and not gpu and not slow'
+	TRITON_INTERPRET=1 $(PYTEST) -m 'long and not gpu and not slow' $(INTERPRETED)
+
+# Both, and what is marked slow: every case, with every seed and size.
 test-all: $(VENV)/.dev
 	$(PYTEST) -m 'not gpu'
 	TRITON_INTERPRET=1 $(PYTEST) -m 'not gpu' $(INTERPRETED)
+
+# A few numeric tests on as plain a processor as this one can pretend to be, with more threads than cores: in other orders of
+# summation, without fused multiplications.
+PLAIN_MATH := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OPENBLAS_CORETYPE=Nehalem OMP_NUM_THREADS=4
+test-plain-math: $(VENV)/.dev
+	features="$$($(BIN)/python -c 'import numpy; print(*numpy.show_config("dicts")["SIMD Extensions"]["found"])')" && \
+	export $(PLAIN_MATH) NPY_DISABLE_CPU_FEATURES="$$features" && \
+	$(PYTEST) tests/test_rule.py tests/backends/cpu/test_cpu.py -k 'order_of_summation or test_case and float32' && \
+	TRITON_INTERPRET=1 $(PYTEST) tests/backends/portable/test_interpreter.py -k 'case_table and (bias_scalar or bias_rows)'
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -57,15 +74,27 @@ wheel: $(VENV)/.dev
 	rm -rf $(VENV)/wheel
 
 # Builds GPU kernels with no GPU: all of the Hopper backend on the pinned Triton; a few configurations of each kernel for
-# every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's.
+# every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's. Builds
+# ten kernels of random calls for every target, other ones for each.
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	$(BIN)/flashtile kernels --arch sm_90a --backend hopper
-	for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
-	for version in $(OTHER_TRITONS); do for arch in sm_80 sm_89 sm_90a sm_100 gfx942; do \
+	for arch in $(ARCHS); do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
+	for version in $(OTHER_TRITONS); do for arch in $(ARCHS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py \
-	    -k 'under_the_rule or products_of_8_bits or forgets' || exit 1; done
+	    -m 'not slow' -k 'under_the_rule or products_of_8_bits or forgets' || exit 1; done
+	$(FUZZ) builds --most 10 --count 20
+
+# Random calls, for as long as one likes: N of them from SEED on are built for every architecture, after every head_dim's,
+# and a share of them computed by each backend that a CPU can run. Another SEED, other calls.
+SEED ?= 0
+N ?= 100
+fuzz: $(VENV)/.dev
+	$(FUZZ) numbers --backend cpu --seed $(SEED) --count $(N)
+	TRITON_INTERPRET=1 $(FUZZ) numbers --backend portable --seed $(SEED) --count $$(($(N) / 2))
+	$(FUZZ) numbers --backend hopper --seed $(SEED) --count $$(($(N) / 2))
+	$(FUZZ) builds --seed $(SEED) --count $(N) --arch $(ARCHS)
 
 # The GPU tests, the sanitizers and every benchmark, saved in OUT; a second run does what is left. With PYTHON itself and no
 # environment of its own: the PyTorch of a GPU machine fits its driver. ARGS: python -m benchmarks.gpu --help

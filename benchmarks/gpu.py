@@ -55,7 +55,7 @@ def steps(out: Path, commit: str) -> dict[str, tuple[float, list[str]]]:
     if importlib.util.find_spec("pytest_timeout"):
         # A call that waits for a hanging kernel can only be stopped by ending its process.
         tests += ["--timeout", "150", "--timeout-method", "thread"]
-    alone = {f"pytest-{name}": f"tests/gpu/test_{name}.py" for name in ("kvcache", "quantized")}
+    alone = {f"pytest-{name}": f"tests/gpu/test_{name}.py" for name in ("kvcache", "quantized", "fuzz")}
     found["pytest"] = 420, [*tests, "tests/gpu", *(f"--ignore={path}" for path in alone.values())]
     found |= {name: (420, [*tests, path]) for name, path in alone.items()}
     for backend, tool in itertools.product(("hopper", "portable"), _TOOLS):

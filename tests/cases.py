@@ -1,12 +1,12 @@
-"""The table of cases that every backend is tested on, and the error rule that every backend must meet.
+"""The table of cases that every backend is tested on, and how every backend is judged on it.
 
-A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle: the error may be
-at most twice that of the same formula computed in the input dtype by plain PyTorch, plus a floor of a few roundings.
+A case is data; ``build`` turns it into tensors, ``judge`` compares a backend with the float64 oracle by the rule of
+``tests/rule.py``: the error may be at most twice that of the same formula computed in the input dtype by plain PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,17 +17,20 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError, dispatch, reference
-from flashtile.arguments import band_of
+from flashtile.arguments import Grads, band_of
 from flashtile.backends.base import Direction
 from flashtile.problem import Problem, Tensors
 from tests.poison import poisoned_memory
+from tests.rule import Yardstick, assert_close
 
 
 @dataclass(frozen=True)
 class Case:
     """One call. Letters in ``mask`` and ``bias`` are the dimensions kept of ``bhqk``; the others are broadcast.
 
-    ``lengths`` packs sequences of (seqlen_q, seqlen_k); ``spare`` rows follow the last one.
+    ``lengths`` packs sequences of (seqlen_q, seqlen_k); ``spare`` rows follow the last one. ``trimmed``: leading ones
+    of the shapes of mask and bias are left out. ``wanted`` names what alone requires a gradient, by first letters; None
+    for all that have one. ``dout`` says how out's gradient lies in memory.
     """
 
     name: str
@@ -49,11 +52,16 @@ class Case:
     mask: str | None = None
     bias: str | None = None
     bias_grad: bool = True
+    bias_float: bool = False
+    trimmed: bool = False
     sinks: bool = False
     dropout: float = 0.0
     layout: str = "contiguous"
     lse_grad: bool = False
     magnitude: float = 1.0
+    deterministic: bool = False
+    wanted: str | None = None
+    dout: str = "contiguous"
 
     def __str__(self) -> str:
         return self.name
@@ -183,8 +191,8 @@ class Call:
 
 
 def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Call:
-    """The tensors of a case, random with a fixed seed."""
-    make = torch.Generator(device=device).manual_seed(seed)
+    """The tensors of a case, random with a fixed seed; on the meta device their layouts alone."""
+    make = None if device == "meta" else torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=make, device=device).to(dtype)
@@ -207,16 +215,19 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     sizes = {"b": case.batch, "h": case.heads, "q": longest_q, "k": longest_k}
     keywords: dict[str, Any] = dict(
         causal=case.causal, window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
-        dropout_p=case.dropout,
+        dropout_p=case.dropout, deterministic=case.deterministic,
     )  # fmt: skip
     if case.alibi:
         keywords["alibi_slopes"] = torch.rand(*(sizes[x] for x in case.alibi), generator=make, device=device)
     if case.mask is not None:
         shape = [sizes[x] if x in case.mask else 1 for x in "bhqk"]
         drawn = torch.rand(*shape, generator=make, device=device)
-        keywords["attn_mask"] = torch.zeros_like(drawn, dtype=torch.bool) if case.mask == "none" else drawn > 0.4
+        drawn = torch.zeros_like(drawn, dtype=torch.bool) if case.mask == "none" else drawn > 0.4
+        keywords["attn_mask"] = _trimmed(drawn) if case.trimmed else drawn
     if case.bias is not None:
-        keywords["attn_bias"] = normal(*(sizes[x] if x in case.bias else 1 for x in "bhqk"))
+        bias_dtype = torch.float32 if case.bias_float else dtype
+        bias = normal(*(sizes[x] if x in case.bias else 1 for x in "bhqk"), dtype=bias_dtype)
+        keywords["attn_bias"] = (_trimmed(bias) if case.trimmed else bias).detach()
         if case.bias_grad:
             leaves["bias"] = keywords["attn_bias"].requires_grad_()
     if case.sinks:
@@ -230,6 +241,8 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     if case.dropout:
         torch.manual_seed(7)
         rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+    if case.wanted is not None:
+        leaves = {name: x for name, x in leaves.items() if x.requires_grad_(name[0] in case.wanted).requires_grad}
     features = (keywords.get(name) for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks"))
     tensors = Tensors(data["q"], data["k"], data["v"], *features, *cu_seqlens, rng_state)
     # Tensors strided in the last dimension are copied before a backend is chosen.
@@ -244,10 +257,29 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         dropout_p=case.dropout,
         max_seqlen_q=longest_q if packed else None,
         max_seqlen_k=longest_k if packed else None,
-        needs_grad=True,
-        bias_grad="bias" in leaves,
-    )
+        deterministic=case.deterministic,
+    ).but(grads=Grads(*(name in leaves for name in ("q", "k", "v", "bias", "sinks"))))
     return Call(case, problem, tensors, keywords, leaves)
+
+
+def _trimmed(x: Tensor) -> Tensor:
+    """Without the leading dimensions of size 1, of which a call may leave out any."""
+    while x.dim() and x.shape[0] == 1:
+        x = x[0]
+    return x
+
+
+def gradient_of(call: Call) -> Tensor:
+    """A random gradient of out."""
+    q = call.tensors.q
+    make = None if q.is_meta else torch.Generator(device=q.device).manual_seed(11)
+    shape = (*q.shape[:-1], call.problem.head_dim_v)
+    drawn = torch.randn(*shape, generator=make, device=q.device).to(call.problem.dtype)
+    if call.case.dout == "expanded":
+        return drawn[..., :1, :1].expand(shape)
+    if call.case.dout == "transposed":
+        return drawn.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return _lay_out(drawn, call.case.dout).detach()
 
 
 def _lay_out(x: Tensor, layout: str) -> Tensor:
@@ -312,9 +344,11 @@ def judge(call: Call, backend: str | None, watched: bool = False) -> None:
     memory = nullcontext if watched else poisoned_memory
     directions: tuple[Direction, ...] = ("forward", "backward")
     against = {each: dispatch.reasons(backend, call.problem, each) if backend else [] for each in directions}
+    if not call.leaves:
+        against["backward"] = []
     if not any(against.values()):
         with memory():
-            _judge_numbers(call, backend, watched)
+            (_judge_numbers if call.leaves else _judge_forward)(call, backend, watched)
         return
     with pytest.raises((UnsupportedError, InvalidInputError)) as caught:
         call.run(backend)
@@ -328,50 +362,48 @@ def _judge_forward(call: Call, backend: str | None, watched: bool) -> None:
     got = dict(zip(("out", "lse"), call.run(backend), strict=True))
     if watched:
         call, got = call.in_main_memory(), {name: x.cpu() for name, x in got.items()}
-    exact = reference.attention(call.problem, call.upcast().tensors)
-    plain = reference.attention(call.problem, call.tensors, call.problem.dtype)
-    for name, want, low in zip(got, exact, plain, strict=True):
-        assert_close(name, got[name], want, low, call.case.magnitude)
+    assert_forward_right(call, **got)
+
+
+def assert_forward_right(call: Call, out: Tensor, lse: Tensor) -> None:
+    """The error rule for the results of a forward."""
+    upcast = call.upcast()
+
+    def by_definition(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
+        return dict(zip(("out", "lse"), reference.attention(call.problem, call.tensors, dtype), strict=True))
+
+    plain = by_definition(call, call.problem.dtype)
+    assert_close({"out": out, "lse": lse}, lambda: by_definition(upcast, torch.float64), plain, call.problem.dtype)
 
 
 def _judge_numbers(call: Call, backend: str | None, watched: bool) -> None:
     """Runs the library and both references, and asserts the rule for out, lse and every gradient."""
-    make = torch.Generator(device=call.tensors.q.device).manual_seed(11)
-    shape = (*call.tensors.q.shape[:-1], call.problem.head_dim_v)
-    dout = torch.randn(*shape, generator=make, device=call.tensors.q.device).to(call.problem.dtype)
+    dout = gradient_of(call)
     out, lse = call.run(backend)
     if watched:
         # The tool does not see TMA stores, and the backward reads out: write the same bits again.
         out.data.copy_(out.data.cpu())
+    make = torch.Generator(device=lse.device).manual_seed(12)
     dlse = torch.randn(lse.shape, generator=make, device=lse.device) if call.case.lse_grad else None
     got = results(call, out, lse, dout, dlse)
     if watched:
         got = Results({name: x.cpu() for name, x in got.values.items()})
         call, dout, dlse = call.in_main_memory(), dout.cpu(), None if dlse is None else dlse.cpu()
-    upcast = call.upcast()
-    exact = results(upcast, *reference.attention(upcast.problem, upcast.tensors), dout, dlse)
-    plain = results(call, *reference.attention(call.problem, call.tensors, call.problem.dtype), dout, dlse)
     assert out.dtype == call.problem.dtype and lse.dtype == call.problem.lse_dtype
-    for name, value in got.values.items():
-        assert_close(name, value, exact.values[name], plain.values[name], call.case.magnitude)
+    assert_right(call, got.values, dout, dlse)
 
 
-def assert_close(name: str, got: Tensor, exact: Tensor, plain: Tensor, magnitude: float = 1.0) -> None:
-    """max|got - exact| <= 2 max|plain - exact| + floor; infinities must agree.
+def assert_right(call: Call, got: Mapping[str, Tensor], dout: Tensor, dlse: Tensor | None) -> None:
+    """The error rule for some results of a call, by their names in ``Results``."""
+    yardstick(call, dout, dlse).check(got)
 
-    The floor is half a unit in the last place of what is stored, and 32 roundings of the accumulator: sums cancel to
-    exactly 0 in one order and not in another. It scales with the scores' magnitude, because the exponential turns an
-    absolute error of a score into a relative one of a probability.
-    """
-    assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)} is not {tuple(exact.shape)}"
-    if not got.numel():
-        return
-    finite = torch.isfinite(exact)
-    assert torch.equal(torch.where(finite, 0.0, exact), torch.where(finite, 0.0, got.double())), f"{name}: infinities"
-    error = torch.where(finite, got.double() - exact, 0.0).abs().max().item()
-    allowed = torch.where(finite, plain.double() - exact, 0.0).abs().nan_to_num().max().item()
-    largest = torch.where(finite, exact, 0.0).abs().max().item()
-    accumulator = torch.float64 if got.dtype == torch.float64 else torch.float32
-    limit = 2 * allowed + 32 * torch.finfo(accumulator).eps * max(largest, 1.0) * magnitude
-    limit += torch.finfo(got.dtype).eps / 2 * largest
-    assert error <= limit, f"{name}: error {error:.3e} is over {limit:.3e} (plain PyTorch has {allowed:.3e})"
+
+def yardstick(call: Call, dout: Tensor, dlse: Tensor | None) -> Yardstick:
+    """What the results of a call are judged by."""
+    upcast = call.upcast()
+
+    def by_definition(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
+        return results(call, *reference.attention(call.problem, call.tensors, dtype), dout, dlse).values
+
+    plain = by_definition(call, call.problem.dtype)
+    return Yardstick(lambda: by_definition(upcast, torch.float64), plain, call.problem.dtype)

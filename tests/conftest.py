@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import inspect
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -23,6 +24,21 @@ from hypothesis import settings
 # No deadline, because an example's duration is not a fault; a fixed seed makes a failing run repeatable.
 settings.register_profile("flashtile", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("flashtile")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first of every ``n`` cases of a test marked ``one_in(n)`` stay in ``make test``; the others are long."""
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if num_cases[test] % mark.args[0]:
+            item.add_marker(pytest.mark.long)
+        num_cases[test] += 1
+
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 

@@ -12,7 +12,7 @@ from flashtile.arguments import Tensors
 from flashtile.backends.base import Backend
 from flashtile.masks import Band, Origin
 from flashtile.problem import Problem
-from tests.cases import assert_close
+from tests.rule import assert_close
 
 _STATE = torch.tensor([2**40 + 5, 2**33 + 6])
 _P, _HEADS = 0.3, 5
@@ -74,13 +74,13 @@ def judge_parts(
     there = dout.to(device)
     grads = backend.plan_backward(problem, tensors, there, None)(tensors, out, lse, there, None)
     assert (out[-3:] == 0).all() and (lse[:, -3:] == -torch.inf).all()
-    got = (out[:-3], lse[:, :-3], *(each[:-3] for each in (grads.dq, grads.dk, grads.dv) if each is not None))
+    got = {"out": out[:-3], "lse": lse[:, :-3], "dq": grads.dq[:-3], "dk": grads.dk[:-3], "dv": grads.dv[:-3]}
 
     # Each part by itself, its pairs taken from arrays over the whole sequences.
     kept = philox.keep(_STATE, _P, range(3), _HEADS, (0, seqlen_q), (0, seqlen_k))[:, heads.start : heads.stop]
     distance = (torch.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q) - torch.arange(seqlen_k)).abs()
 
-    def by_hand(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def by_hand(dtype: torch.dtype) -> dict[str, Tensor]:
         leaves = [each.detach().to(dtype).requires_grad_() for each in packed.values()]
         outs, lses = [], []
         parts = zip(*(x.split([n[i > 0] for n in lengths]) for i, x in enumerate(leaves)), strict=True)
@@ -95,9 +95,8 @@ def judge_parts(
             outs.append(torch.einsum("hqk,khd->qhd", probs, v))
             lses.append(lse)
         out = torch.cat(outs)
-        return out.detach(), torch.cat(lses, 1).detach(), *torch.autograd.grad(out, leaves, dout[:-3].to(dtype))
+        grads = torch.autograd.grad(out, leaves, dout[:-3].to(dtype))
+        return {"out": out, "lse": torch.cat(lses, 1)} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
-    for name, value, right, low in zip(
-        ("out", "lse", "dq", "dk", "dv"), got, by_hand(torch.float64), by_hand(dtype), strict=True
-    ):
-        assert_close(name, value.cpu(), right, low)
+    found = {name: x.cpu() for name, x in got.items()}
+    assert_close(found, lambda: by_hand(torch.float64), by_hand(dtype), dtype)

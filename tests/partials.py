@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile import reference
 from flashtile.backends.base import Forward
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 from flashtile.states import Partial
-from tests.cases import Call, Case, assert_close, build
+from tests.cases import Call, Case, assert_forward_right, build
 
 # Keys counted from each sequence's end at which it is cut: each piece has its band at an offset of its own.
 CHAINS: tuple[tuple[Case, tuple[int, ...]], ...] = (
@@ -111,11 +110,7 @@ def judge_chain(
         # What an empty state's out contains is nobody's business.
         is_empty = (lse == -torch.inf).transpose(-1, -2)[..., None]
         partial = Partial(torch.where(is_empty, torch.nan, out).contiguous(), lse)
-    upcast = call.upcast()
-    want = reference.attention(upcast.problem, upcast.tensors)
-    low = reference.attention(call.problem, call.tensors, dtype)
-    for name, got, right, plain in zip(("out", "lse"), (out, lse), want, low, strict=True):
-        assert_close(name, got, right.detach(), plain.detach())
+    assert_forward_right(call, out, lse)
     short, short_lse = plan(problem, tensors)(tensors, before)
     assert short.dtype == dtype
     if exact:

@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile import reference
 from flashtile.backends.base import Backend, Gradients
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
-from tests.cases import Call, Case, assert_close, build, results
+from tests.cases import Case, assert_right, build
 from tests.partials import key_places, piece
 
 _NAMES = ("dq", "dk", "dv")
@@ -62,7 +61,7 @@ def judge_sums(
     dout, dlse = torch.randn_like(out), torch.randn_like(lse) if case.lse_grad else None
     saved = out, lse, dout, dlse
     whole = _float32(backend, problem, t, saved)
-    _assert_right(call, whole, dout, dlse)
+    assert_right(call, {name: getattr(whole, name) for name in _NAMES}, dout, dlse)
 
     dq: Tensor | None = None
     for start, stop in itertools.pairwise([None, *cuts, 0]):
@@ -120,14 +119,6 @@ def judge_gaps(backend: Backend, dtype: torch.dtype, band: Band, *, head_dim: in
         assert torch.equal(total[~some], had[~some]), name
         _assert_rounded(name, total[some], (had + share)[some], False)
         assert share[some].abs().max() > 0.01 and share[some].isfinite().all(), name
-
-
-def _assert_right(call: Call, got: Gradients, dout: Tensor, dlse: Tensor | None) -> None:
-    upcast = call.upcast()
-    exact = results(upcast, *reference.attention(upcast.problem, upcast.tensors), dout, dlse)
-    plain = results(call, *reference.attention(call.problem, call.tensors, call.problem.dtype), dout, dlse)
-    for name in _NAMES:
-        assert_close(name, getattr(got, name), exact.values[name], plain.values[name])
 
 
 def _assert_rounded(name: str, got: Tensor, want: Tensor, exact: bool) -> None:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile import nn
 from flashtile.compat import flash_attn_2
-from tests.cases import assert_close
+from tests.rule import assert_close
 
 BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
 
@@ -139,7 +139,8 @@ def test_the_module(rotary: bool) -> None:
         out.float().square().sum().backward()
     assert out.dtype == plain.dtype == torch.bfloat16
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
-    assert_close("out", out, module.double()(x.double()), plain)
+    module.double()
+    assert_close({"out": out}, lambda: {"out": module(x.double())}, {"out": plain}, torch.bfloat16)
 
 
 def test_compiled() -> None:

@@ -54,6 +54,7 @@ def test_code_runs_and_prints_what_is_shown(page: Path) -> None:
     run_code(page)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_generated_blocks_are_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -157,6 +157,7 @@ def work(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path: Path) -> None:
     mp.spawn(work, (str(tmp_path / "meeting"),), nprocs=2)
 
@@ -174,6 +175,7 @@ assert flashtile.attention(q, q, q).placements == (Shard(2),)
 """
 
 
+@pytest.mark.long
 def test_dtensor_may_be_imported_after_flashtile() -> None:
     subprocess.run([sys.executable, "-c", LATER], check=True, timeout=120)
 

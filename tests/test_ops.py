@@ -287,6 +287,7 @@ print(counter.get_total_flops())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [True, False])
 def test_flops_are_counted_whichever_is_imported_first(first: bool) -> None:
     script = COUNTED.format(first=first)

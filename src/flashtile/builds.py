@@ -71,7 +71,7 @@ class KernelReport:
         arch: A key of ``ARCHS``.
         triton: Version of the Triton that compiled it.
         config: Values that identify it among the kernel's rows.
-        registers: 32-bit registers per thread at launch; on gfx942 vector and accumulation registers together.
+        registers: 32-bit registers per thread at launch; on AMD vector and accumulation registers together.
         spill_bytes: Local (AMD: private) memory per thread, where registers spill to.
         shared_bytes: Shared memory (AMD: LDS) of a block, dynamic and static.
         instructions: How often each kind of instruction occurs in the code, zeros omitted. It counts the text (PTX, AMD

@@ -65,6 +65,7 @@ def test_gluon_kernel_with_tma() -> None:
     assert 64 * 64 * 2 <= report.shared_bytes < 64 * 64 * 2 + 1024
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", slow_but(["sm_80", "sm_90a", "sm_100"], named("sm_80")))
 def test_spills_are_seen(arch: str) -> None:
     # 512 values a thread cannot stay in 255 registers: those beyond must be in local memory.
@@ -122,6 +123,7 @@ def test_counts_read_mnemonics_and_nothing_else() -> None:
     assert builds.count_amdgcn(gcn) == {"mfma": 1, "ds_read": 1, "ds_write": 1}
 
 
+@pytest.mark.long
 def test_processes_build_what_one_process_builds() -> None:
     todo = builds.jobs_of(TOY, "sm_80")
     alone = {outcome.job: outcome.report for outcome in builds.run(todo, workers=1)}
@@ -130,6 +132,7 @@ def test_processes_build_what_one_process_builds() -> None:
     assert [report.config["scale"] for report in alone.values() if report] == [None, 0.5]
 
 
+@pytest.mark.long
 def test_one_kernel_that_does_not_build_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     module = type(sys)(BROKEN)
     module.builds = toy_builds.broken
@@ -165,7 +168,7 @@ def test_quick_takes_every_mask_and_feature_of_a_gluon_kernel() -> None:
 
 def test_refusals_name_the_argument() -> None:
     with pytest.raises(
-        InvalidInputError, match="arch: is 'sm_75', must be one of sm_80, sm_89, sm_90a, sm_100, gfx942"
+        InvalidInputError, match="arch: is 'sm_75', must be one of sm_80, sm_89, sm_90a, sm_100, sm_120, gfx942, gfx950"
     ):
         builds.jobs("sm_75")
     with pytest.raises(InvalidInputError, match="backend: is 'metal', must be one of hopper, portable, cpu"):
@@ -193,5 +196,5 @@ def test_builds_can_be_imported_without_triton() -> None:
 def test_every_backend_multiplies_with_the_instructions_of_the_chip(arch: str) -> None:
     jobs = {job.module: job for job in reversed(builds.jobs(arch))}
     reports = [outcome.report for outcome in builds.run(list(jobs.values())) if outcome.report is not None]
-    matrix = {"sm_80": "mma", "sm_89": "mma", "sm_90a": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}[arch]
+    matrix = {"sm_90a": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma", "gfx950": "mfma"}.get(arch, "mma")
     assert len(reports) == len(jobs) and all(matrix in report.instructions for report in reports)

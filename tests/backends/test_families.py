@@ -215,6 +215,7 @@ KINDS = [
 LENGTHS = ((9, 133), (64, 65), (1, 70), (130, 40), (65, 0))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_many_lengths_of_one_family(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_cpu():

@@ -28,6 +28,7 @@ def test_a_share_is_of_one_gpus_time_over_their_number():
     assert table[2][2:] == ["flashtile-ring", "2.500", "9", "0.800"]
 
 
+@pytest.mark.long
 def test_the_command_checks_and_times_on_the_cpu(tmp_path, capfd):
     out = tmp_path / "rows.jsonl"
     small = ["--device", "cpu", "--tokens", "32", "--heads", "2/2", "--dtype", "float32", "--rounds", "2"]

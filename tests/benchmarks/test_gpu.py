@@ -58,7 +58,7 @@ def test_what_the_budget_leaves_no_time_for_is_not_run(drive):
 def test_the_steps_are_those_that_a_gpu_must_show(capsys):
     assert gpu.main(["--list", "--commit", "abc"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[:4] == ["pytest", "pytest-kvcache", "pytest-quantized", "memcheck-hopper"]
+    assert names[:5] == ["pytest", "pytest-kvcache", "pytest-quantized", "pytest-fuzz", "memcheck-hopper"]
     assert {"forward", "backward", "loop", "host", "train", "decode", "decode-host"} <= {*names}
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])

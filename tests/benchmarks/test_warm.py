@@ -1,6 +1,7 @@
 import threading
 from dataclasses import replace
 
+import pytest
 import torch
 
 from benchmarks import caches, warm
@@ -30,6 +31,7 @@ def test_a_call_says_what_went_wrong_and_takes_a_refusal_for_an_answer(monkeypat
     assert warm.call_once(replace(SMALL, dtype="nothing"), "eager", "cpu").startswith("failed: ")
 
 
+@pytest.mark.long
 def test_processes_run_the_calls(capsys, monkeypatch):
     monkeypatch.setattr(warm, "all_cases", lambda: [SMALL, replace(SMALL, direction="backward")])
     assert warm.main(["--device", "cpu", "--workers", "2", "--providers", "flashtile-cpu,fa3"]) == 1

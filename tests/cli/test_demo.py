@@ -53,6 +53,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     yield Demo(code, printed.getvalue(), folder, json.loads((folder / "results.json").read_text()))
 
 
+@pytest.mark.long
 def test_every_case_is_exact(demo: Demo) -> None:
     rows = demo.facts["rows"]
     assert demo.code == 0 and demo.facts["passed"] is True

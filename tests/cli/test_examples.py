@@ -57,6 +57,7 @@ def test_training_example_learns(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "JULIET" in out
 
 
+@pytest.mark.long
 def test_serving_example_writes_what_recomputing_writes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_serving_example_writes_what_recomputing_writes(
     assert torch.cuda.is_available() or all(same == "2" for _, _, same in found)
 
 
+@pytest.mark.long
 def test_context_parallel_example_has_the_losses_of_one_process() -> None:
     # Its processes import the script by its path, so it is not run inside this one.
     command = [sys.executable, str(EXAMPLES / "07_context_parallel.py"), "--seqlen", "509", "--steps", "4"]

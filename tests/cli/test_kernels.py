@@ -84,7 +84,7 @@ def test_kernels_with_problems_are_named_and_fail(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--arch", "sm_75"), "arch: is 'sm_75', must be one of sm_80, sm_89, sm_90a, sm_100, gfx942"),
+        (("--arch", "sm_75"), "arch: is 'sm_75', must be one of sm_80, sm_89, sm_90a, sm_100, sm_120, gfx942, gfx950"),
         (("--arch", "sm_80", "--backend", "metal"), "backend: is 'metal', must be one of hopper, portable, cpu"),
         (("--arch", "sm_80", "--backend", "hopper"), "hopper has no GPU kernels for sm_80"),
         (("--arch", "sm_80", "--backend", "cpu"), "cpu has no GPU kernels for sm_80"),

@@ -195,6 +195,7 @@ ROWS = {"D7", *(name for name in ENTRIES if re.match(r"D1[0-3]", name))}
 ERRORS = {"A20", "D17", "D18", "D19"}
 
 
+@pytest.mark.long
 def test_every_entry_is_good_and_none_is_unexplained() -> None:
     assert len(COMPUTED) > 90
     assert {entry.name: report.run(entry).verdict for entry in COMPUTED if not report.run(entry).good} == {}

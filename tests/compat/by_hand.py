@@ -71,6 +71,12 @@ def inputs(
     return draw(seqlen_q, heads[0]), draw(seqlen_k, heads[1]), draw(seqlen_k, heads[1])
 
 
+def with_gradients(out: Tensor, leaves: tuple[Tensor, ...], dout: Tensor) -> dict[str, Tensor]:
+    """An output and the gradients of q, k and v, by name."""
+    grads = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    return {"out": out} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+
 def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """Equal up to float64 rounding over sums of some hundred terms."""
     for a, b in zip(actual, expected, strict=True):

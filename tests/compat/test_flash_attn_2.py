@@ -9,7 +9,8 @@ from torch import Tensor
 from flashtile import InvalidInputError
 from flashtile.compat import flash_attn_2 as fa2
 from flashtile.compat._private import _get_block_size_n
-from tests.compat.by_hand import assert_same, by_hand, cumulated, inputs, shown
+from tests.compat.by_hand import assert_same, by_hand, cumulated, inputs, shown, with_gradients
+from tests.rule import assert_close
 
 TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
@@ -84,15 +85,11 @@ def test_low_precision_errs_no_more_than_twice_pytorch(dtype: torch.dtype) -> No
     leaves = inputs(seqlen_q=65, seqlen_k=90, dtype=dtype)
     wide = tuple(x.detach().double().requires_grad_() for x in leaves)
     out = fa2.flash_attn_func(*leaves, causal=True)
-    plain = by_hand(*leaves, causal=True)[0]
-    exact = by_hand(*wide, causal=True)[0]
     dout = torch.randn_like(out)
-    pairs = [(out, plain, exact)]
-    grads = (torch.autograd.grad(x, xs, dout.to(x.dtype)) for x, xs in ((out, leaves), (plain, leaves), (exact, wide)))
-    for ours, torchs, truth in [*pairs, *zip(*grads, strict=True)]:
-        assert ours.dtype == dtype
-        floor = torch.finfo(dtype).eps * truth.abs().max()
-        assert (ours - truth).abs().max() <= 2 * (torchs - truth).abs().max() + floor
+    got = with_gradients(out, leaves, dout)
+    assert {x.dtype for x in got.values()} == {dtype}
+    plain = with_gradients(by_hand(*leaves, causal=True)[0], leaves, dout)
+    assert_close(got, lambda: with_gradients(by_hand(*wide, causal=True)[0], wide, dout), plain, dtype)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -25,6 +25,7 @@ USUAL = [(case, 3) for case in CASES] + [(NAMED[name], world) for name in EVERYW
 OTHERS = [(case, world) for case in CASES for world in (2, 4, 8) if world == 4 or case.name not in EVERYWHERE]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("case", "world"), [*USUAL, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)], ids=str
 )
@@ -33,6 +34,7 @@ def test_ranks_equal_one(pool: Pool, case: Case, world: int) -> None:
         assert all(x < 1e-13 for x in found.values()), found
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["causal_even", "packed", "everything", "lse_sinks"])
 def test_float32_differs_by_rounding(pool: Pool, name: str, world: int) -> None:

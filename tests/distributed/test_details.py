@@ -75,6 +75,7 @@ def on_a_plane(mesh: DeviceMesh, name: str, comms: tuple[str, ...]) -> dict[str,
     return ranks.compare(mesh, case, torch.float64, [(x, c) for x in ("zigzag", "striped") for c in comms])
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["causal", "everything", "packed", "packed_features", "sinks", "no_keys"])
 def test_heads_are_exchanged_within_a_ring(pool: Pool, name: str) -> None:
     square, wide, turned = ((0, 1), (2, 3)), ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 2, 4), (1, 3, 5))

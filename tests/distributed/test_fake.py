@@ -66,6 +66,7 @@ def posted_by(rank: int, shape: tuple[int, ...], names: tuple[str, ...], rows: i
     return sends, expects, collectives
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "names", "rows"), [
     ((WORLD,), ("ring",), WORLD),
     pytest.param((WORLD,), ("ring",), 2 * WORLD + 9, marks=pytest.mark.slow),

@@ -70,6 +70,7 @@ STEPS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "when", "comm"), [
     ("killed", "forward", "ring"), ("killed", "backward", "ring"), ("killed", "forward", "allgather"),
     ("killed", "backward", "ulysses"), ("stalled", "backward", "ring"),
@@ -95,6 +96,7 @@ def other_rows_later(mesh: DeviceMesh) -> None:
     ending(lambda: call(mesh, rows=5 if mesh.get_rank() == 1 else 6, comm="ring") and None)
 
 
+@pytest.mark.long
 def test_a_rank_with_another_length_after_calls_that_fit(three: Pool) -> None:
     """Its call is new, so it asks the others to compare it; theirs is not, so they send keys."""
     errors = three.errors(other_rows_later)

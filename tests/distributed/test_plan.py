@@ -130,6 +130,7 @@ def test_a_batch_is_the_same_for_each_entry(band, layout):
     assert make_plan((8,), (8,), 2, 1, layout, band, batch=2, origins=True).pairs == 2 * one.pairs
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("band", [CAUSAL, Band(), Band(700, 0), Band(300, 50), Band(-5, 900)], ids=str)
 @pytest.mark.parametrize("world", slow_but([64, 1024, 4096], (64).__eq__))

@@ -70,6 +70,7 @@ def trains(mesh: DeviceMesh, name: str, layout: Any, bounds: tuple[int, ...] | N
         torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-5, msg=lambda text, name=parameter: f"{name}: {text}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(MODELS))
 def test_models_train(pool: Pool, name: str) -> None:
     pool.run(trains, name, MODELS[name], None, mesh=3)
@@ -79,6 +80,7 @@ def test_documents_and_checkpoints(pool: Pool) -> None:
     pool.run(trains, "llama", "zigzag", (0, 5, 21, 37), "checkpointed", mesh=2)
 
 
+@pytest.mark.long
 def test_compiled_models(pool: Pool) -> None:
     pool.run(trains, "llama", "zigzag", None, "compiled", mesh=2)
 

@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 
 from flashtile import UnsupportedError
 from flashtile.integrations import _flash_impl, sdpa
-from tests.cases import assert_close
+from tests.rule import assert_close
 
 aten = torch.ops.aten
 
@@ -83,13 +83,14 @@ def test_sdpa_operator(compiled: bool, dtype: torch.dtype, heads_kv: int, scale:
     got = with_gradients(tensors, out)
     assert out.stride() == torch.empty_like(tensors[0]).stride() and sdpa.calls.served == 1
     keywords = {"is_causal": True, "scale": scale, "enable_gqa": heads_kv != 4}
-    doubled = tuple(x.detach().double().requires_grad_() for x in tensors)
-    exact, plain = math(doubled, **keywords), math(tensors, **keywords)
-    for name, value in got.items():
-        assert_close(name, value, exact[name], plain[name])
-    low, high = ((t[0], t[1].repeat_interleave(4 // heads_kv, 1), scale or 0.25) for t in (tensors, doubled))
     assert lse.dtype == torch.float32
-    assert_close("lse", lse, lse_of(*high), lse_of(*low))
+
+    def by_definition(tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        lse = lse_of(tensors[0], tensors[1].repeat_interleave(4 // heads_kv, 1), scale or 0.25)
+        return math(tensors, **keywords) | {"lse": lse}
+
+    doubled = tuple(x.detach().double().requires_grad_() for x in tensors)
+    assert_close(got | {"lse": lse}, lambda: by_definition(doubled), by_definition(tensors), dtype)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -135,7 +136,7 @@ def test_packed_operator_runs_pytorchs_varlen_attn(window: tuple[int, int]) -> N
     got = with_gradients(tensors, out)
     assert sdpa.calls.served == 1
 
-    def each(given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def each(given: tuple[Tensor, ...]) -> dict[str, Tensor]:
         outs, lses = [], []
         for q, k, v in zip(*(x.split(lengths) for x in given), strict=True):
             scores = q.transpose(0, 1) @ k.permute(1, 2, 0) * 0.3
@@ -144,14 +145,10 @@ def test_packed_operator_runs_pytorchs_varlen_attn(window: tuple[int, int]) -> N
             scores = scores.masked_fill(~keep, -torch.inf)
             outs.append((scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1))
             lses.append(scores.logsumexp(-1))
-        return torch.cat(outs), torch.cat(lses, -1)
+        return with_gradients(given, torch.cat(outs)) | {"lse": torch.cat(lses, -1)}
 
     doubled = tuple(x.detach().double().requires_grad_() for x in tensors)
-    (exact_out, exact_lse), (plain_out, plain_lse) = each(doubled), each(tensors)
-    exact, plain = with_gradients(doubled, exact_out), with_gradients(tensors, plain_out)
-    for name, value in got.items():
-        assert_close(name, value, exact[name], plain[name])
-    assert_close("lse", lse, exact_lse, plain_lse)
+    assert_close(got | {"lse": lse}, lambda: each(doubled), each(tensors), tensors[0].dtype)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -163,7 +160,8 @@ def test_inference_writes_into_the_tensor_that_is_given() -> None:
     want, want_lse, *_ = aten._flash_attention_forward(*call)
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    assert_close("lse", lse, lse_of(q.double(), k.double(), 0.25), lse_of(q, k, 0.25))
+    plain = {"lse": lse_of(q, k, 0.25)}
+    assert_close({"lse": lse}, lambda: {"lse": lse_of(q.double(), k.double(), 0.25)}, plain, q.dtype)
 
 
 @pytest.mark.parametrize(("name", "argument"), [

@@ -25,7 +25,7 @@ import flashtile.integrations.transformers as integration
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.integrations._transformers_mask import LazyMask
 from flashtile.integrations.transformers import NAME, calls, enable, explain
-from tests.cases import assert_close
+from tests.rule import assert_close
 from tests.slow import named, slow_but
 
 _DECODER = dict(
@@ -162,12 +162,6 @@ def softmax_in_float64() -> Iterator[None]:
         yield
 
 
-def compare(got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    assert got.keys() == plain.keys() == exact.keys()
-    for name, value in got.items():
-        assert_close(name, value, exact[name], plain[name])
-
-
 def compare_together(got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
     """In 8 bits of precision single elements go astray: the norms of the logits' and of all gradients' errors."""
     for keys in (["logits"], [key for key in got if key != "logits"]):
@@ -180,18 +174,17 @@ def judge(
     given: dict[str, Any],
     served: int,
     change: Callable[[Any], Any] = lambda _: None,
-    by: Callable[..., None] = compare,
 ) -> None:
     """Eager attention and flashtile in float32 against eager attention in float64. flashtile's model is ``change``d."""
-    with softmax_in_float64():
-        exact = results(copy.deepcopy(model).double(), given)
-    plain = results(model, given)
+    wide, plain = copy.deepcopy(model).double(), results(model, given)
     enable(model)
     change(model)
     calls.clear()
     got = results(model, given)
     assert (calls.served, calls.left.total()) == (served, 0)
-    by(got, exact, plain)
+    assert got.keys() == plain.keys()
+    with softmax_in_float64():
+        assert_close(got, lambda: results(wide, given), plain, torch.float32)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
@@ -279,6 +272,7 @@ def test_a_prompt_in_two_parts() -> None:
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_but(["gemma3", "llama", "bert"], named("gemma3")))
 def test_compile(name: str) -> None:
     """The whole graph, as with transformers' own attention; its attention is flashtile's operator."""
@@ -332,17 +326,18 @@ def test_packed_sequences(name: str, by: str) -> None:
     model, given = make(name).eval(), packed(name) | (bounds() if by == "cu_seq_lens" else {})
     alone = given["input_ids"].split(LENGTHS, 1)
     plain = torch.cat([model(tokens).logits for tokens in alone], 1)
-    with softmax_in_float64():
-        double = copy.deepcopy(model).double()
-        exact = torch.cat([double(tokens).logits for tokens in alone], 1)
+    wide = copy.deepcopy(model).double()
     enable(model)
     if (name, by) == ("gpt_oss", "position_ids"):
         with pytest.raises(UnsupportedError, match="^position_ids: are those of packed sequences"):
             model(**given)
         return
     with mock.patch.object(LazyMask, "dense", side_effect=AssertionError):
-        compare({"logits": model(**given).logits}, {"logits": exact}, {"logits": plain})
+        got = model(**given).logits
         text = explain(model, **given)
+    with softmax_in_float64():
+        exact = lambda: {"logits": torch.cat([wide(tokens).logits for tokens in alone], 1)}  # noqa: E731
+        assert_close({"logits": got}, exact, {"logits": plain}, torch.float32)
     assert text.count("packed sequences (varlen)") == text.count("forward:") and "up to 10 x 10" in text
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,6 +124,21 @@ class Kernels:
                 (KEEP_AT / f"{kernel.__name__}.ptx").write_text(build.ptx)
             raise
         return run
+
+
+def edited(kernel: str, pattern: str, replacement: str, place: int = 0) -> Callable[..., tuple[Build, list[Any]]]:
+    """A ``Kernels.build`` that replaces one match of a pattern in the PTX of a kernel."""
+    original = Kernels.build
+
+    def build(self: Kernels, function: Any, *rest: Any) -> tuple[Build, list[Any]]:
+        made, values = original(self, function, *rest)
+        if function.__name__ != kernel:
+            return made, values
+        found = list(re.finditer(pattern, made.ptx))[place]
+        text = made.ptx[: found.start()] + found.expand(replacement) + made.ptx[found.end() :]
+        return replace(made, code=Decoder(parse(text)), ptx=text), values
+
+    return build
 
 
 def _remember(memory: GlobalMemory, name: str, tensor: torch.Tensor) -> None:

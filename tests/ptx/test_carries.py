@@ -39,6 +39,7 @@ def test_a_variable_that_starts_as_another_is_forgotten(copied: bool) -> None:
     assert {(name, others) for _, _, name, others in found} == ({("before", ("value",))} if copied else set())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", [hopper, portable], ids=["hopper", "portable"])
 def test_no_kernel_forgets(module: ModuleType) -> None:
     every = module.builds("sm_90a")

@@ -12,7 +12,9 @@ from flashtile.backends.decode import config
 from flashtile.backends.decode.config import Config, Splitting
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.ptx import portable
+from tests.ptx.launch import Kernels, edited
 from tests.ptx.machine import Options
+from tests.ptx.text import PtxError
 from tests.slow import slow_but
 
 CASES = (
@@ -33,6 +35,7 @@ NEVER_SPLIT = CacheCase("never_split", ((40, 9, 0), (0, 9, 0)), heads=8, kv_head
 WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_dim=64, window=(300, 0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "arch"),
     slow_but(
@@ -46,6 +49,7 @@ def test_compiled_kernels_under_the_rule(case: CacheCase, arch: str) -> None:
         judge(build(case, torch.bfloat16), "portable")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tiles", [WIDE_TILES, TALL_TILES], ids=str)
 def test_tiles_of_many_rows(tiles: Config) -> None:
     """Blocks with and without a mask, runs of splits, and a fold of states so large that programs wait to share it."""
@@ -66,7 +70,31 @@ SHARED_TILES = Config(16, 32, 4, 2, 8, Splitting(programs=16, fewest_keys=32, mo
 SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", slow_but(range(12), lambda seed: seed in (0, 5, 6)))
 def test_programs_that_wait_share_a_fold(seed: int) -> None:
     with portable.on_cpu(Options(seed=seed), "sm_90"), mock.patch.object(config, "_override", [SHARED_TILES]):
         judge(build(SHARED, torch.bfloat16), "portable")
+
+
+# What orders programs, and what it might be by mistake: of those that store, of those that wait, of the last.
+FAULTS = {
+    "nothing is released": (r"acq_rel(\.add\.u32)", r"relaxed\1"),
+    "nothing is acquired": (r"acq_rel(\.add\.u32)", r"release\1"),
+    "within a block": (r"gpu(\.acq_rel\.add\.u32)", r"cta\1"),
+    "before other warps have stored": (r"bar\.sync\s+0;((?:(?!bar\.sync)[\s\S])*?acq_rel\.add)", r"\1"),
+    "the last says nothing": (r"release(\.exch)", r"relaxed\1"),
+    "who waits hears nothing": (r"(ld\.global\.gpu\.)acquire", r"\1relaxed"),
+    "the count is no atomic": (r"atom\.global\.gpu\.relaxed\.exch\.b32 %r\d+,", "st.global.b32 "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_programs_that_do_not_tell_what_they_have_done(fault: str) -> None:
+    with (
+        portable.on_cpu(Options(seed=6), "sm_90"),
+        mock.patch.object(config, "_override", [SHARED_TILES]),
+        mock.patch.object(Kernels, "build", edited("cache_attention", *FAULTS[fault])),
+        pytest.raises(PtxError, match=r"race: warp \d+ .*(reads|writes) byte \d+"),
+    ):
+        build(SHARED, torch.bfloat16).run("portable")

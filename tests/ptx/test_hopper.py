@@ -19,10 +19,9 @@ from tests.cases import Case, build, judge, one_sign
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
-from tests.ptx.decode import Decoder
-from tests.ptx.launch import Build, Kernels
+from tests.ptx.launch import Build, Kernels, edited
 from tests.ptx.machine import Options
-from tests.ptx.text import PtxError, parse
+from tests.ptx.text import PtxError
 from tests.quantization import cases as quantization
 from tests.quantization.cases import QuantizedCase
 from tests.slow import slow_but
@@ -61,6 +60,7 @@ RUNS = slow_but(
 )
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("case", "at_wait"), RUNS, ids=str)
 def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
     # At head_dim 64 LLVM rounds masked probabilities behind a fence of the backward, which costs time alone.
@@ -80,6 +80,7 @@ QUANTIZED = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", slow_but(QUANTIZED, lambda case: case.name in ("causal", "packed")), ids=str)
 def test_products_of_8_bits(case: QuantizedCase) -> None:
     with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=True, strict_fences=True), 2):
@@ -96,6 +97,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", slow_but(QUANTIZED[:3], (QUANTIZED[0],).__contains__), ids=str)
 def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) -> None:
@@ -125,12 +127,14 @@ WANTED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "names"), slow_but(WANTED, WANTED[1:3].__contains__), ids=str)
 def test_some_gradients_of_compiled_kernels(case: Case, names: str) -> None:
     with hopper.on_cpu(Options(seed=len(names), product_at_wait=True, strict_fences=True), 2):
         judge(build(case, torch.bfloat16).wanting(names), "hopper")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "cuts"), slow_but(CHAINS, CHAINS[1:2].__contains__), ids=str)
 def test_a_chain_of_partial_results_of_compiled_kernels(case: Case, cuts: tuple[int, ...]) -> None:
     with hopper.on_cpu(Options(seed=3, strict_fences=True), 2), torch.no_grad():
@@ -147,6 +151,7 @@ SUMS: tuple[tuple[Case, tuple[int, ...]], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "cuts"), slow_but(SUMS, SUMS[:1].__contains__), ids=str)
 def test_gradients_of_compiled_kernels_add_up_in_float32(case: Case, cuts: tuple[int, ...]) -> None:
     with hopper.on_cpu(Options(seed=5, product_at_wait=True, strict_fences=True), 2), poisoned_memory():
@@ -161,6 +166,7 @@ def test_scores_all_of_one_sign(sign: float) -> None:
         judge(one_sign(build(case, torch.float16), sign), "hopper")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_sms", "dim"), slow_but([(1, 128), (3, 128), (3, 192)], lambda each: each == (3, 128)))
 def test_sums_in_a_fixed_order_end(num_sms: int, dim: int) -> None:
     """Several row blocks a tile and several tiles a row block: whose turn it is must move on."""
@@ -227,21 +233,7 @@ def test_what_tells_warps_what_to_run_has_the_line_that_the_sanitizers_judge_kno
         assert found["ld"] == {start} and start in found["st"], (name, found)
 
 
-def _without(pattern: str, place: int) -> object:
-    """Builds that miss one instruction that matches."""
-    original = Kernels.build
-
-    def build_(self: Kernels, kernel: object, arguments: object, options: object) -> tuple[Build, list[object]]:
-        made, values = original(self, kernel, arguments, options)
-        if getattr(kernel, "__name__", "") != "attention_backward":
-            return made, values
-        found = list(re.finditer(pattern, made.ptx))[place]
-        text = made.ptx[: found.start()] + made.ptx[found.end() :]
-        return dataclasses.replace(made, code=Decoder(parse(text)), ptx=text), values
-
-    return build_
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "place", "message"),
     slow_but([
@@ -255,6 +247,25 @@ def test_what_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch, pattern: s
     case = Case("full", batch=1, seqlen_q=600, seqlen_k=300, heads=1, kv_heads=1, head_dim=64)
     with hopper.on_cpu(Options(strict_fences=True), 1):
         out, _ = (call := build(case, torch.bfloat16)).run("hopper")
-        monkeypatch.setattr(Kernels, "build", _without(pattern, place))
+        monkeypatch.setattr(Kernels, "build", edited("attention_backward", pattern, "", place))
         with pytest.raises((PtxError, RuntimeError), match=message):
+            torch.autograd.grad(out.float().sum(), list(call.leaves.values()))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    slow_but([
+        (r"(atom\.global\.gpu\.)release(\.add\.u32)", r"\1relaxed\2"),
+        (r"(ld\.global\.gpu\.)acquire", r"\1relaxed"),
+        (r"(atom\.global\.)gpu(\.release\.add\.u32)", r"\1cta\2"),
+    ], lambda each: "release(" in each[0]),
+)  # fmt: skip
+def test_turns_that_order_nothing_are_missed(monkeypatch: pytest.MonkeyPatch, pattern: str, replacement: str) -> None:
+    case = Case("causal", batch=1, seqlen_q=70, seqlen_k=270, head_dim=128, heads=1, kv_heads=1, causal=True)
+    with hopper.on_cpu(Options(ordered_sums=True), 3):
+        call = build(case, torch.bfloat16)
+        call.keywords["deterministic"] = True
+        out, _ = call.run("hopper")
+        monkeypatch.setattr(Kernels, "build", edited("attention_backward", pattern, replacement))
+        with pytest.raises(PtxError, match="race: .* writes byte"):
             torch.autograd.grad(out.float().sum(), list(call.leaves.values()))

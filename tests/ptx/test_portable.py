@@ -32,6 +32,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("case", "arch"),
     slow_but(
@@ -45,6 +46,7 @@ def test_compiled_kernels_under_the_rule(case: Case, arch: str) -> None:
         judge(build(case, torch.bfloat16), "portable")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", slow_but(("sm_90", "sm_80"), lambda arch: arch == "sm_90"))
 def test_a_compiled_gradient_of_a_large_bias(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MOST_SUMS", 0)
@@ -77,6 +79,7 @@ QUANTIZED = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "arch"),
     slow_but(

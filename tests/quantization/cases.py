@@ -9,7 +9,6 @@ the error of all elements together by what it does on average.
 from __future__ import annotations
 
 import itertools
-import random
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -108,48 +107,6 @@ CASES: tuple[QuantizedCase, ...] = (
                   sinks=True, heads=4, kv_heads=2, head_dim=48, head_dim_v=32, scales=("block", "block", "head"),
                   shifted=True, half=True, scale=0.2),
 )  # fmt: skip
-
-
-_HEAD_DIMS = tuple(range(16, 257, 16))
-
-
-def random_case(number: int, longest: int = 700, head_dims: tuple[int, ...] = _HEAD_DIMS) -> QuantizedCase:
-    """Case ``number`` of an endless list of random ones."""
-    draw = random.Random(number)
-    packed = draw.random() < 0.4
-    batch = draw.randint(1, 5 if packed else 3)
-
-    def length() -> int:
-        most = draw.choice((3, longest // 8 + 1, longest // 2 + 1, longest))
-        return draw.choice((draw.randint(0 if packed or draw.random() < 0.05 else 1, most), min(most, 128), 1))
-
-    lengths = [(length(), length()) for _ in range(batch)]
-    if draw.random() < 0.3:
-        lengths = [(n, n) for n, _ in lengths]
-    group, kv_heads = draw.choice((1, 1, 2, 3, 8)), draw.randint(1, 3)
-    head_dim = draw.choice(head_dims)
-    bounds = (None, -1, 0, 1, draw.randint(0, longest), 64, 127, 128)
-    kinds = ("block", "block", "block", "head", "tensor")
-    capped = draw.random() < 0.25
-    return QuantizedCase(
-        f"random_{number}",
-        tuple(lengths) if packed else (lengths[0],) * batch,
-        packed=packed,
-        spare=draw.choice((0, 0, 1, 130)) if packed else 0,
-        say_longest=draw.random() < 0.5,
-        heads=group * kv_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=draw.choice((None, None, None, draw.choice(head_dims))),
-        causal=draw.random() < 0.4,
-        window=(draw.choice(bounds), draw.choice(bounds)) if draw.random() < 0.3 else (None, None),
-        scale=draw.choice((None, None, None, 0.3, -0.1, 0.0)),
-        softcap=draw.choice((1.0, 20.0)) if capped else 0.0,
-        sinks=draw.random() < 0.3,
-        scales=(draw.choice(kinds), draw.choice(kinds), draw.choice(kinds)),
-        shifted=not capped and draw.random() < 0.5,
-        half=draw.random() < 0.5,
-    )
 
 
 @dataclass(frozen=True, eq=False)

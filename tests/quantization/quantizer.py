@@ -74,7 +74,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     cos = sin = None
     if case.rotary_dim:
         # Too short for the longest sequence: its last rows are not turned.
-        turn = torch.randn(max(n for _, n in case.lengths) - 3, case.rotary_dim // 2)
+        turn = torch.randn(max(max(n for _, n in case.lengths) - 3, 1), case.rotary_dim // 2)
         cos, sin = turn.cos().to(device), turn.sin().to(device)
     return Inputs(q, k, v, *(bounds or (None, None)), cos, sin)
 

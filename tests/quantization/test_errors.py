@@ -60,6 +60,7 @@ def test_normal_numbers() -> None:
     assert len(by_name) == 12 and all(0.050 < x < 0.055 for x in by_name.values())
 
 
+@pytest.mark.long
 def test_each_choice_helps_where_it_should() -> None:
     def of(kind: Kind, *names: str) -> list[float]:
         found = {x.choice.name: x.relative for x in measure(*generated(kind, 256, 2048, 4))}

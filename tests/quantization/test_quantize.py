@@ -168,6 +168,7 @@ def test_plans_are_of_layouts_and_not_of_values() -> None:
     assert not torch.equal(quantize(q, k, v, seed=1).q.float(), first.q.float())
 
 
+@pytest.mark.long
 def test_under_compile_and_fake_tensors() -> None:
     q, k, v = drawn(70, 140)
 

@@ -51,16 +51,9 @@ def _builds(
         what = specialise(launch)
         made.append(
             KernelBuild(
-                name=name,
-                backend=backend,
-                direction="quantize",
-                config={**about, **launch.options},
-                kernel=launch.kernel,
-                signature=what.signature,
-                constexprs=what.constexprs,
-                divisible=what.divisible,
-                options=launch.options,
-                spill_limit=128 if capability == (9, 0) and head_dim <= 128 else None,
+                name=name, backend=backend, direction="quantize", config={**about, **launch.options},
+                kernel=launch.kernel, signature=what.signature, constexprs=what.constexprs, divisible=what.divisible,
+                options=launch.options, spill_limit=128 if capability == (9, 0) and head_dim <= 128 else None,
             )
-        )
+        )  # fmt: skip
     return made

@@ -233,12 +233,13 @@ def rows_of_head(
 ):  # fmt: skip
     """The parts of a block of q or k, [BLOCK, WIDTH] float32 each, and each row's product with the mean of k.
 
-    With HAS_SHIFT the mean is not taken off: the rows are queries.
+    With HAS_SHIFT the mean is not taken off: the rows are queries. ROTATE: the precision of a product of float32, None
+    for no product.
     """
     parts, shift = (), tl.zeros([BLOCK], tl.float32)
     dtype: tl.constexpr = x.ptr.dtype.element_ty
     given = turned(load_parts(x, block, row, h, DIM, WIDTH), angles, row + length_k - block.length, WIDTH)
-    if ROTATE:
+    if ROTATE is not None:
         matrix = hadamard(WIDTH, dtype)
     for p in tl.static_range(DIM // WIDTH):
         part = given[p]
@@ -249,11 +250,11 @@ def rows_of_head(
                 shift += tl.sum(part * center, 1)
             else:
                 part = tl.where((row < block.length)[:, None], part - center, 0.0)
-        if ROTATE:
-            part = tl.dot((part * signs_of(seed, p, WIDTH)).to(dtype), matrix, input_precision="tf32")
+        if ROTATE is not None:
+            part = tl.dot((part * signs_of(seed, p, WIDTH)).to(dtype), matrix, input_precision=ROTATE)
             part *= norm_of(p, DIM, WIDTH)
         parts = also(parts, part)
-    if ROTATE:
+    if ROTATE is not None:
         for stage in tl.static_range(4):
             if 1 << stage < DIM // WIDTH:
                 parts = add_parts(parts, 1 << stage, DIM, WIDTH)

@@ -192,7 +192,8 @@ def _of_rows(side: Side, finds: bool) -> dict[str, Any]:
         "mean_ptr": Pointer(torch.float32) if has_shift or (smooth and side.name == "k") else None,
         "cu_seqlens_k_ptr": side.given.cu_seqlens_k,
         "num_heads_kv": side.given.k.shape[-2],
-        "ROTATE": side.choices.rotate,
+        # Of AMD's GPUs some have no tf32.
+        "ROTATE": ("ieee" if side.capability is None else "tf32") if side.choices.rotate else None,
     }
 
 

@@ -9,6 +9,7 @@ import torch
 
 from flashtile import reference
 from tests.cases import CASES, Case, build, judge, results
+from tests.rule import drawn
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,11 +39,15 @@ def test_gradients_are_summed_in_float32(case: Case, dtype: torch.dtype) -> None
     exact_call = call.upcast()
     dout = torch.randn(*call.tensors.q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     got = results(call, *call.run("cpu"), dout, None).values
-    exact = results(exact_call, *reference.attention(call.problem, exact_call.tensors), dout, None).values
+
+    def by_definition() -> dict[str, torch.Tensor]:
+        return results(exact_call, *reference.attention(call.problem, exact_call.tensors), dout, None).values
+
+    exact, in_float32 = by_definition(), drawn(by_definition, torch.float32)
     for name in got.keys() - {"out", "lse"}:
         error = (got[name] - exact[name]).abs().max().item()
         largest = exact[name].abs().max().item()
         # Half a unit in the last place. The error of rounding these very numbers may be far less, by chance.
         rounding = torch.finfo(dtype).eps / 2 * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
-        floor = 32 * torch.finfo(torch.float32).eps * max(1.0, largest)
-        assert error <= 2 * rounding + floor, f"{name}: error {error:.2e}, one rounding {rounding:.2e}"
+        floor = (in_float32[name] - exact[name]).abs().max().item()
+        assert error <= 2 * (rounding + floor), f"{name}: error {error:.2e}, one rounding {rounding:.2e}"

@@ -18,6 +18,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
 def test_every_variant(name: str) -> None:
     config = backward_tiles.VARIANTS[name]
@@ -51,6 +52,7 @@ def _gradients(case: Case, seed: int, num_sms: int) -> list[torch.Tensor]:
         return list(torch.autograd.grad(out, list(call.leaves.values()), weight))
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_deterministic_bits_depend_neither_on_the_order_of_events_nor_on_the_programs(case: Case) -> None:
     first = _gradients(case, 0, 1)
@@ -59,6 +61,7 @@ def test_deterministic_bits_depend_neither_on_the_order_of_events_nor_on_the_pro
         assert all(torch.equal(a, b) for a, b in zip(first, _gradients(case, seed, num_sms), strict=True))
 
 
+@pytest.mark.long
 def test_deterministic_bits_of_split_groups() -> None:
     """Each subgroup has sums of dk and dv of its own; added to one, they would depend on which of three comes first."""
     case = Case("causal", batch=1, seqlen_q=130, seqlen_k=150, head_dim=64, heads=6, kv_heads=1, causal=True)
@@ -105,6 +108,7 @@ SPLIT = (
 )  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("count", "case"), SPLIT, ids=str)
 def test_groups_of_query_heads_split_into_subgroups(count: int, case: Case) -> None:
     used = []

@@ -53,6 +53,7 @@ def _parts(width: int, most: int) -> list[int]:
     return [widest, *_parts(width - widest, most)] if width else []
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("build", CHIEF, ids=_name)
 def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
     report = builds.compile_build(build, "sm_90a")
@@ -94,6 +95,7 @@ def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None
     assert "st.global" not in report.instructions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", CHIEF, ids=_name)
 def test_the_assembler_adds_no_wait_for_a_product(build: KernelBuild, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serialises products whose registers it cannot follow, with no more than a warning."""

@@ -16,6 +16,8 @@ from flashtile import dispatch
 from flashtile.backends.hopper import tensor_maps
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
+from tests.fuzz.drawn import Kind
+from tests.fuzz.judged import fuzz
 from tests.quantization import cases as quantization
 from tests.quantization.cases import QuantizedCase
 from tests.slow import named, slow_but
@@ -90,6 +92,7 @@ def _seed(case: Case) -> int:
     return zlib.crc32(case.name.encode())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_the_case_table(case: Case) -> None:
     with on_cpu(_seed(case)):
@@ -110,6 +113,7 @@ def _unreadable(x: torch.Tensor) -> torch.Tensor:
     return room[1:].view(*sizes, keys + 1)[..., :keys].copy_(x)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("what", PAIRS)
 @pytest.mark.parametrize("dim", slow_but([64, 96, 128, 256], (128).__eq__))
 def test_biases_and_masks_have_the_same_bits_by_tma_and_by_loads(dim: int, what: str) -> None:
@@ -142,6 +146,7 @@ def test_what_broadcasts_along_keys_is_not_read_by_tma() -> None:
         assert tensor_maps.pair_map(rows[..., :1], 128, 64) is None
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "num_sms", "dtype"), MANY_TILES, ids=str)
 def test_many_tiles_a_program(case: Case, num_sms: int, dtype: torch.dtype) -> None:
     with on_cpu(_seed(case) + num_sms, num_sms):
@@ -156,11 +161,11 @@ def test_tensors_of_8_bits(case: QuantizedCase) -> None:
         quantization.judge(call, "hopper")
 
 
-@pytest.mark.parametrize("shard", slow_but(range(6), lambda shard: shard < 1))
-def test_random_problems_of_8_bits(shard: int) -> None:
-    for number in range(shard * 20, shard * 20 + 20):
-        with on_cpu(number, num_sms=1 + number % 3):
-            quantization.judge(quantization.build(quantization.random_case(number, 260), seed=number), "hopper")
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["plain", "quantized", "pieces"])
+@pytest.mark.parametrize("shard", slow_but(range(20), lambda shard: shard < 1))
+def test_random_calls(shard: int, kind: Kind) -> None:
+    assert not fuzz("hopper", 5 * shard, 5, print, kind)
 
 
 @pytest.mark.parametrize("case", slow_but(LONG, named(*ORDERS)), ids=str)

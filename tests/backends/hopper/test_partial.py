@@ -36,6 +36,7 @@ def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
         judge_rows_without_keys(hopper.BACKEND.plan_forward, torch.bfloat16, band)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("case", "cuts"), BACKWARD_CHAINS, ids=str)
 def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -49,6 +50,7 @@ def test_a_share_in_a_fixed_order_is_added_with_one_rounding(case: Case, cuts: t
         judge_sums(hopper.BACKEND, case, cuts, torch.bfloat16, deterministic=True)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", slow_but(configs.VARIANTS, list(configs.VARIANTS)[::3].__contains__))
 def test_every_variant_adds(name: str) -> None:
     config = configs.VARIANTS[name]
@@ -73,6 +75,7 @@ def test_gaps_keep_their_sums(band: Band, head_dim: int) -> None:
         judge_gaps(hopper.BACKEND, torch.float16, band, head_dim=head_dim)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_gaps_keep_their_sums_of_subgroups(band: Band) -> None:
     with mock.patch.object(subgroups, "choose", lambda *args: 2), on_cpu(8, 2), poisoned_memory():

@@ -40,6 +40,7 @@ RUNS = slow_but(
 )
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("case", "names", "ordered"), RUNS, ids=str)
 def test_every_subset_in_the_emulator(case: Case, names: tuple[str, ...], ordered: bool) -> None:
     call = build(case, torch.bfloat16).wanting((*names, "sinks"))

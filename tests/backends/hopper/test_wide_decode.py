@@ -113,10 +113,10 @@ def reference(case: Case, tensors: CacheTensors, b: int) -> tuple[Tensor, Tensor
     return torch.einsum("hqk,khd->qhd", probs, v), lse
 
 
-def run(case: Case, tensors: CacheTensors, rule: Splitting, num_sms: int = 3) -> tuple[Tensor, Tensor]:
-    """Out and lse; the first of a tile's counters must be 0 before and after."""
+def run(case: Case, tensors: CacheTensors, rule: Splitting, num_sms: int = 3, **changes: int) -> tuple[Tensor, Tensor]:
+    """Out and lse, with ``changes`` of the tiles; the first of a tile's counters must be 0 before and after."""
     problem = problem_of(case, tensors)
-    config = dataclasses.replace(tiles(problem), splitting=rule)
+    config = dataclasses.replace(tiles(problem), splitting=rule, **changes)
     left = []
 
     def zeros(device: torch.device, count: int) -> Tensor:
@@ -145,6 +145,15 @@ def test_numbers(case: Case, rule: Splitting) -> None:
     tensors = tensors_of(case)
     with on_cpu(seed=len(case.lengths)):
         judge(case, tensors, *run(case, tensors, rule))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_buffers_that_are_used_again_and_again(seed: int) -> None:
+    """One program and two stages: a buffer that is released too early is loaded to while it is still read."""
+    case = CASES["splits"]
+    tensors = tensors_of(case)
+    with on_cpu(seed=seed):
+        judge(case, tensors, *run(case, tensors, RULES["runs"], num_sms=1, block_n=64, num_stages=2))
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -186,6 +195,7 @@ def test_calls_that_are_never_split(name: str) -> None:
             judge(case, tensors, *run(case, tensors, chosen.splitting))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_compiled_code(page_size: int) -> None:
     """Layouts, swizzles, and races of warps, with several boxes to a block; programs wait for each other's states."""

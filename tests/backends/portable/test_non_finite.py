@@ -91,6 +91,7 @@ PLACES = [(name, where) for name in SETTINGS for where in ("q", "k", "v", "dout"
 QUICK = {PLACES[4 * i + j] for i in range(len(SETTINGS)) for j in (i % 2, 2 + i % 2)}
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("value", slow_but([torch.nan, torch.inf], (torch.inf).__eq__))
 @pytest.mark.parametrize(("name", "where"), slow_but(PLACES, QUICK.__contains__))
 def test_who_attends_to_an_element_gets_it_and_no_other_sequence_or_head(name: str, where: str, value: float) -> None:
@@ -143,6 +144,7 @@ LOOPS = ({}, {"tma": True}, {"tma": True, "one_loop": True})
 PACKED = [(band, loops) for band in (Band(), Band(None, 0), Band(7, 2)) for loops in LOOPS]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("band", "loops"), slow_but(PACKED, PACKED[::4].__contains__), ids=str)
 def test_nothing_comes_from_other_packed_sequences(band: Band, loops: dict[str, bool]) -> None:
     setting = Setting(band, **loops)

@@ -10,7 +10,9 @@ import torch
 from flashtile import dispatch
 from flashtile.backends.portable.config import Config, override
 from flashtile.quantization.arguments import FLOAT8
-from tests.quantization.cases import CASES, QuantizedCase, build, emulated, judge, random_case
+from tests.fuzz.judged import judge as judge_random
+from tests.fuzz.judged import on_cpu
+from tests.quantization.cases import CASES, QuantizedCase, build, emulated, judge
 from tests.slow import slow_but
 
 # Tiles of several sizes, none longer than a block of keys that shares a scale; small ones cost the interpreter more.
@@ -18,6 +20,7 @@ TILES = (Config(64, 64, 4, 1), Config(16, 128, 4, 1), Config(32, 16, 4, 1), Conf
 _QUICK = ("full", "blocks_causal", "window", "softcap", "sinks_shifted", "mixed_scales", "packed_spare", "everything")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: QuantizedCase) -> None:
     call = build(case)
@@ -39,12 +42,12 @@ def test_tiles(tiles: Config, case: QuantizedCase) -> None:
         judge(build(case), "portable")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", slow_but(range(15), lambda shard: shard == 0))
 def test_random_calls(shard: int) -> None:
-    for number in range(shard * 20, shard * 20 + 20):
-        case = random_case(number, 150, (16, 48, 80))
+    for number in range(shard * 15, shard * 15 + 15):
         with override(quantized=TILES[number % len(TILES)]):
-            judge(build(case, seed=number), "portable")
+            judge_random(on_cpu(number, "portable", "quantized"), "portable")
 
 
 def test_nan_reaches_the_rows_that_see_it_alone() -> None:
@@ -80,6 +83,7 @@ def test_probabilities_are_rounded_to_nearest() -> None:
         torch.testing.assert_close(lse.flatten(), torch.log1p(probs).flatten(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["blocks_causal", "window", "softcap", "packed_blocks", "everything"])
 def test_results_are_those_of_the_emulation(name: str) -> None:
     """Bit for bit the same roundings of probabilities, but for those that float32 puts on the other side of a tie."""

@@ -12,11 +12,13 @@ import torch
 from tests.quantization.quantizer import CASES, Case, check, inputs
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case: Case) -> None:
     check(case, inputs(case))
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers_of_float16(case: Case) -> None:
     # Before the rotation, numbers without their mean are rounded to 16 bits; rounding to e4m3 is 0.026. There is no

@@ -34,6 +34,7 @@ CASES = [
 EVERY = [(case, cuts, dtype) for case, cuts in CHAINS for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "cuts", "dtype"), slow_but([*CASES, *EVERY], CASES.__contains__), ids=str)
 def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     with poisoned_memory():
@@ -47,12 +48,14 @@ def test_sums_of_kernels_apart_and_by_descriptors() -> None:
         judge_sums(portable.BACKEND, case, (33,), torch.float16)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
     with poisoned_memory():
         judge_rows_without_keys(portable.BACKEND.plan_forward, torch.float16, band)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dropout", "alibi", "dtype"),
     [(True, False, torch.float32), (False, True, torch.float32), (True, True, torch.float16)],
@@ -62,6 +65,7 @@ def test_parts_are_drawn_and_sloped_as_in_the_whole(dropout: bool, alibi: bool, 
         judge_parts(portable.BACKEND, dtype, dropout=dropout, alibi=alibi)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("head_dim", [24])
 @pytest.mark.parametrize("band", slow_but(BANDS, BANDS[-1:].__contains__), ids=str)
 def test_gaps_keep_their_sums(band: Band, head_dim: int) -> None:

@@ -102,6 +102,7 @@ def test_the_winner_is_saved_and_the_next_call_runs_with_it(
     assert seen[2] == TABLE and tuned.read(place) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_each_kernel_of_the_backward_has_its_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = {"dkdv": Config(16, 16, 4, 2), "dq": Config(16, 32, 4, 1)}
@@ -111,6 +112,7 @@ def test_each_kernel_of_the_backward_has_its_own(place: Path, monkeypatch: pytes
     assert {kernel for kernel, _ in timed} == set(best)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_a_gain_below_three_percent_or_of_one_shape_alone_is_not_saved(
     place: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +141,7 @@ def test_a_first_time_that_was_luck_is_not_saved(place: Path, monkeypatch: pytes
     assert next(lucky, None) is None and tuned.read(place) == []
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("fault", ["wrong", "unwritten", "infinite", "raises"])
 def test_wrong_tiles_are_not_timed(
@@ -171,6 +174,7 @@ def test_wrong_tiles_are_not_timed(
     assert ("forward", FAST) not in timed and tuned.read(place) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_ctrl_c_keeps_what_is_known(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

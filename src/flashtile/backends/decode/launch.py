@@ -291,7 +291,7 @@ def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
         "HAS_RIGHT": p.band.right is not None,
         "SCORE_MOD": scores.softcap if p.softcap > 0 else None,
         "SCALE_FIRST": p.softcap > 0 or p.alibi or p.softmax_scale <= 0,
-        "INPUT_PRECISION": "ieee" if p.dtype == torch.float32 else "tf32",
+        "INPUT_PRECISION": "ieee",
     }
 
 

@@ -72,22 +72,25 @@ def _decode_builds() -> list[KernelBuild]:
     for call in [*calls, {"seqlen_q": 4, "num_heads_q": 64, "page_size": 16}]:
         problem, tensors = described_call((9, 0), **call)
         wide = launch.wide_launch(problem, tensors, config.tiles(problem), 132)
-        # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
-        made += kernel_builds(
-            "hopper", "decode", problem, {"wide_cache_attention": wide}, {"wide_cache_attention": 128}
-        )
+        made += kernel_builds("hopper", "decode", problem, {"wide_cache_attention": wide}, limits(problem))
     return made
 
 
 def builds_of(problem: Problem, direction: Direction, more: tuple[str, ...] = ()) -> list[KernelBuild]:
     """The builds of a direction of one problem; ``more`` as in ``kernel_builds``."""
-    limits = {
+    tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
+    return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits(problem), more)
+
+
+def limits(problem: Problem) -> dict[str, int]:
+    """Most bytes that a thread of each kernel may spill."""
+    return {
         "attention_quantized": _quantized_limit(problem),
         "attention_forward": _forward_limit(problem),
         "attention_backward": _backward_limit(problem),
+        # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
+        "wide_cache_attention": 128,
     }
-    tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
-    return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits, more)
 
 
 def _quantized_problems() -> list[Problem]:
@@ -165,16 +168,16 @@ def _adding_builds() -> list[KernelBuild]:
     ]
     for dim, band, used in packed + others:
         problem = _problem(dim, band, **used).but(grad_dtype=torch.float32)
-        tensors, limits = described_tensors(problem), {"attention_backward": _backward_limit(problem)}
+        tensors = described_tensors(problem)
         sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
         by_name = {name: each for name, each in zip(_BACKWARD, sums, strict=True) if each is not None}
-        made += kernel_builds("hopper", "backward", problem, by_name, limits, ("sums",))
+        made += kernel_builds("hopper", "backward", problem, by_name, limits(problem), ("sums",))
         if used == {"varlen": True} and band is _CAUSAL:
             chained = launch.chain_launches(
                 problem, tensors, tensors.q, None, config.choose(problem), True, False, False
             )
             by_name = {"attention_backward": chained[1]}
-            made += kernel_builds("hopper", "backward", problem, by_name, limits, ("sums", "chain"))
+            made += kernel_builds("hopper", "backward", problem, by_name, limits(problem), ("sums", "chain"))
         if used == {"varlen": True}:
             made += builds_of(problem, "backward")[1:]
     return made

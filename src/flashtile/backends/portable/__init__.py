@@ -84,7 +84,7 @@ class PortableBackend:
     """Triton kernels; see ``Backend`` for the methods."""
 
     name = "portable"
-    summary = "NVIDIA GPUs from sm_80, AMD gfx942 (Triton)"
+    summary = "NVIDIA GPUs from sm_80, AMD gfx942 and gfx950 (Triton)"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
         """The same in both directions of regular calls; CPU tensors too where Triton's interpreter is on."""

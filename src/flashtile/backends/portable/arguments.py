@@ -88,7 +88,7 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config, dout: T
         "alibi_stride_b": p.num_heads_q if t.alibi_slopes is not None and t.alibi_slopes.dim() == 2 else 0,
         "dropout_threshold": dropout.threshold_bits(philox.threshold(p.dropout_p)),
         "keep_scale": 1.0 / (1.0 - p.dropout_p),
-        "INPUT_PRECISION": input_precision(p.dtype),
+        "INPUT_PRECISION": input_precision(p),
         "UNIT": _unit((p.head_dim, p.head_dim_v), (t.q, t.k, t.v) if dout is None else (t.q, t.k, t.v, dout)),
         "PAIR_UNIT": _pair_unit(p, t),
     }
@@ -145,9 +145,15 @@ def heads_at_once(problem: Problem, first: Tensor, second: Tensor) -> int:
     return max(1, _CACHE_BYTES // max(1, a_head))
 
 
-def input_precision(dtype: torch.dtype) -> str:
-    """The precision of float32 products: IEEE float32, unless torch's own setting asks for tf32."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+def input_precision(problem: Problem) -> str:
+    """How float32 is multiplied on an NVIDIA GPU: as six products of bfloat16, or as tf32 if torch's own setting asks.
+
+    A number is the sum of three of bfloat16, so what is left out is below float32's own rounding, and tensor cores take
+    a fifth of the time of IEEE products. AMD's matrix units multiply float32 themselves, and 16 bits have one way.
+    """
+    if problem.dtype != torch.float32 or problem.compute_capability is None:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
 
 
 def describable(tensor: Tensor) -> bool:

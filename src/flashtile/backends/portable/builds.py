@@ -8,12 +8,11 @@ import torch
 
 from flashtile.arguments import FLOAT8
 from flashtile.backends.base import Direction
-from flashtile.backends.build import KernelBuild, described_quantized, described_tensors, kernel_builds
+from flashtile.backends.build import ARCHS, KernelBuild, described_quantized, described_tensors, kernel_builds
 from flashtile.backends.launch import Launch
 from flashtile.masks import Band
 from flashtile.problem import Precision, Problem, described
 
-_CAPABILITIES = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90a": (9, 0), "sm_100": (10, 0), "gfx942": None}
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
 
 
@@ -40,12 +39,13 @@ def builds(arch: str) -> list[KernelBuild]:
 
     sm_89 differs from sm_80 where numbers have 8 bits.
     """
-    if arch not in _CAPABILITIES:
+    if arch not in ARCHS:
         return []
     from flashtile.backends.decode import builds as decode
     from flashtile.quantization import builds as quantizer
 
-    rounding = quantizer.builds("portable", _CAPABILITIES[arch])
+    capability = ARCHS[arch].compute_capability
+    rounding = quantizer.builds("portable", capability)
     if arch == "sm_89":
         return _quantized(arch) + rounding
 
@@ -68,9 +68,9 @@ def builds(arch: str) -> list[KernelBuild]:
         for build in builds_of(problem, direction)
     ]
     made += builds_of(small_bias, "backward")[-1:]  # dq, which adds to dbias
-    made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", _CAPABILITIES[arch])
+    made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", capability)
     made += rounding
-    return made + _quantized(arch) if (_CAPABILITIES[arch] or (0, 0)) >= (8, 9) else made
+    return made + _quantized(arch) if (capability or (0, 0)) >= (8, 9) else made
 
 
 def _quantized(arch: str) -> list[KernelBuild]:
@@ -107,7 +107,7 @@ def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
 def _problem(arch: str, head_dim: int, band: Band, **values: Any) -> Problem:
     usual: dict[str, Any] = {
         "device_type": "cuda",
-        "compute_capability": _CAPABILITIES[arch],
+        "compute_capability": ARCHS[arch].compute_capability,
         "dtype": torch.bfloat16,
         "batch": 2,
         "seqlen_q": 1024,

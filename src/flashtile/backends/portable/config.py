@@ -182,7 +182,7 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
     if arch == "interpreter":
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
-        return _float32(problem, arch)
+        return _float32(problem, kernel, arch)
     found = row_of(tables[kind_of(problem, arch)][kernel], dim_of(problem))
     assert found is not None
     return readable(problem, found)
@@ -232,8 +232,26 @@ def is_featured(problem: Problem) -> bool:
     return transformed or problem.mask or problem.dropout_p > 0
 
 
-def _float32(problem: Problem, arch: str) -> Config:
-    # True float32 products run on the plain FMA units from registers: small tiles keep their operands there.
+# float32 on sm_90 (H100, Triton 3.6.0, 2026-11-25; forward, dkdv and dq in us, with IEEE products in tiles of 32 x 32 and
+# with six products of bfloat16 in these): head_dim 32, 4 x 2048, 16 heads 3100, 5867, 5216 and 870, 1281, 937; 64 the same
+# shape 6280, 11477, 10196 and 1225, 2182, 1512; 128, 2 x 2048, 7241, 15029, 14432 and 1261, 3865, 1798; 256, 1 x 2048, 8
+# heads, tiles of 16 x 16 before, 5455, 21034, 19668 and 2000, 8023, 2362. Products of three of tf32 took 1.1 to 1.9 times as
+# long in their best tiles. Few rows of 256 columns keep their parts in shared memory.
+_FLOAT32_SM_90 = {
+    "forward": {128: Config(64, 64, 4, 1), 256: Config(64, 16, 4, 1)},
+    "dkdv": {64: Config(64, 64, 4, 1), 128: Config(32, 32, 4, 2), 256: Config(16, 64, 4, 1)},
+    "dq": {64: Config(64, 64, 4, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 16, 4, 1)},
+    # By compiler reports: no spill at 64, 240 bytes at 128.
+    "dbias": {64: Config(64, 32, 4, 1), 256: Config(64, 16, 4, 1)},
+}
+
+
+def _float32(problem: Problem, kernel: str, arch: str) -> Config:
     dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if arch == "sm_90" and kernel in _FLOAT32_SM_90:
+        found = row_of(_FLOAT32_SM_90[kernel], dim)
+        assert found is not None
+        return found
+    # By compiler reports: what these tiles take of registers and of shared memory every GPU has.
     size = 32 if dim <= 128 else 16
     return Config(size, size, 4, 2 if dim <= 64 and arch != "gfx942" else 1)

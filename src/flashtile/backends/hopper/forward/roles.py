@@ -267,10 +267,10 @@ def join_partial(accs, scale, lse, where, row, output, sizes):
         start = where.start.to(gl.int64)
     out = ()
     joined_lse = lse
+    # Of an output that TMA stores, as many as its box has; the last part is the narrowest.
+    most: gl.constexpr = 64 if output.desc is None else output.desc.block_type.shape[4 if sizes.varlen else 3]
+    width: gl.constexpr = min(accs[len(accs) - 1].shape[1], most)
     for i in gl.static_range(len(accs)):
-        # Of an output that TMA stores, as many as its box has.
-        most: gl.constexpr = 64 if output.desc is None else output.desc.block_type.shape[4 if sizes.varlen else 3]
-        width: gl.constexpr = min(accs[i].shape[1], most)
         parts = pieces(accs[i] * of_rows(scale, accs[i])[:, None], width)
         for j in gl.static_range(len(parts)):
             x = parts[j]

@@ -1,0 +1,330 @@
+"""What a GPU would be asked to start for a drawn call: the plans of its backends, run on tensors without data.
+
+A plan on the meta device goes all the way to ``host.Step``, which is given every launch; here it keeps them and starts
+none.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flashtile import dispatch, ops
+from flashtile.arguments import FLOAT8, Tensors
+from flashtile.backends import host
+from flashtile.backends.base import Backend, Chain, Direction, Gradients
+from flashtile.backends.build import traits
+from flashtile.backends.launch import Launch
+from flashtile.kvcache import ops as cached_ops
+from flashtile.kvcache.arguments import CacheTensors, read
+from flashtile.kvcache.problem import problem_of as cached_problem
+from flashtile.masks import Origin
+from flashtile.problem import Problem
+from flashtile.quantization.arguments import QuantizedOptions, QuantizedTensors
+from flashtile.quantization.plain import Inputs
+from flashtile.quantization.problem import problem_of as quantized_problem
+from flashtile.states import Partial
+from tests.cases import Case, build, gradient_of
+from tests.fuzz.drawn import Drawn
+from tests.kvcache import cases as kvcache
+from tests.kvcache.cases import CacheCase
+from tests.quantization.cases import BLOCK, QuantizedCase
+from tests.quantization.quantizer import Case as QuantizerCase
+
+_SMS = 132
+# NVIDIA's by compute capability; None for AMD's.
+Capability = tuple[int, int] | None
+
+
+class Started(NamedTuple):
+    """A launch, with the backend and the direction that asked for it, and what the report says of the call."""
+
+    backend: str
+    direction: str
+    launch: Launch
+    about: dict[str, object]
+    problem: Problem | None
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without data."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def started(call: Drawn, capability: Capability) -> list[Started]:
+    """The launches of a call on a GPU, by the backend that is chosen there and by the portable one."""
+    of_kind = {
+        "plain": _of_plain, "pieces": _of_pieces, "cached": _of_cached, "quantized": _of_quantized,
+        "quantizer": _of_quantizer,
+    }[call.kind]  # fmt: skip
+    with recorded(capability) as launches:
+        found: list[Started] = []
+        for backend, direction, about, problem in of_kind(call, capability):
+            found += [Started(backend, direction, launch, about, problem) for launch in launches if launch.programs]
+            launches.clear()
+    return found
+
+
+@contextmanager
+def recorded(capability: Capability) -> Iterator[list[Launch]]:
+    """Within, steps are not started but listed."""
+    from flashtile.backends.decode import launch as decode
+    from flashtile.backends.decode import merge
+    from flashtile.quantization import launch as quantizer
+
+    found: list[Launch] = []
+
+    def keep(step: Any, launch: Launch, operands: object, device: object, known: object = None) -> None:
+        step.device = None
+        found.append(launch)
+
+    patches: list[tuple[Any, str, Any]] = [
+        (host.Step, "__init__", keep),
+        (host.Step, "start", lambda step, tensors, stream: None),
+        (decode, "multiprocessors", lambda device: _SMS),
+        (quantizer, "compute_capability", lambda device: capability),
+    ]
+    if capability == (9, 0):
+        from flashtile.backends.hopper import tensor_maps
+        from flashtile.backends.hopper.forward import launch as hopper
+
+        patches += [(tensor_maps, "num_sms", lambda device: _SMS), (hopper, "counter", lambda device: empty())]
+    with ExitStack() as entered:
+        for place, name, value in patches:
+            entered.enter_context(mock.patch.object(place, name, value))
+        yield found
+    # It keeps steps.
+    merge._step.cache_clear()
+
+
+def _backends(problem: Problem, direction: Direction) -> list[Backend]:
+    chosen = dispatch.select(problem, direction)
+    portable = dispatch.backend("portable")
+    is_other = chosen is not portable and not dispatch.reasons("portable", problem, direction)
+    return [chosen, portable] if is_other else [chosen]
+
+
+def _is_able(problem: Problem, direction: Direction) -> bool:
+    """Whether any backend computes it; head_dims past 256 and 8 bits before sm_89 have none."""
+    return any(not dispatch.reasons(name, problem, direction) for name in dispatch.NAMES)
+
+
+def _on(problem: Problem, capability: Capability) -> Problem:
+    return replace(problem, device_type="cuda", compute_capability=capability)
+
+
+Parts = Iterator[tuple[str, str, dict[str, object], Problem | None]]
+
+
+def _of_plain(call: Drawn, capability: Capability) -> Parts:
+    assert isinstance(call.case, Case)
+    made = build(call.case, call.dtype, "meta")
+    problem, t = _on(made.problem, capability), ops._readable(made.tensors)
+    if not _is_able(problem, "forward"):
+        return
+    for backend in _backends(problem, "forward"):
+        backend.plan_forward(problem, t)(t)
+        yield backend.name, "forward", traits(problem), problem
+    if not any(problem.grads) or not _is_able(problem, "backward"):
+        return
+    dout = gradient_of(made)
+    out = t.q.new_empty(dout.shape)
+    lse = t.q.new_empty(problem.lse_shape(t.q), dtype=problem.lse_dtype)
+    dlse = lse.new_empty(lse.shape) if call.case.lse_grad else None
+    for backend in _backends(problem, "backward"):
+        backend.plan_backward(problem, t, dout, dlse)(t, out, lse, dout, dlse)
+        yield backend.name, "backward", traits(problem), problem
+
+
+def _of_pieces(call: Drawn, capability: Capability) -> Parts:
+    """Of a call in steps: to float32, from a partial result, rounded at the end; the backward adding and chained."""
+    assert isinstance(call.case, Case) and call.pieces is not None
+    origins = call.pieces.origins if call.case.lengths else ""
+    case = replace(
+        call.case, dropout=0.3 if "d" in origins else 0.0, alibi="h" if "a" in origins else call.case.alibi,
+        mask=None if origins else call.case.mask, bias=None if origins else call.case.bias,
+    )  # fmt: skip
+    made = build(case, call.dtype, "meta")
+    problem, t = _on(made.problem, capability), ops._readable(made.tensors)
+    if origins:
+        problem = replace(problem, origins=True)
+        t = replace(t, origins=empty(problem.batch, len(Origin._fields), dtype=torch.int32))
+    problem = problem.but(deterministic=call.pieces.deterministic)
+    partial = Partial(
+        empty(*t.q.shape[:-1], problem.head_dim_v), t.q.new_empty(problem.lse_shape(t.q), dtype=torch.float32)
+    )
+    for backend in _backends(problem, "forward"):
+        for out_dtype, before in ((torch.float32, None), (torch.float32, partial), (call.dtype, partial)):
+            step = problem.but(out_dtype=out_dtype)
+            backend.plan_forward(step, t)(t, before)
+            yield backend.name, "forward", traits(step, ("partial",) if before else ()), step
+    problem = problem.but(grad_dtype=torch.float32)
+    dout, lse = t.q.new_empty(partial.out.shape), partial.lse
+    for backend in _backends(problem, "backward"):
+        for sums in (None, Gradients(*(empty(*x.shape) for x in (t.q, t.k, t.v)))):
+            backend.plan_backward(problem, t, dout, None)(t, dout, lse, dout, None, sums)
+            yield backend.name, "backward", traits(problem, ("sums",) if sums else ()), problem
+        yield from _of_chain(backend, problem, t, dout, lse)
+
+
+def _of_chain(backend: Backend, problem: Problem, t: Tensors, dout: Tensor, lse: Tensor) -> Parts:
+    able = backend.capabilities("backward")
+    has_pairs = problem.mask or problem.bias_dtype is not None or problem.sinks
+    if able is None or not able.chain_rows or not problem.varlen or has_pairs or 0 in (t.q.numel(), t.k.numel()):
+        return
+    plan: Any = backend.plan_backward(problem, t, dout, None)
+    chain, sums = Chain(3), Gradients(dk=empty(*t.k.shape), dv=empty(*t.v.shape))
+    for given, heads in ((None, None), (sums, None), (sums, (0, 1))):
+        plan.in_chain(t, dout, lse, dout, None, given, chain, heads)
+        yield backend.name, "backward", traits(problem, ("chain",)), problem
+
+
+def _of_cached(call: Drawn, capability: Capability) -> Parts:
+    assert isinstance(call.case, CacheCase)
+    case, t = call.case, laid_out(call.case, call.dtype)
+    options = read(case.causal, case.window, True, (_longest(case), case.scale, case.softcap, case.interleaved, None))
+    problem = _on(cached_problem(t, options), capability)
+    t = cached_ops._readable(t)
+    if not _is_able(problem, "decode"):
+        return
+    for backend in _backends(problem, "decode"):
+        backend.plan_decode(problem, t)(t)
+        about = traits(problem) | {"page_size": problem.keys.page_size, "rows": problem.seqlen_q * problem.group_size}
+        about |= {"cache": str(problem.precision.kv)[6:]} if case.float8 else {}
+        yield backend.name, "decode", about, problem
+
+
+def _longest(case: CacheCase) -> int | None:
+    return max((rows for _, rows, _ in case.sequences), default=0) if case.packed and case.say_longest else None
+
+
+def laid_out(case: CacheCase, dtype: torch.dtype) -> CacheTensors:
+    """The tensors of ``tests.kvcache.cases.build`` without data."""
+    old, rows, new = (tuple(s[n] for s in case.sequences) for n in range(3))
+    batch, dims = len(old), (case.head_dim, case.head_dim_v or case.head_dim)
+    index = functools.partial(empty, dtype=torch.int32)
+    packed_new = case.packed or case.packed_new
+    of_q = (sum(rows) + case.spare,) if case.packed else (batch, rows[0] if rows else 2)
+    of_new = (sum(new) + case.spare,) if packed_new else (batch, new[0] if new else 1)
+    capacity = case.capacity or max([*map(sum, zip(old, new, strict=True)), *case.leftpad], default=0) + 3
+    count, size = (batch + 2 * case.entries), capacity
+    if case.page_size:
+        size = case.page_size
+        count = 2 + sum(-(-(a + b) // size) for a, b in zip(old, new, strict=True))
+    of_cache = FLOAT8 if case.float8 else dtype
+    k, v = kvcache._lay_out(case.layout, *(empty(count, size, case.kv_heads, dim, dtype=of_cache) for dim in dims))
+    scale_shape = {"h": (case.kv_heads,), "eh": (count, case.kv_heads)}.get(case.float8)
+    scales = [None if scale_shape is None else empty(*scale_shape) for _ in "kv"]
+    wide = empty(*of_q, case.heads + (case.out == "part"), dims[1], dtype=dtype)
+    angles: list[Tensor | None] = [None, None]
+    if case.rotary:
+        positions = capacity + max(rows, default=0) + 9
+        angles = [empty(positions, case.rotary // 2, dtype=dtype if case.tables else torch.float32) for _ in "cs"]
+    bounds = index(batch + 1) if case.packed else None
+    bounds_new = index(batch + 1) if packed_new and (new != rows or not case.packed) else bounds
+    return CacheTensors(
+        out=wide[..., : case.heads, :], q=empty(*of_q, case.heads, dims[0], dtype=dtype), k_cache=k, v_cache=v,
+        cache_seqlens=index(batch),
+        page_table=index(batch, -(-capacity // size)) if case.page_size else None,
+        cache_batch_idx=index(batch) if case.entries else None,
+        cache_leftpad=index(batch) if case.leftpad else None,
+        k=empty(*of_new, case.kv_heads, dims[0], dtype=dtype) if case.appends else None,
+        v=empty(*of_new, case.kv_heads, dims[1], dtype=dtype) if case.appends else None,
+        rotary_cos=angles[0], rotary_sin=angles[1], rotary_seqlens=index(batch) if case.rotary_start else None,
+        k_scale=scales[0], v_scale=scales[1], cu_seqlens_q=bounds,
+        cu_seqlens_k_new=bounds_new if case.appends else None,
+        alibi_slopes=empty(*((case.heads,) if case.alibi == "h" else (batch, case.heads))) if case.alibi else None,
+        sinks=empty(case.heads, dtype=dtype) if case.sinks else None,
+    )  # fmt: skip
+
+
+def _of_quantized(call: Drawn, capability: Capability) -> Parts:
+    assert isinstance(call.case, QuantizedCase)
+    t, options = laid_out_8_bits(call.case)
+    problem = _on(quantized_problem(t, options), capability)
+    if not _is_able(problem, "quantized"):
+        return
+    for backend in _backends(problem, "quantized"):
+        backend.plan_quantized(problem, t)(t)
+        yield backend.name, "quantized", traits(problem), problem
+
+
+def laid_out_8_bits(case: QuantizedCase) -> tuple[QuantizedTensors, QuantizedOptions]:
+    """The tensors and options of ``tests.quantization.cases.build``, without data."""
+    batch, dim_v = len(case.lengths), case.head_dim_v or case.head_dim
+    total = [sum(pair[side] for pair in case.lengths) + case.spare for side in (0, 1)]
+    rows_q, rows_k = (((n,) if case.packed else (batch, n // max(batch, 1))) for n in total)
+    blocks = [n // BLOCK + batch if case.packed else -(-(n // max(batch, 1)) // BLOCK) for n in total]
+    lead = () if case.packed else (batch,)
+
+    def scale(kind: str, heads: int, blocks: int) -> Tensor:
+        return empty(*{"block": (*lead, heads, blocks), "head": (*lead, heads, 1)}.get(kind, (1,) * (len(lead) + 2)))
+
+    bounds = [empty(batch + 1, dtype=torch.int32) if case.packed else None for _ in "qk"]
+    made = QuantizedTensors(
+        empty(*rows_q, case.heads, case.head_dim, dtype=FLOAT8),
+        empty(*rows_k, case.kv_heads, case.head_dim, dtype=FLOAT8),
+        empty(*lead, case.kv_heads, dim_v, blocks[1] * BLOCK, dtype=FLOAT8),
+        scale(case.scales[0], case.heads, blocks[0]), scale(case.scales[1], case.kv_heads, blocks[1]),
+        scale(case.scales[2], case.kv_heads, blocks[1]),
+        shift=empty(*lead, case.heads, rows_q[-1]) if case.shifted else None,
+        sinks=empty(case.heads) if case.sinks else None, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1],
+    )  # fmt: skip
+    longest = [max((pair[side] for pair in case.lengths), default=0) for side in (0, 1)]
+    options = QuantizedOptions(
+        None if case.window[0] in (None, -1) else case.window[0],
+        0 if case.causal else None if case.window[1] in (None, -1) else case.window[1],
+        *(longest if case.packed and case.say_longest else (None, None)),
+        torch.float16 if case.half else torch.bfloat16, case.scale, case.softcap,
+    )  # fmt: skip
+    return made, options
+
+
+def _of_quantizer(call: Drawn, capability: Capability) -> Parts:
+    from flashtile.quantization.launch import QuantizePlan
+
+    assert isinstance(call.case, QuantizerCase)
+    given = laid_out_inputs(call.case, call.dtype)
+    if 0 in (given.q.numel(), given.k.numel()):
+        return
+    QuantizePlan(given, call.case.choices)(given)
+    about = {"dtype": str(call.dtype)[6:], "head_dim": call.case.head_dim, "head_dim_v": call.case.head_dim_v}
+    about |= {name: getattr(call.case, name) for name in ("packed", "rotary_dim", "scales", "rotate", "smooth_k")}
+    yield "portable", "quantize", about, None
+
+
+def laid_out_inputs(case: QuantizerCase, dtype: torch.dtype) -> Inputs:
+    """The tensors of ``tests.quantization.quantizer.inputs`` without data."""
+    made = []
+    for side, heads, dim in (
+        (0, case.heads[0], case.head_dim),
+        *((1, case.heads[1], d) for d in (case.head_dim, case.head_dim_v)),
+    ):
+        each = [lengths[side] for lengths in case.lengths]
+        rows = (sum(each) + 5,) if case.packed else (len(each), each[0])
+        made.append(empty(*rows, 2 * heads, dim, dtype=dtype)[..., :heads, :])
+    bounds = [empty(len(case.lengths) + 1, dtype=torch.int32) if case.packed else None for _ in "qk"]
+    angles: list[Tensor | None] = [None, None]
+    if case.rotary_dim:
+        rows_k = max(k for _, k in case.lengths)
+        angles = [empty(max(rows_k - 3, 1), case.rotary_dim // 2) for _ in "cs"]
+    return Inputs(*made, *bounds, *angles)
+
+
+def merging(dims: tuple[int, ...] = (16, 33, 64, 128, 192, 256)) -> list[Launch]:
+    """The launches that merge two states, of every pair of dtypes."""
+    from flashtile.backends.decode import merge
+
+    pairs = itertools.product((torch.bfloat16, torch.float16, torch.float32), repeat=2)
+    with recorded(None) as found:
+        for dim, (a, b) in zip(itertools.cycle(dims), pairs, strict=False):
+            merge._step(torch.Size((2, 100, 8, dim)), a, b, torch.device("meta"))
+    return found

@@ -1,0 +1,27 @@
+"""On a GPU: random calls of every kind and size by every backend, against the rules of the case tables.
+
+``python -m tests.fuzz numbers --device cuda --backend portable --seed 1000 --count 500`` draws others.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtile
+from tests.fuzz.drawn import KINDS, LONG, SMALL, Kind, Sizes
+from tests.fuzz.judged import fuzz
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BACKENDS = [name for name in flashtile.backends() if name != "cpu"]
+# Of each kind and size: so many shards of so many calls, most of which compile kernels of their own.
+SHARDS, CALLS = 12, 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", sorted(set(KINDS)))
+@pytest.mark.parametrize("sizes", [SMALL, LONG], ids=["small", "long"])
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_calls(shard: int, sizes: Sizes, kind: Kind, backend: str) -> None:
+    assert not fuzz(backend, CALLS * shard, CALLS, print, kind, "cuda", sizes)
