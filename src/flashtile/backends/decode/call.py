@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Queries(NamedTuple):
-    """The queries: (batch, rows, num_heads_q, DIM), or packed.
+    """The queries: (batch, rows, num_heads_q, DIM), or packed; holds constants, so it is only passed as an argument.
 
     Attributes:
         ptr: Their address.
@@ -15,8 +15,8 @@ class Queries(NamedTuple):
         stride_head: Of heads.
         cu_seqlens_ptr: (batch + 1,) int32 if packed, else None.
         length: Rows of a sequence, or of all packed ones together.
-        rows_above: Only packed sequences with more packed rows a key head than these are computed; None for all.
-        rows_upto: And with so many at most.
+        MOST_ROWS: Only sequences with so many packed rows a key head at most are computed; None for all.
+        ABOVE_KEYS: And with more keys than these.
     """
 
     ptr: Any
@@ -25,8 +25,8 @@ class Queries(NamedTuple):
     stride_head: Any
     cu_seqlens_ptr: Any
     length: Any
-    rows_above: Any = None
-    rows_upto: Any = None
+    MOST_ROWS: Any = None
+    ABOVE_KEYS: Any = None
 
 
 class Lengths(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -67,35 +66,6 @@ class Splitting:
         return max(1, min(self.most(capacity, rows, num_heads_kv, wanted), by_keys, -(-capacity // self.fewest_keys)))
 
 
-class Rows(NamedTuple):
-    """Which sequences one launch computes: those with more packed rows a key head than ``above``, ``upto`` at most.
-
-    Attributes:
-        above: See above.
-        upto: See above.
-    """
-
-    above: int = -1
-    upto: int = 2**31 - 1
-
-
-ALL_ROWS = Rows()
-# A tile of 64 rows, most of them empty, takes 1.6 times as long for one query a sequence as one of 16 does.
-_FEW_ROWS = 16
-
-
-def launches_of(problem: Problem) -> tuple[Rows, ...]:
-    """The launches of a call, each for some of its sequences.
-
-    Of packed sequences few rows and many have tiles of their own, by a sequence's own rows, so that it does not matter
-    to it what else is in the batch.
-    """
-    if _override or not problem.varlen:
-        return (ALL_ROWS,)
-    few = Rows(upto=_FEW_ROWS)
-    return (few,) if problem.seqlen_q * problem.group_size <= _FEW_ROWS else (few, Rows(above=_FEW_ROWS))
-
-
 @dataclass(frozen=True)
 class Config:
     """Tiles of one kernel.
@@ -144,13 +114,18 @@ def overridden() -> Config | None:
     return _override[-1] if _override else None
 
 
-def choose(problem: Problem, rows: Rows = ALL_ROWS) -> Config:
-    """The tiles of a call's sequences with so many rows."""
+# Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that splits
+# keys: a program that took all of a sequence's keys would still be at work when all others have ended.
+FEW_ROWS, LONG_KEYS = 16, 8192
+
+
+def choose(problem: Problem, *, few: bool = False) -> Config:
+    """The tiles of a call, or of its sequences with ``FEW_ROWS`` alone."""
     if _override:
         return _override[-1]
     if problem.device_type == "cpu":
         return Config(16, 16, 4, 1, 1, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
-    dim, block_m = max(problem.head_dim, problem.head_dim_v), rows_of_tile(problem, rows)
+    dim, block_m = max(problem.head_dim, problem.head_dim_v), FEW_ROWS if few else rows_of_tile(problem)
     if problem.dtype == torch.float32:
         return Config(min(block_m, 32), 32 if dim <= 128 else 16, 4, 2)
     # As many bytes in flight whatever the width. Page ids are loaded ahead of keys, which takes two more stages.
@@ -182,23 +157,21 @@ def _has_little_shared_memory(problem: Problem) -> bool:
     return have is None or have[0] >= 12 or (have[0] == 8 and have[1] > 0)
 
 
-def rows_of_tile(problem: Problem, of: Rows = ALL_ROWS) -> int:
-    """Packed rows of a tile, by a dense sequence's own rows; of packed ones by the launch that they are in.
+def rows_of_tile(problem: Problem) -> int:
+    """Packed rows of a tile, by those of a sequence; of packed queries those of the longest that there may be.
 
-    A packed sequence's tile must not depend on the longest of the batch. At head_dim 256 the registers hold 32 rows; on
-    Hopper, whose products take 64 rows, that many.
+    A packed call may have sequences of one row beside long ones, for which tiles of 64 lose less than tiles of 128. At
+    head_dim 256 the registers hold 32 rows; on Hopper, whose products take 64 rows, that many.
     """
     dim, rows = max(problem.head_dim, problem.head_dim_v), problem.seqlen_q * problem.group_size
-    if problem.varlen and of.upto <= _FEW_ROWS:
-        return _FEW_ROWS
     if dim > 128:
-        return 16 if rows <= 16 and not problem.varlen else 64 if hopper_rows(problem) > 32 else 32
-    if problem.varlen or (dim <= 64 < hopper_rows(problem) <= 128):
+        return 16 if rows <= 16 else 64 if hopper_rows(problem) > 32 else 32
+    if dim <= 64 < hopper_rows(problem) <= 128:
         return 64
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or problem.varlen else 128
 
 
 def hopper_rows(p: Problem) -> int:
-    """Packed rows a key head of a dense call in 16 bits on Hopper; 0 for other calls."""
+    """Packed rows a key head of a call in 16 bits on Hopper; 0 for other calls."""
     is_16_bit, have = p.dtype.itemsize == p.precision.kv.itemsize == 2, p.compute_capability
-    return p.seqlen_q * p.group_size if is_16_bit and not p.varlen and have is not None and have[0] == 9 else 0
+    return p.seqlen_q * p.group_size if is_16_bit and have is not None and have[0] == 9 else 0

@@ -477,18 +477,15 @@ def run_items(call):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "pages_stride_b", "batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right", "rows_above",
-        "rows_upto",
-    ]
-)  # fmt: skip
+    do_not_specialize=["pages_stride_b", "batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"]
+)
 def cache_attention(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, counters_ptr, cached_ptr, leftpad_ptr,
     cu_seqlens_q_ptr, cu_seqlens_new_ptr, entries_ptr, pages_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, out_stride_b, out_stride_row, out_stride_head,
     pages_stride_b, alibi_stride_b, k_scale_stride_b, v_scale_stride_b,
-    batch, seqlen_q, num_heads_kv, num_new, capacity, left, right, scale, param, rows_above, rows_upto,
+    batch, seqlen_q, num_heads_kv, num_new, capacity, left, right, scale, param,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FOLD_ROWS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr, PATIENCE: tl.constexpr,
@@ -496,12 +493,13 @@ def cache_attention(
     MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_SLOTS: tl.constexpr, RUN: tl.constexpr,
     SEARCH: tl.constexpr, KEEPS: tl.constexpr, BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    MOST_ROWS: tl.constexpr, ABOVE_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Attention over a cache; programs take items by turns, as many programs as the device runs at once."""
     run_items(
         Call(
             Queries(
-                q_ptr, q_stride_b, q_stride_row, q_stride_head, cu_seqlens_q_ptr, seqlen_q, rows_above, rows_upto
+                q_ptr, q_stride_b, q_stride_row, q_stride_head, cu_seqlens_q_ptr, seqlen_q, MOST_ROWS, ABOVE_KEYS
             ),
             Lengths(cached_ptr, leftpad_ptr, cu_seqlens_new_ptr, num_new, entries_ptr),
             Cache(k_ptr, k_stride_b, k_stride_row, k_stride_head, k_scale_ptr, k_scale_stride_b),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.base import Known
 from flashtile.backends.decode.append import cache_append
-from flashtile.backends.decode.config import ALL_ROWS, Config, Rows, choose, hopper_rows, launches_of, overridden
+from flashtile.backends.decode.config import FEW_ROWS, LONG_KEYS, Config, choose, hopper_rows, overridden
 from flashtile.backends.decode.kernel import cache_attention
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, row_strides
@@ -75,19 +75,18 @@ class DecodePlan:
         return lse
 
     def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], int, int]:
-        parts = self._launches(t)
-        steps = tuple(Step(launch, _OPERANDS, t.q.device, self._known) for launch, _, _ in parts)
+        launches = self._launches(t)
+        steps = tuple(Step(launch, _OPERANDS, t.q.device, self._known) for launch, _, _ in launches)
         # One launch after the other uses the workspace, and leaves the counters at 0.
-        return steps, max(floats for _, floats, _ in parts), max(counters for _, _, counters in parts)
+        return steps, max(floats for _, floats, _ in launches), max(counters for _, _, counters in launches)
 
     def _launches(self, t: CacheTensors) -> list[tuple[Launch, int, int]]:
-        """The launches with the floats and counters that they need."""
-        return [self._launch(t, rows) for rows in launches_of(self._problem)]
+        """The launches, each with the floats and the counters that it needs."""
+        return [self._launch(t, choose(self._problem))]
 
-    def _launch(self, t: CacheTensors, rows: Rows) -> tuple[Launch, int, int]:
-        config = choose(self._problem, rows)
+    def _launch(self, t: CacheTensors, config: Config, *, few: bool = False) -> tuple[Launch, int, int]:
         bounds = Bounds(self._problem, t, config)
-        launch = attention_launch(self._problem, t, config, multiprocessors(t.q.device), rows)
+        launch = attention_launch(self._problem, t, config, multiprocessors(t.q.device), few=few)
         return launch, bounds.floats, bounds.counters
 
 
@@ -181,7 +180,7 @@ def _decodes_bits(problem: Problem) -> bool:
 
 
 def attention_launch(
-    problem: Problem, tensors: CacheTensors, config: Config, num_sms: int, of: Rows = ALL_ROWS
+    problem: Problem, tensors: CacheTensors, config: Config, num_sms: int, *, few: bool = False
 ) -> Launch:
     """The launch of the attention; its k and v are the caches.
 
@@ -190,7 +189,7 @@ def attention_launch(
         tensors: Its tensors.
         config: The tiles.
         num_sms: Multiprocessors of the device, which bound the number of programs.
-        of: Which sequences it computes.
+        few: Whether it computes packed sequences of ``FEW_ROWS`` with more than ``LONG_KEYS`` alone.
     """
     p, t = problem, tensors
     bounds, bits = Bounds(p, t, config), _decodes_bits(p)
@@ -216,8 +215,6 @@ def attention_launch(
         "seqlen_q": t.q.shape[-3],
         "num_new": 0 if t.k is None or t.cu_seqlens_k_new is not None else t.k.shape[1],
         "capacity": p.keys.length,
-        "rows_above": None if of == ALL_ROWS else of.above,
-        "rows_upto": None if of == ALL_ROWS else of.upto,
     }
 
     def others() -> dict[str, Any]:
@@ -235,9 +232,11 @@ def attention_launch(
             "KEEPS": config.block_m * padded(p.head_dim_v) <= 16 * 128,
             "BITS": bits,
             "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
+            "MOST_ROWS": FEW_ROWS if few else None,
+            "ABOVE_KEYS": LONG_KEYS if few else None,
         }
 
-    key = ("attend", config, search, fold_rows, ahead, lanes, slots > 0, of == ALL_ROWS)
+    key = ("attend", config, search, fold_rows, ahead, lanes, slots > 0, few)
     return Launch(cache_attention, programs, sizes, config.options(), others, key)
 
 

@@ -89,9 +89,6 @@ def span_of(b, call):
         first_row = tl.load(call.queries.cu_seqlens_ptr + b, mask=b <= call.sizes.batch, other=0)
         stop = tl.load(call.queries.cu_seqlens_ptr + b + 1, mask=exists, other=0)
         num_rows = tl.where(exists, stop, tl.where(b == call.sizes.batch, call.queries.length, first_row)) - first_row
-        if call.queries.rows_above is not None:
-            packed = num_rows * GROUP
-            num_rows = tl.where((packed > call.queries.rows_above) & (packed <= call.queries.rows_upto), num_rows, 0)
         each = num_rows
     cached = tl.load(call.lengths.cached_ptr + b, mask=exists, other=-1)
     num_new = call.lengths.num_new
@@ -100,6 +97,10 @@ def span_of(b, call):
         num_new -= tl.load(call.lengths.cu_seqlens_new_ptr + b, mask=exists, other=0)
     # A negative length stands for a sequence that is not there.
     high = tl.where(cached < 0, 0, tl.minimum(cached + num_new, call.sizes.capacity))
+    if call.queries.MOST_ROWS is not None:
+        is_asked = (num_rows * GROUP <= call.queries.MOST_ROWS) & (high > call.queries.ABOVE_KEYS)
+        num_rows = tl.where(is_asked, num_rows, 0)
+        each = num_rows
     low = b * 0
     if call.lengths.leftpad_ptr is not None:
         low = tl.maximum(tl.load(call.lengths.leftpad_ptr + b, mask=exists, other=0), 0)

@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 from flashtile.backends.decode import config as portable
-from flashtile.backends.decode.config import ALL_ROWS, Config, Rows, Splitting, hopper_rows, overridden
+from flashtile.backends.decode.config import Config, Splitting, hopper_rows, overridden
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as forward
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem
 
-# Up to so many rows the Triton kernel's tiles of 16 do as well; more than two warpgroups' are not measured.
+# Up to so many rows the Triton kernel's tiles of 16 do as well; more than two warpgroups' are the forward's.
 _FEWEST_ROWS, _MOST_ROWS = 17, 128
-# Packed sequences of up to so many rows are computed in splits: alone, they would leave most of a device idle.
-_FEW_PACKED_ROWS = 64
 
 
-def launches_of(problem: Problem, tensors: CacheTensors | None = None) -> tuple[tuple[Rows, ...], int | None]:
-    """The launches of a call by kernels that split keys; and with how many rows a sequence is left to the forward.
+def runs_forward(problem: Problem, tensors: CacheTensors | None = None) -> bool:
+    """Whether the forward's kernel computes a call; by the longest sequence there may be, if queries are packed.
 
     Args:
         problem: The call.
         tensors: Its tensors, taken for readable by TMA if None.
-
-    Returns:
-        (launches, above): the forward computes sequences with more packed rows a key head than ``above``; None if it
-        computes none.
     """
-    p, few = problem, portable.launches_of(problem)
-    if overridden() is not None or cached.reasons(p) or not (tensors is None or cached.can_read(tensors)):
-        return few, None
-    rows = p.seqlen_q * p.group_size
-    if not p.varlen:
-        return ((), 0) if rows > _MOST_ROWS else (few, None)
-    if rows <= _FEW_PACKED_ROWS:
-        return few, None
-    return (*few[:-1], Rows(few[-1].above, _FEW_PACKED_ROWS)), _FEW_PACKED_ROWS
+    has_rows = problem.seqlen_q * problem.group_size > _MOST_ROWS
+    is_readable = tensors is None or cached.can_read(tensors)
+    return has_rows and overridden() is None and not cached.reasons(problem) and is_readable
 
 
-def choose(problem: Problem, tensors: CacheTensors, rows: Rows = ALL_ROWS) -> Config:
-    """The tiles of a call's sequences with so many rows; those of the Triton kernel are not ``specialised``."""
+def leaves_few(problem: Problem) -> bool:
+    """Whether sequences of few rows may have so many keys that they are left to a kernel that splits them."""
+    return problem.varlen and problem.keys.length > portable.LONG_KEYS
+
+
+def choose(problem: Problem, tensors: CacheTensors) -> Config:
+    """The tiles of a call on the other kernels; those of the Triton kernel are not ``specialised``."""
     if overridden() is None and covers(problem) and can_read(tensors):
         return tiles(problem)
-    return portable.choose(problem, rows)
+    return portable.choose(problem)
 
 
 def tiles(problem: Problem) -> Config:
@@ -79,20 +72,14 @@ def can_read(tensors: CacheTensors) -> bool:
 
 
 def describe(problem: Problem) -> str:
-    """Which kernels compute a call whose caches TMA can read, and why, in one line."""
-    few, above = launches_of(problem)
-    parts = []
-    for rows in few:
-        who = f"up to {rows.upto} rows" if rows.upto < ALL_ROWS.upto else f"more than {rows.above} rows"
-        who = "" if rows == ALL_ROWS or len(few) + (above is not None) == 1 else f"{who} a key head: "
-        if covers(problem):
-            parts.append(f"{who}TMA and WGMMA, warp-specialised, {tiles(problem)}; splits merged in the same launch")
-        else:
-            config = portable.choose(problem, rows)
-            parts.append(f"{who}Triton with Hopper's tiles, {config}; splits merged in the same launch")
-    if above is not None:
-        who = f"more than {above} rows a key head: " if few else ""
-        parts.append(f"{who}the forward's kernel, TMA and WGMMA, {forward.choose(problem)}")
-    elif problem.seqlen_q * problem.group_size > _MOST_ROWS:
-        parts.append(f"not the forward's kernel: {', '.join(cached.reasons(problem))}")
-    return "; ".join(parts)
+    """Which kernel computes a call whose tensors TMA can read, and why, in one line."""
+    rows = problem.seqlen_q * problem.group_size
+    if runs_forward(problem):
+        few = f"; up to {portable.FEW_ROWS} rows over more than {portable.LONG_KEYS} keys in Triton, splits merged"
+        text = f"{rows} rows a key head: the forward's kernel, TMA and WGMMA, {forward.choose(problem)}"
+        return text + few * leaves_few(problem)
+    if covers(problem):
+        return f"TMA and WGMMA, warp-specialised, {tiles(problem)}; splits merged in the same launch"
+    against = ", ".join(cached.reasons(problem)) if rows > _MOST_ROWS else ""
+    why = f"; not the forward's kernel: {against}" if against else ""
+    return f"Triton with Hopper's tiles, {portable.choose(problem)}; splits merged in the same launch{why}"

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.decode.config import Config, Rows
+from flashtile.backends.decode import config as portable
+from flashtile.backends.decode.config import Config
 from flashtile.backends.decode.launch import Bounds, DecodePlan, attention_launch, multiprocessors
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.decode.config import choose, launches_of
+from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
 from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.backends.launch import Launch, TensorMap, parameters_of
@@ -18,22 +19,24 @@ from flashtile.problem import Problem
 
 
 class CachedPlan(DecodePlan):
-    """Attention over a cache on Hopper: prompts by the forward, fewer rows by the kernel for wide groups or Triton's."""
+    """Attention over a cache on Hopper: prompts by the forward, few rows by the kernel for wide groups or Triton's."""
 
     def _launches(self, t: CacheTensors) -> list[tuple[Launch, int, int]]:
-        few, above = launches_of(self._problem, t)
-        made = [self._launch(t, rows) for rows in few]
-        if above is not None:
-            # The forward needs no workspace, and one counter, of tiles.
-            made.append((cached_launch(self._problem, t, above), 0, 1))
-        return made
+        p = self._problem
+        if not runs_forward(p, t):
+            return [self._launch(t, choose(p, t))]
+        # The forward needs no workspace, and one counter, of tiles.
+        if not leaves_few(p):
+            return [(cached_launch(p, t), 0, 1)]
+        few = self._launch(t, portable.choose(p, few=True), few=True)
+        return [(cached_launch(p, t, (portable.FEW_ROWS, portable.LONG_KEYS)), 0, 1), few]
 
-    def _launch(self, t: CacheTensors, rows: Rows) -> tuple[Launch, int, int]:
-        config = choose(self._problem, t, rows)
-        bounds, sms = Bounds(self._problem, t, config), multiprocessors(t.q.device)
-        if config.specialised:
-            return wide_launch(self._problem, t, config, sms), bounds.floats, bounds.counters
-        return attention_launch(self._problem, t, config, sms, rows), bounds.floats, bounds.counters
+    def _launch(self, t: CacheTensors, config: Config, *, few: bool = False) -> tuple[Launch, int, int]:
+        if not config.specialised:
+            return super()._launch(t, config, few=few)
+        bounds = Bounds(self._problem, t, config)
+        launch = wide_launch(self._problem, t, config, multiprocessors(t.q.device))
+        return launch, bounds.floats, bounds.counters
 
 
 def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:

@@ -40,8 +40,8 @@ def can_read(tensors: CacheTensors) -> bool:
     return t.cache_leftpad is None and is_one and all(x.numel() and tensor_maps.is_readable(x) for x in read)
 
 
-def cached_launch(problem: Problem, tensors: CacheTensors, rows_above: int) -> Launch:
-    """The launch of a call; of packed queries for the sequences with more packed rows a key head than ``rows_above``.
+def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None = None) -> Launch:
+    """The launch of a call; it leaves sequences of (packed rows a key head at most, more keys than) to another one.
 
     Of operands as ``DecodePlan`` has them: its k and v are the caches, its counters the tile counter.
     """
@@ -57,7 +57,6 @@ def cached_launch(problem: Problem, tensors: CacheTensors, rows_above: int) -> L
         "num_new": t.k.shape[1] if t.k is not None and has_new else 0,
         "pages_stride": 0 if t.page_table is None else t.page_table.stride(0),
         "v_pitch": t.v_cache.stride(0) // t.v_cache.stride(1),
-        "rows_above": rows_above if p.varlen else None,
     }
     others: dict[str, Any] = {
         "cached_ptr": t.cache_seqlens,
@@ -65,9 +64,12 @@ def cached_launch(problem: Problem, tensors: CacheTensors, rows_above: int) -> L
         "entries_ptr": t.cache_batch_idx,
         "pages_ptr": t.page_table,
         "PAGE_SIZE": p.keys.page_size,
+        "FEW_ROWS": None if leaves is None else leaves[0],
+        "LONG_KEYS": None if leaves is None else leaves[1],
         "counter_ptr": Pointer(torch.int32, "counters") if config.dynamic else None,
     }
-    return forward_launch(p, plain, config, cached=(sizes, others))
+    launch = forward_launch(p, plain, config, cached=(sizes, others))
+    return launch._replace(key=(launch.key, leaves))
 
 
 def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> dict[str, TensorMap]:

@@ -27,7 +27,7 @@ _RUN_TIME = [
     "scale_log2", "softcap", "prescale", "seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right",
     "alibi_ptr", "alibi_stride_b", "bias_ptr", "bias_stride_b", "bias_stride_head", "bias_stride_row",
     "bias_stride_col", "mask_ptr", "mask_stride_b", "mask_stride_head", "mask_stride_row", "mask_stride_col",
-    "cached_ptr", "cu_seqlens_new_ptr", "num_new", "entries_ptr", "pages_ptr", "pages_stride", "v_pitch", "rows_above",
+    "cached_ptr", "cu_seqlens_new_ptr", "num_new", "entries_ptr", "pages_ptr", "pages_stride", "v_pitch",
 ]  # fmt: skip
 
 
@@ -38,14 +38,14 @@ def attention_forward(
     batch, num_heads_q, group_size, left, right,
     alibi_ptr, alibi_stride_b, bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
-    cached_ptr, cu_seqlens_new_ptr, num_new, entries_ptr, pages_ptr, pages_stride, v_pitch, rows_above,
+    cached_ptr, cu_seqlens_new_ptr, num_new, entries_ptr, pages_ptr, pages_stride, v_pitch,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, STRIP: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
     OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
     MASK_CONTIGUOUS: gl.constexpr, PAIR_STAGES: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, FEW_ROWS: gl.constexpr, LONG_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; one program per SM.
 
@@ -54,7 +54,8 @@ def attention_forward(
     (``states.Partial``), sinks, cu_seqlens, and a counter of tiles (int32, 0 before and after), all but lse None if
     absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN;
     the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; ``scheduler.Cache``, all
-    None if keys and values lie in tensors of their own; then ``config.Config`` and what the call has. CONTIGUOUS says that a stride of keys is 1.
+    None if keys and values lie in tensors of their own; then ``config.Config`` and what the call has. CONTIGUOUS says
+    that a stride of keys is 1.
     """
     dtype: gl.constexpr = q_desc.dtype
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, STAGES, NUM_WARPGROUPS)
@@ -71,7 +72,7 @@ def attention_forward(
     cache = None
     if cached_ptr is not None:
         cache = Cache(cached_ptr, cu_seqlens_new_ptr, num_new, entries_ptr, pages_ptr, pages_stride, v_pitch, PAGE_SIZE,
-                      rows_above)  # fmt: skip
+                      FEW_ROWS, LONG_KEYS)  # fmt: skip
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
                   HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, STRIP, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)), VARLEN or cached_ptr is not None, cache)  # fmt: skip

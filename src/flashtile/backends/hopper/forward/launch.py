@@ -160,8 +160,8 @@ def forward_launch(
 
 # What calls without a cache have of ``scheduler.Cache``.
 NOT_CACHED: dict[str, Any] = dict.fromkeys(
-    ("cached_ptr", "cu_seqlens_new_ptr", "num_new", "entries_ptr", "pages_ptr", "pages_stride", "v_pitch", "rows_above",
-     "PAGE_SIZE")
+    ("cached_ptr", "cu_seqlens_new_ptr", "num_new", "entries_ptr", "pages_ptr", "pages_stride", "v_pitch", "PAGE_SIZE",
+     "FEW_ROWS", "LONG_KEYS")
 )  # fmt: skip
 
 

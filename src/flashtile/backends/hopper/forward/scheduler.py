@@ -25,8 +25,9 @@ class Cache:
         pages_stride: Elements from one sequence's pages to the next one's.
         v_pitch: Rows of values from one entry or page to the next.
         page_size: Rows of a page, a power of two; 0 without pages.
-        rows_above: Of packed queries, only sequences with more rows than these are computed: the queries' heads count
-            as rows of their key head. None for all.
+        few_rows: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
+            they have more than ``long_keys``; None for none.
+        long_keys: See few_rows.
     """
 
     cached_ptr: gl.tensor
@@ -37,7 +38,8 @@ class Cache:
     pages_stride: gl.tensor
     v_pitch: gl.tensor
     page_size: gl.constexpr
-    rows_above: gl.tensor | gl.constexpr
+    few_rows: gl.constexpr
+    long_keys: gl.constexpr
 
 
 @aggregate
@@ -47,7 +49,7 @@ class Sizes:
     ``has_edges``: a warpgroup may meet an edge of the band after its first block of keys. ``overlap``: a tile's first
     scores are started before the end of the one before. ``in_turns``: warpgroups take turns in starting products.
     ``cached_rows`` keys and values are taken to fit into the L2 cache. ``own_lengths``: the keys of sequences differ in
-    number. ``cache`` is None if keys and values are tensors of their own; else ``seqlen_k`` is the most that fit into it.
+    number. ``cache`` is None if keys and values are tensors of their own; else ``seqlen_k`` is what fits into it.
 
     A tile has ``strip`` positions of a head, of the next head of its group, ... of the first head again: where queries
     are few, a tile of one head (``strip == block_m``) would be half empty. Its rows are counted through such strips.
@@ -160,8 +162,10 @@ def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
         _, length = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, True)
         is_tile = block * rows < num_rows(length, sizes)
         if sizes.cache is not None:  # noqa: SIM102 a compile-time condition
-            if sizes.cache.rows_above is not None:
-                is_tile = is_tile & (length * sizes.group_size > sizes.cache.rows_above)
+            if sizes.cache.few_rows is not None:
+                _, keys = entry_and_length(b, sizes.cache, sizes)
+                is_left = (length * sizes.group_size <= sizes.cache.few_rows) & (keys > sizes.cache.long_keys)
+                is_tile = is_tile & (not is_left)
         return block, b, head * shared, is_tile, is_end
     else:
         num_blocks = (num_rows(sizes.seqlen_q, sizes) + rows - 1) // rows
@@ -256,8 +260,8 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, sizes):
 
 
 # What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; start_k is a cache's entry;
-# position is the key position of the first row, or of the sequence's first query where heads share a tile. Of those, query and head are a
-# warpgroup's first row, the head counted from the tile's.
+# position is the key position of the first row, or of the sequence's first query where heads share a tile. Of those,
+# query and head are a warpgroup's first row, the head counted from the tile's.
 FIELDS = gl.constexpr(
     "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position"
 )  # fmt: skip
