@@ -264,6 +264,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     return dataclasses.replace(call, keywords=keywords).run(None)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_mode(case: Any, dtype: torch.dtype) -> None:
@@ -396,6 +397,7 @@ COMPILED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_whole(name: str) -> None:
     torch._dynamo.reset()

@@ -204,6 +204,7 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("missing", "command"), [("typer", "info"), ("matplotlib", "demo")])
 def test_a_missing_extra_is_named_with_its_remedy(missing: str, command: str) -> None:
     done = _python(

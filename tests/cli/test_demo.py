@@ -66,6 +66,7 @@ def test_every_case_is_exact(demo: Demo) -> None:
         assert 0 < row["pytorch_out"] < 5 * limit
 
 
+@pytest.mark.long
 def test_standard_attention_runs_out_of_memory_and_flashtile_does_not(demo: Demo) -> None:
     budget = demo.facts["budget_bytes"]
     for backward in (False, True):
@@ -84,6 +85,7 @@ def test_standard_attention_runs_out_of_memory_and_flashtile_does_not(demo: Demo
         assert tiled[last]["peak_bytes"] < 2.5 * tiled[last // 2]["peak_bytes"]
 
 
+@pytest.mark.long
 def test_both_runs_learn_the_same(demo: Demo) -> None:
     standard, tiled = demo.facts["runs"]
     assert (standard["method"], tiled["method"]) == ("standard", "flashtile")
@@ -100,6 +102,7 @@ def test_both_runs_learn_the_same(demo: Demo) -> None:
     assert len(tiled["sample"]) > 40 and tiled["sample"].startswith("ROMEO")
 
 
+@pytest.mark.long
 def test_the_report_holds_everything_by_itself(demo: Demo) -> None:
     page = (demo.folder / "report.html").read_text()
     sources = re.findall(r'src="([^"]*)"', page)

@@ -49,6 +49,7 @@ def test_split_and_merge_gives_the_whole(capsys: pytest.CaptureFixture[str]) -> 
     assert max(map(float, differences)) < 1e-5
 
 
+@pytest.mark.long
 def test_training_example_learns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["05", "--steps", "50", "--seqlen", "32", "--batch", "4"])
     out = _printed("05_train_char_gpt.py", capsys)

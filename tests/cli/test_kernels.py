@@ -68,6 +68,7 @@ def test_table_shows_the_same_numbers() -> None:
     assert result.stdout.count("toy/matmul") == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("toys")
 def test_kernels_with_problems_are_named_and_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy_builds, "builds", toy_builds.broken)

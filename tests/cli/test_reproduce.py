@@ -215,6 +215,7 @@ def test_numbers_by_another_way(name: str) -> None:
         assert abs(float(text) - number) <= near * (1 + 1e-6), (text, number)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", sorted(ROWS - {"D7"}))
 def test_speeds_are_saved_rows(name: str) -> None:
     found = re.fullmatch(r"ends\('(\w+)', (\d+), (\w+)\)", ENTRIES[name].ours)
@@ -281,6 +282,7 @@ def test_errors_of_8_bits_by_another_way(monkeypatch: pytest.MonkeyPatch) -> Non
         assert found[name] == pytest.approx(np.sqrt(((made - exact) ** 2).mean()), rel=1e-3)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("entry", COMPUTED, ids=lambda entry: entry.name)
 def test_a_verdict_can_fail(entry: report.Entry) -> None:
     kind = entry.check.split()[0]

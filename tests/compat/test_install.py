@@ -62,6 +62,7 @@ print(flash_attn.__version__)
     assert fresh(PRELUDE + code) == "2.8.4+flashtile"
 
 
+@pytest.mark.long
 def test_flash_attention_3_is_a_package_of_its_own() -> None:
     code = """
 from flashtile.compat import install

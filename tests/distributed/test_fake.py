@@ -98,6 +98,7 @@ def check_exchange_of_heads(found: dict[int, Any], shape: tuple[int, ...], names
         assert sum(splits[1]) == given[0] and splits[1][3] == other_splits[0][0] and splits[0][3] == other_splits[1][0]
 
 
+@pytest.mark.long
 def test_gathering(capsys: pytest.CaptureFixture[str]) -> None:
     first, last = (posted_by(rank, (WORLD,), ("ring",), WORLD + 5, comm="allgather")[2] for rank in (0, WORLD - 1))
     assert first == last

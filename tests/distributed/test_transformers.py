@@ -76,6 +76,7 @@ def test_models_train(pool: Pool, name: str) -> None:
     pool.run(trains, name, MODELS[name], None, mesh=3)
 
 
+@pytest.mark.long
 def test_documents_and_checkpoints(pool: Pool) -> None:
     pool.run(trains, "llama", "zigzag", (0, 5, 21, 37), "checkpointed", mesh=2)
 

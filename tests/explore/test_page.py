@@ -159,6 +159,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.startswith("flashtile: --out: cannot write to")
 
 
+@pytest.mark.long
 def test_the_page_is_served_until_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "flashtile", "explore", "--serve", "--no-open", "--port", "0"]
     # A shell's background jobs ignore the signal, and so would what they start.

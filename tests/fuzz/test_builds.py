@@ -81,11 +81,13 @@ FOUND = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("arch", "call"), FOUND, ids=lambda x: x if isinstance(x, str) else x.case.name)
 def test_calls_that_were_found_build(arch: str, call: Drawn) -> None:
     assert builds.fuzz([call], [arch], 1, None, print) == []
 
 
+@pytest.mark.long
 def test_partial_results_in_parts_of_columns_build() -> None:
     """Hopper's forward from a partial result, where the output's tile has two parts."""
     case = Case("parts", seqlen_q=100, seqlen_k=100, head_dim=64, head_dim_v=160, wanted="")

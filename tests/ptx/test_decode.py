@@ -89,6 +89,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_programs_that_do_not_tell_what_they_have_done(fault: str) -> None:
     with (

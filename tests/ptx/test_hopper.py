@@ -252,6 +252,7 @@ def test_what_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch, pattern: s
             torch.autograd.grad(out.float().sum(), list(call.leaves.values()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "replacement"),
     slow_but([

@@ -40,6 +40,7 @@ def test_there_are_none_where_products_of_8_bits_are_not() -> None:
     assert quantized("sm_80") == quantized("gfx942") == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "index"),
     slow_but(

@@ -92,7 +92,7 @@ def _seed(case: Case) -> int:
     return zlib.crc32(case.name.encode())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_the_case_table(case: Case) -> None:
     with on_cpu(_seed(case)):
@@ -146,13 +146,14 @@ def test_what_broadcasts_along_keys_is_not_read_by_tma() -> None:
         assert tensor_maps.pair_map(rows[..., :1], 128, 64) is None
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(("case", "num_sms", "dtype"), MANY_TILES, ids=str)
 def test_many_tiles_a_program(case: Case, num_sms: int, dtype: torch.dtype) -> None:
     with on_cpu(_seed(case) + num_sms, num_sms):
         judge(build(case, dtype), "hopper")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", slow_but(quantization.CASES + LONG_8, QUICK_8), ids=str)
 def test_tensors_of_8_bits(case: QuantizedCase) -> None:
     with on_cpu(zlib.crc32(case.name.encode()), num_sms=2):

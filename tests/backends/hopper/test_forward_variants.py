@@ -61,6 +61,7 @@ def _variants(case: Case) -> list[tiles.Config]:
     return sorted(table, key=str)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", slow_but(CASES, named("full_256", "causal_longer_q", "varlen_128")), ids=str)
 def test_bits_do_not_depend_on_the_configuration(case: Case) -> None:
     call = build(case, torch.bfloat16)
@@ -75,6 +76,7 @@ def test_bits_do_not_depend_on_the_configuration(case: Case) -> None:
         assert torch.equal(lse, first[1]), config
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", slow_but(GROUPS, named("causal", "full_96", "varlen_128")), ids=str)
 def test_bits_do_not_depend_on_what_shares_a_tile(case: Case) -> None:
     call = build(case, torch.bfloat16)
@@ -93,6 +95,7 @@ def test_bits_do_not_depend_on_what_shares_a_tile(case: Case) -> None:
         assert torch.equal(got_lse, lse), config
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("num_sms", slow_but([1, 3, 50], lambda n: n == 3))
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal", "full_256", "varlen_64")], ids=str)
 def test_the_counter_of_tiles_is_left_at_zero(case: Case, num_sms: int) -> None:

@@ -23,6 +23,7 @@ from tests.sums import judge_gaps, judge_sums
 BACKWARD_CHAINS = [each for each in CHAINS if each[0].head_dim_v is None]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("case", "cuts"), CHAINS, ids=str)
 def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -44,6 +45,7 @@ def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...]
         judge_sums(hopper.BACKEND, case, cuts, dtype, exact=False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "cuts"), [BACKWARD_CHAINS[1], BACKWARD_CHAINS[2], BACKWARD_CHAINS[5]], ids=str)
 def test_a_share_in_a_fixed_order_is_added_with_one_rounding(case: Case, cuts: tuple[int, ...]) -> None:
     with on_cpu(len(cuts), 2), poisoned_memory():
@@ -60,6 +62,7 @@ def test_every_variant_adds(name: str) -> None:
         judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_subgroups_add(deterministic: bool) -> None:
     case = Case(
@@ -69,6 +72,7 @@ def test_subgroups_add(deterministic: bool) -> None:
         judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False, deterministic=deterministic)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("head_dim", "band"), zip((128, 256, 64), BANDS, strict=True), ids=str)
 def test_gaps_keep_their_sums(band: Band, head_dim: int) -> None:
     with on_cpu(7, 2), poisoned_memory():
