@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
+import flashtile
 from flashtile.backends import portable as portable_backend
 from flashtile.backends.portable.backward import launch
 from flashtile.backends.portable.quantized.config import choose
@@ -44,6 +46,77 @@ CASES = (
 def test_compiled_kernels_under_the_rule(case: Case, arch: str) -> None:
     with portable.on_cpu(Options(seed=len(case.name)), arch):
         judge(build(case, torch.bfloat16), "portable")
+
+
+# Tiles of several parts and of the widest columns: these are chosen apart.
+FLOAT32 = (
+    Case("causal", batch=1, seqlen_q=70, seqlen_k=80, heads=2, kv_heads=1, head_dim=64, causal=True, lse_grad=True),
+    Case("128", batch=1, seqlen_q=70, seqlen_k=80, heads=1, kv_heads=1, head_dim=128, causal=True),
+    Case("wide", batch=1, seqlen_q=70, seqlen_k=80, heads=1, kv_heads=1, head_dim=256),
+    Case("odd", batch=1, seqlen_q=90, seqlen_k=70, head_dim=72, head_dim_v=40, window=(60, 9), softcap=5.0),
+    *CASES[3:5],
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    slow_but(
+        [(case, arch) for case in FLOAT32 for arch in ("sm_90", "sm_80")],
+        lambda each: each[0].name == "causal",
+    ),
+    ids=str,
+)
+def test_float32_by_products_of_bfloat16(case: Case, arch: str) -> None:
+    """Under float32's own rule: three products instead of six are three times over it."""
+    with portable.on_cpu(Options(seed=len(case.name)), arch):
+        judge(build(case, torch.float32), "portable")
+
+
+def _gradients(arch: str, tensors: list[Tensor]) -> dict[str, Tensor]:
+    q, k, v, dout = tensors
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    with portable.on_cpu(Options(seed=1), arch):
+        out = flashtile.attention(*inputs, causal=True, backend="portable")
+        assert isinstance(out, Tensor)
+        grads = torch.autograd.grad(out, inputs, dout)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", slow_but(("sm_90", "sm_80"), lambda arch: arch == "sm_90"))
+@pytest.mark.parametrize("value", slow_but((torch.nan, torch.inf), lambda value: value != torch.inf))
+def test_float32_that_is_not_finite_as_compiled(value: float, arch: str) -> None:
+    """The lower parts of such a number are NaN, whose products Triton takes for 0: the number itself still arrives."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 70, 2, 32) for _ in range(4)]
+    clean = _gradients(arch, tensors)
+    for place, reached in ((0, slice(17, 18)), (1, slice(17, None)), (2, slice(17, None)), (3, slice(17, 18))):
+        dirty = [x.clone() for x in tensors]
+        dirty[place][0, 17, 1, 3] = value
+        got = _gradients(arch, dirty)
+        for name, x in got.items():
+            assert torch.equal(x[:, :, 0], clean[name][:, :, 0]), (place, name)
+        bad = {name: ~x[0, :, 1].isfinite() for name, x in got.items()}
+        if place == 2:
+            assert bad["out"][reached, 3].all() and not bad["out"][:, :3].any() and not bad["out"][:, 4:].any()
+        if value != torch.inf:
+            assert place == 3 or place == 2 or bad["out"][reached].all()
+            assert bad["dq"][reached].all()
+            assert bad["dk"][:18].all() and (place == 2 or place == 3 or bad["dv"][:18].all())
+            assert place != 3 or bad["dv"][:18, 3].all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_float32_of_any_size_as_compiled(scale: float) -> None:
+    """The third part of bfloat16 is 2^-16 of a number, so numbers from about 1e-33 on keep their 24 bits."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 70, 2, 32) for _ in range(4))
+    plain, scaled = (_gradients("sm_90", [q * s, k / s, v * s, dout]) for s in (1.0, scale))
+    for name, factor in (("out", scale), ("dv", 1.0)):
+        want = plain[name].double()
+        assert (scaled[name].double() / factor - want).norm() < 1e-6 * want.norm(), name
 
 
 @pytest.mark.long

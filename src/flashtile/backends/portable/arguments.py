@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashtile import philox
 from flashtile.backends.launch import TensorMap, row_strides
+from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.vocab import dropout, scheduler, scores
 from flashtile.problem import Problem, Tensors, is_aligned
@@ -151,7 +152,7 @@ def input_precision(problem: Problem) -> str:
     A number is the sum of three of bfloat16, so what is left out is below float32's own rounding, and tensor cores take
     a fifth of the time of IEEE products. AMD's matrix units multiply float32 themselves, and 16 bits have one way.
     """
-    if problem.dtype != torch.float32 or problem.compute_capability is None:
+    if problem.dtype != torch.float32 or tiles.arch_of(problem) in ("interpreter", "gfx942"):
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
 
