@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from flashtile.backends import host
 from flashtile.backends.decode import launch as decode
-from flashtile.backends.hopper.decode.config import describe, leaves_few, runs_forward
+from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
+from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward.launch import ForwardPlan
 from flashtile.kvcache.arguments import CacheTensors
@@ -130,7 +132,7 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
 
 def alone(case: Case, problem: Problem, tensors: CacheTensors, b: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of a sequence whose keys are a tensor of their own, by ``attention``'s plan."""
-    t, count, size = tensors, case.keys[b], case.page_size
+    t, count = tensors, case.keys[b]
     rows = case.sequences[b][1]
     start = int(t.cu_seqlens_q[b]) if t.cu_seqlens_q is not None else 0
     q = (t.q if case.packed else t.q[b])[start : start + rows]
@@ -167,3 +169,60 @@ def test_bits_are_those_of_dense_keys(name: str) -> None:
             assert torch.equal(out, want) and torch.equal(own, want_lse)
     # Rows that belong to no sequence.
     assert not case.spare or not tensors.out[at:].any()
+
+
+def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
+    case = Case(
+        ((300, 5), (70, 3), (40, 0), (129, 1)), heads=16, kv_heads=2, packed=True, page_size=16, spare=2, sinks=True
+    )
+    tensors = tensors_of(case)
+    problem = problem_of(case, tensors)
+    config = choose(problem, tensors)
+    assert config.specialised and not runs_forward(problem, tensors)
+    with on_cpu(seed=3), poisoned_memory(), mock.patch.object(decode, "multiprocessors", lambda device: 3):
+        lse = CachedPlan(problem, tensors)(tensors)
+        at = 0
+        for b, (_, rows) in enumerate(case.sequences):
+            want, want_lse = alone(case, problem, tensors, b)
+            # Both round probabilities and outputs to bfloat16: 2^-9 of each.
+            assert (tensors.out[at : at + rows].float() - want.float()).norm() <= 6e-3 * want.float().norm()
+            torch.testing.assert_close(lse[:, at : at + rows], want_lse, atol=1e-5, rtol=1e-5)
+            at += rows
+    assert not tensors.out[at:].any() and (lse[:, at:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, "the forward's kernel"),
+        ({"packed": True, "capacity": 2**14}, "up to 16 rows over more than 8192 keys in Triton"),
+        ({"rows": 2}, "Triton with Hopper's tiles"),
+        ({"rows": 16}, "splits merged in the same launch"),
+        ({"page_size": 8}, "not the forward's kernel: pages of 8"),
+        ({"page_size": 48}, "not the forward's kernel: pages of 48"),
+        ({"head_dim": 84}, "not the forward's kernel: head_dim that is no multiple of 8"),
+        ({"kv": torch.float8_e4m3fn}, "not the forward's kernel: caches in 8 bits"),
+    ],
+    ids=str,
+)
+def test_which_kernel_and_why(change: dict[str, Any], says: str) -> None:
+    facts: dict[str, Any] = {"rows": 100, "packed": False, "capacity": 4096, "page_size": 16, "head_dim": 128}
+    facts |= {"kv": torch.bfloat16} | change
+    problem = described(
+        device_type="cuda", compute_capability=(9, 0), batch=4, num_heads_q=32, num_heads_kv=8, band=CAUSAL,
+        precision=Precision(torch.bfloat16, facts["kv"], torch.bfloat16, torch.bfloat16),
+        queries=SequenceLayout(facts["rows"], facts["packed"]),
+        head_dim=facts["head_dim"], head_dim_v=facts["head_dim"],
+        keys=SequenceLayout(facts["capacity"], used=True, page_size=facts["page_size"]), softmax_scale=0.1,
+    )  # fmt: skip
+    assert says in describe(problem)
+    assert leaves_few(problem) == (facts["packed"] and facts["capacity"] > 8192)
+
+
+def test_calls_that_tma_cannot_read_stay_where_they_were() -> None:
+    case = CASES["pages_of_64"]
+    tensors = tensors_of(case)
+    problem = problem_of(case, tensors)
+    assert runs_forward(problem, tensors)
+    tensors.cache_leftpad = torch.zeros(2, dtype=torch.int32)
+    assert not runs_forward(problem, tensors)
