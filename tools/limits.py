@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # tiles that the heads of a group share 230:
 # with those it is more than the 23,000 of the design.
 # Two lines in five are docstrings.
-# benchmarks: attention in 8 bits, cuDNN's among it, takes 200, biases, sinks and FlexAttention 140.
-TOTAL_LINES = {"src/flashtile": 35_260, "benchmarks": 4_730}
+# benchmarks: attention in 8 bits, cuDNN's among it, takes 200, biases, sinks and FlexAttention 140, the steps of
+# a server 310.
+TOTAL_LINES = {"src/flashtile": 35_260, "benchmarks": 5_040}
 FILE_LINES = 400
 KERNEL_FILE_LINES = 700
 FUNCTION_LINES = 80
