@@ -61,7 +61,7 @@ def rows_map(tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
 
 
 def entries_map(cache: Tensor, rows: int, cols: int) -> TensorMap:
-    """``rows_map`` of a cache (entries, rows, heads, dim) whose entries, or pages, lie one after another as if packed."""
+    """``rows_map`` of a cache (entries, rows, heads, dim), its entries or pages taken as packed one after another."""
     _, row, head, _ = cache.stride()
     _, _, heads, dim = cache.shape
     shape, strides = geometry((2, heads, dim), (row, head if heads > 1 else dim, 1), varlen=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from flashtile.backends.decode import config as portable
 from flashtile.backends.decode.config import Config
 from flashtile.backends.decode.launch import Bounds, DecodePlan, attention_launch, multiprocessors
@@ -13,7 +11,7 @@ from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
 from flashtile.backends.hopper.forward.cached import cached_launch
-from flashtile.backends.launch import Launch, TensorMap, parameters_of
+from flashtile.backends.launch import Launch, parameters_of
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem
 
@@ -53,16 +51,10 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
 
     sizes = {name: value for name, value in plain.sizes.items() if name in names}
     for name, cache in (("k", tensors.k_cache), ("v", tensors.v_cache)):
-        sizes[f"{name}_desc"] = _boxes_of_cache(cache, problem.keys.page_size, config.block_n)
+        # Of pages smaller than a block boxes are 64 wide.
+        rows = min(config.block_n, problem.keys.page_size or config.block_n)
+        cols = problem.head_dim if rows == config.block_n else 64
+        sizes[f"{name}_desc"] = tensor_maps.entries_map(cache, rows, cols)
         sizes[f"{name}_entry_rows"] = cache.stride(0) // cache.stride(1)
     options = {"num_warps": 4, "maxnreg": most}
     return Launch(wide_cache_attention, plain.programs, sizes, options, others, ("wide", plain.key))
-
-
-def _boxes_of_cache(cache: Tensor, page_size: int, block_n: int) -> TensorMap:
-    """Boxes of rows of one head of a cache, its sequences or pages as if packed into one; of small pages 64 wide."""
-    rows, (_, row, head, _) = min(block_n, page_size or block_n), cache.stride()
-    _, _, heads, dim = cache.shape
-    shape, strides = tensor_maps.geometry((2, heads, dim), (row, head if heads > 1 else dim, 1), varlen=True)
-    sides, layout = tensor_maps.box_and_layout(cache.dtype, rows, dim if rows == block_n else 64, True)
-    return TensorMap(cache.dtype, shape, strides, sides, layout)

@@ -52,10 +52,9 @@ def attention_forward(
     Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says; pointers to an output in
     float32, which then has no descriptor, to lse (float32, natural log, as the backend returns it), to a partial result
     (``states.Partial``), sinks, cu_seqlens, and a counter of tiles (int32, 0 before and after), all but lse None if
-    absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN;
-    the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; ``scheduler.Cache``, all
-    None if keys and values lie in tensors of their own; then ``config.Config`` and what the call has. CONTIGUOUS says
-    that a stride of keys is 1.
+    absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN; the band; ALiBi's
+    slopes, bias and mask with their strides (``score_mod``), None if absent; ``scheduler.Cache``, all None without one;
+    then ``config.Config`` and what the call has. CONTIGUOUS says that a stride of keys is 1.
     """
     dtype: gl.constexpr = q_desc.dtype
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, STAGES, NUM_WARPGROUPS)
@@ -91,8 +90,7 @@ def attention_forward(
                    by_tma if IS_LATE else mask_tiles)  # fmt: skip
     # Registers of a thread that does not compute. 32 leave the first of two consumers 8 fewer than the other one has,
     # which the widest loop bodies of packed calls cannot spare; then no counter deals out tiles.
-    IS_WIDE: gl.constexpr = HAS_LEFT or HAS_SOFTCAP
-    FEW: gl.constexpr = 24 if VARLEN and IS_WIDE and NUM_WARPGROUPS == 2 else 32
+    FEW: gl.constexpr = 24 if VARLEN and (HAS_LEFT or HAS_SOFTCAP) and NUM_WARPGROUPS == 2 else 32
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     scheduled = (tiles, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)
