@@ -114,8 +114,8 @@ def overridden() -> Config | None:
     return _override[-1] if _override else None
 
 
-# Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that splits
-# keys: a program that took all of a sequence's keys would still be at work when all others have ended.
+# Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that
+# splits keys: a program that took all of a sequence's keys would still be at work when all others have ended.
 FEW_ROWS, LONG_KEYS = 16, 8192
 
 
