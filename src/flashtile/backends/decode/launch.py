@@ -265,6 +265,9 @@ def _attention_tensors(t: CacheTensors, *, is_split: bool) -> dict[str, Any]:
 
 def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
     cut, least = config.splitting, 16 * (2 if p.precision.kv.itemsize == 1 else 1)
+    # Of 64 columns where the other side's are: of two swizzles ptxas may lose one, see ``portable.config.padded_dims``.
+    block_d, block_dv = padded(p.head_dim, least), padded(p.head_dim_v, least)
+    block_d, block_dv = max(block_d, min(block_dv, 64)), max(block_dv, min(block_d, 64))
     return {
         "num_heads_kv": p.num_heads_kv,
         "left": p.band.left or 0,
@@ -275,8 +278,8 @@ def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
         "PAGE_SIZE": p.keys.page_size,
         "HEAD_DIM": p.head_dim,
         "HEAD_DIM_V": p.head_dim_v,
-        "BLOCK_D": padded(p.head_dim, least),
-        "BLOCK_DV": padded(p.head_dim_v, least),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PROGRAMS": cut.programs,
