@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,14 @@ class DecodeCase:
         per_key = self.cache_bytes / math.prod(self.cache_shape[:2])
         return sum(self.lengths) * per_key / (median_ms * 1e6)
 
+    def calls(self, pool: Tensor) -> list[dict[str, Tensor]]:
+        """The tensors of ``copies`` calls by the names of their arguments."""
+        return make_calls(self, pool)
+
+    def reference(self, tensors: dict[str, Tensor]) -> Reference:
+        """What a call's results are judged by."""
+        return DecodeReference(self, tensors)
+
 
 def groups(measure: str, most_gb: float, device: str = "cuda") -> list[tuple[DecodeCase, ...]]:
     """The plain cells, each with the variants that are timed in its rounds.
@@ -113,7 +122,7 @@ def groups(measure: str, most_gb: float, device: str = "cuda") -> list[tuple[Dec
     return [each for each in found if each[0].cache_bytes <= most and each[0].batch * each[0].seqlen_k <= tokens]
 
 
-def draw_pool(cases: Iterable[DecodeCase], device: torch.device) -> Tensor:
+def draw_pool(cases: Iterable[Any], device: torch.device) -> Tensor:
     """As many normal numbers as the largest case needs. To draw each cell's would take longer than to time it."""
     most = max((case.copies * 2 * math.prod(case.cache_shape) for case in cases), default=0)
     return torch.empty(most, dtype=torch.bfloat16, device=device).normal_()
@@ -146,26 +155,33 @@ def make_calls(case: DecodeCase, pool: Tensor) -> list[dict[str, Tensor]]:
     return [{**tensors, "k_cache": k, "v_cache": v} for k, v in zip(views[::2], views[1::2], strict=True)]
 
 
-class DecodeReference(Reference):
-    """Float64 results of the first, the last and a middle (sequence, key head) of a call, and the allowed error."""
+class PartsReference(Reference):
+    """The references of parts of an output, by their indices in it, and the largest error allowed in one."""
 
-    def __init__(self, case: DecodeCase, tensors: dict[str, Tensor]) -> None:
-        heads, group = case.num_heads_kv, case.num_heads_q // case.num_heads_kv
-        last = case.batch * heads - 1
-        self._parts = []
-        for index in sorted({0, random.Random(case.name).randint(0, last), last}):
-            sequence, head = divmod(index, heads)
-            rows = (slice(sequence, sequence + 1), slice(None), slice(head * group, (head + 1) * group))
-            q, k, v = _one_head(case, tensors, rows[0], head)
-            one = Case("forward", case.dtype, 1, case.seqlen_q, k.shape[1], group, 1, case.head_dim, causal=True)
-            self._parts.append((rows, Reference(one, Inputs(q[:, :, rows[2]], k, v, q[:, :, rows[2]], None))))
-        self.limit = max(part.limit for _, part in self._parts)
+    def __init__(self, parts: list[tuple[Any, Reference]]) -> None:
+        self._parts, self.limit = parts, max(part.limit for _, part in parts)
 
     def error(self, outputs: Outputs) -> float:
         """The largest relative error of the parts; NaN if any element of the whole output is not finite."""
         if not bool(torch.isfinite(outputs[0]).all()):
             return math.nan
         return max(part.error((outputs[0][rows],)) for rows, part in self._parts)
+
+
+class DecodeReference(PartsReference):
+    """Float64 results of the first, the last and a middle (sequence, key head) of a call, and the allowed error."""
+
+    def __init__(self, case: DecodeCase, tensors: dict[str, Tensor]) -> None:
+        heads, group = case.num_heads_kv, case.num_heads_q // case.num_heads_kv
+        last = case.batch * heads - 1
+        parts: list[tuple[Any, Reference]] = []
+        for index in sorted({0, random.Random(case.name).randint(0, last), last}):
+            sequence, head = divmod(index, heads)
+            rows = (slice(sequence, sequence + 1), slice(None), slice(head * group, (head + 1) * group))
+            q, k, v = _one_head(case, tensors, rows[0], head)
+            one = Case("forward", case.dtype, 1, case.seqlen_q, k.shape[1], group, 1, case.head_dim, causal=True)
+            parts.append((rows, Reference(one, Inputs(q[:, :, rows[2]], k, v, q[:, :, rows[2]], None))))
+        super().__init__(parts)
 
 
 def _one_head(case: DecodeCase, tensors: dict[str, Tensor], one: slice, head: int) -> tuple[Tensor, Tensor, Tensor]:

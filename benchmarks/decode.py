@@ -20,12 +20,13 @@ from torch import Tensor
 
 import flashtile
 from benchmarks import results, table
-from benchmarks.caches import MEASURES, DecodeCase, DecodeReference, draw_pool, groups, make_calls
+from benchmarks.caches import MEASURES, DecodeCase, draw_pool, groups
 from benchmarks.cases import select
 from benchmarks.checks import Call, Outputs, judged, poison
 from benchmarks.providers import Flashtile, Provider, choose_providers
 from benchmarks.run import done_before
-from benchmarks.session import NotTimedError, Session, attempt, new_parser, run_command
+from benchmarks.session import Body, NotTimedError, Session, attempt, new_parser, run_command
+from benchmarks.steps import StepCase
 from benchmarks.table import Cell, Table
 from benchmarks.timing import host_ms, interleaved, loop_ms, reps_for, summarise, time_burst
 
@@ -33,10 +34,12 @@ PROVIDER_NAMES = ("flashtile", "flashtile-hopper", "flashtile-portable", "flasht
 PEER = "fa3"
 # A graph holds calls for about a millisecond, so that its start does not count.
 _GRAPH_MS, _MOST_CALLS, _BURST = 1.0, 50, 50
+# A plain cell and its variants, which are timed in the same rounds.
+Group = tuple[DecodeCase, ...] | tuple[StepCase, ...]
 _FA3_NAMES = {"k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k", "k_cache": "k", "v_cache": "v"}
 
 
-def call_of(provider: Provider, case: DecodeCase, tensors: dict[str, Tensor]) -> Call:
+def call_of(provider: Provider, case: DecodeCase | StepCase, tensors: dict[str, Tensor]) -> Call:
     """A provider's call; ``NotTimedError`` if it refuses the case."""
     if isinstance(provider, Flashtile):
         ours: Any = functools.partial(flashtile.attention_with_kvcache, backend=provider.backend)
@@ -47,7 +50,7 @@ def call_of(provider: Provider, case: DecodeCase, tensors: dict[str, Tensor]) ->
         theirs = functools.partial(torch.ops.flash_attn_3.fwd, softmax_scale=case.head_dim**-0.5, is_causal=True)
         return lambda: (theirs(**named, num_splits=0)[0],)
     # Beyond a gigabyte SDPA's times say nothing new.
-    if provider.name != "sdpa" or case.mixed or case.variant or case.cache_bytes > 2**30:
+    if provider.name != "sdpa" or isinstance(case, StepCase) or case.mixed or case.variant or case.cache_bytes > 2**30:
         raise NotTimedError("refused: no such caches")
     q, k, v = (tensors[name].transpose(1, 2) for name in ("q", "k_cache", "v_cache"))
     return lambda: (F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2),)
@@ -75,7 +78,7 @@ def sampler(measure: str, calls: Sequence[Call], device: torch.device, burst_ms:
 
 @torch.no_grad()
 def run_group(
-    group: tuple[DecodeCase, ...],
+    group: Group,
     chosen: Sequence[Provider],
     session: Session,
     pool: Tensor,
@@ -85,9 +88,9 @@ def run_group(
     """Checks every provider on every case of a group, then times all of them in the same rounds."""
     device, verdicts, samples = session.device, {}, {}
     for case in group:
-        inputs = make_calls(case, pool)
+        inputs = case.calls(pool)
         makers = {each.name: functools.partial(_second_call, each, case, inputs[0]) for each in chosen}
-        right, said = judged(DecodeReference(case, inputs[0]), device, makers)
+        right, said = judged(case.reference(inputs[0]), device, makers)
         for provider in chosen:
             name = provider.name
             verdicts[case, name] = said[name]
@@ -105,7 +108,7 @@ def run_group(
     ]
 
 
-def _second_call(provider: Provider, case: DecodeCase, tensors: dict[str, Tensor]) -> tuple[Call, Outputs]:
+def _second_call(provider: Provider, case: DecodeCase | StepCase, tensors: dict[str, Tensor]) -> tuple[Call, Outputs]:
     call = call_of(provider, case, tensors)
     poison(call())
     if case.variant == "append":
@@ -136,45 +139,67 @@ def variants_table(grid: Sequence[Cell]) -> Table:
     return lines
 
 
-def report(rows: Sequence[results.Row]) -> str:
+def report(rows: Sequence[results.Row], unit: str = "GB/s") -> str:
     """What a run prints at its end."""
     grid = table.cells(rows)
-    tables = [decode_table(grid), variants_table(grid), table.summary_table(plain(grid))]
+    tables = [table.speed_table(grid, unit, PEER), variants_table(grid), table.summary_table(plain(grid))]
     failed = [line for line in table.problems(grid) if ": refused: " not in line]
     return "\n\n".join([*map(table.to_text, tables), *failed])
 
 
-def _chosen(args: argparse.Namespace) -> list[tuple[DecodeCase, ...]]:
-    """The groups of which the patterns match a case, whole: a variant needs its plain cell."""
-    measures = args.measures or ["loop" if args.device == "cpu" else "graph"]
-    found = [group for measure in measures for group in groups(measure, args.most_gb, args.device)]
-    return [group for group in found if select(list(group), args.cells)]
-
-
-def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[results.Row], int, str]:
-    wanted, chosen = _chosen(args), choose_providers(args.providers or PROVIDER_NAMES, "decode", session.device)
-    names = [provider.name for provider in chosen]
-    before = done_before(session.out, session.run, names, list(chain(*wanted))) if args.resume else []
-    done = {DecodeCase(**row.case) for row in before}
+def measure_groups(
+    args: argparse.Namespace,
+    session: Session,
+    wanted: Sequence[Group],
+    names: Sequence[str],
+    tell: Callable[[list[results.Row]], str],
+    ahead: Callable[[Sequence[Group], Sequence[Provider]], None] = lambda groups, chosen: None,
+) -> tuple[list[results.Row], int, str]:
+    """Measures the groups that the file lacks, after ``ahead`` of them: rows, exit code, what ``tell`` says."""
+    chosen = choose_providers(args.providers or names, "decode", session.device)
+    found = [provider.name for provider in chosen]
+    before = done_before(session.out, session.run, found, list(chain(*wanted))) if args.resume else []
+    done = {table.case_of(row) for row in before}
     left = [group for group in wanted if not done.issuperset(group)]
+    ahead(left, chosen)
     pool = draw_pool(chain(*left), session.device)
     rest = (chosen, session, pool, args.rounds, args.burst_ms)
     rows, code = session.each(left, lambda group: group[0].name, lambda group: run_group(group, *rest))
-    return rows, 0 if before and not left else code, report([*before, *rows])
+    return rows, 0 if before and not left else code, tell([*before, *rows])
+
+
+def selected(args: argparse.Namespace, groups: Callable[[str], Sequence[Group]]) -> list[Group]:
+    """The groups of which the patterns match a case, whole: a variant needs its plain cell."""
+    measures = args.measures or ["loop" if args.device == "cpu" else "graph"]
+    found = [group for measure in measures for group in groups(measure)]
+    return [group for group in found if select(list(group), args.cells)]
+
+
+def add_options(parser: argparse.ArgumentParser, measures: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of suites of cached calls."""
+    parser.add_argument("--measures", nargs="+", choices=measures, help="by default graph, on the CPU loop")
+    parser.add_argument("--cells", metavar="PATTERN", help="globs or parts of cell names, separated by commas")
+    parser.add_argument("--resume", action="store_true", help="leave out cells that FILE has from these sources")
+    parser.add_argument("--list", action="store_true", help="print the cells and stop")
+    return parser
+
+
+def run_suite(args: argparse.Namespace, suite: str, wanted: Sequence[Group], body: Body) -> int:
+    """Measures and appends rows, or lists the cells; returns the process's exit code."""
+    if args.list:
+        print("\n".join(" ".join(case.name for case in group) for group in wanted))
+        return 0
+    return run_command(args, suite, body)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and appends rows; returns the process's exit code."""
     parser = new_parser("decode", __doc__, {"rounds": 10, "burst_ms": 3.0, "most_gb": 40.0})
-    parser.add_argument("--measures", nargs="+", choices=MEASURES, help="by default graph, on the CPU loop")
-    parser.add_argument("--cells", metavar="PATTERN", help="globs or parts of cell names, separated by commas")
-    parser.add_argument("--resume", action="store_true", help="leave out cells that FILE has from these sources")
-    parser.add_argument("--list", action="store_true", help="print the cells and stop")
-    args = parser.parse_args(argv)
-    if args.list:
-        print("\n".join(" ".join(case.name for case in group) for group in _chosen(args)))
-        return 0
-    return run_command(args, "decode", _measure_all)
+    args = add_options(parser, MEASURES).parse_args(argv)
+    wanted = selected(args, lambda measure: groups(measure, args.most_gb, args.device))
+    return run_suite(
+        args, "decode", wanted, lambda x, session: measure_groups(x, session, wanted, PROVIDER_NAMES, report)
+    )
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ _SUITES = {
     "train": (400, "train"),
     "decode": (400, "decode --providers flashtile-hopper,flashtile-portable,fa3,sdpa --resume"),
     "decode-cold": (100, "decode --measures cold --cells *h32x8*,*h64x8* --resume"),
+    "serving": (240, "serving --resume"),
     "decode-host": (60, "decode --measures host loop --cells *b1-k1k*"),
 }
 _TOOLS = ("memcheck", "racecheck", "initcheck")

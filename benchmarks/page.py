@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from benchmarks import accuracy, decode, loop, table, train, varlen
+from benchmarks import accuracy, decode, loop, serving, table, train, varlen
 from benchmarks.results import ROOT, Row
 from benchmarks.table import Cell
 
@@ -121,6 +121,7 @@ _HEADLINE = (
     ("shapes of models, backward", "models", "flashtile", table.BEST_PEER),
     ("Hopper, packed sequences, both", "varlen", "flashtile-hopper", table.BEST_PEER),
     ("Hopper, decode", "decode", "flashtile-hopper", decode.PEER),
+    ("Hopper, a server's step", "serving", "flashtile", decode.PEER),
     ("portable, forward", "forward", "flashtile-portable", "fa2"),
     ("portable, backward", "backward", "flashtile-portable", "fa2"),
     ("portable, shapes of models, forward", "models-portable", "flashtile-portable", "fa2"),
@@ -136,7 +137,7 @@ def _headline_block(rows: list[Row]) -> str:
         grid = [c for c in table.cells(timed) if c.case.dtype == "bfloat16"]
         if suite == "varlen":
             grid = [c for c in grid if c.case.lengths is not None]
-        if suite == "decode":
+        if suite in ("decode", "serving"):
             grid = decode.plain(grid)
         if suite.startswith("models"):
             grid = [c for c in grid if name.endswith(c.case.direction)]
@@ -174,6 +175,9 @@ _BLOCKS: dict[str, tuple[str, Block]] = {
     "decode": ("decode", _of_cells(decode.decode_table)),
     "decode-summary": ("decode", _of_cells(lambda grid: table.summary_table(decode.plain(grid)))),
     "decode-variants": ("decode", _of_cells(decode.variants_table)),
+    "serving": ("serving", _of_cells(serving.steps_table)),
+    "serving-summary": ("serving", _of_cells(lambda grid: table.summary_table(decode.plain(grid)))),
+    "serving-dense": ("serving", _of_cells(decode.variants_table)),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,13 +50,17 @@ def _series(cells: Sequence[Cell], value: Callable[[Row], float | None]) -> dict
     return found
 
 
-def _panel(ax: Any, series: dict[str, list[tuple[int, float]]], title: str) -> None:
+def _panel(ax: Any, series: dict[str, list[tuple[int, float]]], title: str, ticks: Sequence[str] = ()) -> None:
+    """Curves over lengths, or over the places of what ``ticks`` names."""
     for name, points in series.items():
         ax.plot(*zip(*points, strict=True), label=name, markersize=5, **_STYLES.get(name, {}))
     lengths = sorted({x for points in series.values() for x, _ in points})
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-    ax.minorticks_off()
+    if ticks:
+        ax.set_xticks(range(len(ticks)), ticks, rotation=30, ha="right")
+    else:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+        ax.minorticks_off()
     ax.set_title(title, fontsize=10)
     ax.grid(alpha=0.3, linewidth=0.6)
     for side in ("top", "right"):
@@ -117,6 +122,29 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
         axes[down.index(row), across.index(column)].axis("off")
     what = "forward in 8 bits" if suite == "fp8" else f"{suite}, bf16"
     return _save(figure, axes, f"{what}, {chosen[-1].device}", path)
+
+
+def serving_plot(rows: Sequence[Row], path: Path) -> Path | None:
+    """Speed over the peer's by step, one panel per heads and kind of cache, or None."""
+    chosen = of_suite(rows, "serving")
+    grid = decode.plain(table.cells(chosen))
+    if not grid:
+        return None
+    down, across, steps = (
+        list(dict.fromkeys(getattr(cell.case, name) for cell in grid)) for name in ("heads", "cache", "step")
+    )
+    figure, axes = _figure(len(down), len(across))
+    for (i, heads), (j, cache) in itertools.product(enumerate(down), enumerate(across)):
+        series: dict[str, list[tuple[int, float]]] = {}
+        for cell in grid:
+            for name in cell.rows if (cell.case.heads, cell.case.cache) == (heads, cache) else ():
+                if ratio := cell.ratio(name, decode.PEER):
+                    series.setdefault(name, []).append((steps.index(cell.case.step), ratio))
+        _panel(axes[i, j], {name: sorted(series[name]) for name in table.in_order(series)}, f"{heads}, {cache}", steps)
+        axes[i, j].set_ylim(bottom=0)
+        if j == 0:
+            axes[i, j].set_ylabel(f"speed over {decode.PEER}")
+    return _save(figure, axes, f"a server's step, bf16, {chosen[-1].device}", path)
 
 
 def memory_plot(rows: Sequence[Row], path: Path) -> Path | None:
@@ -183,6 +211,7 @@ def draw(rows: Sequence[Row], folder: Path, suffix: str) -> list[Path]:
     """All plots that the rows allow."""
     speeds = ("forward", "backward", "decode", "fp8")
     drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in speeds]
+    drawn.append(serving_plot(rows, folder / f"serving.{suffix}"))
     drawn.append(memory_plot(rows, folder / f"memory.{suffix}"))
     drawn += [training_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("train", "train-fp8")]
     return [path for path in drawn if path is not None]

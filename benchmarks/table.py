@@ -15,6 +15,7 @@ from benchmarks.caches import DecodeCase
 from benchmarks.cases import Case
 from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.results import Row
+from benchmarks.steps import StepCase
 
 BEST_PEER = "best peer"
 # Providers of the cells of rounding to 8 bits; a copy counts as the peer.
@@ -22,13 +23,14 @@ ROUNDING, COPY = f"{OURS}-quantize", "copy"
 UNITS: dict[str, Callable[[Row], float | None]] = {
     "TFLOPS": lambda r: r.tflops,
     "ms": lambda r: r.median_ms,
+    "us": lambda r: None if r.median_ms is None else 1e3 * r.median_ms,
     "GB/s": lambda r: None if r.median_ms is None else DecodeCase(**r.case).gb_per_s(r.median_ms),
 }
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One case, a ``Case`` or a ``DecodeCase``, in one run: its rows by provider."""
+    """One case, a ``Case``, ``DecodeCase`` or ``StepCase``, in one run: its rows by provider."""
 
     case: Any
     rows: dict[str, Row]
@@ -47,12 +49,17 @@ class Cell:
         return theirs / ours if ours is not None and theirs is not None else None
 
 
+def case_of(row: Row) -> Any:
+    """The cell that a row is about."""
+    kinds: dict[str, Callable[..., Any]] = {"decode": DecodeCase, "serving": StepCase}
+    return kinds[row.suite](**row.case) if row.suite in kinds else Case.from_dict(row.case)
+
+
 def cells(rows: Iterable[Row]) -> list[Cell]:
     """One cell per case, from the last run that timed ours and a peer; cases in the order of first appearance."""
     runs: dict[Any, dict[str, dict[str, Row]]] = {}
     for row in rows:
-        case = DecodeCase(**row.case) if row.suite == "decode" else Case.from_dict(row.case)
-        runs.setdefault(case, {}).setdefault(row.run, {})[row.provider] = row
+        runs.setdefault(case_of(row), {}).setdefault(row.run, {})[row.provider] = row
     found = []
     for case, by_run in runs.items():
         candidates = [Cell(case, by_run[run]) for run in sorted(by_run)]
@@ -194,6 +201,8 @@ def _speed(row: Row | None, unit: str) -> str:
         return kind if kind in ("wrong", "failed") else "-"
     if unit == "GB/s":
         return f"{value:.0f} ({1e3 * (row.median_ms or 0):.1f} us)"
+    if unit == "us":
+        return f"{value:.1f}"
     return f"{value:.0f}" if unit == "TFLOPS" and value >= 10 else f"{value:.3g}"
 
 

@@ -26,6 +26,7 @@ from benchmarks.caches import DecodeCase
 from benchmarks.cases import Case, make_inputs, suite
 from benchmarks.providers import PROVIDERS, prepared
 from benchmarks.session import attempt, numbers, words
+from benchmarks.steps import StepCase
 from benchmarks.timing import wait
 
 OURS = {"cuda": ["flashtile-hopper", "flashtile-portable"], "cpu": ["flashtile-cpu"]}
@@ -51,14 +52,14 @@ def all_cases() -> list[Case | DecodeCase]:
     return random.Random(0).sample(list(dict.fromkeys(found)), len(set(found)))
 
 
-def call_once(case: Case | DecodeCase, name: str, device: str) -> str | None:
+def call_once(case: Case | DecodeCase | StepCase, name: str, device: str) -> str | None:
     """Runs a cell by one provider; returns the error, None if there was none or the case was refused."""
     where = torch.device(device)
 
     def call() -> None:
         with torch.no_grad():
-            if isinstance(case, DecodeCase):
-                tensors = caches.make_calls(case, caches.draw_pool([case], where))[0]
+            if not isinstance(case, Case):
+                tensors = case.calls(caches.draw_pool([case], where))[0]
                 decode.call_of(PROVIDERS[name], case, tensors)()
             else:
                 prepared(PROVIDERS[name], case, make_inputs(case, where))()

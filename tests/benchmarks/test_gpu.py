@@ -59,6 +59,6 @@ def test_the_steps_are_those_that_a_gpu_must_show(capsys):
     assert gpu.main(["--list", "--commit", "abc"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names[:5] == ["pytest", "pytest-kvcache", "pytest-quantized", "pytest-fuzz", "memcheck-hopper"]
-    assert {"forward", "backward", "loop", "host", "train", "decode", "decode-host"} <= {*names}
+    assert {"forward", "backward", "loop", "host", "train", "decode", "decode-host", "serving"} <= {*names}
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])

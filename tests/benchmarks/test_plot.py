@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import page as pages
 from benchmarks import plot, results
-from tests.benchmarks.synthetic import decode_rows, memory_rows, suite_rows, training_rows
+from tests.benchmarks.synthetic import decode_rows, memory_rows, serving_rows, suite_rows, training_rows
 
 PAGE = "before\n<!-- table: forward-summary -->\nold\n<!-- end -->\nbetween\n<!-- table: cpu -->\n<!-- end -->\nafter\n"
 
@@ -97,6 +97,25 @@ def test_decoding_is_drawn_and_told(tmp_path):
     assert not any(line.startswith("| d128-h32x8-b8-k8k | 1.0") for line in page.splitlines())
     headline = pages.fill_tables("<!-- table: headline -->\n<!-- end -->", rows)
     assert f"| Hopper, decode | fa3 | {plain} | 0 | 1.250 | 1.250 | 1.250 |" in headline
+
+
+def test_a_servers_steps_are_drawn_and_told(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = serving_rows()
+    (path,) = plot.draw(rows, tmp_path, "svg")
+    drawn = path.read_text()
+    assert path.name == "serving.svg"
+    for word in ("flashtile", "fa3", "d64-h64x8, page256", "d128-h16x2, contiguous", "speculative", "speed over fa3"):
+        assert f"<!-- {word} -->" in drawn
+    blocks = "".join(f"<!-- table: {n} -->\n<!-- end -->\n" for n in ("serving", "serving-summary", "serving-dense"))
+    page = pages.fill_tables(blocks, rows)
+    words = "80.0 (1.25) | " * 5 + "200.0 (0.50) | 80.0 (1.25) |"
+    assert page.count(f" | {words}") == 12 and f"| d64-h64x8 page16 | {words}" in page
+    # Of 84 cells 12 are lost: 1.25 ** (72 / 84) * 0.5 ** (12 / 84).
+    assert "| flashtile | fa3 | 84 | 12 | 1.097 | 1.250 | 0.500 | d128-h32x8-prompts-page16 |" in page
+    assert "| d128-h16x2-decode-mixed-contiguous-dense | 0.96 | 1.00 |" in page and page.count("-dense |") == 24
+    headline = pages.fill_tables("<!-- table: headline -->\n<!-- end -->", rows)
+    assert "| Hopper, a server's step | fa3 | 84 | 12 | 1.097 | 1.250 | 0.500 |" in headline
 
 
 def test_dtypes_have_tables_of_their_own():

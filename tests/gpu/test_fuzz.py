@@ -20,6 +20,12 @@ SHARDS, CALLS = 12, 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_tiles_of_two_widths(backend: str) -> None:
+    """A call over a cache with head_dim 33 and 16 of values, which was wrong as compiled for sm_90."""
+    assert not fuzz(backend, 6002, 1, print, "cached", "cuda", SMALL)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", sorted(set(KINDS)))
 @pytest.mark.parametrize("sizes", [SMALL, LONG], ids=["small", "long"])
 @pytest.mark.parametrize("shard", range(SHARDS))

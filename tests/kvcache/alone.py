@@ -75,7 +75,8 @@ def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> t
     if case.packed:
         lengths = torch.tensor([0, *(bounds[b + 1] - bounds[b] for b in order)])
         keywords["cu_seqlens_q"] = lengths.cumsum(0).to(t.q.device, torch.int32)
-        keywords["max_seqlen_q"] = int(lengths.max())
+        # It may choose the kernel.
+        keywords["max_seqlen_q"] = call.problem.seqlen_q
     for name in ("k", "v"):
         if name in keywords:
             keywords[name] = keywords[name][rows]

@@ -15,7 +15,7 @@ from flashtile.backends.decode import config as portable
 from flashtile.backends.decode import launch
 from flashtile.backends.decode.config import Config, Splitting
 from flashtile.backends.hopper.decode.config import choose, tiles
-from flashtile.backends.hopper.decode.launch import WidePlan
+from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.masks import Band
 from flashtile.problem import Precision, Problem, SequenceLayout, described
@@ -126,7 +126,7 @@ def run(case: Case, tensors: CacheTensors, rule: Splitting, num_sms: int = 3, **
     tensors.out.fill_(torch.nan)
     patch = mock.patch.multiple(launch, zeros=zeros, multiprocessors=lambda device: num_sms)
     with portable.override(config), patch, poisoned_memory():
-        lse = WidePlan(problem, tensors)(tensors)
+        lse = CachedPlan(problem, tensors)(tensors)
     assert not any(each[::2].any() for each in left)
     return tensors.out.clone(), lse
 

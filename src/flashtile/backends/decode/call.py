@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Queries(NamedTuple):
-    """The queries: (batch, rows, num_heads_q, DIM), or packed.
+    """The queries: (batch, rows, num_heads_q, DIM), or packed; holds constants, so it is only passed as an argument.
 
     Attributes:
         ptr: Their address.
@@ -15,6 +15,8 @@ class Queries(NamedTuple):
         stride_head: Of heads.
         cu_seqlens_ptr: (batch + 1,) int32 if packed, else None.
         length: Rows of a sequence, or of all packed ones together.
+        MOST_ROWS: Only sequences with so many packed rows a key head at most are computed; None for all.
+        ABOVE_KEYS: And with more keys than these.
     """
 
     ptr: Any
@@ -23,6 +25,8 @@ class Queries(NamedTuple):
     stride_head: Any
     cu_seqlens_ptr: Any
     length: Any
+    MOST_ROWS: Any = None
+    ABOVE_KEYS: Any = None
 
 
 class Lengths(NamedTuple):

@@ -114,13 +114,18 @@ def overridden() -> Config | None:
     return _override[-1] if _override else None
 
 
-def choose(problem: Problem) -> Config:
-    """The tiles of a call."""
+# Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that
+# splits keys: a program that took all of a sequence's keys would still be at work when all others have ended.
+FEW_ROWS, LONG_KEYS = 16, 8192
+
+
+def choose(problem: Problem, *, few: bool = False) -> Config:
+    """The tiles of a call, or of its sequences with ``FEW_ROWS`` alone."""
     if _override:
         return _override[-1]
     if problem.device_type == "cpu":
         return Config(16, 16, 4, 1, 1, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
-    dim, block_m = max(problem.head_dim, problem.head_dim_v), rows_of_tile(problem)
+    dim, block_m = max(problem.head_dim, problem.head_dim_v), FEW_ROWS if few else rows_of_tile(problem)
     if problem.dtype == torch.float32:
         return Config(min(block_m, 32), 32 if dim <= 128 else 16, 4, 2)
     # As many bytes in flight whatever the width. Page ids are loaded ahead of keys, which takes two more stages.
@@ -153,20 +158,20 @@ def _has_little_shared_memory(problem: Problem) -> bool:
 
 
 def rows_of_tile(problem: Problem) -> int:
-    """Packed rows of a tile, by a dense sequence's own rows; one number for packed ones.
+    """Packed rows of a tile, by those of a sequence; of packed queries those of the longest that there may be.
 
-    A packed sequence's tile must not depend on the longest of the batch. At head_dim 256 the registers hold 32 rows; on
-    Hopper, whose products take 64 rows, that many.
+    A packed call may have sequences of one row beside long ones, for which tiles of 64 lose less than tiles of 128. At
+    head_dim 256 the registers hold 32 rows; on Hopper, whose products take 64 rows, that many.
     """
     dim, rows = max(problem.head_dim, problem.head_dim_v), problem.seqlen_q * problem.group_size
     if dim > 128:
-        return 16 if rows <= 16 and not problem.varlen else 64 if hopper_rows(problem) > 32 else 32
-    if problem.varlen or (dim <= 64 < hopper_rows(problem) <= 128):
+        return 16 if rows <= 16 else 64 if hopper_rows(problem) > 32 else 32
+    if dim <= 64 < hopper_rows(problem) <= 128:
         return 64
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or problem.varlen else 128
 
 
 def hopper_rows(p: Problem) -> int:
-    """Packed rows a key head of a dense call in 16 bits on Hopper; 0 for other calls."""
+    """Packed rows a key head of a call in 16 bits on Hopper; 0 for other calls."""
     is_16_bit, have = p.dtype.itemsize == p.precision.kv.itemsize == 2, p.compute_capability
-    return p.seqlen_q * p.group_size if is_16_bit and not p.varlen and have is not None and have[0] == 9 else 0
+    return p.seqlen_q * p.group_size if is_16_bit and have is not None and have[0] == 9 else 0

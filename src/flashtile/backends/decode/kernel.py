@@ -493,11 +493,14 @@ def cache_attention(
     MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_SLOTS: tl.constexpr, RUN: tl.constexpr,
     SEARCH: tl.constexpr, KEEPS: tl.constexpr, BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    MOST_ROWS: tl.constexpr, ABOVE_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Attention over a cache; programs take items by turns, as many programs as the device runs at once."""
     run_items(
         Call(
-            Queries(q_ptr, q_stride_b, q_stride_row, q_stride_head, cu_seqlens_q_ptr, seqlen_q),
+            Queries(
+                q_ptr, q_stride_b, q_stride_row, q_stride_head, cu_seqlens_q_ptr, seqlen_q, MOST_ROWS, ABOVE_KEYS
+            ),
             Lengths(cached_ptr, leftpad_ptr, cu_seqlens_new_ptr, num_new, entries_ptr),
             Cache(k_ptr, k_stride_b, k_stride_row, k_stride_head, k_scale_ptr, k_scale_stride_b),
             Cache(v_ptr, v_stride_b, v_stride_row, v_stride_head, v_scale_ptr, v_scale_stride_b),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.base import Known
 from flashtile.backends.decode.append import cache_append
-from flashtile.backends.decode.config import Config, choose, hopper_rows, overridden
+from flashtile.backends.decode.config import FEW_ROWS, LONG_KEYS, Config, choose, hopper_rows, overridden
 from flashtile.backends.decode.kernel import cache_attention
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, row_strides
@@ -48,7 +48,7 @@ class DecodePlan:
         if t.k is not None:
             launch = append_launch(problem, t)
             self._append = (Step(launch, _APPEND_OPERANDS, t.q.device, known),)
-        self._steps: dict[Config | None, tuple[Step, int, int]] = {}
+        self._steps: dict[Config | None, tuple[tuple[Step, ...], int, int]] = {}
 
     def __call__(self, tensors: CacheTensors) -> Tensor:
         """Appends if there are new keys, writes ``tensors.out``, returns lse."""
@@ -65,26 +65,29 @@ class DecodePlan:
         found = self._steps.get(key)
         if found is None:
             found = self._steps[key] = self._make(t)
-        step, floats, counters = found
+        steps, floats, counters = found
         workspace = None if not floats else torch.empty(floats, dtype=torch.float32, device=q.device)
-        run((step,), (
+        run(steps, (
             t.out, lse, q if rotated is None else rotated, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
             t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, t.k_scale,
             t.v_scale, workspace, zeros(q.device, counters) if counters else None,
         ))  # fmt: skip
         return lse
 
-    def _make(self, t: CacheTensors) -> tuple[Step, int, int]:
-        config = self._config(t)
+    def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], int, int]:
+        launches = self._launches(t)
+        steps = tuple(Step(launch, _OPERANDS, t.q.device, self._known) for launch, _, _ in launches)
+        # One launch after the other uses the workspace, and leaves the counters at 0.
+        return steps, max(floats for _, floats, _ in launches), max(counters for _, _, counters in launches)
+
+    def _launches(self, t: CacheTensors) -> list[tuple[Launch, int, int]]:
+        """The launches, each with the floats and the counters that it needs."""
+        return [self._launch(t, choose(self._problem))]
+
+    def _launch(self, t: CacheTensors, config: Config, *, few: bool = False) -> tuple[Launch, int, int]:
         bounds = Bounds(self._problem, t, config)
-        launch = self._launch(t, config, multiprocessors(t.q.device))
-        return Step(launch, _OPERANDS, t.q.device, self._known), bounds.floats, bounds.counters
-
-    def _config(self, t: CacheTensors) -> Config:
-        return choose(self._problem)
-
-    def _launch(self, t: CacheTensors, config: Config, num_sms: int) -> Launch:
-        return attention_launch(self._problem, t, config, num_sms)
+        launch = attention_launch(self._problem, t, config, multiprocessors(t.q.device), few=few)
+        return launch, bounds.floats, bounds.counters
 
 
 class Bounds:
@@ -176,7 +179,9 @@ def _decodes_bits(problem: Problem) -> bool:
     return problem.precision.kv.itemsize == 1 and (have is None or have < (8, 9))
 
 
-def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
+def attention_launch(
+    problem: Problem, tensors: CacheTensors, config: Config, num_sms: int, *, few: bool = False
+) -> Launch:
     """The launch of the attention; its k and v are the caches.
 
     Args:
@@ -184,6 +189,7 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
         tensors: Its tensors.
         config: The tiles.
         num_sms: Multiprocessors of the device, which bound the number of programs.
+        few: Whether it computes packed sequences of ``FEW_ROWS`` with more than ``LONG_KEYS`` alone.
     """
     p, t = problem, tensors
     bounds, bits = Bounds(p, t, config), _decodes_bits(p)
@@ -226,9 +232,11 @@ def attention_launch(problem: Problem, tensors: CacheTensors, config: Config, nu
             "KEEPS": config.block_m * padded(p.head_dim_v) <= 16 * 128,
             "BITS": bits,
             "BY_PAGE": t.page_table is not None and bool(_scale_stride(t.k_scale) or _scale_stride(t.v_scale)),
+            "MOST_ROWS": FEW_ROWS if few else None,
+            "ABOVE_KEYS": LONG_KEYS if few else None,
         }
 
-    key = ("attend", config, search, fold_rows, ahead, lanes, slots > 0)
+    key = ("attend", config, search, fold_rows, ahead, lanes, slots > 0, few)
     return Launch(cache_attention, programs, sizes, config.options(), others, key)
 
 
@@ -257,6 +265,9 @@ def _attention_tensors(t: CacheTensors, *, is_split: bool) -> dict[str, Any]:
 
 def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
     cut, least = config.splitting, 16 * (2 if p.precision.kv.itemsize == 1 else 1)
+    # Of 64 columns where the other side's are: of two swizzles ptxas may lose one, see ``portable.config.padded_dims``.
+    block_d, block_dv = padded(p.head_dim, least), padded(p.head_dim_v, least)
+    block_d, block_dv = max(block_d, min(block_dv, 64)), max(block_dv, min(block_d, 64))
     return {
         "num_heads_kv": p.num_heads_kv,
         "left": p.band.left or 0,
@@ -267,8 +278,8 @@ def _attention_constants(p: Problem, config: Config) -> dict[str, Any]:
         "PAGE_SIZE": p.keys.page_size,
         "HEAD_DIM": p.head_dim,
         "HEAD_DIM_V": p.head_dim_v,
-        "BLOCK_D": padded(p.head_dim, least),
-        "BLOCK_DV": padded(p.head_dim_v, least),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PROGRAMS": cut.programs,

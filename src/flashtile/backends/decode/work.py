@@ -97,6 +97,10 @@ def span_of(b, call):
         num_new -= tl.load(call.lengths.cu_seqlens_new_ptr + b, mask=exists, other=0)
     # A negative length stands for a sequence that is not there.
     high = tl.where(cached < 0, 0, tl.minimum(cached + num_new, call.sizes.capacity))
+    if call.queries.MOST_ROWS is not None:
+        is_asked = (num_rows * GROUP <= call.queries.MOST_ROWS) & (high > call.queries.ABOVE_KEYS)
+        num_rows = tl.where(is_asked, num_rows, 0)
+        each = num_rows
     low = b * 0
     if call.lengths.leftpad_ptr is not None:
         low = tl.maximum(tl.load(call.lengths.leftpad_ptr + b, mask=exists, other=0), 0)

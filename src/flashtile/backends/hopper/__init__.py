@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flashtile.arguments import FLOAT8
 from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
-from flashtile.backends.decode import config as decode
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem, Tensors
 from flashtile.quantization.arguments import QuantizedTensors
@@ -78,11 +77,9 @@ class _Backend:
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         if direction == "decode":
-            from flashtile.backends.hopper.decode import config as wide
+            from flashtile.backends.hopper.decode import config as cached_tiles
 
-            if wide.covers(problem):
-                return f"TMA and WGMMA, warp-specialised, {wide.tiles(problem)}; splits merged in the same launch"
-            return f"Triton with Hopper's tiles, {decode.choose(problem)}; splits merged in the same launch"
+            return cached_tiles.describe(problem)
         from flashtile.backends.hopper.backward import config as backward_tiles
         from flashtile.backends.hopper.forward import config as tiles
         from flashtile.backends.hopper.quantized import config as quantized_tiles
@@ -102,9 +99,9 @@ class _Backend:
         return plan
 
     def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
-        from flashtile.backends.hopper.decode.launch import WidePlan
+        from flashtile.backends.hopper.decode.launch import CachedPlan
 
-        return WidePlan(problem, tensors, known)
+        return CachedPlan(problem, tensors, known)
 
     def plan_quantized(
         self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None

@@ -60,6 +60,14 @@ def rows_map(tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
     return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *sides)
 
 
+def entries_map(cache: Tensor, rows: int, cols: int) -> TensorMap:
+    """``rows_map`` of a cache (entries, rows, heads, dim), its entries or pages taken as packed one after another."""
+    _, row, head, _ = cache.stride()
+    _, _, heads, dim = cache.shape
+    shape, strides = geometry((2, heads, dim), (row, head if heads > 1 else dim, 1), varlen=True)
+    return TensorMap(cache.dtype, shape, strides, *box_and_layout(cache.dtype, rows, cols, True))
+
+
 def contiguous_map(dtype: torch.dtype, shape: tuple[int, ...], rows: int, cols: int, varlen: bool) -> TensorMap:
     """``rows_map`` of a contiguous tensor that need not exist yet."""
     strides = [1]

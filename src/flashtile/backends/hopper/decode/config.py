@@ -1,19 +1,38 @@
-"""Which cached calls the kernel for wide groups takes, and its tiles."""
+"""Which kernels compute a cached call, and the tiles of the one for wide groups."""
 
 from __future__ import annotations
 
 from flashtile.backends.decode import config as portable
 from flashtile.backends.decode.config import Config, Splitting, hopper_rows, overridden
 from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.forward import cached
+from flashtile.backends.hopper.forward import config as forward
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem
 
-# Up to so many rows the Triton kernel's tiles of 16 do as well; more than two warpgroups' are not measured.
+# Up to so many rows the Triton kernel's tiles of 16 do as well; more than two warpgroups' are the forward's.
 _FEWEST_ROWS, _MOST_ROWS = 17, 128
 
 
+def runs_forward(problem: Problem, tensors: CacheTensors | None = None) -> bool:
+    """Whether the forward's kernel computes a call; by the longest sequence there may be, if queries are packed.
+
+    Args:
+        problem: The call.
+        tensors: Its tensors, taken for readable by TMA if None.
+    """
+    has_rows = problem.seqlen_q * problem.group_size > _MOST_ROWS
+    is_readable = tensors is None or cached.can_read(tensors)
+    return has_rows and overridden() is None and not cached.reasons(problem) and is_readable
+
+
+def leaves_few(problem: Problem) -> bool:
+    """Whether sequences of few rows may have so many keys that they are left to a kernel that splits them."""
+    return problem.varlen and problem.keys.length > portable.LONG_KEYS
+
+
 def choose(problem: Problem, tensors: CacheTensors) -> Config:
-    """The tiles of a call; those of the Triton kernel are not ``specialised``."""
+    """The tiles of a call on the other kernels; those of the Triton kernel are not ``specialised``."""
     if overridden() is None and covers(problem) and can_read(tensors):
         return tiles(problem)
     return portable.choose(problem)
@@ -50,3 +69,17 @@ def can_read(tensors: CacheTensors) -> bool:
     strides = [(cache.shape[0], *cache.stride()[:2]) for cache in (t.k_cache, t.v_cache)]
     rows = all(row > 0 and entry % row == 0 and count * entry // row < 2**30 for count, entry, row in strides)
     return rows and t.cache_leftpad is None and all(map(tensor_maps.is_readable, (t.k_cache, t.v_cache)))
+
+
+def describe(problem: Problem) -> str:
+    """Which kernel computes a call whose tensors TMA can read, and why, in one line."""
+    rows = problem.seqlen_q * problem.group_size
+    if runs_forward(problem):
+        few = f"; up to {portable.FEW_ROWS} rows over more than {portable.LONG_KEYS} keys in Triton, splits merged"
+        text = f"{rows} rows a key head: the forward's kernel, TMA and WGMMA, {forward.choose(problem)}"
+        return text + few * leaves_few(problem)
+    if covers(problem):
+        return f"TMA and WGMMA, warp-specialised, {tiles(problem)}; splits merged in the same launch"
+    against = ", ".join(cached.reasons(problem)) if rows > _MOST_ROWS else ""
+    why = f"; not the forward's kernel: {against}" if against else ""
+    return f"Triton with Hopper's tiles, {portable.choose(problem)}; splits merged in the same launch{why}"

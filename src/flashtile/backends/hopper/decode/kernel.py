@@ -53,10 +53,10 @@ def run_roles(
 
 @gluon.jit(do_not_specialize=_PLAIN)
 def wide_cache_attention(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, acc_ptr, stats_ptr, counters_ptr, cached_ptr, cu_seqlens_new_ptr,
-    entries_ptr, pages_ptr, sinks_ptr, q_stride_b, q_stride_row, q_stride_head, out_stride_b, out_stride_row,
-    out_stride_head, pages_stride_b, k_entry_rows, v_entry_rows, batch, seqlen_q, num_heads_kv, num_new, capacity,
-    right, scale,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, acc_ptr, stats_ptr, counters_ptr, cached_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_new_ptr, entries_ptr, pages_ptr, sinks_ptr, q_stride_b, q_stride_row, q_stride_head, out_stride_b,
+    out_stride_row, out_stride_head, pages_stride_b, k_entry_rows, v_entry_rows, batch, seqlen_q, num_heads_kv, num_new,
+    capacity, right, scale,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, AHEAD: gl.constexpr, LANES: gl.constexpr, PATIENCE: gl.constexpr, PROGRAMS: gl.constexpr,
     FEWEST_KEYS: gl.constexpr, MOST_KEYS: gl.constexpr, MOST_SPLITS: gl.constexpr, MOST_SLOTS: gl.constexpr,
@@ -70,7 +70,7 @@ def wide_cache_attention(
     run_roles(
         k_desc, v_desc, k_entry_rows, v_entry_rows,
         Call(
-            Queries(q_ptr, q_stride_b, q_stride_row, q_stride_head, None, seqlen_q),
+            Queries(q_ptr, q_stride_b, q_stride_row, q_stride_head, cu_seqlens_q_ptr, seqlen_q, None, None),
             Lengths(cached_ptr, None, cu_seqlens_new_ptr, num_new, entries_ptr),
             Cache(q_ptr, 0, 0, 0, None, 0),
             Cache(q_ptr, 0, 0, 0, None, 0),

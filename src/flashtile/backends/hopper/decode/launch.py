@@ -1,30 +1,40 @@
-"""Host side of the decode for wide groups: its launch."""
+"""Host side of cached calls on Hopper: which kernel computes which sequences, and the launch for wide groups."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
+from flashtile.backends.decode import config as portable
 from flashtile.backends.decode.config import Config
-from flashtile.backends.decode.launch import DecodePlan, attention_launch
+from flashtile.backends.decode.launch import Bounds, DecodePlan, attention_launch, multiprocessors
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.decode.config import choose
+from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
-from flashtile.backends.launch import Launch, TensorMap, parameters_of
+from flashtile.backends.hopper.forward.cached import cached_launch
+from flashtile.backends.launch import Launch, parameters_of
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem
 
 
-class WidePlan(DecodePlan):
-    """Attention over a cache on Hopper: the kernel for wide groups where it covers a call, else the Triton kernel."""
+class CachedPlan(DecodePlan):
+    """Attention over a cache on Hopper: prompts by the forward, few rows by the kernel for wide groups or Triton's."""
 
-    def _config(self, t: CacheTensors) -> Config:
-        return choose(self._problem, t)
+    def _launches(self, t: CacheTensors) -> list[tuple[Launch, int, int]]:
+        p = self._problem
+        if not runs_forward(p, t):
+            return [self._launch(t, choose(p, t))]
+        # The forward needs no workspace, and one counter, of tiles.
+        if not leaves_few(p):
+            return [(cached_launch(p, t), 0, 1)]
+        few = self._launch(t, portable.choose(p, few=True), few=True)
+        return [(cached_launch(p, t, (portable.FEW_ROWS, portable.LONG_KEYS)), 0, 1), few]
 
-    def _launch(self, t: CacheTensors, config: Config, num_sms: int) -> Launch:
-        launch = wide_launch if config.specialised else attention_launch
-        return launch(self._problem, t, config, num_sms)
+    def _launch(self, t: CacheTensors, config: Config, *, few: bool = False) -> tuple[Launch, int, int]:
+        if not config.specialised:
+            return super()._launch(t, config, few=few)
+        bounds = Bounds(self._problem, t, config)
+        launch = wide_launch(self._problem, t, config, multiprocessors(t.q.device))
+        return launch, bounds.floats, bounds.counters
 
 
 def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
@@ -41,16 +51,10 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
 
     sizes = {name: value for name, value in plain.sizes.items() if name in names}
     for name, cache in (("k", tensors.k_cache), ("v", tensors.v_cache)):
-        sizes[f"{name}_desc"] = _boxes_of_cache(cache, problem.keys.page_size, config.block_n)
+        # Of pages smaller than a block boxes are 64 wide.
+        rows = min(config.block_n, problem.keys.page_size or config.block_n)
+        cols = problem.head_dim if rows == config.block_n else 64
+        sizes[f"{name}_desc"] = tensor_maps.entries_map(cache, rows, cols)
         sizes[f"{name}_entry_rows"] = cache.stride(0) // cache.stride(1)
     options = {"num_warps": 4, "maxnreg": most}
     return Launch(wide_cache_attention, plain.programs, sizes, options, others, ("wide", plain.key))
-
-
-def _boxes_of_cache(cache: Tensor, page_size: int, block_n: int) -> TensorMap:
-    """Boxes of rows of one head of a cache, its sequences or pages as if packed into one; of small pages 64 wide."""
-    rows, (_, row, head, _) = min(block_n, page_size or block_n), cache.stride()
-    _, _, heads, dim = cache.shape
-    shape, strides = tensor_maps.geometry((2, heads, dim), (row, head if heads > 1 else dim, 1), varlen=True)
-    sides, layout = tensor_maps.box_and_layout(cache.dtype, rows, dim if rows == block_n else 64, True)
-    return TensorMap(cache.dtype, shape, strides, sides, layout)

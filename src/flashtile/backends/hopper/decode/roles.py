@@ -27,7 +27,7 @@ from flashtile.backends.vocab import softmax
 # A part of a tile: its place and lengths, its states, and its blocks of keys; in the order of ``scheduler``.
 FIELDS = gl.constexpr(
     "is_part b entry h_kv first num_rows high state stop_state num_states state_splits item_states split_blocks "
-    "first_block stop_block slot counter waits"
+    "first_block stop_block slot counter waits first_row"
 )
 RECORD_SIZE = gl.constexpr(32)
 
@@ -64,12 +64,13 @@ def scheduler(records, call):
             first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
             slots += h_kv.to(gl.int64) * shape.num_states * shape.num_rows * call.sizes.GROUP + first
             tiles += h_kv * shape.num_tiles + first // call.sizes.BLOCK_M
-            # Of a tile without keys one block is loaded, as zeros, and masked.
+            # Of a tile without keys one block is loaded, as zeros, and masked. Rows past the last packed sequence have
+            # none, and no entry.
             publish(records, parts, (
-                1, b, work.entry_of(b, call), h_kv, first, shape.num_rows, shape.high, state, stop_state,
-                shape.num_states, shape.state_splits, shape.item_states, shape.chunk // call.sizes.BLOCK_N,
-                first_block, gl.maximum(stop_block, first_block + 1), slots.to(gl.int32), tiles,
-                (at >= stop).to(gl.int32),
+                1, b, work.entry_of(gl.minimum(b, call.sizes.batch - 1), call), h_kv, first, shape.num_rows, shape.high,
+                state, stop_state, shape.num_states, shape.state_splits, shape.item_states,
+                shape.chunk // call.sizes.BLOCK_N, first_block, gl.maximum(stop_block, first_block + 1),
+                slots.to(gl.int32), tiles, (at >= stop).to(gl.int32), shape.first_row,
             ))  # fmt: skip
             parts += 1
     publish(records, parts, (0,))
@@ -163,7 +164,10 @@ def load_queries(channels, parts, call, WARPGROUP: gl.constexpr):
     row, h, exists = work.rows_of_tile(
         packed, records.get(parts, "h_kv"), records.get(parts, "num_rows"), call.sizes.GROUP
     )
-    start = records.get(parts, "b").to(gl.int64) * call.queries.stride_b
+    if call.queries.cu_seqlens_ptr is None:
+        start = records.get(parts, "b").to(gl.int64) * call.queries.stride_b
+    else:
+        start = records.get(parts, "first_row").to(gl.int64) * call.queries.stride_row
     at = start + row.to(gl.int64) * call.queries.stride_row + h.to(gl.int64) * call.queries.stride_head
     col = gl.arange(0, DIM, gl.SliceLayout(0, layout))
     q = gl.load(call.queries.ptr + at[:, None] + col[None, :], mask=exists[:, None], other=0.0)
@@ -279,8 +283,8 @@ def end_part(
     """Finishes a tile that one part has; else stores the part's last state and folds the tile's if it is the last."""
     first = records.get(parts, "first")
     place = Place(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
-    shape = work.Shape(0, records.get(parts, "num_rows"), 0, records.get(parts, "high"), 0, 0, 0,
-                       records.get(parts, "num_states"), records.get(parts, "state_splits"))  # fmt: skip
+    shape = work.Shape(records.get(parts, "first_row"), records.get(parts, "num_rows"), 0, records.get(parts, "high"),
+                       0, 0, 0, records.get(parts, "num_states"), records.get(parts, "state_splits"))  # fmt: skip
     if is_whole:
         run, run_max, run_sum = fold_to_stored(
             runs > 0, total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP

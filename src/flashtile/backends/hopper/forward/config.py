@@ -244,9 +244,11 @@ def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, fl
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
     if group == 1 or has_pairs or is_far or problem.out_dtype == torch.float32:
         return config.block_m, alone
+    # A server's packed queries are single rows for the most part, of which strips of 32 would leave most empty.
+    is_packed = varlen and not problem.keys.used
     costs = {
         strip: rows_of(strip, group) * (1 + _STRIP_BLOCKS * config.block_m / strip / blocks)
-        for strip in (_STRIPS[:1] if varlen or max(config.block_d, config.block_dv) > 192 else _STRIPS)
+        for strip in (_STRIPS[:1] if is_packed or max(config.block_d, config.block_dv) > 192 else _STRIPS)
     }
     best = min(costs, key=costs.__getitem__)
     return (best, costs[best]) if costs[best] < _WORTH_SHARING * alone else (config.block_m, alone)
@@ -310,7 +312,7 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: in
         is_fixed = has_left or problem.softcap > 0
     else:
         # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better.
-        is_fixed = is_causal and not is_short and not has_left and dims != (64, 64)
+        is_fixed = is_causal and not is_short and not has_left and dims != (64, 64) and not problem.keys.used
     if not is_fixed:
         # A tile drawn ahead is one that nobody else can take. But the shortest take less time than finding one does:
         # full calls of 197 and 256 keys took 8 to 13% less with 4 than with 2 (H200, head_dims 64 to 128).

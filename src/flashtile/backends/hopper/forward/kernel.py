@@ -15,7 +15,7 @@ from flashtile.backends.hopper.device.head_dim_parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
 from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_ramps, alibi_terms, pair_tensors, pair_tiles
 from flashtile.backends.hopper.forward.roles import Output, consumer, producer, scheduler
-from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE, Sizes
+from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE, Cache, Sizes
 from flashtile.backends.hopper.forward.softmax_step import Channels
 
 # Keys and values that are worked on at the same time: the L2 cache has 50 MB, and queries and outputs pass through it.
@@ -27,6 +27,7 @@ _RUN_TIME = [
     "scale_log2", "softcap", "prescale", "seqlen_q", "seqlen_k", "batch", "num_heads_q", "group_size", "left", "right",
     "alibi_ptr", "alibi_stride_b", "bias_ptr", "bias_stride_b", "bias_stride_head", "bias_stride_row",
     "bias_stride_col", "mask_ptr", "mask_stride_b", "mask_stride_head", "mask_stride_row", "mask_stride_col",
+    "cached_ptr", "cu_seqlens_new_ptr", "num_new", "entries_ptr", "pages_ptr", "pages_stride", "v_pitch",
 ]  # fmt: skip
 
 
@@ -37,21 +38,23 @@ def attention_forward(
     batch, num_heads_q, group_size, left, right,
     alibi_ptr, alibi_stride_b, bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
     mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
+    cached_ptr, cu_seqlens_new_ptr, num_new, entries_ptr, pages_ptr, pages_stride, v_pitch,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, STRIP: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
     OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
     MASK_CONTIGUOUS: gl.constexpr, PAIR_STAGES: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, FEW_ROWS: gl.constexpr, LONG_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; one program per SM.
 
     Arguments, in groups: descriptors of the tensors, with boxes as ``launch.box`` says; pointers to an output in
     float32, which then has no descriptor, to lse (float32, natural log, as the backend returns it), to a partial result
     (``states.Partial``), sinks, cu_seqlens, and a counter of tiles (int32, 0 before and after), all but lse None if
-    absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN;
-    the band; ALiBi's slopes, bias and mask with their strides (``score_mod``), None if absent; then ``config.Config``
-    and what the call has. CONTIGUOUS says that a stride of keys is 1.
+    absent; the numbers of ``launch.scales``; sizes, whose lengths are rows of the tensors if VARLEN; the band; ALiBi's
+    slopes, bias and mask with their strides (``score_mod``), None if absent; ``scheduler.Cache``, all None without one;
+    then ``config.Config`` and what the call has. CONTIGUOUS says that a stride of keys is 1.
     """
     dtype: gl.constexpr = q_desc.dtype
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, STAGES, NUM_WARPGROUPS)
@@ -65,9 +68,13 @@ def attention_forward(
         out_s = gl.allocate_shared_memory(dtype, [NUM_WARPGROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
     output = Output(out_desc, out_s, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr, HEAD_DIM_V,
                     BLOCK_DV)  # fmt: skip
+    cache = None
+    if cached_ptr is not None:
+        cache = Cache(cached_ptr, cu_seqlens_new_ptr, num_new, entries_ptr, pages_ptr, pages_stride, v_pitch, PAGE_SIZE,
+                      FEW_ROWS, LONG_KEYS)  # fmt: skip
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
                   HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, STRIP, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
-                  CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)))  # fmt: skip
+                  CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)), VARLEN or cached_ptr is not None, cache)  # fmt: skip
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)
     bias_tiles = pair_tiles(bias_desc, bias_strides, PAIR_STAGES, NUM_WARPGROUPS)
@@ -83,8 +90,7 @@ def attention_forward(
                    by_tma if IS_LATE else mask_tiles)  # fmt: skip
     # Registers of a thread that does not compute. 32 leave the first of two consumers 8 fewer than the other one has,
     # which the widest loop bodies of packed calls cannot spare; then no counter deals out tiles.
-    IS_WIDE: gl.constexpr = HAS_LEFT or HAS_SOFTCAP
-    FEW: gl.constexpr = 24 if VARLEN and IS_WIDE and NUM_WARPGROUPS == 2 else 32
+    FEW: gl.constexpr = 24 if VARLEN and (HAS_LEFT or HAS_SOFTCAP) and NUM_WARPGROUPS == 2 else 32
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     scheduled = (tiles, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr)

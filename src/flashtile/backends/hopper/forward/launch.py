@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +91,14 @@ def _joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]
     return both.to(out.dtype), lse
 
 
-def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
+def forward_launch(
+    problem: Problem,
+    tensors: Tensors,
+    config: Config,
+    *,
+    is_joined: bool = False,
+    cached: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 
     Args:
@@ -98,17 +106,19 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
         tensors: Its tensors.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
+        cached: ``cached.arguments`` of a call over a cache.
     """
     p, t = problem, tensors
     is_wide, floats = p.out_dtype == torch.float32, Pointer(torch.float32)
-    rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
+    rows_q = t.q.shape[-3]
     heads, unit = (p.group_size, config.strip) if config.shares else (1, 1)
     rows = config.num_warpgroups * config.block_m
     blocks = -(-(-(-rows_q // unit) * unit * heads) // rows) * p.batch
     if p.varlen:
         blocks = num_packed_tiles(rows_q, p.batch, rows, heads, unit - 1)
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
-    has_edges = meets_edges(p, config, equal_lengths)
+    # Where a cache ends among a block's keys, nobody knows beforehand.
+    has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
 
     pairs = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.pair_stages else ()
     maps = {f"{name}_desc": tensor_maps.pair_map(each, config.block_m, config.block_n) for name, each in pairs}
@@ -137,26 +147,42 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
             "HAS_EDGES": has_edges,
             # Nothing else is read or written column by column, and one build serves several.
             "HEAD_DIM_V": p.head_dim_v if is_wide or is_joined else None,
+            **(NOT_CACHED if cached is None else cached[1]),
         }
 
-    sizes = {**_tensor_maps(p, t, config), **maps, "seqlen_q": rows_q, "seqlen_k": rows_k, "batch": p.batch}
+    of_keys = _maps_of_keys(p, t, config) if cached is None else cached[0]
+    sizes = {**_maps_of_rows(p, t, config), **maps, "seqlen_q": rows_q, "batch": p.batch, **of_keys}
     programs = min(tensor_maps.num_sms(t.q.device), blocks * (p.num_heads_q // heads))
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_forward, programs, sizes, options, others, (config, has_edges, is_wide, is_joined))
+    key = (config, has_edges, is_wide, is_joined, cached is not None)
+    return Launch(attention_forward, programs, sizes, options, others, key)
 
 
-def _tensor_maps(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
-    """Maps of q, k, v and the output: rows of the narrowest part that a tile's columns consist of."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
-    cols_q = min(cols, 64) if config.shares else cols
-    varlen, out_shape = problem.varlen, (*q.shape[:-1], problem.head_dim_v)
+# What calls without a cache have of ``scheduler.Cache``.
+NOT_CACHED: dict[str, Any] = dict.fromkeys(
+    ("cached_ptr", "cu_seqlens_new_ptr", "num_new", "entries_ptr", "pages_ptr", "pages_stride", "v_pitch", "PAGE_SIZE",
+     "FEW_ROWS", "LONG_KEYS")
+)  # fmt: skip
+
+
+def _maps_of_rows(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+    """Maps of q and the output: rows of the narrowest part that a tile's columns consist of."""
+    q, cols, varlen = tensors.q, configs.narrowest(config.block_d), problem.varlen
+    out_shape = (*q.shape[:-1], problem.head_dim_v)
     out = tensor_maps.contiguous_map(q.dtype, out_shape, config.strip, config.out_cols, varlen)
     return {
-        "q_desc": tensor_maps.rows_map(q, config.strip, cols_q, varlen),
-        "k_desc": tensor_maps.rows_map(k, config.block_n, cols, varlen),
-        "v_desc": tensor_maps.rows_map(v, config.block_n, cols_v, varlen),
+        "q_desc": tensor_maps.rows_map(q, config.strip, min(cols, 64) if config.shares else cols, varlen),
         "out_desc": None if problem.out_dtype == torch.float32 else out,
+    }
+
+
+def _maps_of_keys(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
+    """Maps of k and v likewise, and their rows."""
+    k, v, varlen = tensors.k, tensors.v, problem.varlen
+    return {
+        "k_desc": tensor_maps.rows_map(k, config.block_n, configs.narrowest(config.block_d), varlen),
+        "v_desc": tensor_maps.rows_map(v, config.block_n, configs.narrowest(config.block_dv), varlen),
+        "seqlen_k": k.shape[-3],
     }
 
 

@@ -18,6 +18,7 @@ from flashtile.backends.hopper.device.head_dim_parts import (
 )
 from flashtile.backends.hopper.device.inline_ptx import hold, pass_turn, take_turn
 from flashtile.backends.hopper.forward.scheduler import (
+    cached_keys,
     key_rows,
     lse_offset,
     next_tile,
@@ -102,7 +103,12 @@ def load_last_values(v_desc, channels, use, tiles, sizes, BLOCK_DV: gl.constexpr
 @gluon.jit
 def load_block(desc, rings, use, records, tiles, n_block, sizes, COLS: gl.constexpr):
     """Starts the load of a block of a tile's keys or values."""
-    load(desc, rings, use, ((key_rows(records, tiles, sizes), n_block * sizes.block_n),), COLS)
+    if sizes.cache is None:
+        load(desc, rings, use, ((key_rows(records, tiles, sizes), n_block * sizes.block_n),), COLS)
+    else:
+        # A map of rows as if packed has two dimensions more.
+        FILLS: gl.constexpr = len(desc.block_type.shape) == 5
+        load(desc, rings, use, cached_keys(records, tiles, n_block, sizes.cache, sizes, FILLS), COLS)
 
 
 @gluon.jit

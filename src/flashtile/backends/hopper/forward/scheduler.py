@@ -13,12 +13,43 @@ from flashtile.backends.vocab import balanced, blocks, scheduler, sequence
 
 
 @aggregate
+class Cache:
+    """Where the keys and values of a cached call lie, whose lengths the device alone knows.
+
+    Attributes:
+        cached_ptr: [batch] int32, keys before the call's new ones; negative where there is no sequence.
+        cu_seqlens_new_ptr: [batch + 1] int32, bounds of packed new keys, or None.
+        num_new: New keys of each sequence where they are not packed.
+        entries_ptr: [batch] int32, the entry of the cache that is a sequence's; None for its own number.
+        pages_ptr: [batch, pages] int32, the pages of each sequence; None without pages.
+        pages_stride: Elements from one sequence's pages to the next one's.
+        v_pitch: Rows of values from one entry or page to the next.
+        page_size: Rows of a page, a power of two; 0 without pages.
+        few_rows: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
+            they have more than ``long_keys``; None for none.
+        long_keys: See few_rows.
+    """
+
+    cached_ptr: gl.tensor
+    cu_seqlens_new_ptr: gl.tensor | gl.constexpr
+    num_new: gl.tensor
+    entries_ptr: gl.tensor | gl.constexpr
+    pages_ptr: gl.tensor | gl.constexpr
+    pages_stride: gl.tensor
+    v_pitch: gl.tensor
+    page_size: gl.constexpr
+    few_rows: gl.constexpr
+    long_keys: gl.constexpr
+
+
+@aggregate
 class Sizes:
     """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``.
 
     ``has_edges``: a warpgroup may meet an edge of the band after its first block of keys. ``overlap``: a tile's first
     scores are started before the end of the one before. ``in_turns``: warpgroups take turns in starting products.
-    ``cached_rows`` keys and values are taken to fit into the L2 cache.
+    ``cached_rows`` keys and values are taken to fit into the L2 cache. ``own_lengths``: the keys of sequences differ in
+    number. ``cache`` is None if keys and values are tensors of their own; else ``seqlen_k`` is what fits into it.
 
     A tile has ``strip`` positions of a head, of the next head of its group, ... of the first head again: where queries
     are few, a tile of one head (``strip == block_m``) would be half empty. Its rows are counted through such strips.
@@ -42,6 +73,8 @@ class Sizes:
     overlap: gl.constexpr
     in_turns: gl.constexpr
     cached_rows: gl.constexpr
+    own_lengths: gl.constexpr
+    cache: Cache | gl.constexpr
 
 
 @aggregate
@@ -127,7 +160,13 @@ def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
         index = scheduler.longest_first(index, num_tiles, sizes.has_right)
         b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows, shared, SPARE)
         _, length = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, True)
-        return block, b, head * shared, block * rows < num_rows(length, sizes), is_end
+        is_tile = block * rows < num_rows(length, sizes)
+        if sizes.cache is not None:  # noqa: SIM102 a compile-time condition
+            if sizes.cache.few_rows is not None:
+                _, keys = entry_and_length(b, sizes.cache, sizes)
+                is_left = (length * sizes.group_size <= sizes.cache.few_rows) & (keys > sizes.cache.long_keys)
+                is_tile = is_tile & (not is_left)
+        return block, b, head * shared, is_tile, is_end
     else:
         num_blocks = (num_rows(sizes.seqlen_q, sizes) + rows - 1) // rows
         num_heads = sizes.batch * own_heads
@@ -159,13 +198,30 @@ def next_tile(step, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr):
         block, b, head, is_tile, is_end = _place(step, sizes, cu_seqlens_q_ptr, counter_ptr)
         step += 1
     start_q, seqlen_q = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, sizes.varlen)
-    start_k, seqlen_k = sequence.sequence(cu_seqlens_k_ptr, b, sizes.batch, sizes.seqlen_k, sizes.varlen)
-    if sizes.varlen:
-        # The rows past the last sequence have no keys.
-        seqlen_k = gl.where(b < sizes.batch, seqlen_k, 0)
+    if sizes.cache is None:
+        start_k, seqlen_k = sequence.sequence(cu_seqlens_k_ptr, b, sizes.batch, sizes.seqlen_k, sizes.varlen)
+        if sizes.varlen:
+            # The rows past the last sequence have no keys.
+            seqlen_k = gl.where(b < sizes.batch, seqlen_k, 0)
+    else:
+        start_k, seqlen_k = entry_and_length(b, sizes.cache, sizes)
     row = block * (sizes.num_warpgroups * sizes.block_m)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
     return Tile(step, is_end, b, head, row, start_q, seqlen_q, start_k, seqlen_k)
+
+
+@gluon.jit
+def entry_and_length(b, cache, sizes):
+    """A sequence's entry of the cache and how many keys it has there; none past the last sequence."""
+    exists = b < sizes.batch
+    cached, num_new = gl.load(cache.cached_ptr + b, mask=exists, other=-1), cache.num_new
+    if cache.cu_seqlens_new_ptr is not None:
+        num_new = gl.load(cache.cu_seqlens_new_ptr + b + 1, mask=exists, other=0)
+        num_new -= gl.load(cache.cu_seqlens_new_ptr + b, mask=exists, other=0)
+    entry = b
+    if cache.entries_ptr is not None:
+        entry = gl.load(cache.entries_ptr + b, mask=exists, other=0)
+    return entry, gl.where(cached < 0, 0, gl.minimum(cached + num_new, sizes.seqlen_k))
 
 
 @gluon.jit
@@ -203,9 +259,9 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, sizes):
     return n_full_min, n_full_max, skipped
 
 
-# What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; position is the key position
-# of the first row, or of the sequence's first query where heads share a tile. Of those, query and head are a
-# warpgroup's first row, the head counted from the tile's.
+# What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; start_k is a cache's entry;
+# position is the key position of the first row, or of the sequence's first query where heads share a tile. Of those,
+# query and head are a warpgroup's first row, the head counted from the tile's.
 FIELDS = gl.constexpr(
     "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position"
 )  # fmt: skip
@@ -233,7 +289,7 @@ def publish_tile(records, use, tile, sizes):
     record = gl.where(slot == slot_of(FIELDS, "position"), position, record)
     warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
     own = gl.where(slot < FIRST_OWN, -1, slot % OWN_SLOTS)
-    if sizes.has_left or sizes.has_right or sizes.varlen:
+    if sizes.has_left or sizes.has_right or sizes.own_lengths:
         n_full_min, n_full_max, skipped = warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, sizes)
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_min"), n_full_min, record)
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_max"), n_full_max, record)
@@ -262,6 +318,68 @@ def key_rows(records, use, sizes):
     if sizes.varlen:
         start, length = records.get(use, "start_k"), records.get(use, "seqlen_k")
     return HeadRows(records.get(use, "sequence"), records.get(use, "head_kv"), start, length, sizes.varlen)
+
+
+@gluon.jit
+def cached_keys(records, use, n_block, cache, sizes, FILLS: gl.constexpr):
+    """Where a tile's block of keys or values lies in a cache: ((``HeadRows``, first row), ...), of as many rows each.
+
+    Pages smaller than a block are a box each; a thread of the warp asks for each one's number, and for none past the
+    last that has keys. If it FILLS, the map is one of rows as if packed, and all behind the keys comes as zeros: values
+    must, as they are multiplied by probabilities of 0. Else it is one of entries or pages, and rows behind the keys are
+    what the cache holds there: their scores are masked.
+    """
+    PAGE: gl.constexpr = cache.page_size
+    BLOCK_N: gl.constexpr = sizes.block_n
+    head, seqlen_k = records.get(use, "head_kv"), records.get(use, "seqlen_k")
+    if PAGE == 0:
+        entry = records.get(use, "start_k")
+        return ((_rows_of(entry, seqlen_k, head, cache, FILLS), n_block * BLOCK_N),)
+    elif PAGE >= BLOCK_N:
+        table = _table(records, use, cache)
+        # Blocks are not negative, which the compiler does not know: masks and shifts are cheaper.
+        PER_PAGE: gl.constexpr = PAGE // BLOCK_N
+        place, row = n_block >> log2(PER_PAGE), (n_block & (PER_PAGE - 1)) * BLOCK_N
+        length = gl.minimum(gl.maximum(seqlen_k - place * PAGE, 0), PAGE)
+        page = gl.load(table + place, mask=length > 0, other=0)
+        return ((_rows_of(page, length, head, cache, FILLS), row),)
+    else:
+        # The compiler does not see that lanes are the same for each block: it would keep multiples in registers.
+        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + (n_block >> 30)
+        lengths = gl.minimum(gl.maximum(seqlen_k - n_block * BLOCK_N - lanes * PAGE, 0), PAGE)
+        table = _table(records, use, cache) + n_block * (BLOCK_N // PAGE)
+        pages = gl.load(table + lanes, mask=(lanes < BLOCK_N // PAGE) & (lengths > 0), other=0)
+        found = ()
+        for i in gl.static_range(BLOCK_N // PAGE):
+            page, length = _of_lane(pages, lanes, i), gl.to_tensor(0)
+            if FILLS:
+                length = _of_lane(lengths, lanes, i)
+            found = also(found, (_rows_of(page, length, head, cache, FILLS), gl.to_tensor(0)))
+        return found
+
+
+@gluon.jit
+def _table(records, use, cache):
+    """Where the pages of a tile's sequence are listed."""
+    return cache.pages_ptr + records.get(use, "sequence").to(gl.int64) * cache.pages_stride
+
+
+@gluon.jit
+def _rows_of(entry, length, head, cache, FILLS: gl.constexpr):
+    """``HeadRows`` of an entry or a page, of which ``length`` rows have keys."""
+    return HeadRows(gl.to_tensor(entry), head, entry * cache.v_pitch, length, FILLS)
+
+
+@gluon.jit
+def _of_lane(x, lanes, i: gl.constexpr):
+    """The number that one thread of a warp has, none of them negative."""
+    return gl.max(gl.where(lanes == i, x, 0), 0)
+
+
+@gluon.constexpr_function
+def log2(power):
+    """Of a power of two."""
+    return power.bit_length() - 1
 
 
 @gluon.jit

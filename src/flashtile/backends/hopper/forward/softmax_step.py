@@ -91,7 +91,7 @@ def open_tile(records, tiles, sizes, rows, like, mod, WARPGROUP: gl.constexpr):
         n_full_min = records.get_own(tiles, "n_full_min", WARPGROUP)
     if sizes.has_right:
         skipped = records.get_own(tiles, "skipped", WARPGROUP)
-    if sizes.has_left or sizes.has_right or sizes.varlen:
+    if sizes.has_left or sizes.has_right or sizes.own_lengths:
         n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
         if sizes.strip < sizes.block_m:
             positions, _ = queries_of(records, tiles, rows - WARPGROUP * sizes.block_m, sizes, WARPGROUP)
@@ -112,7 +112,7 @@ def block_pairs(records, tiles, use, loop, n_block, sizes, is_tile, WARPGROUP: g
     where = query_rows(records, tiles, sizes)
     row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
     seqlen_k = sizes.seqlen_k
-    if sizes.varlen:
+    if sizes.own_lengths:
         seqlen_k = records.get(tiles, "seqlen_k")
     # A record after the last tile may have any row.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))

@@ -62,7 +62,7 @@ def attention_quantized(
     output = Output(out_desc, out_s, None, lse_ptr, None, None, sinks_ptr, None, BLOCK_DV)
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
                   HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
-                  CACHED_BYTES // (BLOCK_D + BLOCK_DV))  # fmt: skip
+                  CACHED_BYTES // (BLOCK_D + BLOCK_DV), VARLEN, None)  # fmt: skip
     mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST, (), (), (), (), (), ())
     scales = Scales(
         Scale(q_scale_ptr, q_scale_stride_b, q_scale_stride_head, q_scale_stride_block),

@@ -1,0 +1,85 @@
+"""The Hopper forward over a cache of keys and values: which calls it computes, and their launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.forward import config as configs
+from flashtile.backends.hopper.forward.config import Config
+from flashtile.backends.hopper.forward.launch import forward_launch
+from flashtile.backends.launch import Launch, Pointer, TensorMap
+from flashtile.kvcache.arguments import CacheTensors
+from flashtile.problem import Problem, Tensors
+
+_FEWEST_PAGE_ROWS = 16
+
+
+def reasons(problem: Problem) -> list[str]:
+    """What keeps a kind of call from the forward, whatever its number of rows; none if nothing does."""
+    p, size = problem, problem.keys.page_size
+    against = {
+        "caches in 8 bits": p.precision.kv.itemsize == 1,
+        "dtype": p.precision.kv.itemsize != 1 and p.dtype not in (torch.float16, torch.bfloat16),
+        "head_dim that is no multiple of 8": p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0,
+        f"pages of {size}": 0 < size < _FEWEST_PAGE_ROWS or size & (size - 1) != 0,
+        "strides that TMA cannot read": not p.aligned,
+    }
+    return [reason for reason, is_against in against.items() if is_against]
+
+
+def can_read(tensors: CacheTensors) -> bool:
+    """Whether TMA can read queries and caches and write the output of a call that nothing else is ``against``."""
+    t = tensors
+    read = (t.k_cache, t.v_cache, t.out, *(() if t.rotary_cos is not None else (t.q,)))
+    entries, entry, row = t.v_cache.shape[0], *t.v_cache.stride()[:2]
+    # Entries of values are read as rows of one tensor, which are counted in 32 bits.
+    is_one = row > 0 and entry % row == 0 and entries * entry // row < 2**30
+    return t.cache_leftpad is None and is_one and all(x.numel() and tensor_maps.is_readable(x) for x in read)
+
+
+def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None = None) -> Launch:
+    """The launch of a call; it leaves sequences of (packed rows a key head at most, more keys than) to another one.
+
+    Of operands as ``DecodePlan`` has them: its k and v are the caches, its counters the tile counter.
+    """
+    p, t = problem, tensors
+    q = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
+    plain = Tensors(q, t.k_cache, t.v_cache, t.alibi_slopes, sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q)
+    config = configs.choose(p, rows=q.shape[-3])
+    has_new = t.k is not None and t.cu_seqlens_k_new is None
+    sizes = {
+        **_maps_of_keys(p, t, config),
+        "seqlen_k": p.keys.length,
+        "out_desc": tensor_maps.rows_map(t.out, config.strip, config.out_cols, p.varlen),
+        "num_new": t.k.shape[1] if t.k is not None and has_new else 0,
+        "pages_stride": 0 if t.page_table is None else t.page_table.stride(0),
+        "v_pitch": t.v_cache.stride(0) // t.v_cache.stride(1),
+    }
+    others: dict[str, Any] = {
+        "cached_ptr": t.cache_seqlens,
+        "cu_seqlens_new_ptr": None if t.k is None else t.cu_seqlens_k_new,
+        "entries_ptr": t.cache_batch_idx,
+        "pages_ptr": t.page_table,
+        "PAGE_SIZE": p.keys.page_size,
+        "FEW_ROWS": None if leaves is None else leaves[0],
+        "LONG_KEYS": None if leaves is None else leaves[1],
+        "counter_ptr": Pointer(torch.int32, "counters") if config.dynamic else None,
+    }
+    launch = forward_launch(p, plain, config, cached=(sizes, others))
+    return launch._replace(key=(launch.key, leaves))
+
+
+def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> dict[str, TensorMap]:
+    """Of keys a map of entries or pages; of values one of rows as if packed, which fills with zeros where keys end."""
+    size = problem.keys.page_size
+    rows = min(size or config.block_n, config.block_n)
+    # Of several boxes of rows a block, each has 64 columns at most.
+    most = 256 if rows == config.block_n else 64
+    cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
+    return {
+        "k_desc": tensor_maps.rows_map(tensors.k_cache, rows, cols, varlen=False),
+        "v_desc": tensor_maps.entries_map(tensors.v_cache, rows, cols_v),
+    }

@@ -1,0 +1,194 @@
+"""The suite of a server's steps: its cells, its reference, how both sides are called, and what gets no time."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flashtile
+from benchmarks import caches, decode, results, serving, steps, table
+from benchmarks.providers import PROVIDERS
+from benchmarks.steps import StepCase
+from tests.benchmarks.synthetic import step_row
+from tests.benchmarks.test_run import session_of
+
+CPU = torch.device("cpu")
+TINY = steps.groups("loop", "cpu")
+EVERY = [case for group in TINY for case in group]
+PACKED = StepCase("tiny-prompt", 4, 2, 16, 16, measure="loop")
+
+
+def call_of(case):
+    (tensors,) = case.calls(caches.draw_pool([case], CPU))
+    return tensors
+
+
+def by_hand(case, tensors):
+    """All of a step in float64, query by query, by the rules of the public function."""
+    rows = []
+    for b, (seqlen_q, seqlen_k) in enumerate(case.sequences):
+        held = [[], []]
+        for j, (found, name) in itertools.product(range(seqlen_k), zip(held, "kv", strict=True)):
+            cache = tensors[f"{name}_cache"]
+            size = cache.shape[1]
+            entry, row = (tensors["page_table"][b, j // size], j % size) if "page_table" in tensors else (b, j)
+            found.append(cache[entry, row].double().repeat_interleave(case.num_heads_q // case.num_heads_kv, 0))
+        k, v = (torch.stack(x, dim=1) for x in held)
+        for i in range(seqlen_q):
+            q = tensors["q"][b, i] if case.variant else tensors["q"][case.bounds[b] + i]
+            seen = seqlen_k - (seqlen_q - 1 - i)
+            scores = (k[:, :seen] @ q.double()[:, :, None])[..., 0] * case.head_dim**-0.5
+            rows.append((torch.softmax(scores, dim=-1)[:, None] @ v[:, :seen])[:, 0])
+    return torch.stack(rows).view(tensors["q"].shape)
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
+def test_the_reference_is_what_the_call_means_and_sees_every_sequence(case):
+    tensors = call_of(case)
+    exact, reference = by_hand(case, tensors), case.reference(tensors)
+    assert reference.error((exact,)) < 1e-12 < reference.limit < 0.02
+    assert reference.error((flashtile.attention_with_kvcache(**tensors),)) <= reference.limit
+    for last in (x - 1 for x in case.bounds[1:]):
+        wrong = exact.clone()
+        wrong.view(-1, *wrong.shape[-2:])[last] *= 1.2
+        assert reference.error((wrong,)) > reference.limit
+    wrong[0, ..., 0] = torch.nan
+    assert not reference.error((wrong,)) <= reference.limit
+
+
+def test_the_cells_are_those_that_the_suite_is_to_show():
+    groups = steps.groups("graph")
+    plain, single = {group[0] for group in groups}, ("decode", "decode-mixed")
+    assert len(plain) == len(groups) == 7 * 4 * 3 and all(StepCase(**vars(case)) == case for case in plain)
+    assert {case.page_size for case in plain} == {0, 16, 64, 256}
+    assert {case.heads for case in plain} == {"d128-h32x8", "d128-h16x2", "d64-h64x8"}
+    assert {group[0] for group in groups if len(group) == 2} == {case for case in plain if case.step in single}
+    assert all(group[1].variant == "dense" for group in groups if len(group) == 2)
+    sums = {name: tuple(map(sum, zip(*of, strict=True))) for name, of in steps.STEPS.items()}
+    assert sums["decode"] == (64, 131072) and sums["decode-prompt"] == (63 + 2048, 131072)
+    assert sums["decode-chunk"] == (32 + 1024, 32 * 4096 + 16384) and sums["speculative"] == (160, 131072)
+    assert sums["chunks"] == (8192, 24576) and sums["prompts"] == (8000, 8000)
+    mixed = [keys for _, keys in steps.STEPS["decode-mixed"]]
+    assert len({*mixed}) > 50 and 64 <= min(mixed) < 500 and 7500 < max(mixed) <= 8192
+    assert sum(mixed) == 297132, "the seed is fixed"
+
+
+def test_pages_lie_in_any_order_and_hold_no_more_than_the_keys():
+    case = StepCase("tiny-prompt", 4, 2, 16, 16)
+    tensors = call_of(case)
+    assert tensors["k_cache"].shape == (2 + 3 + 1, 16, 2, 16) and tensors["page_table"].shape == (3, 3)
+    used = [tensors["page_table"][b, j].item() for b, n in enumerate((2, 3, 1)) for j in range(n)]
+    assert sorted(used) == list(range(6)) != used
+    assert tensors["cu_seqlens_q"].tolist() == [0, 1, 6, 18] and tensors["max_seqlen_q"] == 12
+    assert tensors["k_cache"].data_ptr() != tensors["v_cache"].data_ptr()
+    whole = call_of(StepCase("tiny-prompt", 4, 2, 16, 0))
+    assert whole["k_cache"].shape == (3, 33, 2, 16) and "page_table" not in whole
+
+
+def test_the_command_checks_times_and_compares(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--rounds", "2", "--burst-ms", "0.1", "--out", str(out), "--commit", "abc"]
+    options += ["--providers", "flashtile-cpu,fa3"]
+    assert serving.main(options) == 0
+    rows = results.read([out])
+    assert [table.case_of(row) for row in rows] == EVERY and {row.suite for row in rows} == {"serving"}
+    assert all(row.median_ms > 0 and 0 < row.error < 0.01 and row.commit == "abc" for row in rows)
+    printed = capsys.readouterr().out
+    times = {case: row.median_ms for case, row in zip(EVERY, rows, strict=True)}
+    (plain, dense), name = TINY[0], "d16-h4x2-tiny-page16-dense-loop"
+    line = next(x.split() for x in printed.splitlines()[::-1] if x.startswith(name))
+    assert line == [name, f"{times[dense] / times[plain]:.2f}"]
+    assert serving.main([*options, "--resume", "--cells", "*page16*"]) == 0
+    assert len(results.read([out])) == len(rows), "the cells are there"
+    assert serving.main([*options, "--cells", "*contiguous-dense*"]) == 0
+    assert len(results.read([out])) == len(rows) + 2, "a dense call brings its packed one"
+    assert serving.main(["--list", "--cells", "d64-h64x8-decode-page16"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == [
+        "d64-h64x8-decode-page16", "d64-h64x8-decode-page16-dense",
+    ]  # fmt: skip
+
+
+def forgetful():
+    """Writes the last sequence's rows in its first call alone, and returns the same memory again."""
+    kept = []
+
+    def call(whole, **tensors):
+        out = whole(**tensors)
+        kept.append(out)
+        kept[0][:-12] = out[:-12]
+        return kept[0]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda whole, **tensors: whole(**tensors, causal=False),
+        lambda whole, page_table, **tensors: whole(page_table=page_table.flip(1), **tensors),
+        lambda whole, cache_seqlens, **tensors: whole(cache_seqlens=cache_seqlens - 1, **tensors),
+        lambda whole, cu_seqlens_q, **tensors: whole(cu_seqlens_q=cu_seqlens_q.clamp(max=17), **tensors),
+        forgetful(),
+    ],
+    ids=["mask", "pages", "lengths", "bounds", "unwritten"],
+)
+def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch, fault):
+    whole = flashtile.attention_with_kvcache
+    monkeypatch.setattr(flashtile, "attention_with_kvcache", lambda **tensors: fault(whole, **tensors))
+    pool, session = caches.draw_pool([PACKED], CPU), session_of(tmp_path, "serving")
+    (row,) = decode.run_group((PACKED,), [PROVIDERS["flashtile-cpu"]], session, pool, 2, 0.1)
+    assert row.median_ms is None and row.error.startswith("wrong: relative error ")
+
+
+def test_flash_attention_3_gets_the_same_step(tmp_path, monkeypatch):
+    """Its operator made up, with names and rules of the real one: packed queries need the longest's length."""
+    seen = set()
+
+    def fwd(
+        q, k, v, *, seqused_k, softmax_scale, is_causal, num_splits, page_table=None, cu_seqlens_q=None,
+        max_seqlen_q=None,
+    ):  # fmt: skip
+        assert (cu_seqlens_q is None) == (max_seqlen_q is None) == (q.dim() == 4)
+        seen.add((max_seqlen_q, page_table is None, is_causal, num_splits))
+        own = {"cache_seqlens": seqused_k, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q}
+        out = flashtile.attention_with_kvcache(q, k, v, **own, softmax_scale=softmax_scale, causal=is_causal)
+        return out, None, None, None
+
+    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd), raising=False)
+    pool, session = caches.draw_pool(EVERY, CPU), session_of(tmp_path, "serving")
+    rows = [row for group in TINY for row in decode.run_group(group, [PROVIDERS["fa3"]], session, pool, 2, 0.1)]
+    assert len(rows) == len(EVERY) and all(row.median_ms > 0 and row.error < 0.01 for row in rows)
+    assert seen == {(most, whole, True, 0) for most in (1, 12, None) for whole in (False, True)}
+    refused = decode.run_group(TINY[0], [PROVIDERS["sdpa"]], session, pool, 2, 0.1)
+    assert all(row.error.startswith("refused: ") for row in refused)
+
+
+def test_kernels_are_compiled_ahead_by_ours_alone(monkeypatch, capsys):
+    given = []
+
+    def in_turn(function, work, workers, limit_s):
+        given.append((workers, limit_s))
+        yield from ((item, function(*item)) for item in work)
+
+    called = []
+    monkeypatch.setattr(serving, "side_by_side", in_turn)
+    monkeypatch.setattr(serving, "call_once", lambda case, name, device: called.append((case, name)) or "failed: no")
+    args = SimpleNamespace(device="cpu", budget_s=100.0, workers=3)
+    serving.compile_ahead(args, TINY, [PROVIDERS["flashtile"], PROVIDERS["fa3"]])
+    assert given == [(3, 50.0)] and len(called) == len(EVERY) and {*called} == {(case, "flashtile") for case in EVERY}
+    assert capsys.readouterr().out.count("flashtile: failed: no") == len(EVERY)
+    monkeypatch.undo()
+    monkeypatch.setattr(serving, "side_by_side", in_turn)
+    serving.compile_ahead(args, TINY, [PROVIDERS["flashtile-cpu"]])
+    assert capsys.readouterr().out.startswith("compiled ahead in "), "the real calls go well"
+
+
+def test_a_table_of_steps_says_what_has_no_time():
+    cases = [StepCase(step, 16, 2, 128, 64) for step in ("decode", "chunks")]
+    rows = [step_row(cases[0], "flashtile", 0.05), step_row(cases[0], "fa3", 0.04)]
+    rows += [step_row(cases[1], "flashtile", None), step_row(cases[1], "fa3", 0.5)]
+    assert serving.steps_table(table.cells(rows)) == [
+        ["us (speed over fa3)", "decode", "chunks"],
+        ["d128-h16x2 page64", "50.0 (0.80)", "refused"],
+    ]
