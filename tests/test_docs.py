@@ -48,6 +48,7 @@ def test_output_that_differs_is_an_error(tmp_path: Path) -> None:
         run_code(page)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("page", _CODE_PAGES, ids=_name)
 @pytest.mark.usefixtures("unchanged_modules")
 def test_code_runs_and_prints_what_is_shown(page: Path) -> None:

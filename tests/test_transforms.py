@@ -152,6 +152,7 @@ EXTRAS: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dim", [None, 0, -1])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("extra", EXTRAS)

@@ -184,6 +184,7 @@ def test_no_triton_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         builds.jobs("sm_80")
 
 
+@pytest.mark.long
 def test_builds_can_be_imported_without_triton() -> None:
     modules = [f"flashtile.backends.{name}.builds" for name in dispatch.NAMES]
     modules = ["flashtile.builds", *(name for name in modules if importlib.util.find_spec(name))]

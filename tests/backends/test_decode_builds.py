@@ -42,4 +42,6 @@ def test_steps_of_a_server_share_builds(heads: int) -> None:
     made = [launches(*step, heads) for step in steps]
     append, attend = ({host._build_key(each, 0) for each in kernel} for kernel in zip(*made, strict=True))
     assert len(append) == 1
-    assert len(attend) == 2  # with splits and, where there are few pages, without
+    tiles = {each.key[1] for _, each in made}
+    assert len(tiles) == 2
+    assert len(attend) == 2 * len(tiles)  # with splits and, where there are few pages, without

@@ -53,6 +53,7 @@ def test_every_saved_file_is_named():
     assert named == {path.relative_to(results.RESULTS).as_posix() for path in results.RESULTS.rglob("*.jsonl")}
 
 
+@pytest.mark.long
 def test_every_curve_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     rows = suite_rows("forward") + suite_rows("backward") + memory_rows()

@@ -155,6 +155,7 @@ sys.exit(run.main(["cpu", "--providers", "hangs,eager", "--rounds", "2", "--burs
 """
 
 
+@pytest.mark.long
 def test_a_budget_ends_a_run_that_hangs_and_shows_the_rows_before(tmp_path):
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-c", HANGING, "--out", str(out), "--budget-s", "1e6", "--commit", "abc"]

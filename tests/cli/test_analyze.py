@@ -21,6 +21,7 @@ def records(*args):
     return json.loads(result.stdout)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("args", "cells"),
     [

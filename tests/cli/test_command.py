@@ -220,6 +220,7 @@ def test_importing_the_library_loads_no_command() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.long
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flashtile", "explain", "--seqlen", "-1"], capture_output=True, text=True

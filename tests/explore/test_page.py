@@ -134,6 +134,7 @@ def test_the_ladder_is_the_saved_rows() -> None:
         assert tflops in rows[*cell, name]
 
 
+@pytest.mark.long
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     out = tmp_path / "made" / "page.html"
     assert main(["explore", "--no-open", "--out", str(out)]) == 0
@@ -141,6 +142,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(out) in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_command_opens_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 

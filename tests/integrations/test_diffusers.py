@@ -116,6 +116,7 @@ def judge(got: dict[str, Tensor], model: nn.Module, inputs: Inputs) -> None:
     assert_close(got, lambda: run(model, inputs, torch.float64), plain, torch.float32)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("make", "count"), [(flux, 2), (wan, 2), (qwen, 1), (unet, 8), (sd3, 1), (vae, 2)])
 def test_enable_serves_every_attention(make: Callable[[], tuple[nn.Module, Inputs]], count: int) -> None:
     torch.manual_seed(0)
@@ -164,6 +165,7 @@ def test_the_context_manager_of_diffusers_knows_the_name() -> None:
     judge(got, model, inputs)
 
 
+@pytest.mark.long
 def test_compiled_model_calls_the_operator() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -144,6 +144,7 @@ def judge(leaves: dict[str, Tensor], got: dict[str, Tensor], keywords: dict[str,
         assert_close(got, lambda: results(doubled, PYTORCH, keywords), plain, leaves["query"].dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_served_calls_have_pytorchs_numbers(sample: Sample, dtype: torch.dtype) -> None:
@@ -315,6 +316,7 @@ def outcome(call: Callable[[], Any]) -> Any:
     return torch.nested.to_padded_tensor(out, 0.0) if out.is_nested else out
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("reason", "call"), [x[1:] for x in LEFT], ids=[x[0] for x in LEFT])
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_what_is_left_has_a_reason_and_pytorchs_result(reason: str, call: Callable[[], Tensor]) -> None:

@@ -187,6 +187,7 @@ def judge(
         assert_close(got, lambda: results(wide, given), plain, torch.float32)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", [*DECODERS, "bert", "t5", "whisper"])
 def test_forward_and_gradients(name: str, padding: str) -> None:
@@ -197,6 +198,7 @@ def test_forward_and_gradients_of_images() -> None:
     judge(make("vit"), inputs("vit"), 2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_gradient_checkpointing(name: str) -> None:
     """The forward of each layer runs twice."""
@@ -212,6 +214,7 @@ def test_reentrant_and_offloaded_checkpointing() -> None:
         judge(make("mistral"), inputs("mistral", "left"), served, change)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [*DECODERS, "t5", "whisper"])
 def test_generate(name: str, cache: str) -> None:
@@ -369,6 +372,7 @@ def test_packed_sequences_of_several_rows() -> None:
     judge(model, {"input_ids": inputs("mistral")["input_ids"], "position_ids": rows, "use_cache": False}, 2)
 
 
+@pytest.mark.long
 def test_packed_sequences_compiled() -> None:
     """Under torch.compile positions cannot be looked at, but bounds that are given still make a packed call."""
     model, given = make("llama").eval(), packed("llama")

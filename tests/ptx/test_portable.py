@@ -34,6 +34,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("case", "arch"),

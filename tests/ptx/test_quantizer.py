@@ -19,6 +19,7 @@ ARCHS = ("sm_80", "sm_90", "sm_89")
 COMPILED = [(case, ARCHS[i % 3]) for i, case in enumerate(CASES) if case.name != "few pairs"]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "arch"), slow_but(COMPILED, lambda each: each[0].name in ("packed", "some halves")), ids=str

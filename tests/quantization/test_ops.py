@@ -45,6 +45,7 @@ def off(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["causal", "blocks_causal", "mixed_scales", "packed_spare", "everything", "no_keys"])
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, close = call_of(name), torch.allclose
@@ -117,6 +118,7 @@ def test_output_dtypes() -> None:
         assert torch.equal(flashtile.attention(*wide, precision="fp8"), flashtile.attention(*inputs(), precision="fp8"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_whole(backend: str) -> None:
     torch._dynamo.reset()

@@ -106,6 +106,7 @@ def test_gradients_of_some_inputs_and_of_lse_alone() -> None:
     )
 
 
+@pytest.mark.long
 def test_compiles_whole_and_under_func_grad() -> None:
     torch._dynamo.reset()
 

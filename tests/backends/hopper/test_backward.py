@@ -18,6 +18,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge
 
 
+@pytest.mark.one_in(15)
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
 def test_every_variant(name: str) -> None:
@@ -108,6 +109,7 @@ SPLIT = (
 )  # fmt: skip
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("count", "case"), SPLIT, ids=str)
 def test_groups_of_query_heads_split_into_subgroups(count: int, case: Case) -> None:
@@ -136,6 +138,7 @@ def test_few_key_heads_are_split_and_many_are_not() -> None:
         assert count > 1 and (count - 1) * -(-heads // count) < heads
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dims", [(40, 80), (64, 128), (128, 64), (192, 96), (160, 200)], ids=str)
 def test_any_two_widths(dims: tuple[int, int]) -> None:
     case = Case("causal", batch=1, seqlen_q=130, seqlen_k=150, kv_heads=1, head_dim=dims[0], head_dim_v=dims[1],

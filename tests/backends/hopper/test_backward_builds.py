@@ -53,6 +53,7 @@ def _parts(width: int, most: int) -> list[int]:
     return [widest, *_parts(width - widest, most)] if width else []
 
 
+@pytest.mark.long
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("build", CHIEF, ids=_name)
 def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from flashtile.masks import Band
 from flashtile.problem import Precision, Problem, SequenceLayout, Tensors, described
 from tests.backends.hopper.emulated import on_cpu
 from tests.poison import poisoned_memory
+from tests.slow import slow_but
 
 FULL, CAUSAL, WINDOW = Band(), Band(None, 0), Band(40, 3)
 
@@ -148,12 +150,51 @@ def alone(case: Case, problem: Problem, tensors: CacheTensors, b: int) -> tuple[
     return out[0], lse[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_dense_keys(name: str) -> None:
-    case, leaves = CASES[name], LEAVES if name == "packed" else None
+    judge_bits(CASES[name], len(name), LEAVES if name == "packed" else None)
+
+
+@pytest.mark.parametrize("shard", slow_but(range(60), lambda shard: shard < 1))
+def test_bits_of_random_calls(shard: int) -> None:
+    for seed in range(5 * shard, 5 * shard + 5):
+        case = random_case(random.Random(seed))
+        judge_bits(case, seed, LEAVES if case.packed and seed % 2 else None)
+
+
+def random_case(draw: random.Random) -> Case:
+    """Any combination of what a call on the forward may have, of up to 260 keys a sequence."""
+    packed, kv_heads, page_size = draw.random() < 0.5, draw.choice([1, 1, 2]), draw.choice([0, 0, 16, 32, 64, 128, 256])
+    rows, new = draw.choice([1, 33, 64, 65, 130, 150]), draw.choice([0, 0, 1, 9])
+
+    def sequence() -> tuple[int, int]:
+        keys = max(new, draw.choice([0, 1, 64, 128, 129, draw.randint(2, 260)]))
+        return keys if draw.random() < 0.9 else -1, draw.choice([0, 1, 3, 40, rows]) if packed else rows
+
+    return Case(
+        (*(sequence() for _ in range(draw.randint(1, 3))), (draw.randint(20, 260), rows)),
+        heads=kv_heads * draw.choice([1, 2, 3, 8]),
+        kv_heads=kv_heads,
+        head_dim=draw.choice([64, 64, 96, 128, 192, 256]),
+        page_size=page_size,
+        packed=packed,
+        spare=draw.choice([0, 3]) if packed else 0,
+        new=new,
+        table=not page_size and draw.random() < 0.5,
+        one=draw.random() < 0.5,
+        band=draw.choice([FULL, CAUSAL, CAUSAL, WINDOW]),
+        softcap=draw.choice([0.0, 0.0, 5.0]),
+        alibi=draw.random() < 0.3,
+        sinks=draw.random() < 0.3,
+    )
+
+
+def judge_bits(case: Case, seed: int, leaves: tuple[int, int] | None) -> None:
+    """Asserts that each sequence's results are those of its keys in a tensor of their own, or that it is left out."""
     tensors = tensors_of(case)
     problem = problem_of(case, tensors)
-    with on_cpu(seed=len(name)), poisoned_memory():
+    with on_cpu(seed=seed), poisoned_memory():
         lse = run(problem, tensors, leaves)
         at = 0
         for b, (count, rows) in enumerate(case.sequences):

@@ -26,6 +26,7 @@ def test_only_for_hopper() -> None:
     assert len(BUILDS) > 15
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "build",

@@ -131,8 +131,8 @@ def test_boxes_fill_the_parts_of_a_tile() -> None:
     for (block_d, block_dv), config in (*tiles.TWO_WARPGROUPS.items(), ((64, 64), tiles.THREE_WARPGROUPS_64)):
         for varlen in (False, True):
             problem = _problem(block_d, Band(), head_dim_v=block_dv, varlen=varlen)
-            maps = launch._tensor_maps(problem, described_tensors(problem), config)
-            q, k, v, out = (each.box[-1] for each in maps.values())
+            made = launch.forward_launch(problem, described_tensors(problem), config)
+            q, k, v, out = (made.sizes[f"{name}_desc"].box[-1] for name in ("q", "k", "v", "out"))
             assert q == k
             for cols, width in ((q, config.block_d), (v, config.block_dv), (out, config.block_dv)):
                 assert cols.bit_count() == 1 and cols >= 32

@@ -202,7 +202,8 @@ def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGRO
     ``accs`` are multiplied by ``factor`` under the scores' product, or before the warpgroup's turn.
 
     One loop runs over masked and unmasked blocks: where packed probabilities are carried from one loop into another,
-    they are taken apart and put together by 64 byte permutes a step.
+    they are taken apart and put together by 64 byte permutes a step. With the block that a causal mask may cut besides
+    the first in front of the loop, 2048 queries after 4096 keys took 1.2 to 1.3 times as long (H100, 2026-11-25).
     """
     row_max, accs = state.row_max, state.accs
     edge = is_edge(loop, n_block, sizes)
