@@ -84,7 +84,7 @@ def _gradients(arch: str, tensors: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", slow_but(("sm_90", "sm_80"), lambda arch: arch == "sm_90"))
 @pytest.mark.parametrize("value", slow_but((torch.nan, torch.inf), lambda value: value != torch.inf))
 def test_float32_that_is_not_finite_as_compiled(value: float, arch: str) -> None:
@@ -120,7 +120,7 @@ def test_float32_of_any_size_as_compiled(scale: float) -> None:
         assert (scaled[name].double() / factor - want).norm() < 1e-6 * want.norm(), name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", slow_but(("sm_90", "sm_80"), lambda arch: arch == "sm_90"))
 def test_a_compiled_gradient_of_a_large_bias(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MOST_SUMS", 0)

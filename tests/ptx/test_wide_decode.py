@@ -41,7 +41,7 @@ def test_cases_under_the_rule(case: CacheCase, tiles: Config, dtype: torch.dtype
         judge(build(case, dtype), "hopper")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", slow_but((TWO, ONE), (ONE,).__contains__), ids=str)
 def test_a_sequence_alone_and_among_others(tiles: Config) -> None:
     case = CacheCase("alone", ((500, 1, 0), (64, 1, 0), (0, 1, 0), (257, 1, 0)), heads=40, kv_heads=1, head_dim=64)
@@ -49,7 +49,7 @@ def test_a_sequence_alone_and_among_others(tiles: Config) -> None:
         judge_alone(case, torch.bfloat16, "hopper")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_number_of_programs_changes_no_bit() -> None:
     case, results = CacheCase("programs", ((500, 1, 0), (130, 1, 0)), heads=40, kv_heads=1, head_dim=64), []
     for count in (1, 3, 8):

@@ -196,7 +196,7 @@ def test_calls_that_are_never_split(name: str) -> None:
             judge(case, tensors, *run(case, tensors, chosen.splitting))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_compiled_code(page_size: int) -> None:
     """Layouts, swizzles, and races of warps, with several boxes to a block; programs wait for each other's states."""
