@@ -33,6 +33,7 @@ LOW_PRECISION = [c for c in CASES if c.name in {"causal", "window", "everything"
 
 
 # It takes as long as all the others together.
+@pytest.mark.one_in(8)
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", slow_but(CASES, lambda case: case.name != "many_in_a_group"), ids=str)
 def test_the_case_table(case: Case) -> None:
@@ -144,6 +145,7 @@ def test_tiles_in_parts(dims: tuple[int, int]) -> None:
     judge(build(case, torch.float32), "portable")
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("programs", "shares"), [(1, 1), (2, 2), (4, 3), (256, 6)])
 @pytest.mark.parametrize("lengths", [(), ((9, 20), (30, 64))], ids=["dense", "packed"])
@@ -291,6 +293,7 @@ def test_a_partial_result_in_low_precision_is_rounded_once() -> None:
     assert out.dtype == torch.float16 and torch.equal(out, wide.half())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packed", ["queries", "keys"])
 def test_queries_and_keys_have_layouts_of_their_own(packed: str) -> None:
     """One side packed, the other dense, in every kernel: bitwise what both sides packed give."""

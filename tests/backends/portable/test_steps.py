@@ -55,6 +55,7 @@ def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
         judge_rows_without_keys(portable.BACKEND.plan_forward, torch.float16, band)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dropout", "alibi", "dtype"),

@@ -71,6 +71,7 @@ def _call(seqlen: int, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     return out, flashtile.attention(q.double(), k.double(), v.double(), causal=True, backend="cpu", **options)
 
 
+@pytest.mark.long
 def test_the_winner_is_saved_and_the_next_call_runs_with_it(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
