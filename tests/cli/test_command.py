@@ -214,6 +214,7 @@ def test_a_missing_extra_is_named_with_its_remedy(missing: str, command: str) ->
     assert done.stderr == f'flashtile: {missing} is not installed: pip install "flashtile[cli]"\n'
 
 
+@pytest.mark.long
 def test_importing_the_library_loads_no_command() -> None:
     optional = ("typer", "click", "rich", "matplotlib", "flashtile.cli", "flashtile.examples")
     done = _python(f"import flashtile, sys; print([m for m in {optional} if m in sys.modules])")

@@ -282,6 +282,7 @@ def test_errors_of_8_bits_by_another_way(monkeypatch: pytest.MonkeyPatch) -> Non
         assert found[name] == pytest.approx(np.sqrt(((made - exact) ** 2).mean()), rel=1e-3)
 
 
+@pytest.mark.one_in(100)
 @pytest.mark.one_in(17)
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("entry", COMPUTED, ids=lambda entry: entry.name)

@@ -21,6 +21,7 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_imports_work_in_a_fresh_process() -> None:
     code = """
 import importlib.util

@@ -25,6 +25,7 @@ USUAL = [(case, 3) for case in CASES] + [(NAMED[name], world) for name in EVERYW
 OTHERS = [(case, world) for case in CASES for world in (2, 4, 8) if world == 4 or case.name not in EVERYWHERE]
 
 
+@pytest.mark.one_in(16)
 @pytest.mark.one_in(4)
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(

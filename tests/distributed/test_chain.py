@@ -100,6 +100,7 @@ def gradients(
     return got, list(want), chained
 
 
+@pytest.mark.long
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize(("lengths", "layout", "band", "deterministic", "head_dim", "chained"), [
     ((1024,), "zigzag", Band(None, 0), False, 64, [3, 3]),

@@ -15,6 +15,7 @@ from tests.fuzz.drawn import Drawn, Kind
 from tests.slow import slow_but
 
 
+@pytest.mark.one_in(20)
 @pytest.mark.one_in(4)
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["plain", "cached", "quantized", "pieces"])

@@ -10,6 +10,7 @@ from tests.kvcache.cases import CASES, CacheCase, build, judge
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.one_in(3)
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))

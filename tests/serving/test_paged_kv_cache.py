@@ -140,7 +140,7 @@ class Pages(RuleBasedStateMachine):
             assert len(self.cache.pages(sequence)) == -(-len(tokens) // self.cache.page_size)
 
 
-Pages.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+Pages.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
 TestPages = Pages.TestCase
 
 

@@ -18,6 +18,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge
 
 
+@pytest.mark.one_in(50)
 @pytest.mark.one_in(15)
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
@@ -109,6 +110,7 @@ SPLIT = (
 )  # fmt: skip
 
 
+@pytest.mark.one_in(20)
 @pytest.mark.one_in(6)
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("count", "case"), SPLIT, ids=str)

@@ -95,6 +95,7 @@ def test_bits_do_not_depend_on_what_shares_a_tile(case: Case) -> None:
         assert torch.equal(got_lse, lse), config
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("num_sms", slow_but([1, 3, 50], lambda n: n == 3))
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal", "full_256", "varlen_64")], ids=str)

@@ -99,6 +99,7 @@ def _places(spot: Spot) -> tuple[int, int, slice, slice]:
     return starts[0] + spot.row, starts[1] + spot.key, slice(starts[0], ends[0]), slice(starts[1], ends[1])
 
 
+@pytest.mark.one_in(200)
 @pytest.mark.one_in(35)
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout", "dlse"])
