@@ -26,8 +26,6 @@ OTHERS = [(case, world) for case in CASES for world in (2, 4, 8) if world == 4 o
 
 
 @pytest.mark.one_in(16)
-@pytest.mark.one_in(4)
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("case", "world"), [*USUAL, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)], ids=str
 )

@@ -101,7 +101,6 @@ def gradients(
 
 
 @pytest.mark.long
-@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("lengths", "layout", "band", "deterministic", "head_dim", "chained"), [
     ((1024,), "zigzag", Band(None, 0), False, 64, [3, 3]),
     pytest.param((1024,), "zigzag", Band(None, 0), True, 128, [3, 3], marks=pytest.mark.slow),

@@ -16,8 +16,6 @@ from tests.slow import slow_but
 
 
 @pytest.mark.one_in(20)
-@pytest.mark.one_in(4)
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["plain", "cached", "quantized", "pieces"])
 @pytest.mark.parametrize("shard", slow_but(range(20), lambda shard: shard < 1))
 def test_random_calls(shard: int, kind: Kind) -> None:

@@ -11,8 +11,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.one_in(3)
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: CacheCase, dtype: torch.dtype) -> None:

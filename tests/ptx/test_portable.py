@@ -35,7 +35,6 @@ CASES = (
 
 
 @pytest.mark.long
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("case", "arch"),
     slow_but(

@@ -20,7 +20,6 @@ COMPILED = [(case, ARCHS[i % 3]) for i, case in enumerate(CASES) if case.name !=
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "arch"), slow_but(COMPILED, lambda each: each[0].name in ("packed", "some halves")), ids=str
 )

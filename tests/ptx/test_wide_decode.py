@@ -33,8 +33,6 @@ CASES = (
 
 
 @pytest.mark.one_in(20)
-@pytest.mark.one_in(9)
-@pytest.mark.one_in(7)
 @pytest.mark.parametrize("dtype", slow_but((torch.bfloat16, torch.float16), lambda dtype: dtype == torch.bfloat16))
 @pytest.mark.parametrize(("case", "tiles"), CASES, ids=str)
 def test_cases_under_the_rule(case: CacheCase, tiles: Config, dtype: torch.dtype) -> None:

@@ -14,7 +14,6 @@ from tests.slow import named, slow_but
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: CacheCase) -> None:
     judge(build(case, torch.float16), "portable")
@@ -39,7 +38,6 @@ def test_a_sequence_alone_and_among_others(case: CacheCase) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case", slow_but(invariance_cases((0, 15, 17, 65, 150)), named("dense", "pages", "append", "window")), ids=str
 )

@@ -19,8 +19,6 @@ from tests.cases import Case, build, judge
 
 
 @pytest.mark.one_in(50)
-@pytest.mark.one_in(15)
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", backward_tiles.VARIANTS)
 def test_every_variant(name: str) -> None:
     config = backward_tiles.VARIANTS[name]
@@ -111,8 +109,6 @@ SPLIT = (
 
 
 @pytest.mark.one_in(20)
-@pytest.mark.one_in(6)
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("count", "case"), SPLIT, ids=str)
 def test_groups_of_query_heads_split_into_subgroups(count: int, case: Case) -> None:
     used = []

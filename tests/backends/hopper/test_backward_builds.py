@@ -54,7 +54,6 @@ def _parts(width: int, most: int) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(10)
 @pytest.mark.parametrize("build", CHIEF, ids=_name)
 def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
     report = builds.compile_build(build, "sm_90a")

@@ -93,7 +93,6 @@ def _seed(case: Case) -> int:
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_the_case_table(case: Case) -> None:
     with on_cpu(_seed(case)):
@@ -148,8 +147,6 @@ def test_what_broadcasts_along_keys_is_not_read_by_tma() -> None:
 
 
 @pytest.mark.one_in(100)
-@pytest.mark.one_in(30)
-@pytest.mark.one_in(10)
 @pytest.mark.parametrize(("case", "num_sms", "dtype"), MANY_TILES, ids=str)
 def test_many_tiles_a_program(case: Case, num_sms: int, dtype: torch.dtype) -> None:
     with on_cpu(_seed(case) + num_sms, num_sms):

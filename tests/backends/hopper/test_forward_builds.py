@@ -27,7 +27,6 @@ def test_only_for_hopper() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "build",
     slow_but(BUILDS[:USUAL], lambda b: BUILDS.index(b) in QUICK),

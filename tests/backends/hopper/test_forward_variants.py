@@ -96,7 +96,6 @@ def test_bits_do_not_depend_on_what_shares_a_tile(case: Case) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("num_sms", slow_but([1, 3, 50], lambda n: n == 3))
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal", "full_256", "varlen_64")], ids=str)
 def test_the_counter_of_tiles_is_left_at_zero(case: Case, num_sms: int) -> None:

@@ -182,7 +182,6 @@ ONE_SPLIT = {
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", slow_but(ONE_SPLIT, {"pages", "heads"}.__contains__))
 def test_calls_that_are_never_split(name: str) -> None:
     """In the emulator and as compiled: the kernel is the one that stores states of splits, and gets memory for them."""

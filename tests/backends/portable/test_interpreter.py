@@ -34,7 +34,6 @@ LOW_PRECISION = [c for c in CASES if c.name in {"causal", "window", "everything"
 
 # It takes as long as all the others together.
 @pytest.mark.one_in(8)
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", slow_but(CASES, lambda case: case.name != "many_in_a_group"), ids=str)
 def test_the_case_table(case: Case) -> None:
     judge(build(case, torch.float32), "portable")
@@ -146,7 +145,6 @@ def test_tiles_in_parts(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("programs", "shares"), [(1, 1), (2, 2), (4, 3), (256, 6)])
 @pytest.mark.parametrize("lengths", [(), ((9, 20), (30, 64))], ids=["dense", "packed"])
 def test_programs_share_the_heads_of_a_group(

@@ -56,7 +56,6 @@ def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dropout", "alibi", "dtype"),
     [(True, False, torch.float32), (False, True, torch.float32), (True, True, torch.float16)],
