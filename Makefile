@@ -50,8 +50,10 @@ PLAIN_MATH := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA
 test-plain-math: $(VENV)/.dev
 	features="$$($(BIN)/python -c 'import numpy; print(*numpy.show_config("dicts")["SIMD Extensions"]["found"])')" && \
 	export $(PLAIN_MATH) NPY_DISABLE_CPU_FEATURES="$$features" && \
-	$(PYTEST) tests/test_rule.py tests/backends/cpu/test_cpu.py -k 'order_of_summation or test_case and float32' && \
-	TRITON_INTERPRET=1 $(PYTEST) tests/backends/portable/test_interpreter.py -k 'case_table and (bias_scalar or bias_rows)'
+	$(PYTEST) -m 'not gpu and not slow' tests/test_rule.py tests/backends/cpu/test_cpu.py \
+	  -k 'order_of_summation or test_case and float32' && \
+	TRITON_INTERPRET=1 $(PYTEST) -m 'not gpu and not slow' tests/backends/portable/test_interpreter.py \
+	  -k 'case_table and (bias_scalar or bias_rows)'
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
