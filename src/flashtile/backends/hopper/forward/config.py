@@ -205,8 +205,9 @@ def override(config: Config) -> Iterator[None]:
 
 # What tiles cost beside their rows, by times of 76 shapes (H200, 2026-11-24, ``benchmarks/tuning``): the loads and the
 # store of a strip, in blocks of keys; the time of a row of three warpgroups' tiles over that of two, and what is added
-# to it, divided by a tile's blocks of keys.
-_STRIP_BLOCKS, _THIRD_WARPGROUP, _THIRD_WARPGROUP_BLOCKS = 5 / 64, 0.87, 0.25
+# to it, divided by a tile's blocks of keys. Over a cache that is more: 16 prompts of 500 rows took 165 us with three,
+# 149 with two, and 4 x 2048 rows after 4096 keys 1448 and 1647 (H100, 2026-11-25, pages of 64, 64 heads over 8).
+_STRIP_BLOCKS, _THIRD_WARPGROUP, _THIRD_WARPGROUP_BLOCKS, _THIRD_WARPGROUP_CACHED_BLOCKS = 5 / 64, 0.87, 0.25, 0.6
 # Tiles are shared where that promises to take so much less time, in strips of two lengths, each of which takes a
 # build: of packed sequences in the longer ones, and at head_dim 256, where the producer would spill with eight a
 # warpgroup.
@@ -230,7 +231,8 @@ def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, fl
     if left is not None:
         keys = min(keys, left + (right or 0) + 1)
     blocks = max(keys, 1) / config.block_n + 0.5
-    a_row = 1.0 if config.num_warpgroups == 2 else _THIRD_WARPGROUP + _THIRD_WARPGROUP_BLOCKS / blocks
+    more = _THIRD_WARPGROUP_CACHED_BLOCKS if problem.keys.used else _THIRD_WARPGROUP_BLOCKS
+    a_row = 1.0 if config.num_warpgroups == 2 else _THIRD_WARPGROUP + more / blocks
 
     def rows_of(unit: int, heads: int) -> float:
         if varlen:
@@ -304,8 +306,9 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: in
             config, strip, least = other, other_strip, other_cost
     if strip < config.block_m:
         config = shared(config, strip)
-    if is_causal and is_short and dims == (64, 64):
+    if is_causal and is_short and dims == (64, 64) and not problem.keys.used:
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
+        # Over a cache those 16 prompts took 149 us so, and 156 one after the other.
         config = _variant(config, overlap=False)
     if problem.varlen:
         # Beside these, the warp that finds packed tiles has no registers for a counter.
