@@ -16,6 +16,8 @@ TRITON ?= $(shell test "$$(uname)" = Linux && echo 'triton==3.7.1')
 OTHER_TRITONS := 3.6.0 3.9.0
 # What kernels are built for.
 ARCHS := sm_80 sm_89 sm_90a sm_100 sm_120 gfx942 gfx950
+# Of these by the other Tritons.
+OTHER_ARCHS ?= $(ARCHS)
 
 # Processes that tests run in; each takes up to a gigabyte of memory.
 WORKERS ?= auto --maxprocesses 8
@@ -81,7 +83,7 @@ wheel: $(VENV)/.dev
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	$(BIN)/flashtile kernels --arch sm_90a --backend hopper
 	for arch in $(ARCHS); do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
-	for version in $(OTHER_TRITONS); do for arch in $(ARCHS); do \
+	for version in $(OTHER_TRITONS); do for arch in $(OTHER_ARCHS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py \
