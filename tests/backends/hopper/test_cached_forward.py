@@ -207,7 +207,11 @@ def judge_bits(case: Case, seed: int, leaves: tuple[int, int] | None) -> None:
                 continue
             want, want_lse = alone(case, problem, tensors, b)
             assert want.isfinite().all() and (count > 0 or not want.any())
-            assert torch.equal(out, want) and torch.equal(own, want_lse)
+            assert torch.equal(out, want)
+            if count > 0:
+                assert torch.equal(own, want_lse)
+            else:  # a plan without keys copies the sinks, a kernel has them times log2(e)
+                torch.testing.assert_close(own, want_lse, rtol=1e-6, atol=0)
     # Rows that belong to no sequence.
     assert not case.spare or not tensors.out[at:].any()
 
