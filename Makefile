@@ -29,7 +29,7 @@ INTERPRETED := tests/backends/portable tests/backends/vocab tests/backends/decod
 .PHONY: demo test test-long test-all test-plain-math check docs wheel kernels fuzz gpu clean
 
 demo: $(VENV)/.demo
-	$(BIN)/flashtile demo
+	$(BIN)/flashtile-lab demo
 
 # What a change is tried with: every backend, feature and refusal, in a few of their cases where one costs much.
 test: $(VENV)/.dev
@@ -81,10 +81,10 @@ wheel: $(VENV)/.dev
 # every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's. Builds
 # ten kernels of random calls for every target, other ones for each.
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
-	$(BIN)/flashtile kernels --arch sm_90a --backend hopper
-	for arch in $(ARCHS); do $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done
+	$(BIN)/flashtile-lab kernels --arch sm_90a --backend hopper
+	for arch in $(ARCHS); do $(BIN)/flashtile-lab kernels --arch $$arch --quick || exit 1; done
 	for version in $(OTHER_TRITONS); do for arch in $(OTHER_ARCHS); do \
-	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile kernels --arch $$arch --quick || exit 1; done; done
+	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile-lab kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py \
 	    -m 'not slow' -k 'under_the_rule or products_of_8_bits or forgets' || exit 1; done
@@ -105,19 +105,19 @@ fuzz: $(VENV)/.dev
 OUT ?= gpu-results
 BUDGET_S ?= 3600
 gpu:
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu --out '$(OUT)' --budget-s $(BUDGET_S) $(ARGS)
+	PYTHONPATH=src:extras$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu --out '$(OUT)' --budget-s $(BUDGET_S) $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: $(VENV)/bin/python pyproject.toml
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml extras/pyproject.toml
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[cli]'
+	$(BIN)/python -m pip install --quiet -e '.[cli]' -e ./extras
 	touch $@
 
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml extras/pyproject.toml
 	$(BIN)/python -m pip install --quiet '$(TORCH)' $(TRITON)
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -e ./extras
 	touch $@
 
 $(VENV)/triton-%/.done:

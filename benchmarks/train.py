@@ -32,8 +32,8 @@ from benchmarks.providers import PROVIDERS, choose_providers
 from benchmarks.results import Row
 from benchmarks.session import Session, attempt, new_parser, run_command, synchronize
 from benchmarks.table import Table, in_order, to_text
-from flashtile.examples import char_gpt
-from flashtile.examples.char_gpt import Attention, Text
+from flashtile_lab.examples import char_gpt
+from flashtile_lab.examples.char_gpt import Attention, Text
 
 METHODS = {
     "cuda": ("flashtile-hopper", "flashtile-portable", "fa2", "eager"),

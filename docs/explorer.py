@@ -1,11 +1,11 @@
-"""A hook of mkdocs: the explorer's page, as ``flashtile explore`` writes it, becomes a file of the site."""
+"""A hook of mkdocs: the explorer's page, as ``flashtile-lab explore`` writes it, becomes a file of the site."""
 
 from __future__ import annotations
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from flashtile.explore import page
+from flashtile_lab.explore import page
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,7 +1,7 @@
 """Trains a small character GPT on Shakespeare with flashtile's attention, then lets it write.
 
 Run it: python examples/05_train_char_gpt.py --steps 300
-The model is flashtile/examples/char_gpt.py.
+The model is flashtile_lab/examples/char_gpt.py.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from flashtile.examples.char_gpt import CharGPT, GPTConfig, batch_of, loss_of, shakespeare
+from flashtile_lab.examples.char_gpt import CharGPT, GPTConfig, batch_of, loss_of, shakespeare
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Serves a small character GPT over a paged cache, and counts its tokens per second beside two plainer loops.
 
 Run it: python examples/06_serve_char_gpt.py --requests 16
-The server is flashtile/examples/serve_gpt.py, the other loops are flashtile/examples/plain_loops.py.
+The server is flashtile_lab/examples/serve_gpt.py, the other loops are flashtile_lab/examples/plain_loops.py.
 """
 
 import argparse
@@ -10,9 +10,9 @@ import time
 
 import torch
 
-from flashtile.examples.char_gpt import CharGPT, GPTConfig, batch_of, loss_of, shakespeare
-from flashtile.examples.plain_loops import Request, recompute, static_cache
-from flashtile.examples.serve_gpt import Server
+from flashtile_lab.examples.char_gpt import CharGPT, GPTConfig, batch_of, loss_of, shakespeare
+from flashtile_lab.examples.plain_loops import Request, recompute, static_cache
+from flashtile_lab.examples.serve_gpt import Server
 
 TEXT = shakespeare()
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from flashtile import distributed
-from flashtile.examples.char_gpt import CharGPT, GPTConfig, batch_of, shakespeare
+from flashtile_lab.examples.char_gpt import CharGPT, GPTConfig, batch_of, shakespeare
 
 
 def train(rank: int, world: int, length: int, steps: int, meeting: str, losses: mp.SimpleQueue) -> None:

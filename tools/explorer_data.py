@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "extras")]
 
 import torch  # noqa: E402
 
 import flashtile  # noqa: E402
 from benchmarks import page, results, table  # noqa: E402
+from extras.tests.explore.recording import OPS, recording  # noqa: E402
 from flashtile.backends.hopper.forward import config as tiles  # noqa: E402
 from flashtile.problem import described  # noqa: E402
 from tests.backends.hopper.emulated import on_cpu  # noqa: E402
-from tests.explore.recording import OPS, recording  # noqa: E402
 
-DATA = ROOT / "src" / "flashtile" / "explore" / "static" / "data"
+DATA = ROOT / "extras" / "flashtile_lab" / "explore" / "static" / "data"
 SEQLEN, HEAD_DIM, SEED = 512, 128, 0
 
 

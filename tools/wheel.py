@@ -29,7 +29,7 @@ def differences(dist: Path) -> list[str]:
     found += [f"{wheel.name} should not hold {each}" for each in sorted(packed - expected)]
     with tarfile.open(sdist) as archive:
         sources = {each.name.partition("/")[2] for each in archive if each.isfile()}
-    wanted = set().union(*map(files, ("src", "tests", "tools", "docs", "examples"))) | {"pyproject.toml", "LICENSE"}
+    wanted = {"pyproject.toml", "LICENSE"}.union(*map(files, ("src", "extras", "tests", "tools", "docs", "examples")))
     found += [f"{sdist.name} lacks {each}" for each in sorted(wanted - sources)]
     print(f"{wheel.name}: {len(packed)} files, {wheel.stat().st_size >> 10} KiB; {sdist.name}: {len(sources)} files")
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from flashtile.explore import write  # noqa: E402
+from flashtile_lab.explore import write  # noqa: E402
 from tests.browser import Scheme, browser  # noqa: E402
 
 # File, width of the window, colours, the figures shown one below the other.

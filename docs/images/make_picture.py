@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import flashtile
-from flashtile.examples.char_gpt import standard_attention
+from flashtile_lab.examples.char_gpt import standard_attention
 
 HERE = Path(__file__).resolve().parent
 ROWS, PICTURE = HERE / "attention.json", HERE / "attention.png"

@@ -20,7 +20,7 @@ from torch import Tensor
 from flashtile import dispatch
 from flashtile.arguments import Grads
 from flashtile.backends.base import Direction
-from flashtile.backends.build import described_tensors
+from flashtile.backends.described import described_tensors
 from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as portable
 from flashtile.backends.portable.backward import config as backward

@@ -18,13 +18,13 @@ import flashtile
 from flashtile import InvalidInputError, dispatch, ops
 from flashtile.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values, without_data
 from flashtile.backends.base import FEATURES
-from flashtile.backends.hopper import builds as hopper_builds
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.forward import launch as forward_launch
-from flashtile.backends.portable import builds as portable_builds
 from flashtile.families import family_of
 from flashtile.masks import Band
 from flashtile.problem import Problem, _Short
+from flashtile_lab.kernels import hopper as hopper_builds
+from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks import results, train
 from benchmarks.session import OUT_OF_TIME, Session
 from benchmarks.timing import Deadline
-from flashtile.examples.char_gpt import shakespeare
+from flashtile_lab.examples.char_gpt import shakespeare
 
 CPU = torch.device("cpu")
 TINY = train.Recipe("loss", seqlen=16, batch=2, num_layers=1, num_heads=2, d_model=16, steps=6, learning_rate=5e-3)

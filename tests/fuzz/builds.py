@@ -10,10 +10,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashtile import builds
-from flashtile.backends.build import ARCHS, KernelBuild
-from flashtile.backends.hopper import builds as hopper
 from flashtile.backends.launch import specialise
+from flashtile_lab.kernels import hopper as hopper
+from flashtile_lab.kernels import report as builds
+from flashtile_lab.kernels.build import ARCHS, KernelBuild
 from tests.fuzz.drawn import Drawn
 from tests.fuzz.launches import Started, started
 

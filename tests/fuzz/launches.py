@@ -21,7 +21,6 @@ from flashtile import dispatch, ops
 from flashtile.arguments import FLOAT8, Tensors
 from flashtile.backends import host
 from flashtile.backends.base import Backend, Chain, Direction, Gradients
-from flashtile.backends.build import traits
 from flashtile.backends.launch import Launch
 from flashtile.kvcache import ops as cached_ops
 from flashtile.kvcache.arguments import CacheTensors, read
@@ -32,6 +31,7 @@ from flashtile.quantization.arguments import QuantizedOptions, QuantizedTensors
 from flashtile.quantization.plain import Inputs
 from flashtile.quantization.problem import problem_of as quantized_problem
 from flashtile.states import Partial
+from flashtile_lab.kernels.build import traits
 from tests.cases import Case, build, gradient_of
 from tests.fuzz.drawn import Drawn
 from tests.kvcache import cases as kvcache

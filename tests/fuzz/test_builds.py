@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from flashtile.backends.build import ARCHS
+from flashtile_lab.kernels.build import ARCHS
 from tests.cases import Case
 from tests.fuzz import builds
 from tests.fuzz.drawn import ENDLESS, Drawn, Pieces, draw

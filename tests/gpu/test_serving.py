@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.examples.plain_loops import recompute
-from flashtile.examples.serve_gpt import Server
+from extras.tests.test_serve_gpt import asked, made
 from flashtile.serving import PagedKVCache
-from tests.serving.test_serve_gpt import asked, made
+from flashtile_lab.examples.plain_loops import recompute
+from flashtile_lab.examples.serve_gpt import Server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

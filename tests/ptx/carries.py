@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, code_generator, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flashtile.backends.build import ARCHS, KernelBuild
+from flashtile_lab.kernels.build import ARCHS, KernelBuild
 
 Place = tuple[str, int, str, tuple[str, ...]]
 

@@ -8,10 +8,10 @@ import pytest
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile import builds
-from flashtile.backends.build import KernelBuild
-from flashtile.backends.hopper import builds as hopper
-from flashtile.backends.portable import builds as portable
+from flashtile_lab.kernels import hopper as hopper
+from flashtile_lab.kernels import portable as portable
+from flashtile_lab.kernels import report as builds
+from flashtile_lab.kernels.build import KernelBuild
 from tests.ptx.carries import not_carried
 
 

@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from flashtile import builds
 from flashtile.arguments import without_data
 from flashtile.backends.launch import Launch
-from flashtile.backends.portable import builds as portable_builds
 from flashtile.backends.portable.config import SHARED_BYTES, Config
 from flashtile.backends.portable.quantized.config import choose
 from flashtile.masks import Band
+from flashtile_lab.kernels import portable as portable_builds
+from flashtile_lab.kernels import report as builds
 from tests.quantization.cases import CASES, QuantizedCase, build
 from tests.slow import slow_but
 

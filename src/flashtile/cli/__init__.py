@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
-# The packages of the extra, and those that Typer depends on.
+# The packages of the extra, those that Typer depends on, and what flashtile-lab's commands need besides.
 _EXTRA = ("typer", "click", "rich", "matplotlib")
+# Commands of flashtile-lab, by which some know flashtile.
+_OF_LAB = ("demo", "analyze", "explore", "reproduce", "kernels")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,15 +22,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for invalid input or too little memory, 130 when interrupted, and 1 if one of the command's
         checks fails.
     """
-    try:
-        from flashtile.cli.app import run
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0] in _OF_LAB:
+        where = f"pip install ./extras (in flashtile's repository), then flashtile-lab {words[0]}"
+        print(f"flashtile: {words[0]} is a command of flashtile-lab: {where}", file=sys.stderr)
+        return 2
+    return start("flashtile.cli.app", "flashtile", '"flashtile[cli]"', words)
 
-        return run(sys.argv[1:] if arguments is None else list(arguments))
+
+def start(module: str, name: str, package: str, arguments: list[str]) -> int:
+    """Runs the ``app`` of a module; if a package is missing, one line says what brings it.
+
+    Args:
+        module: The module with the commands.
+        name: What they are called by.
+        package: What pip installs, with all that they need.
+        arguments: The words after the name.
+    """
+    try:
+        from flashtile.cli.run import run
+
+        return run(importlib.import_module(module).app, name, arguments)
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
-        print(f'flashtile: {missing} is not installed: pip install "flashtile[cli]"', file=sys.stderr)
+        print(f"{name}: {missing} is not installed: pip install {package}", file=sys.stderr)
         return 2

@@ -10,16 +10,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flashtile import builds
-from flashtile.backends.build import KernelBuild
 from flashtile.masks import Band
 from flashtile.problem import described
+from flashtile_lab.kernels import report as builds
+from flashtile_lab.kernels.build import KernelBuild
 from tests.slow import slow_but
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.backends.hopper import builds as hopper_builds
 from flashtile.backends.hopper.backward import config as backward_tiles
+from flashtile_lab.kernels import hopper as hopper_builds
 
 BUILDS = [build for build in hopper_builds.builds("sm_90a") if build.direction.startswith("backward")]
 SWEEPS = [build for build in BUILDS if build.name == "attention_backward"]

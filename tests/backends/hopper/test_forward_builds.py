@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from flashtile import builds
-from flashtile.backends.build import KernelBuild
+from flashtile_lab.kernels import report as builds
+from flashtile_lab.kernels.build import KernelBuild
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.backends.hopper import builds as hopper_builds
 from flashtile.backends.hopper.forward import config as tiles
+from flashtile_lab.kernels import hopper as hopper_builds
 from tests.slow import slow_but
 
 BUILDS = hopper_builds.builds("sm_90a")

@@ -11,13 +11,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.backends.build import described_tensors
+from flashtile.backends.described import described_tensors
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.builds import _problem
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
+from flashtile_lab.kernels.hopper import _problem
 
 
 def _address(coordinate: tuple[int, ...], strides: list[int]) -> int:

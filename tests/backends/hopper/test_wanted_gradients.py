@@ -13,11 +13,11 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.arguments import GRADIENTS, Grads
 from flashtile.backends import hopper, host
-from flashtile.backends.build import described_tensors
+from flashtile.backends.described import described_tensors
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.workspace import Workspace
-from flashtile.backends.hopper.builds import _problem
 from flashtile.masks import Band
+from flashtile_lab.kernels.hopper import _problem
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge
 from tests.slow import slow_but

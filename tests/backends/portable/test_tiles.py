@@ -8,12 +8,12 @@ import torch
 from flashtile.backends.portable import BACKEND
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
-from flashtile.backends.portable.builds import builds
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
 from flashtile.masks import Band
 from flashtile.problem import Problem, SequenceLayout
+from flashtile_lab.kernels.portable import builds
 from tests.cases import Case, build
 
 ARCHS = [*tiles.SHARED_BYTES]

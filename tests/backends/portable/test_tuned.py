@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashtile import builds as all_builds
 from flashtile import dispatch, tuning
 from flashtile.backends.base import Build
-from flashtile.backends.portable import BACKEND, builds, tuned
+from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.config import Config
@@ -24,6 +23,8 @@ from flashtile.backends.portable.forward import config as forward
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, described
+from flashtile_lab.kernels import portable as builds
+from flashtile_lab.kernels import report as all_builds
 
 CAUSAL, NEW = Band(None, 0), Config(32, 128, 8, 2, tma=True)
 CAPABILITIES = {"sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}

@@ -112,9 +112,9 @@ class _Backend:
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         from flashtile.backends import host
-        from flashtile.backends.hopper import builds
+        from flashtile.backends.hopper.launches import launches
 
-        return host.builds(builds.launches(problem, tensors, direction))
+        return host.builds(launches(problem, tensors, direction))
 
 
 BACKEND = _Backend()

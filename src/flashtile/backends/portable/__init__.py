@@ -173,9 +173,9 @@ class PortableBackend:
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""
         from flashtile.backends import host
-        from flashtile.backends.portable import builds
+        from flashtile.backends.portable.launches import launches
 
-        return host.builds(builds.launches(problem, tensors, direction))
+        return host.builds(launches(problem, tensors, direction))
 
 
 def _needs_widening(problem: Problem) -> bool:

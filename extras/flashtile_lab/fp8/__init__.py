@@ -1,0 +1,1 @@
+"""What 8 bits cost in exactness: errors measured, and the kernels' roundings in plain PyTorch."""

@@ -1,0 +1,97 @@
+"""The kernels of cached calls that are built without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.backends.decode.config import choose
+from flashtile.backends.decode.launch import append_launch, attention_launch
+from flashtile.backends.launch import Launch
+from flashtile.kvcache.arguments import CacheTensors
+from flashtile.masks import Band
+from flashtile.problem import Precision, Problem, SequenceLayout, described
+from flashtile_lab.kernels.build import KernelBuild, kernel_builds
+
+_FLOAT8, _BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def launches(problem: Problem, tensors: CacheTensors) -> dict[str, Launch]:
+    """The kernels of a cached call by name, in the order in which they run."""
+    made = {"cache_append": append_launch(problem, tensors)} if tensors.k is not None else {}
+    return made | {"cache_attention": attention_launch(problem, tensors, choose(problem), num_sms=132)}
+
+
+def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild]:
+    """Every kernel: the usual head dims, pages, and each feature once."""
+    calls: list[dict[str, Any]] = [
+        {},
+        {"page_size": 16},
+        {"head_dim": 64, "num_heads_q": 64},
+        {"head_dim": 256, "num_heads_q": 16},
+        {"kv": _FLOAT8},
+        {"kv": _FLOAT8, "page_size": 64, "scales": True},
+        {"seqlen_q": 512, "appends": True},
+        {"packed": True, "page_size": 16, "appends": True},
+        {"dtype": torch.float32},
+        {"softcap": 30.0, "alibi": True, "sinks": True, "band": Band(128, 0), "page_size": 16, "appends": True},
+    ]
+    made: list[KernelBuild] = []
+    for call in calls:
+        problem, tensors = described_call(capability, **call)
+        made += kernel_builds(backend, "decode", problem, launches(problem, tensors))
+    return made
+
+
+def described_call(
+    capability: tuple[int, int] | None,
+    *,
+    head_dim: int = 128,
+    num_heads_q: int = 32,
+    seqlen_q: int = 1,
+    page_size: int = 0,
+    dtype: torch.dtype = _BF16,
+    kv: torch.dtype | None = None,
+    packed: bool = False,
+    appends: bool = False,
+    scales: bool = False,
+    **values: Any,
+) -> tuple[Problem, CacheTensors]:
+    """A cached call of 8 sequences of up to 8192 keys of 8 heads, and its tensors on the meta device."""
+    batch, capacity, heads, kv = 8, 8192, 8, kv or dtype
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    rows = (batch * seqlen_q,) if packed else (batch, seqlen_q)
+    lengths, bounds = empty(batch, of=torch.int32), empty(batch + 1, of=torch.int32) if packed else None
+    entries = (batch * capacity // page_size, page_size) if page_size else (batch, capacity)
+    q, cache, new = empty(*rows, num_heads_q, head_dim), empty(*entries, heads, head_dim, of=kv), None
+    table = empty(batch, capacity // page_size, of=torch.int32) if page_size else None
+    scale = empty(entries[0], heads, of=torch.float32) if scales else None
+    if appends:
+        new = empty(*rows, heads, head_dim)
+    angles = empty(capacity, head_dim // 2, of=torch.float32) if appends else None
+    problem = described(
+        device_type="cuda",
+        compute_capability=capability,
+        precision=Precision(dtype, kv, dtype, dtype),
+        batch=batch,
+        queries=SequenceLayout(seqlen_q, packed),
+        keys=SequenceLayout(capacity, used=True, page_size=page_size),
+        num_heads_q=num_heads_q,
+        num_heads_kv=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        softmax_scale=head_dim**-0.5,
+        **{"band": Band(None, 0), **values},
+    )
+    tensors = CacheTensors(
+        out=q, q=q, k_cache=cache, v_cache=cache, cache_seqlens=lengths, page_table=table, k=new, v=new,
+        rotary_cos=angles, rotary_sin=angles, k_scale=scale, v_scale=scale, cu_seqlens_q=bounds,
+        cu_seqlens_k_new=bounds if appends else None,
+        alibi_slopes=empty(num_heads_q, of=torch.float32) if problem.alibi else None,
+        sinks=empty(num_heads_q, of=torch.float32) if problem.sinks else None,
+    )  # fmt: skip
+    return problem, tensors

@@ -1,0 +1,259 @@
+"""The Hopper kernels in the configurations worth watching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.arguments import FLOAT8, Grads
+from flashtile.backends.base import Direction
+from flashtile.backends.described import described_quantized, described_tensors
+from flashtile.backends.hopper.launches import launches
+from flashtile.masks import Band
+from flashtile.problem import Precision, Problem, described
+from flashtile_lab.kernels.build import KernelBuild, kernel_builds
+
+_FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
+_NO_SPILL = {"attention_forward": 0}
+_EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
+
+
+def builds(arch: str) -> list[KernelBuild]:
+    """The forward: both masks at the usual head dims, long and short, then each feature; bf16 if not said.
+
+    Packed sequences under a causal mask attend to themselves. Of two lengths that differ by one, edges of the mask lie
+    anywhere. Of the tiles that consist of parts, those of the head dims in use. Then the backward likewise.
+    """
+    if arch != "sm_90a":
+        return []
+    made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")] + _joining_builds()
+    made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
+    made += _adding_builds()
+    # The kernels before and after the main one do not know the mask.
+    rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
+    rows.append(_problem(192, _FULL, head_dim_v=128))
+    rows.append(_wanting(128, "kv"))
+    made += [build for problem in rows for build in builds_of(problem, "backward")[::2]]
+    made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("subgroups",))[1::2]]
+    made += _decode_builds()
+    return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
+
+
+def _decode_builds() -> list[KernelBuild]:
+    """The decode of wide groups: 71 heads over one, and pages that are smaller than a block."""
+    from flashtile.backends.hopper.decode import config, launch
+    from flashtile_lab.kernels.decode import described_call
+
+    calls: list[dict[str, Any]] = [*({"head_dim": dim, "num_heads_q": 568} for dim in (128, 64, 256))]
+    made: list[KernelBuild] = []
+    for call in [*calls, {"seqlen_q": 4, "num_heads_q": 64, "page_size": 16}]:
+        problem, tensors = described_call((9, 0), **call)
+        wide = launch.wide_launch(problem, tensors, config.tiles(problem), 132)
+        made += kernel_builds("hopper", "decode", problem, {"wide_cache_attention": wide}, limits(problem))
+    return made
+
+
+def builds_of(problem: Problem, direction: Direction, more: tuple[str, ...] = ()) -> list[KernelBuild]:
+    """The builds of a direction of one problem; ``more`` as in ``kernel_builds``."""
+    tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
+    return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits(problem), more)
+
+
+def limits(problem: Problem) -> dict[str, int]:
+    """Most bytes that a thread of each kernel may spill."""
+    return {
+        "attention_quantized": _quantized_limit(problem),
+        "attention_forward": _forward_limit(problem),
+        "attention_backward": _backward_limit(problem),
+        # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
+        "wide_cache_attention": 128,
+    }
+
+
+def _quantized_problems() -> list[Problem]:
+    """8-bit calls: both masks at the usual head dims, then features."""
+    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16, FLOAT8), "needs_grad": False}
+    features: list[tuple[int, Band, dict[str, Any]]] = [
+        *((dim, band, {}) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)),
+        (128, _WINDOW, {"varlen": True, "sinks": True, "num_heads_q": 32}),
+        (64, _CAUSAL, {"softcap": 30.0}),
+    ]
+    return [_problem(dim, band, **precision, **used) for dim, band, used in features]
+
+
+def _usual() -> list[Problem]:
+    usual = [_problem(dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
+    return usual + [_problem(dim, band, seqlen_q=512) for dim in (128, 64) for band in (_FULL, _CAUSAL)]
+
+
+def _forward_problems() -> list[Problem]:
+    in_parts = [
+        _problem(dim, band, head_dim_v=dim_v)
+        for dim, dim_v in ((96, 96), (192, 192), (192, 128))
+        for band in (_FULL, _CAUSAL)
+    ]
+    features: list[tuple[Band, dict[str, Any]]] = [
+        (_CAUSAL, {"dtype": torch.float16}),
+        (_CAUSAL, {"seqlen_k": 8193}),
+        (_WINDOW, {}),
+        (_CAUSAL, {"varlen": True}),
+        (_FULL, {"varlen": True}),
+        (_WINDOW, _EVERYTHING),
+    ]
+    others = [_problem(dim, band, **used) for dim in (64, 128, 256) for band, used in features]
+    wide = ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))
+    wide_problems = [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING) for dim, dim_v in wide]
+    mods = [*_with_mods(64, 128), _problem(256, _CAUSAL, alibi=True)]
+    return _usual() + in_parts + others + wide_problems + mods + _shared_problems()
+
+
+def _shared_problems() -> list[Problem]:
+    """Calls of few queries, whose tiles the heads of a group share."""
+    kinds: list[tuple[Band, dict[str, Any]]] = [
+        (_FULL, {"seqlen_q": 33}),
+        (_CAUSAL, {"seqlen_q": 40}),
+        (_CAUSAL, {"seqlen_q": 64, "varlen": True}),
+        (_WINDOW, {"seqlen_q": 64} | _EVERYTHING),
+    ]
+    group: dict[str, Any] = {"num_heads_q": 28, "num_heads_kv": 4, "seqlen_k": 2000}
+    return [_problem(dim, band, **group | used) for dim in (128, 64, 256) for band, used in kinds]
+
+
+def _joining_builds() -> list[KernelBuild]:
+    """The forward to and from partial results (``states.Partial``)."""
+    from flashtile.backends.hopper.forward import config, launch
+
+    made = []
+    for dim, out_dtype in ((128, torch.float32), (64, torch.float32), (256, torch.float32), (128, torch.bfloat16)):
+        problem = _problem(dim, _CAUSAL).but(out_dtype=out_dtype)
+        joining = launch.forward_launch(problem, described_tensors(problem), config.choose(problem), is_joined=True)
+        made += kernel_builds("hopper", "forward", problem, {"attention_forward": joining}, _NO_SPILL, ("partial",))
+    return made + builds_of(_problem(128, _CAUSAL).but(out_dtype=torch.float32), "forward")
+
+
+def _adding_builds() -> list[KernelBuild]:
+    """The backward to float32 gradients and to sums of them, most of all of packed sequences: a step of a chain."""
+    from flashtile.backends.hopper.backward import config, launch
+
+    made = []
+    packed: list[tuple[int, Band, dict[str, Any]]] = [(dim, _CAUSAL, {"varlen": True}) for dim in (128, 64, 256)]
+    others: list[tuple[int, Band, dict[str, Any]]] = [
+        (192, _CAUSAL, {"varlen": True, "head_dim_v": 128}),
+        (128, _FULL, {"varlen": True}),
+        (128, _CAUSAL, {"varlen": True, "deterministic": True}),
+        (128, _CAUSAL, {}),
+    ]
+    for dim, band, used in packed + others:
+        problem = _problem(dim, band, **used).but(grad_dtype=torch.float32)
+        tensors = described_tensors(problem)
+        sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
+        by_name = {name: each for name, each in zip(_BACKWARD, sums, strict=True) if each is not None}
+        made += kernel_builds("hopper", "backward", problem, by_name, limits(problem), ("sums",))
+        if used == {"varlen": True} and band is _CAUSAL:
+            chained = launch.chain_launches(
+                problem, tensors, tensors.q, None, config.choose(problem), True, False, False
+            )
+            by_name = {"attention_backward": chained[1]}
+            made += kernel_builds("hopper", "backward", problem, by_name, limits(problem), ("sums", "chain"))
+        if used == {"varlen": True}:
+            made += builds_of(problem, "backward")[1:]
+    return made
+
+
+def _backward_problems() -> list[Problem]:
+    features: list[tuple[Band, dict[str, Any]]] = [
+        (_CAUSAL, {"dtype": torch.float16}),
+        (_WINDOW, {}),
+        (_CAUSAL, {"varlen": True, "deterministic": True}),
+        (_WINDOW, {"varlen": True, "softcap": 30.0}),
+    ]
+    others = [_problem(dim, band, **used) for dim in (128, 64, 256) for band, used in features]
+    for dim, dim_v in ((96, 96), (192, 192), (192, 128), (160, 160)):
+        others += [_problem(dim, band, head_dim_v=dim_v) for band in (_FULL, _CAUSAL)]
+        others += [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING | more) for more in ({}, {"mask": True})]
+    some = ((128, "q"), (64, "kv"), (256, "v"), (256, "q"), (256, "kv"), (64, "q"), (128, "kv"))
+    return _usual() + others + _with_mods(128, 64, 256) + [_wanting(dim, names) for dim, names in some]
+
+
+def _split_problems() -> list[Problem]:
+    """Groups of query heads that are split: of one key head."""
+    kinds: list[tuple[Band, dict[str, Any]]] = [(_FULL, {}), (_CAUSAL, {"varlen": True, "deterministic": True})]
+    one: dict[str, Any] = {"num_heads_kv": 1, "seqlen_q": 2048}
+    return [_problem(dim, band, **one, **used) for dim in (128, 64, 256) for band, used in kinds]
+
+
+def _wanting(head_dim: int, names: str) -> Problem:
+    """A call that wants the gradients of some of q, k and v."""
+    return _problem(head_dim, _CAUSAL, grads=Grads(*(name in names for name in "qkv")))
+
+
+def _with_mods(*dims: int) -> list[Problem]:
+    """ALiBi on one side and on both, bias and mask, and all of them with everything else."""
+    both: dict[str, Any] = {"bias_dtype": torch.bfloat16, "mask": True}
+    kinds: list[tuple[Band, dict[str, Any]]] = [
+        (_CAUSAL, {"alibi": True}),
+        (_FULL, {"alibi": True}),
+        (_FULL, both),
+        (_WINDOW, _EVERYTHING | {"alibi": True} | both),
+    ]
+    return [_problem(dim, band, **features) for dim in dims for band, features in kinds]
+
+
+def _problem(head_dim: int, band: Band, **values: Any) -> Problem:
+    seqlen = values.pop("seqlen_q", 8192)
+    usual: dict[str, Any] = {
+        "device_type": "cuda",
+        "compute_capability": (9, 0),
+        "dtype": torch.bfloat16,
+        "batch": 2,
+        "seqlen_q": seqlen,
+        "seqlen_k": values.pop("seqlen_k", seqlen),
+        "num_heads_q": 8,
+        "num_heads_kv": 8,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+        "band": band,
+        "softmax_scale": head_dim**-0.5,
+        "needs_grad": True,
+    }
+    return described(**usual | values)
+
+
+def _is_new_triton() -> bool:
+    """Whether it is Triton 3.9 or later, which spills more."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+
+def _forward_limit(problem: Problem) -> int:
+    """No spill; on Triton 3.9 32 to 64 bytes where a window meets every feature (measured 2026-11-20).
+
+    With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23).
+    """
+    has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
+    return (160 if problem.head_dim == 160 else 64) if has_mods or _is_new_triton() else 0
+
+
+def _quantized_limit(problem: Problem) -> int:
+    """Bytes that a thread of the 8-bit forward may spill, outside of loops but for head_dim 256 (2026-11-23).
+
+    Triton 3.6.0 and 3.7.1: none at head_dim 128, 24 with a window; 8 with a band at 64; at 256, where the output takes
+    128 registers and scores 64, 88 and with a band 176. Triton 3.9.0: up to 40, at 256 up to 264.
+    """
+    return 272 if max(problem.head_dim, problem.head_dim_v) > 128 else 40 if _is_new_triton() else 32
+
+
+def _backward_limit(problem: Problem) -> int:
+    """Bytes that a thread of the backward may spill: indices computed ahead of all loops.
+
+    dk, dv and two blocks of scores take 192 of the 240 registers. Measured (2026-11-22), Triton 3.7.1: at most 40 bytes
+    up to head_dim 192; at 256 with bias and mask up to 168. Triton 3.9.0: up to 88 at 64, up to 14 instructions of a
+    loop; 128 at 128 with a softcap.
+    """
+    reads_pairs = problem.mask or problem.bias_dtype is not None
+    has_softcap = problem.softcap > 0 and 64 < problem.head_dim <= 128
+    usual = 192 if reads_pairs and problem.head_dim > 192 else 128 if has_softcap else 64
+    return usual + 64 if _is_new_triton() else usual

@@ -1,0 +1,105 @@
+"""The portable kernels in a fixed list of configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashtile.arguments import FLOAT8
+from flashtile.backends.base import Direction
+from flashtile.backends.described import described_quantized, described_tensors
+from flashtile.backends.portable.launches import launches
+from flashtile.masks import Band
+from flashtile.problem import Precision, Problem, described
+from flashtile_lab.kernels.build import ARCHS, KernelBuild, kernel_builds
+
+_FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+
+
+def builds(arch: str) -> list[KernelBuild]:
+    """Every kernel: both masks at the three usual head dims, then each feature once; bf16 unless said otherwise.
+
+    sm_89 differs from sm_80 where numbers have 8 bits.
+    """
+    if arch not in ARCHS:
+        return []
+    from flashtile_lab.kernels import decode, quantizer
+
+    capability = ARCHS[arch].compute_capability
+    rounding = quantizer.builds("portable", capability)
+    if arch == "sm_89":
+        return _quantized(arch) + rounding
+
+    usual = [_problem(arch, dim, band) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
+    others = [
+        _problem(arch, 128, _CAUSAL, dtype=torch.float16),
+        _problem(arch, 64, _CAUSAL, dtype=torch.float32),
+        _problem(arch, 96, _WINDOW, head_dim_v=80),
+        _problem(arch, 128, _CAUSAL, varlen=True, num_heads_q=32),
+        _problem(arch, 64, _FULL, mask=True, bias_dtype=torch.bfloat16, bias_grad=True, sinks=True),
+        _problem(arch, 64, _CAUSAL, softcap=30.0, alibi=True, dropout_p=0.1),
+        _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
+    ]
+    short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)
+    small_bias = _problem(arch, 32, _FULL, bias_dtype=torch.bfloat16, bias_grad=True, seqlen_q=384, seqlen_k=384)
+    made = [
+        build
+        for problem in usual + others
+        for direction in ("forward", "backward")
+        for build in builds_of(problem, direction)
+    ]
+    made += builds_of(small_bias, "backward")[-1:]  # dq, which adds to dbias
+    made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", capability)
+    made += rounding
+    return made + _quantized(arch) if (capability or (0, 0)) >= (8, 9) else made
+
+
+def _quantized(arch: str) -> list[KernelBuild]:
+    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16, FLOAT8), "needs_grad": False}
+    problems = [_problem(arch, dim, band, **precision) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
+    problems += [
+        _problem(arch, 96, _WINDOW, head_dim_v=80, sinks=True, **precision),
+        _problem(arch, 128, _CAUSAL, varlen=True, num_heads_q=32, **precision),
+        _problem(arch, 64, _CAUSAL, softcap=30.0, **precision),
+    ]
+    return [build for problem in problems for build in builds_of(problem, "quantized")]
+
+
+def _adding_builds(arch: str) -> list[KernelBuild]:
+    """The backward of packed sequences to sums in float32."""
+    from flashtile.backends.portable.backward import launch
+
+    made = []
+    for dim in (128, 64):
+        problem = _problem(arch, dim, _CAUSAL, varlen=True).but(grad_dtype=torch.float32)
+        tensors = described_tensors(problem)
+        sums = launch.launches(problem, tensors, tensors.q, None, adds=True)
+        del sums["prepare_rows"]
+        made += kernel_builds("portable", "backward", problem, sums, more=("sums",))
+    return made
+
+
+def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
+    """The builds of a direction of one problem."""
+    tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
+    return kernel_builds("portable", direction, problem, launches(problem, tensors, direction))
+
+
+def _problem(arch: str, head_dim: int, band: Band, **values: Any) -> Problem:
+    usual: dict[str, Any] = {
+        "device_type": "cuda",
+        "compute_capability": ARCHS[arch].compute_capability,
+        "dtype": torch.bfloat16,
+        "batch": 2,
+        "seqlen_q": 1024,
+        "seqlen_k": 1024,
+        "num_heads_q": 8,
+        "num_heads_kv": 8,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+        "band": band,
+        "softmax_scale": head_dim**-0.5,
+        "needs_grad": True,
+    }
+    return described(**usual | values)

@@ -1,0 +1,5 @@
+"""Where ``flashtile.analysis`` went."""
+
+raise ModuleNotFoundError(
+    "flashtile.analysis is flashtile_lab.analysis now: pip install ./extras in flashtile's repository", name=__name__
+)

@@ -1,0 +1,33 @@
+"""The Hopper kernels of a call, so that they can be built before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtile.backends.base import Direction
+from flashtile.backends.launch import Launch
+from flashtile.problem import Problem
+
+_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
+
+
+def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
+    """The kernels of a direction of a call, by name, in the order in which they run."""
+    if direction == "quantized":
+        from flashtile.backends.hopper.quantized import config as quantized_config
+        from flashtile.backends.hopper.quantized import launch as quantized
+
+        tiles = quantized_config.choose(problem)
+        return {"attention_quantized": quantized.quantized_launch(problem, tensors, tiles)}
+    if direction == "forward":
+        from flashtile.backends.hopper import tensor_maps
+        from flashtile.backends.hopper.forward import config, launch
+
+        chosen = config.choose(problem, tensor_maps.pair_bytes(tensors), tensors.q.shape[-3])
+        return {"attention_forward": launch.forward_launch(problem, tensors, chosen)}
+    from flashtile.backends.hopper.backward import config as backward_config
+    from flashtile.backends.hopper.backward import launch as backward_launch
+
+    dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
+    made = backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
+    return {name: launch for name, launch in zip(_BACKWARD, made, strict=True) if launch is not None}

@@ -1,0 +1,27 @@
+"""The portable kernels of a call, so that they can be built before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtile.backends.base import Direction
+from flashtile.backends.launch import Launch
+from flashtile.problem import Problem
+
+
+def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
+    """The kernels of a direction of a call, by name, in the order in which they run."""
+    if direction == "quantized":
+        from flashtile.backends.portable.quantized import config as quantized_config
+        from flashtile.backends.portable.quantized import launch as quantized
+
+        tiles = quantized_config.choose(problem)
+        return {"attention_quantized": quantized.quantized_launch(problem, tensors, tiles)}
+    if direction == "forward":
+        from flashtile.backends.portable.forward import config, launch
+
+        return {"attention_forward": launch.forward_launch(problem, tensors, config.choose(problem))}
+    from flashtile.backends.portable.backward import launch as backward_launch
+
+    dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
+    return backward_launch.launches(problem, tensors, dout, None)

@@ -1,1 +1,0 @@
-"""``flashtile demo``: exactness, memory, time and training on the machine it runs on, and a report of them."""
