@@ -28,7 +28,7 @@ from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 
-WITHOUT_PAIRS = [case for case in CASES if case.mask is None and case.bias is None]
+WITHOUT_SCORE_TENSORS = [case for case in CASES if case.mask is None and case.bias is None]
 
 
 def _longer(case: Case, more: int = 1) -> Case:
@@ -53,7 +53,7 @@ def _is_short(name: str) -> bool:
     return isinstance(vars(Problem).get(name), _Short)
 
 
-@pytest.mark.parametrize("case", WITHOUT_PAIRS, ids=str)
+@pytest.mark.parametrize("case", WITHOUT_SCORE_TENSORS, ids=str)
 def test_a_resized_problem_is_the_one_that_would_be_made(case: Case) -> None:
     first, second = _call(case), _call(_longer(case))
     assert family_of(*first) is not None
@@ -149,7 +149,7 @@ def _same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 def test_only_sizes_differ_between_launches_of_a_family(backend: str, direction: Any) -> None:
     shared = 0
-    for case in WITHOUT_PAIRS:
+    for case in WITHOUT_SCORE_TENSORS:
         if case.head_dim % 8 or (case.head_dim_v or 0) % 8 or case.layout == "sliced" or 0 in (case.batch,):
             continue
         if backend == "hopper" and (case.dropout or (direction == "backward" and case.head_dim_v)):

@@ -92,8 +92,8 @@ def test_products_of_8_bits(case: QuantizedCase) -> None:
 # Other ways to the same numbers: the product behind the next scores; in turns.
 WAYS: tuple[dict[str, Any], ...] = (
     {"behind": True},
-    {"behind": True, "in_turns": True},
-    {"behind": False, "in_turns": True},
+    {"behind": True, "pingpong": True},
+    {"behind": False, "pingpong": True},
 )
 
 
@@ -102,7 +102,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("case", slow_but(QUANTIZED[:3], (QUANTIZED[0],).__contains__), ids=str)
 def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) -> None:
     call = quantization.build(case)
-    tiles = dataclasses.replace(quantized_config.choose(call.problem), behind=False, in_turns=False)
+    tiles = dataclasses.replace(quantized_config.choose(call.problem), behind=False, pingpong=False)
     lses = []
     for each in (tiles, dataclasses.replace(tiles, **way)):
         # Plans are forgotten where a machine begins.

@@ -34,7 +34,7 @@ _FIGURES: dict[str, tuple[tuple[str, str | None], ...]] = {
         ("backends/decode/config.py", "Splitting.cut"), ("analysis/decode.py", "decode_splits"),
     ),
     "backward": (
-        ("backends/vocab/softmax.py", "backward_origin"), ("backends/cpu/backward.py", "_add_tile_shares"),
+        ("backends/vocab/softmax.py", "lse_log2_of"), ("backends/cpu/backward.py", "_add_tile_shares"),
         ("analysis/compute.py", "attention_flops"),
     ),
     "timeline": (

@@ -36,7 +36,7 @@ def builds(arch: str) -> list[KernelBuild]:
     rows.append(_problem(192, _FULL, head_dim_v=128))
     rows.append(_wanting(128, "kv"))
     made += [build for problem in rows for build in builds_of(problem, "backward")[::2]]
-    made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("subgroups",))[1::2]]
+    made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("gqa_splits",))[1::2]]
     made += _decode_builds()
     return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
 
@@ -253,7 +253,7 @@ def _backward_limit(problem: Problem) -> int:
     up to head_dim 192; at 256 with bias and mask up to 168. Triton 3.9.0: up to 88 at 64, up to 14 instructions of a
     loop; 128 at 128 with a softcap.
     """
-    reads_pairs = problem.mask or problem.bias_dtype is not None
+    reads_score_tensors = problem.mask or problem.bias_dtype is not None
     has_softcap = problem.softcap > 0 and 64 < problem.head_dim <= 128
-    usual = 192 if reads_pairs and problem.head_dim > 192 else 128 if has_softcap else 64
+    usual = 192 if reads_score_tensors and problem.head_dim > 192 else 128 if has_softcap else 64
     return usual + 64 if _is_new_triton() else usual

@@ -35,19 +35,19 @@ def in_order(probs: Any) -> Any:
 
 # What the inline PTX means, and the name that only the newest Triton has.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
-    inline_ptx.hold: lambda x: x,
+    inline_ptx.compute_before_wait: lambda x: x,
     inline_ptx.keep: lambda x, words, fill, bits: select((words & bits) != 0, x, fill),
-    inline_ptx.seen: lambda x: x,
-    inline_ptx.settled: lambda x: x,
+    inline_ptx.compute_before_barrier: lambda x: x,
+    inline_ptx.compute_before_fence: lambda x: x,
     inline_ptx.widen: lambda x: x.to(tl.float32),
     inline_ptx.rescale: lambda acc, factor, width: acc * factor[:, None],
     inline_ptx.least_integers: lambda numbers, signs: functools.reduce(elementwise(torch.minimum), numbers),
     # Turns decide who is first, not what comes out.
-    inline_ptx.take_turn: lambda x, group: x,
-    inline_ptx.pass_turn: lambda x, group: x,
+    inline_ptx.pingpong_wait: lambda x, group: x,
+    inline_ptx.pingpong_arrive: lambda x, group: x,
     tma_add: emulator.reduce_out,
-    quantized.take_turn: lambda x, group: x,
-    quantized.pass_turn: lambda x, group: x,
+    quantized.pingpong_wait: lambda x, group: x,
+    quantized.pingpong_arrive: lambda x, group: x,
     quantized.packed: lambda e: e,
     quantized.operand: lambda e, width: in_order(e.to(tl.float8e4nv)),
     quantized.plus: lambda acc, factor, t: acc * factor[:, None] + t,

@@ -100,7 +100,7 @@ def test_the_case_table(case: Case) -> None:
 
 
 # Shapes of biases and masks over 300 queries and 272 keys, which TMA can read, of 2 sequences and 2 heads.
-PAIRS = {
+SCORE_SHAPES = {
     "mask": (1, 1, 300, 272), "mask of keys": (2, 1, 1, 272), "bias": (2, 2, 300, 272), "bias of keys": (2, 1, 1, 272),
     "both": (1, 2, 300, 272),
 }  # fmt: skip
@@ -114,19 +114,19 @@ def _unreadable(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("what", PAIRS)
+@pytest.mark.parametrize("what", SCORE_SHAPES)
 @pytest.mark.parametrize("dim", slow_but([64, 96, 128, 256], (128).__eq__))
 def test_biases_and_masks_have_the_same_bits_by_tma_and_by_loads(dim: int, what: str) -> None:
     draw = torch.Generator().manual_seed(dim)
     q, k, v = (torch.randn(2, n, 2, dim, generator=draw).bfloat16() for n in (300, 272, 272))
     keywords: dict[str, torch.Tensor] = {}
     if "mask" in what or what == "both":
-        keywords["attn_mask"] = torch.rand(PAIRS[what], generator=draw) < 0.7
+        keywords["attn_mask"] = torch.rand(SCORE_SHAPES[what], generator=draw) < 0.7
     if "bias" in what or what == "both":
-        keywords["attn_bias"] = torch.randn(PAIRS[what], generator=draw).bfloat16()
+        keywords["attn_bias"] = torch.randn(SCORE_SHAPES[what], generator=draw).bfloat16()
     odd = {name: _unreadable(x) for name, x in keywords.items()}
-    assert all(tensor_maps.pair_map(x, 128, 64) is not None for x in keywords.values())
-    assert all(tensor_maps.pair_map(x, 128, 64) is None for x in odd.values())
+    assert all(tensor_maps.score_map(x, 128, 64) is not None for x in keywords.values())
+    assert all(tensor_maps.score_map(x, 128, 64) is None for x in odd.values())
     with on_cpu(dim, num_sms=2), torch.no_grad():
         for causal in (False, True):
             by_tma, by_loads = (
@@ -142,8 +142,8 @@ def test_biases_and_masks_have_the_same_bits_by_tma_and_by_loads(dim: int, what:
 def test_what_broadcasts_along_keys_is_not_read_by_tma() -> None:
     for shape in ((1, 1, 1, 1), (1,), (2, 3, 1, 1)):
         rows = torch.zeros(*shape[:-1], 16)
-        assert tensor_maps.pair_map(rows, 128, 64) is not None
-        assert tensor_maps.pair_map(rows[..., :1], 128, 64) is None
+        assert tensor_maps.score_map(rows, 128, 64) is not None
+        assert tensor_maps.score_map(rows[..., :1], 128, 64) is None
 
 
 @pytest.mark.one_in(100)

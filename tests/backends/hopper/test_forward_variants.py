@@ -81,10 +81,10 @@ def test_bits_do_not_depend_on_the_configuration(case: Case) -> None:
 def test_bits_do_not_depend_on_what_shares_a_tile(case: Case) -> None:
     call = build(case, torch.bfloat16)
     alone = tiles.TWO_WARPGROUPS[tiles.widths(call.problem.head_dim, call.problem.head_dim_v)]
-    table = [tiles.shared(alone, strip) for strip in (8, 16, 32)]
+    table = [tiles.with_pack_gqa(alone, strip) for strip in (8, 16, 32)]
     table.append(dataclasses.replace(table[0], dynamic=True, tile_stages=2))
     if case.head_dim == 64 and case.window == (None, None):
-        table.append(tiles.shared(tiles.THREE_WARPGROUPS_64, 16))
+        table.append(tiles.with_pack_gqa(tiles.THREE_WARPGROUPS_64, 16))
     with on_cpu(0, 3), torch.no_grad():
         out, lse = launch.ForwardPlan(call.problem, call.tensors, alone)(call.tensors)
     assert_forward_right(call, out, lse)

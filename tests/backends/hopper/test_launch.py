@@ -78,7 +78,7 @@ def _meets_edges(config: tiles.Config, seqlen_q: int, seqlen_k: int, band: Band)
 @pytest.mark.parametrize("group", [2, 3, 7, 8, 16, 71])
 @pytest.mark.parametrize("strip", [8, 32])
 def test_edges_where_heads_share_tiles(strip: int, group: int, seqlen_q: int) -> None:
-    config = tiles.shared(tiles.TWO_WARPGROUPS[128, 128], strip)
+    config = tiles.with_pack_gqa(tiles.TWO_WARPGROUPS[128, 128], strip)
     strips = torch.arange(-(-seqlen_q // strip) * group)
     positions = (strips // group)[:, None] * strip + torch.arange(strip)
     assert (positions.flatten().clamp(max=seqlen_q).bincount()[:seqlen_q] == group).all()

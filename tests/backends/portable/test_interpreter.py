@@ -15,7 +15,7 @@ from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.arguments import common_arguments
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.backward import launch as backward_launch
-from flashtile.backends.portable.backward.launch import launches, shares_of
+from flashtile.backends.portable.backward.launch import gqa_splits, launches
 from flashtile.backends.portable.config import Config
 from flashtile.masks import Band
 from flashtile.problem import Problem, SequenceLayout, Tensors
@@ -105,7 +105,7 @@ def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: 
         wide = torch.cat([x.detach()[0], behind[: x.shape[1]].to(x.dtype)], 2)[..., :seqlen_k]
         setattr(call.tensors, name, wide)
     problem, tensors = call.problem, call.tensors
-    assert common_arguments(problem, tensors, Config(16, 16, 4, 1))["PAIR_UNIT"] == unit
+    assert common_arguments(problem, tensors, Config(16, 16, 4, 1))["SCORE_UNIT"] == unit
     out, lse = plans.forward(problem, tensors)
     assert_forward_right(call, out, lse)
     grads = plans.backward(problem, tensors, out, lse, torch.randn_like(out))
@@ -157,7 +157,7 @@ def test_programs_share_the_heads_of_a_group(
     call = build(
         Case("shared", heads=6, kv_heads=1, lengths=lengths, spare=3 * bool(lengths), causal=True), torch.float32
     )
-    assert shares_of(call.problem) == shares
+    assert gqa_splits(call.problem) == shares
     judge(call, "portable")
     ops._KNOWN.clear()
     ops._FAMILIES.clear()

@@ -27,7 +27,7 @@ def _softmax_kernel(scores_ptr, sink_ptr, out_ptr, num_keys, scale_log2, M: tl.c
     scale, lse = softmax.finalise(row_max, row_sum)
     tl.store(out_ptr + rows, acc * rescale * scale)
     tl.store(out_ptr + M + rows, lse)
-    tl.store(out_ptr + 2 * M + rows, softmax.backward_origin(lse))
+    tl.store(out_ptr + 2 * M + rows, softmax.lse_log2_of(lse))
 
 
 @pytest.mark.parametrize("sink", [-torch.inf, 0.7, 40.0])

@@ -6,7 +6,7 @@ of RUN neighbouring splits, a run, are folded first to last, and then the states
 who computes which split. A program that does all of a tile folds in registers, if they hold it; else the states of runs
 (of splits, where there would be too few runs for all programs) go through memory, and the program that stores the last
 of a tile folds them. Work items are one or more neighbouring states. The items of all tiles form one row, of which
-every program takes a contiguous part of the same cost. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza,
+every program takes a contiguous part of equal cost. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza,
 Massa and Sizov 2023, "Flash-Decoding"; Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
 
@@ -174,8 +174,8 @@ def score_block(k, first, key, inside, page, place, rows, pairs, call):
     if x.shape[0] < 64:
         x = masked(x, key, rows)
     else:
-        # ptxas moves comparisons before the WGMMA, one register for each. And a product that the branch alone reads is
-        # waited for too late: hence the factor here.
+        # Comparisons stay in the branch: ptxas would hoist them above the WGMMA, a register each. The scale is applied
+        # here, since a product that only the branch reads would be waited for inside it.
         x, scale_log2 = x * scale_log2, 1.0
         if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):
             x = masked(x, key, rows)
@@ -226,9 +226,9 @@ def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, pairs, call):
             # Relative to the block's largest, so that float16 probabilities do not underflow.
             scale = eight_bit.page_scales(call.v, at[0], place.h_kv, inside)
             largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
-            shares = (probs * (scale / largest)[None, :]).to(LIKE)
-            acc += tl.dot(shares, even, input_precision=INPUT_PRECISION) * largest
-            acc_odd += tl.dot(shares, odd, input_precision=INPUT_PRECISION) * largest
+            scaled = (probs * (scale / largest)[None, :]).to(LIKE)
+            acc += tl.dot(scaled, even, input_precision=INPUT_PRECISION) * largest
+            acc_odd += tl.dot(scaled, odd, input_precision=INPUT_PRECISION) * largest
         else:
             acc = tl.dot(probs.to(LIKE), even, acc, input_precision=INPUT_PRECISION)
             acc_odd = tl.dot(probs.to(LIKE), odd, acc_odd, input_precision=INPUT_PRECISION)
@@ -277,15 +277,14 @@ def attend(place, rows, part, pairs, call):
     acc_odd, row_max = tl.zeros([ROWS, WIDE], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     run, run_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
     run_max = tl.full([ROWS], float("-inf"), tl.float32)
-    # Values of their own: of variables that share one before a loop, Triton carries the first alone.
+    # Separate tensors: Triton carries only the first of variables that are the same value before a loop.
     total, total_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
     total_max = tl.full([ROWS], float("-inf"), tl.float32)
     slot, blocks_left, splits_left = part.slot, part.blocks, part.state_splits
     for n in tl.range(part.first_block, part.stop_block):
         keys = read_keys(n, place, rows, pairs, call)
         if call.results.acc_ptr is not None:  # noqa: SIM102 a compile-time condition
-            # Here, where the product of the block before has been waited for. After this block's, ptxas would wait
-            # within the product.
+            # Here, as the last block's product is complete. After this block's, ptxas would serialise its WGMMA.
             if blocks_left == 0:
                 run, run_max, run_sum, total, total_max, total_sum, slot, splits_left = end_split(
                     (eight_bit.joined(acc, acc_odd, EIGHT_BIT), row_max, row_sum), (run, run_max, run_sum),
@@ -404,7 +403,7 @@ def share_tile(b, base, counter, place, shape, part, call):
         RUN: tl.constexpr = call.sizes.splitting.RUN
         AHEAD: tl.constexpr = call.sizes.AHEAD
         FOLD_ROWS: tl.constexpr = call.sizes.FOLD_ROWS
-        # Of few states more rows are under way, so that many rows do not take many turns.
+        # With few states more rows are loaded at once, which saves iterations.
         FEW: tl.constexpr = (4 + RUN - 1) // RUN * RUN
         is_few = False
         if call.sizes.BLOCK_M > 32:
@@ -444,7 +443,7 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
     keeps = shape.num_states == 1
     if call.sizes.KEEPS:
         keeps = stop_state - state == shape.num_states
-    # Registers that hold all states fold their splits run by run, as those that go through memory are folded.
+    # States kept in registers are folded run by run too, so that the bits are the same.
     part = Part(
         state, stop_state, first_block, stop_block, shape.chunk // call.sizes.BLOCK_N,
         tl.where(keeps, call.sizes.splitting.RUN, shape.state_splits), keeps,
@@ -495,7 +494,7 @@ def cache_attention(
     HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     MOST_ROWS: tl.constexpr, ABOVE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over a cache; programs take items by turns, as many programs as the device runs at once."""
+    """Attention over a cache; persistent: as many programs as the device runs at once."""
     run_items(
         Call(
             Queries(

@@ -20,8 +20,8 @@ def fold(total, total_max, total_sum, acc, row_max, row_sum):
     this is compiled.
     """
     new_max = tl.maximum(total_max, row_max)
-    origin = softmax.finite_origin(new_max)
-    rescale, weight = tl.exp2(total_max - origin), tl.exp2(row_max - origin)
+    finite_max = softmax.made_finite(new_max)
+    rescale, weight = tl.exp2(total_max - finite_max), tl.exp2(row_max - finite_max)
     total = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), total * rescale[:, None])
     return total, new_max, tl.fma(row_sum, weight, total_sum * rescale)
 
@@ -84,23 +84,23 @@ def load_state(slot, pitch, number, num_states, exists, call):
     at = slot + tl.cast(number, tl.int64) * pitch
     col = tl.arange(0, call.sizes.BLOCK_DV)[None, :]
     there = exists & (number < num_states)
-    # Past the first-level cache, which does not see what other multiprocessors store.
+    # .cg bypasses L1, which is not coherent with other multiprocessors' stores.
     stats = call.results.stats_ptr + 2 * at[:, None] + tl.arange(0, 2)[None, :]
     top, part_sum = tl.split(tl.load(stats, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"))
     wide = there[:, None] & (col < call.sizes.DIM_V)
     part = tl.load(call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
-    # What a row has of keys of which it sees none counts for nothing.
+    # A row that sees none of the keys contributes nothing, whatever acc holds.
     empty = top == float("-inf")
     return tl.where(empty[:, None], 0.0, part), top, tl.where(empty, 0.0, part_sum)
 
 
 @triton.jit
 def arrive(counter, count, member, goal, numbers, waits, PATIENCE: tl.constexpr):
-    """Says that states of a tile have been stored, and by how many programs, or warpgroups, the tile is to be folded.
+    """Counts stored states of a tile; says whether the caller folds the tile, and with how many others.
 
-    Those that have nothing else to do wait for a tile that takes long to fold, but not for ever: nobody says that the
-    others run at the same time. Of the tile's two counters the first holds how many states have been stored and who
-    waits; the second who waited when the last was stored, under a number that changes then.
+    Programs with nothing else to do wait to help fold a large tile, for a bounded time: the others may not be resident.
+    counter[0] holds the number of stored states and a bitmask of waiting helpers; counter[1] holds an epoch and the
+    bitmask of helpers at the time of the last store.
 
     Args:
         counter: The first of the two.
@@ -136,14 +136,14 @@ def arrive(counter, count, member, goal, numbers, waits, PATIENCE: tl.constexpr)
 
 @triton.jit
 def wait_for_others(counter, before, bit, goal, PATIENCE: tl.constexpr):
-    """Waits until the second counter is not ``before``, and returns it and whether that came to be."""
+    """Polls counter[1] until its epoch changes or patience ends; returns it and whether it changed."""
     now, polls, waits = before, 0, True
     while waits:
         now = tl.atomic_add(counter + 1, 0, sem="acquire")
         polls += 1
         waits = now == before
         if waits & (polls == PATIENCE):
-            # The program that stored the last state counts on those whose bits it saw, before it sets the counter to 0.
+            # Whoever stored the last state relies on the helpers whose bits it saw, then zeroes the counter.
             stored = tl.atomic_and(counter, ~bit)
             waits = ((stored & bit) == 0) | ((stored & _ALL_STATES) == goal)
     return now, now != before

@@ -1,4 +1,4 @@
-"""What each sequence costs, which items a program computes, and where their rows and keys are."""
+"""What each sequence costs, which work items a program computes, and where their rows and keys are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class Shape(NamedTuple):
-    """Lengths of one sequence, or of many, and how their work is cut; without that it is called a span.
+    """Lengths of one sequence, or of many, and how their work is cut into items; before that cut, a span.
 
     Attributes:
         first_row: Of a packed sequence.
@@ -42,7 +42,7 @@ class Sizing(NamedTuple):
     """What a work item is.
 
     Attributes:
-        run_keys: The most keys of a run that has one state; the splits of a longer one have theirs.
+        run_keys: Runs of at most so many keys store one state; longer ones store one a split.
         grain: States of an item.
     """
 
@@ -129,7 +129,7 @@ def shape_of(span, sizing, call):
 
 @triton.jit
 def cost_of(shape, call):
-    """What an item of a sequence costs, in blocks of keys: its own, and about one more to begin and to end."""
+    """An item's cost in blocks of keys: its own, and about one for prologue and epilogue."""
     return shape.item_states * shape.state_splits * (shape.chunk // call.sizes.BLOCK_N) + 1
 
 
@@ -156,9 +156,8 @@ def all_work(spans, sizing, call):
 def plan_items(spans, call):
     """The ``Sizing`` of a lane's items, their number, and the cost of all.
 
-    Runs send fewer states through memory than splits, which keep more programs busy. Best is one item for each program:
-    one that works on two tiles begins and ends twice. Where items must be smaller for that, or differ in cost, long
-    sequences' are splits, which balance better.
+    Items of runs store fewer states, items of splits keep more programs busy. One item a program is best, as each item
+    has a fixed cost. Where there are more, or they differ in cost, long sequences are cut into splits, to balance.
     """
     LONG: tl.constexpr = 1024
     teams = tl.num_programs(0) // call.sizes.LANES

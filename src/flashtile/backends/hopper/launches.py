@@ -23,7 +23,7 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
         from flashtile.backends.hopper import tensor_maps
         from flashtile.backends.hopper.forward import config, launch
 
-        chosen = config.choose(problem, tensor_maps.pair_bytes(tensors), tensors.q.shape[-3])
+        chosen = config.choose(problem, tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
         return {"attention_forward": launch.forward_launch(problem, tensors, chosen)}
     from flashtile.backends.hopper.backward import config as backward_config
     from flashtile.backends.hopper.backward import launch as backward_launch

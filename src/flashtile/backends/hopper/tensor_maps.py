@@ -103,14 +103,14 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> 
     return (_ANY, _ANY, PACKED_ROWS.value, *shape[1:]), (_WRAP - row, row, row, strides[1], 1)
 
 
-def pair_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
+def score_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
     """Boxes of rows and keys of a bias or mask over (batch, heads, rows, keys), or None where TMA cannot read it.
 
     Whatever it broadcasts along has size 1 in the map, and then a box has one row.
     """
     if tensor is None or tensor.dtype == torch.float64 or tensor.dim() == 0:
         return None
-    # Of what broadcasts along keys, a box would be 0 but for the first key.
+    # Where it broadcasts along keys, TMA would fill all but the first key with 0.
     if tensor.stride(-1) != 1 or tensor.shape[-1] == 1:
         return None
     if tensor.dtype == torch.bool:
@@ -119,30 +119,30 @@ def pair_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
     if not is_readable(tensor.as_strided(own, tensor.stride())):
         return None
     shape = (1,) * (4 - tensor.dim()) + own
-    # Where the size is 1, any stride will do that TMA takes.
+    # A dimension of size 1 may have any stride that is legal for TMA.
     strides = (16,) * (4 - tensor.dim()) + tensor.stride()
     strides = tuple(16 if size == 1 else stride for size, stride in zip(shape[:3], strides, strict=False))
     sides = (1, 1, 1 if shape[2] == 1 else rows, cols)
-    return TensorMap(tensor.dtype, shape, (*strides, 1), sides, _pair_layout(tensor.dtype, sides))
+    return TensorMap(tensor.dtype, shape, (*strides, 1), sides, _score_layout(tensor.dtype, sides))
 
 
-def pair_bytes(tensors: Tensors) -> tuple[int, int]:
+def score_bytes(tensors: Tensors) -> tuple[int, int]:
     """What TMA can read of the bias and the mask, as in ``forward.config.Config``."""
     if tensors.attn_bias is None and tensors.attn_mask is None:
         return 0, 0
-    maps = [pair_map(tensor, 64, 64) for tensor in (tensors.attn_bias, tensors.attn_mask)]
+    maps = [score_map(tensor, 64, 64) for tensor in (tensors.attn_bias, tensors.attn_mask)]
     sizes = [(each.box[2] > 1, each.dtype.itemsize) for each in maps if each is not None]
     return sum(size for own, size in sizes if own), sum(size for own, size in sizes if not own)
 
 
 @functools.cache
-def _pair_layout(dtype: torch.dtype, sides: tuple[int, ...]) -> Any:
+def _score_layout(dtype: torch.dtype, sides: tuple[int, ...]) -> Any:
     if sides[2] == 1:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=4)
     return gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
 
 
-def pair_arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+def score_arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
     """What kernels take for ALiBi, bias and mask, None where a call lacks one, and what they may rely on."""
     slopes, bias, mask = tensors.alibi_slopes, tensors.attn_bias, tensors.attn_mask
     arguments: dict[str, Any] = {
@@ -152,16 +152,16 @@ def pair_arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
         "mask_ptr": None if mask is None else mask.view(torch.uint8),
         # Kept keys are then never past their row.
         "ALIBI_ONE_SIDED": problem.band.right is not None and problem.band.right <= 0,
-        "BIAS_CONTIGUOUS": _pair_strides(bias)[3] == 1,
-        "MASK_CONTIGUOUS": _pair_strides(mask)[3] == 1,
+        "BIAS_CONTIGUOUS": _score_strides(bias)[3] == 1,
+        "MASK_CONTIGUOUS": _score_strides(mask)[3] == 1,
     }
     for name, tensor in (("bias", bias), ("mask", mask)):
         names = (f"{name}_stride_{axis}" for axis in ("b", "head", "row", "col"))
-        arguments |= dict(zip(names, _pair_strides(tensor), strict=True))
+        arguments |= dict(zip(names, _score_strides(tensor), strict=True))
     return arguments
 
 
-def _pair_strides(tensor: Tensor | None) -> tuple[int, ...]:
+def _score_strides(tensor: Tensor | None) -> tuple[int, ...]:
     """Strides over (batch, head, row, key), 0 where the tensor broadcasts."""
     if tensor is None:
         return (0, 0, 0, 0)

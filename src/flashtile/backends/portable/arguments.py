@@ -16,9 +16,8 @@ from flashtile.backends.vocab import dropout, scheduler, scores
 from flashtile.problem import Problem, Tensors, is_aligned
 from flashtile.quantization.arguments import QuantizedTensors
 
-# Bytes that heads processed together may occupy. The order of the tiles changes no result, so all chips share the
-# number. It is far below an H200's 50 MB of L2, which rows and results pass through as well: at head_dim 256 and 512
-# keys, causal, 4 MB took 153 us, 25 MB 160 and 64 MB 165.
+# Bytes of keys and values of heads that run together, the same for all chips, as it changes no result. Far below L2,
+# which rows and results pass through as well; measured: docs/tuning-notes.md.
 _CACHE_BYTES = 4 * 1024 * 1024
 
 
@@ -91,19 +90,19 @@ def common_arguments(problem: Problem, tensors: Tensors, config: Config, dout: T
         "keep_scale": 1.0 / (1.0 - p.dropout_p),
         "INPUT_PRECISION": input_precision(p),
         "UNIT": _unit((p.head_dim, p.head_dim_v), (t.q, t.k, t.v) if dout is None else (t.q, t.k, t.v, dout)),
-        "PAIR_UNIT": _pair_unit(p, t),
+        "SCORE_UNIT": _score_unit(p, t),
     }
     return arguments | score_strides("mask", t.attn_mask) | score_strides("bias", t.attn_bias)
 
 
 def _unit(dims: tuple[int, int], tensors: tuple[Tensor, ...]) -> int:
-    """Of what all strides are multiples and need not be of 16: 16 bytes, in elements; else 1."""
+    """The stride divisor that the kernel may assume where Triton finds no 16: 16 bytes, in elements; else 1."""
     unit = 16 // tensors[0].element_size()
     odd = all(dim % unit == 0 for dim in dims) and any(dim % 16 for dim in dims)
     return unit if odd and all(map(is_aligned, tensors)) else 1
 
 
-def _pair_unit(problem: Problem, tensors: Tensors) -> int:
+def _score_unit(problem: Problem, tensors: Tensors) -> int:
     """``mask.ScoreTensor.UNIT`` of a call's mask and bias; a packed sequence may have any number of keys."""
     given = [x for x in (tensors.attn_mask, tensors.attn_bias) if x is not None]
     if problem.varlen or not given:

@@ -10,7 +10,7 @@ import triton.language as tl
 ROUNDS = tl.constexpr(7)
 
 
-class Draws(NamedTuple):
+class Dropout(NamedTuple):
     """The dropout arguments of a call.
 
     Attributes:
@@ -29,20 +29,20 @@ class Draws(NamedTuple):
 
 
 @triton.jit
-def keep_tile(draws, b, h, rows, first_key_block, BLOCK_N: tl.constexpr):
+def keep_tile(dropout, b, h, rows, first_key_block, BLOCK_N: tl.constexpr):
     """``keep`` for one head of one sequence: BLOCK_N keys starting at key ``4 * first_key_block``."""
-    if draws.origins_ptr is not None:
-        at = draws.origins_ptr + b * 6
+    if dropout.origins_ptr is not None:
+        at = dropout.origins_ptr + b * 6
         keys = tl.load(at + 3) + tl.load(at + 4) * (first_key_block * 4 + tl.arange(0, BLOCK_N)[None, :])
         rows = tl.load(at + 1) + tl.load(at + 2) * rows
         # Neighbours need not be neighbours in the whole, so each key takes a word of a counter of its own.
-        words_a, words_b, words_c, words_d = words(draws.rng_state_ptr, tl.load(at) + h, rows, keys // 4)
+        words_a, words_b, words_c, words_d = words(dropout.rng_state_ptr, tl.load(at) + h, rows, keys // 4)
         place = keys % 4
         low, high = tl.where(place == 0, words_a, words_b), tl.where(place == 2, words_c, words_d)
-        kept = tl.where(place < 2, low, high) >= draws.threshold.to(tl.uint32, bitcast=True)
+        kept = tl.where(place < 2, low, high) >= dropout.threshold.to(tl.uint32, bitcast=True)
     else:
         key_blocks = first_key_block + tl.arange(0, BLOCK_N // 4)[None, :]
-        kept = keep(draws.rng_state_ptr, draws.threshold, b * draws.num_heads + h, rows, key_blocks)
+        kept = keep(dropout.rng_state_ptr, dropout.threshold, b * dropout.num_heads + h, rows, key_blocks)
     return kept
 
 

@@ -58,9 +58,9 @@ class ScoreTensor(NamedTuple):
 
 
 class HeadTensor(NamedTuple):
-    """A ``ScoreTensor`` of one head: origin is the address of row position 0 and key 0."""
+    """A ``ScoreTensor`` of one head: base is the address of row position 0 and key 0."""
 
-    origin: Any
+    base: Any
     stride_row: Any
     stride_col: Any
     seqlen_k: Any
@@ -102,8 +102,8 @@ def tensor_of_head(tensor, b, h, seqlen_q, seqlen_k):
     stride_b, stride_head = multiple(tensor.stride_b, tensor.UNIT), multiple(tensor.stride_head, tensor.UNIT)
     stride_row = multiple(tensor.stride_row, tensor.UNIT)
     at = sequence.base(tensor.ptr, b, 0, h, stride_b, 0, stride_head)
-    origin = at - tl.cast(seqlen_k - seqlen_q, tl.int64) * stride_row
-    return HeadTensor(origin, stride_row, tensor.stride_col, multiple(seqlen_k, tensor.UNIT))
+    base = at - tl.cast(seqlen_k - seqlen_q, tl.int64) * stride_row
+    return HeadTensor(base, stride_row, tensor.stride_col, multiple(seqlen_k, tensor.UNIT))
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def multiple(x, UNIT: tl.constexpr):
 def load_tile(tensor, i, j, other):
     """A tile of a ``HeadTensor``, ``other`` past the last row and the last key. Stride 0 broadcasts without a copy."""
     offsets = i.to(tl.int64) * tensor.stride_row + j.to(tl.int64) * tensor.stride_col
-    return tl.load(tensor.origin + offsets, mask=(i < tensor.seqlen_k) & (j < tensor.seqlen_k), other=other)
+    return tl.load(tensor.base + offsets, mask=(i < tensor.seqlen_k) & (j < tensor.seqlen_k), other=other)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ class Terms(NamedTuple):
         score_mods: Tuple of ``ScoreMod``, in their order.
         band: ``mask.Band``.
         mask_mods: Tuple of ``mask.MaskMod``: the band's, applied to edge blocks alone, and one applied to all blocks.
-        draws: ``dropout.Draws``.
+        dropout: ``dropout.Dropout``.
     """
 
     scale: Any
@@ -76,7 +76,7 @@ class Terms(NamedTuple):
     score_mods: Any
     band: Any
     mask_mods: Any
-    draws: Any
+    dropout: Any
 
 
 class Head(NamedTuple):

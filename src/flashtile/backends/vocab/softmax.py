@@ -14,8 +14,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def finite_origin(row_max):
-    """The maximum to subtract: 0 for a row that has seen no key, where -inf - -inf would be NaN."""
+def made_finite(row_max):
+    """The maximum to subtract: 0 for a row without a key, where -inf - -inf would be NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
@@ -35,8 +35,8 @@ def update(row_max, row_sum, scores, scale_log2, MAY_BE_EMPTY: tl.constexpr):
         probs [BLOCK_M, BLOCK_N], unnormalised; rescale [BLOCK_M], the factor of the output accumulated so far; and the
         new row_max and row_sum.
     """
-    new_max, origin, rescale = raise_max(row_max, tl.max(scores, 1) * scale_log2, MAY_BE_EMPTY)
-    probs = exponentials(scores, scale_log2, origin)
+    new_max, finite_max, rescale = raise_max(row_max, tl.max(scores, 1) * scale_log2, MAY_BE_EMPTY)
+    probs = exponentials(scores, scale_log2, finite_max)
     return probs, rescale, new_max, row_sum * rescale + tl.sum(probs, 1)
 
 
@@ -50,19 +50,19 @@ def raise_max(row_max, top, MAY_BE_EMPTY: tl.constexpr):
         MAY_BE_EMPTY: As for ``update``.
 
     Returns:
-        The new row_max; origin [BLOCK_M], the same but finite; rescale [BLOCK_M], as for ``update``.
+        The new row_max; finite_max [BLOCK_M], ``made_finite``; rescale [BLOCK_M], as for ``update``.
     """
     new_max = tl.maximum(row_max, top)
-    origin = new_max
+    finite_max = new_max
     if MAY_BE_EMPTY:
-        origin = finite_origin(new_max)
-    return new_max, origin, tl.exp2(row_max - origin)
+        finite_max = made_finite(new_max)
+    return new_max, finite_max, tl.exp2(row_max - finite_max)
 
 
 @triton.jit
-def exponentials(scores, scale_log2, origin):
+def exponentials(scores, scale_log2, finite_max):
     """[BLOCK_M, BLOCK_N] probabilities, unnormalised."""
-    return tl.exp2(scores * scale_log2 - origin[:, None])
+    return tl.exp2(scores * scale_log2 - finite_max[:, None])
 
 
 @triton.jit
@@ -79,9 +79,9 @@ def add_sink(row_max, row_sum, sink):
     """
     sink_log2 = sink * LOG2_E
     new_max = tl.maximum(row_max, sink_log2)
-    origin = finite_origin(new_max)
-    rescale = tl.exp2(row_max - origin)
-    return rescale, new_max, row_sum * rescale + tl.exp2(sink_log2 - origin)
+    finite_max = made_finite(new_max)
+    rescale = tl.exp2(row_max - finite_max)
+    return rescale, new_max, row_sum * rescale + tl.exp2(sink_log2 - finite_max)
 
 
 @triton.jit
@@ -113,17 +113,17 @@ def merge(out, lse, more_out, more_lse):
         out and lse of both sets together. An empty state's out is ignored, whatever it contains, and the other state's
         bits are kept.
     """
-    origin = finite_origin(tl.maximum(lse, more_lse))
-    weight, more_weight = tl.exp2((lse - origin) * LOG2_E), tl.exp2((more_lse - origin) * LOG2_E)
+    finite_max = made_finite(tl.maximum(lse, more_lse))
+    weight, more_weight = tl.exp2((lse - finite_max) * LOG2_E), tl.exp2((more_lse - finite_max) * LOG2_E)
     scale, log_total = finalise(0.0, weight + more_weight)
     weight, more_weight = (weight * scale)[:, None], (more_weight * scale)[:, None]
     joined = tl.where(weight == 0.0, 0.0, out * weight) + tl.where(more_weight == 0.0, 0.0, more_out * more_weight)
-    return joined, origin + log_total
+    return joined, finite_max + log_total
 
 
 @triton.jit
-def backward_origin(lse):
-    """The value that the backward subtracts from base-2 scores to get normalised probabilities.
+def lse_log2_of(lse):
+    """Lse in base 2, which the backward subtracts from base-2 scores to get normalised probabilities.
 
     An empty row (lse -inf) gets +inf, so each of its probabilities is exp2(-inf) = 0 without a mask.
     """

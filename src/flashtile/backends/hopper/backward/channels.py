@@ -24,14 +24,14 @@ class DqOutput:
         ptr: dq of the workspace.
         desc: Its descriptor, or None: added from registers.
         buffer: What TMA adds from, or None.
-        turns: A use for each step, published when it is this tile's turn to add to the row block; None: in any order.
-        added: Published when it has, by each that adds. What releases it releases ``turns``.
+        dq_order: A use for each step, published when the tile may add to the row block; None: in any order.
+        added: Published by each warpgroup that has added. Releasing it releases ``dq_order``.
     """
 
     ptr: gl.tensor
     desc: tma.tensor_descriptor | gl.constexpr
     buffer: gl.shared_memory_descriptor | gl.constexpr
-    turns: Ring | gl.constexpr
+    dq_order: Ring | gl.constexpr
     added: Ring | gl.constexpr
 
 
@@ -39,7 +39,7 @@ class DqOutput:
 class Channels:
     """Tile records, and rings: of queries, dout, keys and values one for each part of their columns.
 
-    Queries, what belongs to their rows, and dout are claimed and released as one.
+    Queries, rows and dout share their ``empty`` barriers: claimed and released together.
 
     Attributes:
         tiles: One record per tile.
@@ -53,8 +53,8 @@ class Channels:
         out: Through what dk and dv leave, for each warpgroup buffers of 128 columns; None where gradients are split.
         dq: Where this warpgroup adds to dq; None for those that do not.
 
-    Where gradients are split, dk leaves through the buffers of dscores and dv through those of probs: they exist for
-    that even if nothing is handed over, as rings without barriers.
+    Where gradients are split, dk leaves through the buffers of dscores and dv through those of probs; if nothing is
+    handed over, these are rings without barriers.
     """
 
     tiles: Records
@@ -71,23 +71,22 @@ class Channels:
 
 @gluon.jit
 def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_stages: gl.constexpr,
-                  v_stages: gl.constexpr, ds_stages: gl.constexpr, in_turns: gl.constexpr):  # fmt: skip
-    """The channels of a ``KeyGrid``, of those that do not add to dq; ``in_turns``: two warps keep turns."""
+                  v_stages: gl.constexpr, ds_stages: gl.constexpr, has_dq_order: gl.constexpr):  # fmt: skip
+    """The channels of a ``KeyGrid``, without dq's; ``has_dq_order``: two warps more read the tile records."""
     ROWS: gl.constexpr = grid.block_m
     by_gradient: gl.constexpr = grid.parts == 1
-    # dv alone leaves the second of two that share keys nothing to do. A third one reads keys for dq; those that share
-    # dq are those that make the scores.
+    # With dv alone, the second of two warpgroups that share keys does nothing. A third warpgroup for dq reads the keys.
     consumers: gl.constexpr = 2 if grid.has_dscores or not by_gradient else 1
     third: gl.constexpr = 1 if grid.has_dq and grid.dq_warpgroups == 1 else 0
     dout_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(grid.block_dv, -1, WIDEST)], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, ROWS], dtype)
-    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third + (2 if in_turns else 0))
+    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third + (2 if has_dq_order else 0))
     queries = make_rings(dtype, ROWS, grid.block_d, stages, consumers, 1, WIDEST)
     rows = gl.allocate_shared_memory(gl.float32, [stages, 2, ROWS], rows_desc.layout)
     dout = make_ring_beside(queries[0], dtype, [ROWS, width_of(grid.block_dv, 0, WIDEST)], dout_layout)
     dout = with_parts(dout, dout_layout, grid.block_dv, WIDEST)
     keys = make_rings(dtype, PART_KEYS, grid.block_d, k_stages, grid.parts + third, grid.parts, WIDEST)
-    # A ring that nobody uses would be a fault: see make_ring_beside.
+    # Rings are made only where they are used: see make_ring_beside.
     values, dscores, probs, out = None, None, None, None
     if grid.has_dscores:
         values = make_rings(dtype, PART_KEYS, grid.block_dv, v_stages, grid.parts, grid.parts, WIDEST)

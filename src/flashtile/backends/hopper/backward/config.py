@@ -123,7 +123,7 @@ BASE_192_128 = replace(BASE_160, block_d=192, block_dv=128)
 KEYS_192_128 = Config(block_d=192, block_dv=128, k_stages=1, dq_width=32)
 BASE_256 = replace(BASE_192, block_d=256, block_dv=256, k_stages=1, registers=208)
 # Bias and mask take registers of the first warpgroup, which has what the others leave.
-PAIRS_256 = replace(BASE_256, registers=192)
+SCORES_256 = replace(BASE_256, registers=192)
 THREE_STAGES_128 = replace(BASE_128, stages=3, k_stages=1)
 BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
 # Up to this length a tile has few steps, so that loading the next tile's keys under it is worth most; beyond it, a
@@ -174,18 +174,18 @@ def choose(problem: Problem) -> Config:
     if _trial:
         return _trial[-1]
     width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
-    reads_pairs = problem.mask or problem.bias_dtype is not None
+    reads_score_tensors = problem.mask or problem.bias_dtype is not None
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)
     if width == 64:
         # Softcap, bias, mask, and distances on both sides of the diagonal take registers of their own.
-        return NARROW_64 if problem.softcap > 0 or reads_pairs or two_sided else WIDE_64
+        return NARROW_64 if problem.softcap > 0 or reads_score_tensors or two_sided else WIDE_64
     if width == 192 and problem.head_dim_v <= 128:
-        takes_more = problem.softcap > 0 or reads_pairs or problem.alibi
+        takes_more = problem.softcap > 0 or reads_score_tensors or problem.alibi
         return BASE_192_128 if takes_more or (problem.deterministic and problem.band.unbounded) else KEYS_192_128
     if width > 128:
-        wide = PAIRS_256 if reads_pairs else BASE_256
+        wide = SCORES_256 if reads_score_tensors else BASE_256
         return BASE_160 if width == 160 else BASE_192 if width == 192 else wide
-    if reads_pairs or (width == 96 and two_sided):
+    if reads_score_tensors or (width == 96 and two_sided):
         return BY_GRADIENT_128
     if width == 96:
         return BASE_96

@@ -9,7 +9,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flashtile.backends.hopper.backward.channels import WIDEST
-from flashtile.backends.hopper.backward.scheduler import first_rows, next_rows, query_heads, steps_of_a_head, turn_of
+from flashtile.backends.hopper.backward.scheduler import (
+    dq_order_of,
+    first_rows,
+    next_rows,
+    query_heads,
+    steps_of_a_head,
+)
 from flashtile.backends.hopper.device.gluon_compat import thread_barrier, tma_add, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import num_parts, part_at, start_of, width_of, zero_accumulator
 
@@ -33,7 +39,7 @@ def start_dq(channels, used, key_use, grid, PIECE: gl.constexpr, WARPGROUP: gl.c
 
 @gluon.jit
 def in_order(acc, WIDTH: gl.constexpr):
-    """[64, WIDTH] accumulators as [WIDTH / 8, 128, 4], in the order of the workspace: no number changes its thread."""
+    """[64, WIDTH] accumulators as [WIDTH / 8, 128, 4], the workspace's order: nothing moves between threads."""
     t = gl.reshape(acc, [4, 2, 8, WIDTH // 8, 4, 2])
     return gl.reshape(gl.permute(t, (3, 0, 2, 4, 1, 5)), [WIDTH // 8, 128, 4])
 
@@ -63,25 +69,25 @@ def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_turns(turns_ptr, channels, grid):
-    """A warp that waits for the turns of its program's steps, some ahead."""
-    keep_turns(turns_ptr, channels, grid, False)
+def wait_for_dq_order(dq_order_ptr, channels, grid):
+    """A warp that waits on the dq_order semaphores of its program's steps, a few steps ahead."""
+    keep_dq_order(dq_order_ptr, channels, grid, False)
 
 
 @gluon.jit
-def end_turns(turns_ptr, channels, grid):
-    """A warp that ends a turn once the step has added to dq."""
-    keep_turns(turns_ptr, channels, grid, True)
+def advance_dq_order(dq_order_ptr, channels, grid):
+    """A warp that increments a row block's semaphore once its step has added to dq."""
+    keep_dq_order(dq_order_ptr, channels, grid, True)
 
 
 @gluon.jit
-def keep_turns(turns_ptr, channels, grid, ENDS: gl.constexpr):
-    """One of two warps: each part of a turn takes about as long as a step, so both run beside the products.
+def keep_dq_order(dq_order_ptr, channels, grid, ENDS: gl.constexpr):
+    """One of two warps: waiting and incrementing each take about as long as a step, so both run beside the products.
 
-    An atomic orders what follows it after the adds of those who ended a turn, and what precedes it before those of the
-    next; the rings do so for other warps.
+    The acquire follows the adds of earlier tiles, the release precedes those of later ones; the rings extend that order
+    to the warps that add.
     """
-    records, turns, added = channels.tiles, channels.dq.turns, channels.dq.added
+    records, dq_order, added = channels.tiles, channels.dq.dq_order, channels.dq.added
     tiles = 0
     used = 0
     records.ring.wait(tiles)
@@ -92,14 +98,14 @@ def keep_turns(turns_ptr, channels, grid, ENDS: gl.constexpr):
         while used < end:
             if ENDS:
                 added.wait(used)
-                gl.atomic_add(turns_ptr + rows.block, 1, sem="release")
+                gl.atomic_add(dq_order_ptr + rows.block, 1, sem="release")
                 added.release(used)
             else:
-                turns.claim(used)
-                turn = turn_of(rows.start, records, tiles, grid)
-                while gl.atomic_add(turns_ptr + rows.block, 0, sem="acquire") < turn:
+                dq_order.claim(used)
+                before = dq_order_of(rows.start, records, tiles, grid)
+                while gl.atomic_add(dq_order_ptr + rows.block, 0, sem="acquire") < before:
                     pass
-                turns.publish(used)
+                dq_order.publish(used)
             rows = next_rows(rows, records, tiles, grid)
             used += 1
         tiles = records.next(tiles)
@@ -107,7 +113,7 @@ def keep_turns(turns_ptr, channels, grid, ENDS: gl.constexpr):
 
 @gluon.jit
 def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
-    """Adds this warpgroup's share of dq to row block ``block``, of which ``dq`` is the first piece, in its turn."""
+    """Adds this warpgroup's share of dq to row block ``block``, of which ``dq`` is the first piece, in dq_order."""
     share: gl.constexpr = grid.dq_share
     most: gl.constexpr = grid.dq_width
     out = channels.dq
@@ -115,16 +121,16 @@ def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
     count: gl.constexpr = num_parts(share, most)
     for piece in gl.static_range(count):
         if piece > 0:
-            # Keeps the adds in front of the next product, which takes their registers.
+            # Keeps the adds ahead of the next product, which reuses their registers.
             thread_barrier()
             dq = start_dq(channels, used, key_use, grid, piece, WARPGROUP)
         dq = warpgroup_mma_wait(0, deps=[dq])
         if piece == count - 1:
             channels.dscores.release(used)
-        if piece == 0 and out.turns is not None:
-            out.turns.wait(used)
+        if piece == 0 and out.dq_order is not None:
+            out.dq_order.wait(used)
         add_accumulators(out, offset + 64 * start_of(share, piece, most), dq, width_of(share, piece, most))
-    if out.turns is not None:
+    if out.dq_order is not None:
         thread_barrier()
         out.added.publish(used)
 

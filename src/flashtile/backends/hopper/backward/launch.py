@@ -24,7 +24,7 @@ from flashtile.backends.vocab import scheduler
 from flashtile.backends.vocab.softmax import LOG2_E
 from flashtile.problem import Problem, Tensors
 
-# Half of an H200's 50 MB of L2; the order of the tiles changes no sum of a tile's own, and other chips may share it.
+# Half of Hopper's 50 MB of L2; other chips may use it too: the order of tiles changes no sum within a tile.
 _CACHE_BYTES = 25 * 1024 * 1024
 # Rows of a gradient that one program of the postprocess kernel finishes.
 _ROWS = 64
@@ -149,7 +149,7 @@ class BackwardPlan:
             work, counter = chain.work = t.q.new_empty(layout.floats, dtype=torch.float32), layout.counter_at // 4
         else:
             work, counter = chain.work
-            work[counter:].zero_()  # and the turns
+            work[counter:].zero_()  # and dq_order
         chain.calls -= 1
         dq = _empty_contiguous(t.q, t.q.dtype) if is_last and wanted.q else None
         if sums is None:
@@ -166,8 +166,8 @@ class BackwardPlan:
         """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""
         p = self._problem
         rows = work[self._work.rows_at // 4 : self._work.counter_at // 4]
-        origin, delta = rows.view(1 if p.varlen else p.batch, p.num_heads_q, -1, 2, self._block_m).unbind(3)
-        weight = torch.exp2(sinks.float()[:, None, None] * LOG2_E.value - origin)
+        lse_log2, delta = rows.view(1 if p.varlen else p.batch, p.num_heads_q, -1, 2, self._block_m).unbind(3)
+        weight = torch.exp2(sinks.float()[:, None, None] * LOG2_E.value - lse_log2)
         return -(weight * delta).sum(dim=(0, 2, 3)).to(sinks.dtype)
 
 
@@ -208,7 +208,7 @@ def chain_launches(
 
 
 def _chain_workspace(problem: Problem, config: Config, tensors: Tensors) -> Workspace:
-    """Of all calls of a chain; groups are not split, as sums of dk and dv would be of some keys."""
+    """Of all calls of a chain; without gqa_splits, whose sums of dk and dv would cover some keys only."""
     return Workspace.of(_as_one(problem).but(num_heads_kv=problem.num_heads_q), config, tensors)
 
 
@@ -295,7 +295,7 @@ def _main_launch(
     p, t, (first_head, end_head) = problem, tensors, chained or (0, problem.num_heads_kv)
     heads = end_head - first_head
     rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
-    num_sms, splits_groups = tensor_maps.num_sms(t.q.device), work.subgroups > 1
+    num_sms, splits_gqa = tensor_maps.num_sms(t.q.device), work.gqa_splits > 1
     pointers = work.pointers()
     del pointers["rows_ptr"]
     sizes = {
@@ -304,10 +304,10 @@ def _main_launch(
         "seqlen_q": rows_q,
         "seqlen_k": rows_k,
         "batch": p.batch,
-        "subgroups": work.subgroups,
-        "subgroup_size": -(-p.group_size // work.subgroups),
+        "gqa_splits": work.gqa_splits,
+        "heads_per_split": -(-p.group_size // work.gqa_splits),
         "sum_heads": work.sum_heads,
-        "heads_at_once": _heads_at_once(p, config, heads * work.subgroups, rows_q, rows_k, num_sms),
+        "heads_at_once": _heads_at_once(p, config, heads * work.gqa_splits, rows_q, rows_k, num_sms),
         "first_head": first_head,
         "heads": heads,
     }
@@ -320,19 +320,19 @@ def _main_launch(
             "num_heads_kv": p.num_heads_kv,
             "group_size": p.group_size,
             **tensor_maps.bounds(p),
-            **tensor_maps.pair_arguments(p, t),
+            **tensor_maps.score_arguments(p, t),
             **constants(p, config),
-            "ADDS": adds and not splits_groups,
+            "ADDS": adds and not splits_gqa,
             "CHAINED": chained is not None,
-            "SPLITS_GROUPS": splits_groups,
+            "SPLITS_GQA": splits_gqa,
         }
 
     blocks = -(-rows_k // config.block_n) * p.batch
     if p.varlen:
         blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
-    programs = min(num_sms, blocks * heads * work.subgroups)
+    programs = min(num_sms, blocks * heads * work.gqa_splits)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    key = (config, dout.dtype, p.grad_dtype, adds, chained is not None, splits_groups)
+    key = (config, dout.dtype, p.grad_dtype, adds, chained is not None, splits_gqa)
     return Launch(attention_backward, programs, sizes, options, others, key)
 
 
@@ -341,7 +341,7 @@ def _tensor_maps(
 ) -> dict[str, TensorMap | Pointer | None]:
     """Maps of the tensors, of the workspace's rows and, where TMA adds to it, of its dq as lines of 128 floats.
 
-    Of split groups, dk and dv are sums in the workspace.
+    With gqa_splits, dk and dv are sums in the workspace.
     """
     p, t, wanted = problem, tensors, problem.grads
     adds_by_tma = wanted.q and config.dq_tma and not p.deterministic
@@ -349,7 +349,7 @@ def _tensor_maps(
     out_cols = config.out_cols // 2 if p.grad_dtype == torch.float32 else config.out_cols
     dk, dv = (
         tensor_maps.contiguous_map(p.grad_dtype, x.shape, keys, out_cols, p.varlen)
-        if work.subgroups == 1
+        if work.gqa_splits == 1
         else Pointer(torch.float32, "work", at)
         for x, at in ((t.k, work.dk_at or 0), (t.v, work.dv_at or 0))
     )
@@ -412,19 +412,18 @@ def constants(problem: Problem, config: Config) -> dict[str, Any]:
 
 
 def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, rows_k: int, num_sms: int) -> int:
-    """Of ``heads`` of a sequence, those of which all tiles start longest first; one if a head's all cost the same.
+    """Heads per L2 group: their tiles run together, the longest first; 1 if all tiles of a head cost the same.
 
-    As many as have rows, with dq in float32, that fit the cache, but at least nearly a tile for each multiprocessor,
-    two if those rows are not far beyond the cache (2 to 4% less time with 3k to 16k rows), and no less in the last
-    round: else its longest tiles run alone at the end. Where sums are ordered, tiles of one head wait for one another:
-    with tiles for two multiprocessors in three, calls take up to 20% less. Without a mask few of them run at once, but
-    where tiles have 64 keys, and so add twice as often, the cache decides.
+    As many heads as have q, dout and float32 dq that fit L2, but enough for about one tile for each multiprocessor, two
+    if their rows do not far exceed L2, and as many in the last group: else its longest tiles run alone at the end. In a
+    fixed order the tiles of a head wait for one another: then two multiprocessors in three need a tile. In a fixed
+    order without a mask few heads run at once, unless tiles have 64 keys and so add to dq twice as often.
     """
     p = problem
-    subgroups, heads = -(-heads // p.num_heads_kv), heads * (1 if p.varlen else p.batch)
+    gqa_splits, heads = -(-heads // p.num_heads_kv), heads * (1 if p.varlen else p.batch)
     if p.band.unbounded and not (p.deterministic and config.by_gradient):
         return min(heads, -(-num_sms // 4)) if p.deterministic else 1
-    a_head = rows_q * -(-p.group_size // subgroups) * config.block_d * (2 * 2 + 4)
+    a_head = rows_q * -(-p.group_size // gqa_splits) * config.block_d * (2 * 2 + 4)
     blocks = -(-(min(rows_k, p.seqlen_k) if p.varlen else rows_k) // config.block_n)
     filled = 2 * num_sms // 3 if p.deterministic else 19 * num_sms // 20
     twice = 0 if p.deterministic else min(-(-2 * filled // max(1, blocks)), 3 * _CACHE_BYTES // a_head)

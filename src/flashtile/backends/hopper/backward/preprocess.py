@@ -15,17 +15,17 @@ _ZEROS = tl.constexpr(4096)
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def prepare_rows(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rows_ptr, dq_ptr, counter_ptr, turns_ptr,
-    sums_ptr, dout_stride_b, dout_stride_row, dout_stride_head, dlse_stride_b, dlse_stride_head, dlse_stride_row,
-    sums_size, batch, seqlen_q, num_heads_q,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rows_ptr, dq_ptr, counter_ptr,
+    dq_order_ptr, sums_ptr, dout_stride_b, dout_stride_row, dout_stride_head, dlse_stride_b, dlse_stride_head,
+    dlse_stride_row, sums_size, batch, seqlen_q, num_heads_q,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Fills a row block's rows, and sets its dq, its turn, the counter of tiles and the sums of dk and dv to 0.
+    """Fills a row block's rows, and zeroes its dq, its dq_order, the counter of tiles and the sums of dk and dv.
 
     out and lse are contiguous, of the backend's shapes. A row past its sequence or without keys gets (inf, 0): its
-    probabilities are then 0 without a mask, whatever lies in its place. dq_ptr is None if dq is not wanted, turns_ptr
-    without turns, sums_ptr where groups are not split; with cu_seqlens_k_ptr, nobody reads what belongs to sequences
-    without keys.
+    probabilities are then 0 without a mask, whatever lies in its place. None: dq_ptr if dq is not wanted, dq_order_ptr
+    if its sums may be added in any order, sums_ptr without gqa_splits; with cu_seqlens_k_ptr, sequences without keys
+    are skipped.
     """
     pid = last_first()
     b, h, start, first, length = locate(pid, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M, VARLEN)
@@ -56,12 +56,12 @@ def prepare_rows(
         delta -= tl.load(dlse_at, mask=exists, other=0.0)
     lse = tl.load(lse_ptr + (b64 * num_heads_q + h) * seqlen_q + i, mask=exists, other=float("-inf"))
     row_at = rows_ptr + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    tl.store(row_at, softmax.backward_origin(lse))
+    tl.store(row_at, softmax.lse_log2_of(lse))
     tl.store(row_at + BLOCK_M, tl.where(lse == float("-inf"), 0.0, delta))
     if dq_ptr is not None:
         size: tl.constexpr = triton.next_power_of_2(BLOCK_M * BLOCK_D)
         place = tl.arange(0, size)
         dq_at = dq_ptr + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D) + place
         tl.store(dq_at, tl.zeros([size], tl.float32), mask=place < BLOCK_M * BLOCK_D)
-    if turns_ptr is not None:
-        tl.store(turns_ptr + pid, 0)
+    if dq_order_ptr is not None:
+        tl.store(dq_order_ptr + pid, 0)

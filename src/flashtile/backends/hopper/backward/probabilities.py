@@ -12,7 +12,7 @@ from flashtile.backends.hopper.device.wgmma_fragments import from_thread_column,
 from flashtile.backends.vocab import mask, quick_scores, softmax
 
 LOG2_E = softmax.LOG2_E
-# No row is as far off.
+# Past every row.
 FAR = gl.constexpr(2**30)
 
 
@@ -54,7 +54,7 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
 
 @gluon.jit
 def pairs_of(kept, rows):
-    """The pairs of 64 keys and a ``RowBlock``."""
+    """Where the block of 64 keys by a ``RowBlock`` lies."""
     return Pairs(kept.b, kept.head + rows.head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0)
 
 
@@ -74,18 +74,18 @@ def keep_rows(x, start, kept, grid):
 
 
 @gluon.jit
-def probabilities(s, origin, kept, grid, mod, pairs, fetched):
+def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     """Normalised probabilities, 0 where a row does not keep a key, and the factor of ``dprobs - delta`` in dscores.
 
     So dscores need no mask of their own: where the factor is 0, they are 0 unless dprobs or delta is not finite.
     """
     if mod.has_softcap:
-        # Scores as shares of the cap.
+        # In units of the cap.
         s = quick_scores.softcap(s, 1.0, mod.prescale)
-        p = gl.exp2(mod.add_terms(s * (mod.softcap * LOG2_E), pairs, fetched, LOG2_E) - origin)
+        p = gl.exp2(mod.add_terms(s * (mod.softcap * LOG2_E), pairs, fetched, LOG2_E) - lse_log2)
         factor = p * (1.0 - s * s)
     else:
-        p = gl.exp2(mod.add_terms(s * mod.scale_log2, pairs, fetched, LOG2_E) - origin)
+        p = gl.exp2(mod.add_terms(s * mod.scale_log2, pairs, fetched, LOG2_E) - lse_log2)
         factor = p
     if is_cut(pairs.row, kept, grid):
         p = keep_rows(p, pairs.row, kept, grid)

@@ -67,7 +67,7 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
     q_bytes: gl.constexpr = grid.block_m * grid.block_d * 2
     row_bytes: gl.constexpr = 2 * grid.block_m * 4
     stages: gl.constexpr = channels.queries[0].stages
-    # A second buffer for keys is free long before the values', an only one is free last.
+    # With two buffers for keys, one is free before the values' is; a single one is free last.
     keys_first: gl.constexpr = channels.keys[0].stages > 1
     tiles = 0
     used = 0
@@ -138,7 +138,7 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
     run while the other computes.
     """
     zeros = score_zeros(grid)
-    # With more accumulators than those of 128 columns, scores and dprobs take the same registers.
+    # With wider accumulators, scores and dprobs must share registers.
     together: gl.constexpr = grid.block_d + grid.block_dv <= 256
     dtype: gl.constexpr = channels.queries[0].buffers.dtype
     layout: gl.constexpr = zeros.type.layout
@@ -229,10 +229,10 @@ def add_to_sums(sums_ptr, grad, records, tiles, grid, COLS: gl.constexpr, PART: 
 def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, WARPGROUP: gl.constexpr):
     """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the stores before it have left its buffers.
 
-    In float32, half the columns at a time: they hold no more. Of split groups they are added to sums, from registers.
+    In float32, half the columns at a time: they hold no more. With gqa_splits they are added to sums.
     """
     if out is not None:
-        if grid.splits_groups:
+        if grid.splits_gqa:
             add_to_sums(out, grad, records, tiles, grid, COLS, WARPGROUP)
         else:
             keys = key_rows(records, tiles, grid)
@@ -243,7 +243,7 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
             for i in gl.static_range(len(parts)):
                 if i % count == 0:
                     tma_store_wait(0)
-                # As in Ring.fixed_part: addresses that the compiler takes for fixed it keeps, and spills.
+                # tiles >> 30 as in Ring.fixed_part: invariant addresses would be kept in registers, and spill.
                 buffer = out_s.index(WARPGROUP * count + i % count + (tiles >> 30))
                 as_tile(buffer, out.dtype, width).store(parts[i])
                 fence_async_shared()
@@ -253,9 +253,9 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
 @gluon.jit
 def consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
-    # A tile's first row block may end before its second 64 keys begin to be kept.
+    # No row of a tile's first row block may keep any of its second 64 keys.
     may_be_blank: gl.constexpr = grid.has_right and WARPGROUP == 1 and grid.block_m < grid.block_n
-    shares_dq: gl.constexpr = grid.has_dq and grid.dq_warpgroups == 2
+    computes_dq: gl.constexpr = grid.has_dq and grid.dq_warpgroups == 2
     records = channels.tiles
     tiles = 0
     used = 0
@@ -271,7 +271,7 @@ def consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
             channels.keys[0].wait(key_use)
             if grid.has_dscores:
                 channels.values[0].wait(key_use)
-            if shares_dq:
+            if computes_dq:
                 # The row block whose dq is still to be added.
                 block = rows.block
                 is_blank = False
@@ -295,12 +295,12 @@ def consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
                     used += 1
             if grid.has_dscores:
                 channels.values[0].release(key_use)
-            if shares_dq:
+            if computes_dq:
                 channels.dscores.wait(used - 1)
                 dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
             # dv leaves under the last product.
             store_gradient(dv_out, dv, records, tiles, channels.out, grid, grid.block_dv, WARPGROUP)
-            if shares_dq:
+            if computes_dq:
                 add_dq(dq, block, channels, used - 1, key_use, grid, WARPGROUP)
             channels.keys[0].release(key_use)
             key_use += 1

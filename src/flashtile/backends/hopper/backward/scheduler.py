@@ -24,9 +24,9 @@ class KeyGrid:
 
     ``first_head`` and ``heads`` are of a chain's: the key heads of which there are tiles.
 
-    If ``splits_groups``, the query heads of a key head are split into ``subgroups`` of ``subgroup_size`` heads, the
-    last with fewer, and a tile has those of one: its ``head`` is ``key head * subgroups + subgroup``. Its dk and dv are
-    added to sums, of which a key head has ``sum_heads``: one, or one for each subgroup.
+    ``splits_gqa``: the query heads of a key head are cut into ``gqa_splits`` of ``heads_per_split`` heads (the last may
+    have fewer), and a tile visits one split: its ``head`` is ``key head * gqa_splits + split``. Its dk and dv are added
+    to sums, ``sum_heads`` of them a key head: one, or one for each split.
     """
 
     seqlen_q: gl.tensor
@@ -34,8 +34,8 @@ class KeyGrid:
     batch: gl.tensor
     num_heads_kv: gl.tensor
     group_size: gl.tensor
-    subgroups: gl.tensor
-    subgroup_size: gl.tensor
+    gqa_splits: gl.tensor
+    heads_per_split: gl.tensor
     sum_heads: gl.tensor
     left: gl.tensor
     right: gl.tensor
@@ -61,14 +61,14 @@ class KeyGrid:
     has_dv: gl.constexpr
     adds: gl.constexpr
     chained: gl.constexpr
-    splits_groups: gl.constexpr
+    splits_gqa: gl.constexpr
 
 
 @gluon.jit
 def num_heads_of_tiles(grid):
-    """Heads that tiles have in each sequence: key heads, or subgroups of all of them."""
-    if grid.splits_groups:
-        return grid.num_heads_kv * grid.subgroups
+    """Heads of tiles in each sequence: key heads, or the splits of all of them."""
+    if grid.splits_gqa:
+        return grid.num_heads_kv * grid.gqa_splits
     elif grid.chained:
         return grid.heads
     else:
@@ -78,8 +78,8 @@ def num_heads_of_tiles(grid):
 @gluon.jit
 def key_head(head, grid):
     """The key head of a tile's head."""
-    if grid.splits_groups:
-        return head // grid.subgroups
+    if grid.splits_gqa:
+        return head // grid.gqa_splits
     else:
         return head
 
@@ -87,10 +87,10 @@ def key_head(head, grid):
 @gluon.jit
 def query_heads(head, grid):
     """(first, number) of the query heads of a tile's head."""
-    if grid.splits_groups:
-        place = head % grid.subgroups * grid.subgroup_size
-        first = head // grid.subgroups * grid.group_size + place
-        return first, gl.minimum(grid.group_size - place, grid.subgroup_size)
+    if grid.splits_gqa:
+        place = head % grid.gqa_splits * grid.heads_per_split
+        first = head // grid.gqa_splits * grid.group_size + place
+        return first, gl.minimum(grid.group_size - place, grid.heads_per_split)
     else:
         return head * grid.group_size, grid.group_size
 
@@ -190,7 +190,7 @@ def first_row_block(tile, grid):
 
 @gluon.jit
 def tiles_before(first, key, seqlen_q, seqlen_k, grid):
-    """How many tiles of this head add to dq's rows from ``first`` on before the tile that starts at ``key``."""
+    """How many tiles add to dq's rows from ``first`` on before the tile that starts at ``key``."""
     last = gl.minimum(first + grid.block_m, seqlen_q) - 1
     n_min, _, _, n_max = blocks.key_blocks(
         first, last, seqlen_q, seqlen_k, grid.left, grid.right, grid.has_left, grid.has_right, grid.block_n
@@ -237,7 +237,7 @@ def key_rows(records, use, grid):
 def sums_block(records, use, grid):
     """The block of a tile's keys among the sums of dk and dv, which are laid out as dq is."""
     head, b, block = records.get(use, "head"), records.get(use, "sequence"), records.get(use, "key") // grid.block_n
-    head = head // grid.subgroups * grid.sum_heads + gl.minimum(head % grid.subgroups, grid.sum_heads - 1)
+    head = head // grid.gqa_splits * grid.sum_heads + gl.minimum(head % grid.gqa_splits, grid.sum_heads - 1)
     if grid.varlen:
         block += records.get(use, "start_k") // grid.block_n + b
     else:
@@ -292,8 +292,8 @@ def next_rows(rows, records, tiles, grid):
 
 
 @gluon.jit
-def turn_of(start, records, tiles, grid):
-    """What the turn of the rows from ``start`` on must have reached before this tile adds to their dq."""
+def dq_order_of(start, records, tiles, grid):
+    """The value of the rows' dq_order semaphore at which this tile may add to their dq."""
     key = records.get(tiles, "key")
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
     return tiles_before(start, key, seqlen_q, seqlen_k, grid)

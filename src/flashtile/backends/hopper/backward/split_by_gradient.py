@@ -4,8 +4,8 @@ Both warpgroups see the same 64 keys, and each owns one gradient. The first one 
 memory and adds to dV. The second one makes dP^T and dS^T and adds to dK. A third one makes dQ of dS. None waits for
 those after it, so the exponentials and the handing over of a block run under the products of those before.
 
-P^T is handed over in float16 and times ``PROBS_SCALE``: of a rounding as coarse as bfloat16's, before that of dS^T, dK
-and dQ would be 1.2 times as far off.
+P^T is handed over in float16 times ``PROBS_SCALE``: rounding it to bfloat16, before dS^T is rounded, would make the
+errors of dK and dQ 1.2 times as large.
 """
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
@@ -34,7 +34,7 @@ PROBS_SCALE = gl.constexpr(2.0**14)
 def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl.constexpr):
     """What a row block adds to dv; and its probabilities."""
     zeros = score_zeros(grid)
-    origin = channels.rows.index(used % channels.queries[0].stages).slice(0, 1)
+    lse_log2 = channels.rows.index(used % channels.queries[0].stages).slice(0, 1)
     if IS_FIRST:
         channels.keys[0].wait(key_use)
     channels.queries[0].wait(used)
@@ -42,7 +42,7 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
     pairs = pairs_of(kept, rows)
     fetched = mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(0, deps=[s])
-    p, factor = probabilities(s, origin.load(zeros.type.layout), kept, grid, mod, pairs, fetched)
+    p, factor = probabilities(s, lse_log2.load(zeros.type.layout), kept, grid, mod, pairs, fetched)
     if IS_FIRST:
         tma_store_wait(0)
     if grid.has_dscores:
@@ -93,12 +93,12 @@ def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr
 def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.constexpr):
     """Stores 64 keys of dk or dv, if they are wanted, at most 64 columns at a time, in float32 32.
 
-    They leave through the buffers in which this warpgroup hands over blocks, if it does. Those are claimed as for uses
-    ``used`` and the next one, but not published: those uses are still to come. Before the first one comes,
-    ``tma_store_wait`` says that the buffers are free again. Of split groups they are added to sums, from registers.
+    The TMA store borrows the next two stages of the ring through which this warpgroup hands over blocks: claimed, never
+    published. ``tma_store_wait`` frees them before their own use begins. With gqa_splits dk and dv are added to sums,
+    from registers.
     """
     if out is not None:
-        if grid.splits_groups:
+        if grid.splits_gqa:
             add_to_sums(out, grad, records, tiles, grid, COLS, 0)
         else:
             keys, key = key_rows(records, tiles, grid), records.get(tiles, "key")
@@ -107,7 +107,7 @@ def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.conste
             for i in gl.static_range(len(parts)):
                 if ring.empty is not None:
                     ring.claim(used + i % 2)
-                # Of a tile without rows before this one, the last piece may be in the first buffer.
+                # After a tile without rows, that tile's last piece may still leave the first buffer.
                 tma_store_wait(1 if i > 0 else 0)
                 as_tile(ring.at(used + i % 2), out.dtype, width).store(parts[i])
                 fence_async_shared()

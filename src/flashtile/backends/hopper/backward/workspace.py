@@ -4,11 +4,11 @@ It consists of row blocks of BLOCK_M rows of one head of one sequence, so that n
 ``(b * num_heads_q + h) * cdiv(seqlen_q, BLOCK_M) + m`` if sequences are dense; if they are packed, block
 ``h * num_blocks + n`` with n and num_blocks as ``scheduler.packed_tile`` has them. A row block has
 
-    rows    [2, BLOCK_M] float32: what is subtracted from base-2 scores, and delta = rowsum(dout * out) - dlse
+    rows    [2, BLOCK_M] float32: lse_log2 (lse in base 2), and delta = rowsum(dout * out) - dlse
     dq      [BLOCK_M / 64, BLOCK_D / 8, 128, 4] float32: 64 rows at a time as a warpgroup's accumulators hold them, so
             that adding them up needs no shared memory and touches whole cache lines
 
-Where groups of query heads are split, dk and dv are added up likewise: in blocks of as many keys as a tile has.
+With gqa_splits, dk and dv are added up likewise, in blocks of a tile's keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.hopper.backward import subgroups
+from flashtile.backends.hopper.backward import gqa_splits
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.launch import Pointer
 from flashtile.backends.vocab import scheduler, sequence
@@ -30,27 +30,27 @@ class Workspace(NamedTuple):
     """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
 
     First come dq's sums in float32, padded to whole row blocks, if dq is wanted; then two float32 a row, then int32:
-    the counter of tiles and, where those sums are ordered, a turn for each row block; then the sums of dk and of dv in
-    float32, if groups are split.
+    the counter of tiles and, where those sums are ordered, dq_order, a semaphore for each row block; then the sums of
+    dk and of dv in float32, with gqa_splits.
 
     Attributes:
         blocks: Row blocks.
-        subgroups: Into how many a group of query heads is split.
+        gqa_splits: Tiles that share the query heads of one key head.
         rows_at: Where the rows begin, in bytes; 0 without dq.
         counter_at: Where the counter is.
-        turns_at: Where the turns begin, None where sums may be added in any order.
-        sum_heads: Heads of the sums of dk and dv for each key head: one for each subgroup where their order is fixed,
+        dq_order_at: Where the semaphores begin, None where sums may be added in any order.
+        sum_heads: Heads of the sums of dk and dv for each key head: one for each split where their order is fixed,
             else one to which all add.
-        dk_at: Where the sums of dk begin, None if groups are not split or dk is not wanted.
+        dk_at: Where the sums of dk begin, None without splits or if dk is not wanted.
         dv_at: The same for dv.
         floats: Its size, in float32.
     """
 
     blocks: int
-    subgroups: int
+    gqa_splits: int
     rows_at: int
     counter_at: int
-    turns_at: int | None
+    dq_order_at: int | None
     sum_heads: int
     dk_at: int | None
     dv_at: int | None
@@ -66,16 +66,16 @@ class Workspace(NamedTuple):
             blocks = -(-rows // config.block_m) * problem.batch * problem.num_heads_q
         rows_at = 4 * blocks * config.block_m * config.block_d if problem.grads.q else 0
         counter_at = rows_at + 4 * blocks * 2 * config.block_m
-        turns_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
-        end = counter_at + 16 if turns_at is None else turns_at + 16 * -(-blocks // 4)
-        count = subgroups.choose(problem, config, tensors.k.shape[-3])
+        dq_order_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
+        end = counter_at + 16 if dq_order_at is None else dq_order_at + 16 * -(-blocks // 4)
+        count = gqa_splits.choose(problem, config, tensors.k.shape[-3])
         sum_heads = count if problem.deterministic else 1
         keys = key_blocks(problem, config, tensors) * config.block_n * sum_heads
         dk_at = end if count > 1 and problem.grads.k else None
         end += 0 if dk_at is None else 4 * keys * config.block_d
         dv_at = end if count > 1 and problem.grads.v else None
         end += 0 if dv_at is None else 4 * keys * config.block_dv
-        return cls(blocks, count, rows_at, counter_at, turns_at, sum_heads, dk_at, dv_at, end // 4)
+        return cls(blocks, count, rows_at, counter_at, dq_order_at, sum_heads, dk_at, dv_at, end // 4)
 
     def zeros(self) -> dict[str, Any]:
         """The sums of dk and dv, for the kernel that sets them to 0."""
@@ -90,7 +90,7 @@ class Workspace(NamedTuple):
             "dq_ptr": Pointer(torch.float32, "work") if self.rows_at else None,
             "rows_ptr": Pointer(torch.float32, "work", self.rows_at),
             "counter_ptr": Pointer(torch.int32, "work", self.counter_at),
-            "turns_ptr": None if self.turns_at is None else Pointer(torch.int32, "work", self.turns_at),
+            "dq_order_ptr": None if self.dq_order_at is None else Pointer(torch.int32, "work", self.dq_order_at),
         }
 
 

@@ -19,7 +19,7 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     wait_for_products,
     zero_accumulators,
 )
-from flashtile.backends.hopper.device.inline_ptx import hold
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait
 from flashtile.backends.hopper.device.ring import Records
 from flashtile.backends.hopper.device.wgmma_fragments import from_thread_column, keep_columns, row_tops, thread_sums
 from flashtile.backends.vocab import softmax
@@ -64,8 +64,8 @@ def scheduler(records, call):
             first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
             slots += h_kv.to(gl.int64) * shape.num_states * shape.num_rows * call.sizes.GROUP + first
             tiles += h_kv * shape.num_tiles + first // call.sizes.BLOCK_M
-            # Of a tile without keys one block is loaded, as zeros, and masked. Rows past the last packed sequence have
-            # none, and no entry.
+            # A tile without keys loads one block of zeros, which is masked, as do rows past the last packed sequence,
+            # which have no entry.
             publish(records, parts, (
                 1, b, work.entry_of(gl.minimum(b, call.sizes.batch - 1), call), h_kv, first, shape.num_rows, shape.high,
                 state, stop_state, shape.num_states, shape.state_splits, shape.item_states,
@@ -78,7 +78,7 @@ def scheduler(records, call):
 
 @gluon.jit
 def publish(records, use, numbers):
-    """Writes a record, of which each thread has a number, and says so."""
+    """Writes a record, one number a thread, and publishes it."""
     at = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     record = at * 0
     for i in gl.static_range(len(numbers)):
@@ -124,7 +124,7 @@ def load_block(desc, ring, use, records, parts, n, entry_rows, call):
     for i in gl.static_range(NUM_BOXES):
         row, entry, length = first + i * ROWS, records.get(parts, "entry"), high
         if call.pages.ptr is not None:
-            # All ids are asked for before one is used, and none past the last page that has keys.
+            # All page ids are loaded before one is used, and none past the last page that has keys.
             table = call.pages.ptr + records.get(parts, "b").to(gl.int64) * call.pages.stride_b
             entry = gl.load(table + row // PAGE_SIZE, mask=row < high, other=0)
             length, row = gl.minimum(gl.maximum(high - row // PAGE_SIZE * PAGE_SIZE, 0), PAGE_SIZE), row % PAGE_SIZE
@@ -171,7 +171,7 @@ def load_queries(channels, parts, call, WARPGROUP: gl.constexpr):
     at = start + row.to(gl.int64) * call.queries.stride_row + h.to(gl.int64) * call.queries.stride_head
     col = gl.arange(0, DIM, gl.SliceLayout(0, layout))
     q = gl.load(call.queries.ptr + at[:, None] + col[None, :], mask=exists[:, None], other=0.0)
-    # All warps have read the part before's.
+    # All warps have read the last part's queries.
     thread_barrier()
     channels.queries[0].buffers.index(0).store(q)
     fence_async_shared()
@@ -182,9 +182,9 @@ def load_queries(channels, parts, call, WARPGROUP: gl.constexpr):
 def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     """Computes the states of a part, stores them and folds them if they are the last; returns the uses of channels.
 
-    The scores of a block are computed under the values of the one before, though that may be of another split. A part
-    that is a whole tile folds each run to those before it, whose state waits in memory: only this thread reads it.
-    Where a split is a run, as at head_dim 256, registers for a second state would spill: all are stored, then folded.
+    A block's scores are computed under the values of the block before, even across splits. A part that is a whole tile
+    folds each run into a running total in global memory, which only the same thread reads. At head_dim 256 a split is a
+    run and registers for a second state would spill: all states are stored, then folded.
     """
     records = channels.parts
     none = zero_accumulators(64, channels.values)
@@ -210,8 +210,8 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     channels.keys[0].release(used)
     s = masked(s, n, last_keys, clear_blocks, call)
     row_max = gl.full([64], float("-inf"), gl.float32, s_row)
-    row_max, origin, factor = softmax.raise_max(row_max, gl.max(s, 1) * call.terms.scale, True)
-    e = softmax.exponentials(s, call.terms.scale, origin)
+    row_max, finite_max, factor = softmax.raise_max(row_max, gl.max(s, 1) * call.terms.scale, True)
+    e = softmax.exponentials(s, call.terms.scale, finite_max)
     row_sum, probs = thread_sums(e), operand(e, channels, zeros)
     accs, n, blocks_left = none, n + 1, records.get(parts, "split_blocks") - 1
     splits_left = splits
@@ -224,13 +224,13 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
         s = warpgroup_mma_wait(len(accs), deps=[s])
         channels.keys[0].release(used + 1)
         s = masked(s, n, last_keys, clear_blocks, call)
-        # At the end of a split the next one begins from nothing: what was added before is multiplied with 0.
+        # After a split's last block row_max restarts at -inf, so the new factor is 0 and clears the sums.
         split_max, split_sum = row_max, row_sum
         row_max = gl.where(blocks_left == 0, float("-inf"), row_max)
-        row_max, origin, factor = softmax.raise_max(row_max, row_tops(s, row_max, call.terms.scale, ()), True)
-        e = softmax.exponentials(s, call.terms.scale, origin)
+        row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, call.terms.scale, ()), True)
+        e = softmax.exponentials(s, call.terms.scale, finite_max)
         sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
-        row_sum = hold(row_sum * sum_factor[:, None] + thread_sums(e))
+        row_sum = compute_before_wait(row_sum * sum_factor[:, None] + thread_sums(e))
         probs = operand(e, channels, zeros)
         accs = wait_for_products(accs)
         channels.values[0].release(used)
@@ -340,7 +340,7 @@ def store_state(acc, row_max, row_sum, slot, records, parts, call, WARPGROUP: gl
 def fold_to_stored(
     has_stored, total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP: gl.constexpr
 ):
-    """The fold of the last run to those before it, if any, of whose state this thread has stored the values' sums."""
+    """Folds a run into the running total in global memory, if there is one; each thread reads its own stores."""
     if call.sizes.splitting.RUN > 1 and has_stored:
         row = gl.arange(0, 64, run_max.type.layout)
         col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, run.type.layout))[None, :]

@@ -80,7 +80,7 @@ def as_box(buffer, desc):
 
 @gluon.jit
 def as_tile(buffer, dtype: gl.constexpr, WIDTH: gl.constexpr):
-    """A two-dimensional tile as one of another dtype, of as many rows, that takes no more bytes."""
+    """Reinterprets a two-dimensional tile as another dtype with the same rows and no more bytes."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([buffer.shape[0], WIDTH], dtype)
     shape: gl.constexpr = [buffer.shape[0], WIDTH]
     return _seen_as(buffer, dtype, shape, layout)

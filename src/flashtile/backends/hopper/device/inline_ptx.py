@@ -30,37 +30,36 @@ _VOTE = gl.constexpr(
     "vote.sync.any.pred p, p, 0xffffffff; vote.sync.any.pred q, q, 0xffffffff; "
     "selp.b32 $0, 1, 0, p; selp.b32 $1, 1, 0, q; }"
 )
-_HOLD = gl.constexpr(
+_NOT_BELOW_MINUS_1 = gl.constexpr(
     "{ .reg .pred p, q; setp.lt.f32 p, $2, 0fBF800000; setp.lt.f32 q, $3, 0fBF800000; or.pred p, p, q; "
     "@p nanosleep.u32 0; mov.b32 $0, $2; mov.b32 $1, $3; }"
 )
 
 
 @gluon.jit
-def hold(x):
-    """X >= 0, computed before any wgmma wait that follows: a sleep that is never taken, which ptxas does not move.
+def compute_before_wait(x):
+    """X >= 0, two elements a thread, unchanged: a branch never taken stops ptxas from hoisting wgmma.wait above it.
 
-    Otherwise ptxas hoists the wait for the product with the values above the exponentials that should run under it.
-    X has two elements a thread.
+    Else the wait for the product with the values would come before the exponentials that should run under it.
     """
-    return gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(_NOT_BELOW_MINUS_1, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
-_SEEN = gl.constexpr(
+_NO_SUCH_NAN = gl.constexpr(
     "{ .reg .pred p, q; setp.eq.s32 p, $2, 0x7FABCDEF; setp.eq.s32 q, $3, 0x7FABCDEF; or.pred p, p, q; "
     "@p nanosleep.u32 0; mov.b32 $0, $2; mov.b32 $1, $3; }"
 )
 
 
 @gluon.jit
-def seen(x):
-    """Any float32 x, computed before any barrier that follows: ``hold`` for numbers of either sign."""
-    return gl.inline_asm_elementwise(_SEEN, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+def compute_before_barrier(x):
+    """``compute_before_wait`` for float32 x of either sign and a barrier: it tests for a NaN that never occurs."""
+    return gl.inline_asm_elementwise(_NO_SUCH_NAN, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
-def settled(x):
-    """Any bfloat16 x, in its registers before any wgmma fence that follows: LLVM moves conversions behind them."""
+def compute_before_fence(x):
+    """Any bfloat16 x: keeps its conversion ahead of the next wgmma fence, behind which LLVM would move it."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2)
 
 
@@ -78,7 +77,7 @@ def widen(x):
 
 @gluon.constexpr_function
 def _least_ptx(count):
-    """Of two elements the least ($0, $1) of ``count`` integers each ($4 $6 ..., $5 $7 ...) if one of $2, $3 is < 0."""
+    """$0 = min($4, $6, ...), $1 = min($5, $7, ...), ``count`` integers each, if the warp has a negative $2 or $3."""
 
     def chain(result, first):
         others = (f"min.s32 {result}, {result}, ${first + 2 * i}; " for i in range(1, count))
@@ -104,24 +103,24 @@ def least_integers(numbers, signs):
 
 
 @gluon.constexpr_function
-def _turn_ptx(operation, group):
-    """At a warpgroup's barrier: of the hardware's 16 one of the last, as Triton counts its own from 0."""
+def _pingpong_ptx(operation, group):
+    """A named barrier per warpgroup, from 15 down: Triton numbers its own from 0 up."""
     return f"bar.{operation} {15 - group}, 256; mov.b32 $0, $2; mov.b32 $1, $3;"
 
 
 @gluon.jit
-def take_turn(x, GROUP: gl.constexpr):
-    """[64] float32 x, once the warpgroup before this one has passed the turn on to GROUP."""
+def pingpong_wait(x, GROUP: gl.constexpr):
+    """[64] float32 x, unchanged, after warpgroup GROUP's ping-pong barrier: its predecessor has issued its products."""
     return gl.inline_asm_elementwise(
-        _turn_ptx("sync", GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2
+        _pingpong_ptx("sync", GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2
     )
 
 
 @gluon.jit
-def pass_turn(x, GROUP: gl.constexpr):
-    """[64] float32 x; the turn is warpgroup GROUP's once all that came before is done or started."""
+def pingpong_arrive(x, GROUP: gl.constexpr):
+    """[64] float32 x, unchanged: lets warpgroup GROUP past its ping-pong barrier, after everything issued so far."""
     return gl.inline_asm_elementwise(
-        _turn_ptx("arrive", GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2
+        _pingpong_ptx("arrive", GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2
     )
 
 
@@ -132,7 +131,7 @@ def _keep_ptx(bits):
 
 @gluon.jit
 def keep(x, words, fill, BITS: gl.constexpr):
-    """Float32 x, ``fill`` where none of BITS is in the int32 ``words``: the compiler makes three operations of it."""
+    """Float32 x, ``fill`` where ``words & BITS`` is 0: here two instructions, from the compiler three."""
     return gl.inline_asm_elementwise(_keep_ptx(BITS), "=f,f,r,f", [x, words, fill], gl.float32, True, 1)
 
 

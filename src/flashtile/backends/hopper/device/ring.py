@@ -30,7 +30,7 @@ class Ring:
 
     @gluon.jit
     def stage(self, use):
-        """Which buffer a use lives in. Uses are not negative, which the compiler does not know: a mask is cheaper."""
+        """The buffer of a use, by a mask where it can: the compiler does not know that uses are not negative."""
         if self.stages & (self.stages - 1) == 0:
             return use & (self.stages - 1)
         else:
@@ -83,10 +83,9 @@ class Ring:
 
     @gluon.jit
     def fixed_part(self, use, i, step):
-        """``part`` for a use that lasts many steps, computed anew in each.
+        """``part``, recomputed in each step: step >> 30 is 0, but hides that the address is loop invariant.
 
-        The compiler does not see that it is the same: it would keep addresses for each product in registers, which
-        spill.
+        The compiler would keep an address for each product in registers, which spill.
         """
         return self.buffers.index(use % self.stages * self.parts + i + (step >> 30))
 
@@ -125,9 +124,8 @@ def make_ring(dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, sta
 def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, producers: gl.constexpr = 1):
     """A ring of as many buffers as another one's, claimed and released with them, published by ``producers`` roles.
 
-    It has no barriers of its own for that. Nobody would use them, so the compiler would give their memory to a buffer,
-    and what is loaded to where a barrier was initialised may come out wrong: PTX wants the barrier invalidated before,
-    and on an H200 NaN was seen there.
+    It shares the other's ``empty`` barriers. Unused ones of its own would be dead after their initialisation, so the
+    compiler would put a buffer over them, and PTX forbids that while a barrier is not invalidated (it gave NaN).
     """
     buffers = gl.allocate_shared_memory(dtype, [ring.stages] + tile, layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())

@@ -1,14 +1,14 @@
-"""What becomes of the products of queries and keys before the softmax.
+"""Score and mask mods: what is applied to q k^T before the softmax.
 
-There is one hook for all that is added to a score, and one for masks besides the band. A term is a record with
+One hook serves all that is added to a score, one all masks besides the band. A term is a record with
 
-    fetch(pairs, x)              what it needs of memory for a block like x, loaded while the block's product still runs
+    fetch(pairs, x)              what it loads for a block like x, while the block's product still runs
     add(x, pairs, fetched, unit) x + unit * term
 
-and a mask has ``fetch`` and ``select``. They see a block through ``Pairs``, so that one implementation serves the
-forward, whose blocks have rows along dimension 0, and the backward, whose blocks have keys there. The derivative of a
-term is 1. The portable backend has the same rules in ``vocab.scores``. In the forward, where no softcap comes between,
-products are added to terms: so nothing waits for both.
+and a mask has ``fetch`` and ``select``. ``Pairs`` says where a block lies, so one implementation serves the forward,
+whose blocks are rows by keys, and the backward, whose blocks are keys by rows. The derivative of a term is 1. The
+portable backend has the same rules in ``vocab.scores``. In the forward without softcap the terms are the accumulator's
+initial value (``early``), so they are not added after the product.
 """
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
 from flashtile.backends.hopper.device.head_dim_parts import also
-from flashtile.backends.hopper.device.inline_ptx import keep, seen, settled, widen
+from flashtile.backends.hopper.device.inline_ptx import compute_before_barrier, compute_before_fence, keep, widen
 from flashtile.backends.hopper.device.ring import make_ring
-from flashtile.backends.hopper.device.wgmma_fragments import as_before, by_thread, thread_columns, thread_origin
+from flashtile.backends.hopper.device.wgmma_fragments import as_before, by_thread, thread_columns, thread_start
 from flashtile.backends.vocab import quick_scores, softmax
 
 LOG2_E = softmax.LOG2_E
@@ -39,9 +39,9 @@ class Pairs:
         seqlen_q: Rows of the sequence.
         seqlen_k: Keys of the sequence.
         keys_first: Whether keys lie along dimension 0.
-        use: Of the rings of ``PairTiles``, which the forward alone has; likewise what follows.
-        is_tile: Whether there is a block at all.
-        warpgroup: Whose rows they are.
+        use: Its use of the rings of ``ScoreTiles``; this and what follows are the forward's alone.
+        is_tile: False after the last tile, when there is no block.
+        warpgroup: The one that computes it.
         slope: ALiBi's.
     """
 
@@ -60,7 +60,7 @@ class Pairs:
     @gluon.jit
     def distances(self, x):
         """[M, 4] int32: key minus row position, in each row of ``x``, at the first column that the thread holds."""
-        row, col = thread_origin(x)
+        row, col = thread_start(x)
         shift = self.seqlen_k - self.seqlen_q
         if self.keys_first:
             return (self.key + row) - (self.row + col + shift)
@@ -92,7 +92,7 @@ class Alibi:
 
     @gluon.jit
     def add(self, x, pairs, slope, unit):
-        """A thread has one number per row, and column numbers that are immediates."""
+        """A register per row and immediates for the columns."""
         start = pairs.distances(x).to(gl.float32)
         cols = thread_columns(x).to(gl.float32)
         if pairs.keys_first:
@@ -107,12 +107,12 @@ class Alibi:
 
 
 @aggregate
-class Ramp:
-    """ALiBi in the forward: what differs between a row's keys comes from a product, and no score costs an operation.
+class AlibiByMma:
+    """ALiBi by WGMMA, in the forward: the accumulator starts as slope times column, so a score costs no instruction.
 
     Attributes:
         alibi: The term.
-        columns: [N, 16] bfloat16 in shared memory: each row's own number.
+        columns: [N, 16] bfloat16 in shared memory: row n is n everywhere.
     """
 
     alibi: Alibi
@@ -127,19 +127,19 @@ class Ramp:
 
     @gluon.jit
     def start(self, x, pairs, unit, ADDS: gl.constexpr):
-        """Starts slope times column, plus ``x`` if it ADDS. The slope is a sum of three bfloat16."""
+        """Starts the product slope times column, plus ``x`` if it ADDS. The slope is split into three bfloat16."""
         layout: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
         slope = self.ahead(pairs, x)[1] * unit
         high = slope.to(gl.bfloat16).to(gl.float32)
         middle = (slope - high).to(gl.bfloat16).to(gl.float32)
         i = gl.arange(0, 16, gl.SliceLayout(0, layout))
         parts = gl.where(i == 0, high, gl.where(i == 1, middle, gl.where(i == 2, slope - high - middle, 0.0)))
-        slopes = settled((gl.zeros([x.shape[0], 16], gl.float32, layout) + parts[None, :]).to(gl.bfloat16))
+        slopes = compute_before_fence((gl.zeros([x.shape[0], 16], gl.float32, layout) + parts[None, :]).to(gl.bfloat16))
         return warpgroup_mma(slopes, self.columns.permute((1, 0)), x, use_acc=ADDS, is_async=True)
 
     @gluon.jit
     def rest(self, x, pairs, unit):
-        """(scores, [M, 4] the rest in exponents of 2), which goes into the maximum that is subtracted anyway."""
+        """(scores, [M, 4] what a row's scores still lack, in base 2, to be folded into the maximum)."""
         first, slope = self.ahead(pairs, x)
         start = pairs.distances(x)
         # Decided when the kernel is compiled, and when it runs.
@@ -147,11 +147,11 @@ class Ramp:
             if (first < x.shape[0]) & (first > -x.shape[1]):
                 past = gl.maximum(start[:, None, :, None] + thread_columns(x), 0).to(gl.float32)
                 x = as_before(by_thread(x) - past * (2.0 * slope * unit), x)
-        return x, ((start - thread_origin(x)[1]).to(gl.float32) * (slope * LOG2_E),)
+        return x, ((start - thread_start(x)[1]).to(gl.float32) * (slope * LOG2_E),)
 
 
 @aggregate
-class PairTensor:
+class ScoreTensor:
     """A bias or a mask over (batch, heads, rows, keys), in global memory, with stride 0 where it broadcasts.
 
     Attributes:
@@ -171,7 +171,7 @@ class PairTensor:
     @gluon.jit
     def fetch(self, pairs, x):
         """The block, ``by_thread``, 0 outside the sequence."""
-        row, col = thread_origin(x)
+        row, col = thread_start(x)
         if pairs.keys_first:
             row, col = row + pairs.key, col + pairs.row
             rows, cols, stride_row, stride_col = pairs.seqlen_k, pairs.seqlen_q, self.stride_col, self.stride_row
@@ -197,12 +197,12 @@ class PairTensor:
 
 
 @aggregate
-class PairTiles:
-    """A bias or a mask as ``PairTensor`` has it, which TMA brings to shared memory for a tile's rows and a key block.
+class ScoreTiles:
+    """A ``ScoreTensor`` that TMA loads into shared memory, for a tile's rows and a block of keys.
 
     Attributes:
         desc: Boxes of a warpgroup's rows and a block of keys, or of one row for all.
-        rings: Where they go, a ring a warpgroup, or one for all; a use is one of the keys' ring.
+        rings: A ring a warpgroup, or one for all if rows share it; uses are numbered as the keys' are.
         stride_b: 0 if sequences share it.
         stride_head: 0 if heads share it.
     """
@@ -278,11 +278,11 @@ class ScoreMod:
         has_softcap: Whether there is a cap.
         scale_first: Whether products are multiplied with ``prescale`` and nothing else, because the scale is not > 0.
         terms: What is added, in natural units, see the module.
-        masks: Which pairs are kept, besides the band.
-        early: Terms that products are added to.
-        ramps: ALiBi as one of those.
-        early_tiles: What TMA loads of them.
-        late_tiles: What TMA loads of terms and masks.
+        masks: Masks besides the band.
+        early: Terms in the accumulator before the product.
+        alibi_by_mma: ALiBi as one of those, or ().
+        early_tiles: The ``ScoreTiles`` among early.
+        late_tiles: Those among terms and masks.
     """
 
     scale_log2: gl.tensor
@@ -293,13 +293,13 @@ class ScoreMod:
     terms: gl.tuple
     masks: gl.tuple
     early: gl.tuple
-    ramps: gl.tuple
+    alibi_by_mma: gl.tuple
     early_tiles: gl.tuple
     late_tiles: gl.tuple
 
     @gluon.jit
     def fetch(self, pairs, x):
-        """What terms and masks need of memory for a block like ``x``."""
+        """What terms and masks load for a block like ``x``."""
         fetched = ()
         for i in gl.static_range(len(self.terms)):
             fetched = also(fetched, self.terms[i].fetch(pairs, x))
@@ -316,37 +316,36 @@ class ScoreMod:
             s = s * self.prescale
         unit = LOG2_E / self.scale_log2
         s = self.add_terms(s, pairs, fetched, unit)
-        if len(self.ramps) > 0:
-            return self.ramps[0].rest(s, pairs, unit)
+        if len(self.alibi_by_mma) > 0:
+            return self.alibi_by_mma[0].rest(s, pairs, unit)
         else:
             return s, ()
 
     @gluon.jit
     def initial(self, x, pairs):
-        """What products are added to, of zeros ``x``: the sum of early terms, its last product started."""
+        """The accumulator before the product, from zeros ``x``: the early terms, ALiBi's product started."""
         unit = LOG2_E / self.scale_log2
         for i in gl.static_range(len(self.early)):
             x = self.early[i].add(x, pairs, self.early[i].fetch(pairs, x), unit)
-        for i in gl.static_range(len(self.ramps)):
-            x = self.ramps[i].start(x, pairs, unit, len(self.early) > 0)
+        for i in gl.static_range(len(self.alibi_by_mma)):
+            x = self.alibi_by_mma[i].start(x, pairs, unit, len(self.early) > 0)
         return x
 
     @gluon.jit
     def release_early(self, pairs):
-        """Gives back what ``initial`` loaded, now that a product has been started with it; see ``release``."""
+        """Releases what ``initial`` loaded: its product has been started; see ``release``."""
         for i in gl.static_range(len(self.early_tiles)):
             self.early_tiles[i].ring(pairs.warpgroup).release(pairs.use, pairs.is_tile)
 
     @gluon.jit
     def release(self, pairs, row_max):
-        """Row maxima, to which all scores went; the other tiles may be overwritten.
+        """Releases the other tiles; returns the row maxima, which depend on everything loaded from them.
 
-        A barrier does not wait for loads from shared memory that are still under way, and TMA does not queue behind
-        them: beside products that read as much as they can, H200s gave the next block's pairs, so what was loaded must
-        have arrived.
+        An mbarrier arrive does not wait for outstanding ld.shared, so TMA could overwrite what is still being read, and
+        did: this forces the loads to retire first.
         """
         if len(self.late_tiles) > 0:
-            row_max = seen(row_max)
+            row_max = compute_before_barrier(row_max)
         for i in gl.static_range(len(self.late_tiles)):
             self.late_tiles[i].ring(pairs.warpgroup).release(pairs.use, pairs.is_tile)
         return row_max
@@ -376,7 +375,7 @@ def alibi_terms(ptr, stride_b, batch, ONE_SIDED: gl.constexpr):
 
 
 @gluon.jit
-def alibi_ramps(terms, N: gl.constexpr):
+def alibi_by_mma(terms, N: gl.constexpr):
     """Terms of ``alibi_terms`` for blocks of N keys."""
     if len(terms) > 0:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -385,24 +384,24 @@ def alibi_ramps(terms, N: gl.constexpr):
         columns = gl.allocate_shared_memory(gl.bfloat16, [N, 16], shared)
         columns.store((rows[:, None] + gl.zeros([N, 16], gl.float32, layout)).to(gl.bfloat16))
         fence_async_shared()
-        return (Ramp(terms[0], columns),)
+        return (AlibiByMma(terms[0], columns),)
     else:
         return ()
 
 
 @gluon.jit
-def pair_tensors(tensor):
-    """The ``PairTensor`` of kernel arguments: (pointer or None, strides of a sequence, a head, a row and a key)."""
+def score_tensors(tensor):
+    """The ``ScoreTensor`` of kernel arguments: (pointer or None, strides of a sequence, a head, a row and a key)."""
     ptr, strides = tensor
     if ptr is not None:
-        return (PairTensor(ptr, strides[0], strides[1], strides[2], strides[3]),)
+        return (ScoreTensor(ptr, strides[0], strides[1], strides[2], strides[3]),)
     else:
         return ()
 
 
 @gluon.jit
-def pair_tiles(desc, strides, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """The ``PairTiles`` of a descriptor, none without one."""
+def score_tiles(desc, strides, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The ``ScoreTiles`` of a descriptor, none without one."""
     if desc is not None:
         ROWS: gl.constexpr = desc.block_type.shape[2]
         # Buffers of eight rows lie where TMA may write.
@@ -411,6 +410,6 @@ def pair_tiles(desc, strides, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
         rings = ()
         for _ in gl.static_range(1 if ROWS == 1 else WARPGROUPS):
             rings = also(rings, make_ring(desc.dtype, tile, layout, STAGES, WARPGROUPS if ROWS == 1 else 1))
-        return (PairTiles(desc, rings, gl.to_tensor(strides[0]), gl.to_tensor(strides[1])),)
+        return (ScoreTiles(desc, rings, gl.to_tensor(strides[0]), gl.to_tensor(strides[1])),)
     else:
         return ()

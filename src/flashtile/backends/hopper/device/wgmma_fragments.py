@@ -1,7 +1,7 @@
-"""What each thread makes of its part of a block of scores.
+"""Operations on a WGMMA accumulator's fragments, without data movement between threads.
 
-In a WGMMA accumulator four threads share a row, and column c belongs to thread c // 2 % 4 of them: seen as
-[M, N // 8, 4, 2], an accumulator has its threads along dimension 2 and each thread's own columns along 1 and 3.
+Four threads hold a row, and column c belongs to thread c // 2 % 4 of them: seen as [M, N // 8, 4, 2], an accumulator
+has its threads along dimension 2 and each thread's own columns along 1 and 3.
 """
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
@@ -23,9 +23,8 @@ def row_tops(x, row_max, scale, shift):
 
     ``scale`` > 0; ``shift`` is () or ([M, 4],), each thread's.
 
-    Hopper has an instruction for the greatest of three integers, and none for floats. Floats are in the order of the
-    integers with the same bits, but negative ones the other way round: of those alone the greatest is the least
-    integer. It matters to no row that has seen a number >= 0.
+    The maximum is taken on int32 bits: Hopper has a three-input integer max and none for floats. That is right if a row
+    has a number >= 0, now or in ``row_max``; rows that are all negative use the integer minimum, computed on demand.
     """
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
@@ -69,8 +68,8 @@ def as_before(t, x):
 
 
 @gluon.jit
-def thread_origin(x):
-    """([M, 1] row, [1, 4] first column) of what a thread holds of a row of ``x``."""
+def thread_start(x):
+    """([M, 1] row, [1, 4] first column) of a thread's fragment of ``x``."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     return rows[:, None], 2 * gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
@@ -79,17 +78,14 @@ def thread_origin(x):
 @gluon.jit
 def from_thread_column(numbers, x):
     """[M] column numbers -> [M, 4]: the same, counted from the first column of ``x`` that the thread holds."""
-    _, first = thread_origin(x)
+    _, first = thread_start(x)
     layout: gl.constexpr = gl.SliceLayout(1, first.type.layout)
     return gl.convert_layout(numbers, layout)[:, None] - first
 
 
 @gluon.jit
 def thread_columns(x):
-    """[1, N // 8, 1, 2]: the columns of ``x``, counted from the first one that the thread holds.
-
-    The compiler knows these numbers: they are immediates.
-    """
+    """[1, N // 8, 1, 2]: the columns of ``x`` from the first one that the thread holds; they become immediates."""
     layout: gl.constexpr = by_thread(x).type.layout
     eights = gl.arange(0, x.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))

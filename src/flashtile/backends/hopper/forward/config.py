@@ -38,13 +38,13 @@ class Config:
         tile_stages: How many tiles a program finds ahead of working on them.
         dynamic: Whether programs take tiles from a shared counter, not from an order fixed beforehand.
         overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
-        in_turns: Whether warpgroups take turns in starting a step's products.
+        pingpong: Whether warpgroups take turns in starting a step's products.
         out_cols: Columns of the pieces in which the output leaves.
         out_stages: Buffers for such pieces.
         registers: What setmaxnreg gives a computing warpgroup's threads.
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
-        pair_stages: Buffers for biases and masks; none if each thread loads what it needs of them.
-        pair_bytes: Bytes of an element, added up over biases and masks with rows of their own and over those with one.
+        score_stages: Buffers for biases and masks; none if each thread loads what it needs of them.
+        score_bytes: Bytes of an element, added up over biases and masks with rows of their own and over those with one.
     """
 
     block_d: int
@@ -59,12 +59,12 @@ class Config:
     tile_stages: int = 4
     dynamic: bool = False
     overlap: bool = True
-    in_turns: bool = False
+    pingpong: bool = False
     out_stages: int = 1
     registers: int = 240
     max_registers: int = 168
-    pair_stages: int = 0
-    pair_bytes: tuple[int, int] = (0, 0)
+    score_stages: int = 0
+    score_bytes: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2:
@@ -73,14 +73,14 @@ class Config:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
         if self.num_warpgroups * self.registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
-        if self.block_m % self.strip or (self.shares and self.out_cols > 64):
+        if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
             raise ValueError(f"tiles are shared in whole strips, whose boxes have 64 columns at most: {self}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
 
     @property
-    def shares(self) -> bool:
-        """Whether the heads of a group share tiles."""
+    def pack_gqa(self) -> bool:
+        """Whether a tile has rows of all heads of a group."""
         return self.strip < self.block_m
 
     @property
@@ -88,13 +88,13 @@ class Config:
         """Shared memory of the tiles and of what else needs any."""
         keys = self.stages * self.block_n * (self.block_d + self.block_dv)
         rows = self.num_warpgroups * self.block_m
-        pairs = self.pair_stages * buffer_bytes(self.block_n, rows, self.pair_bytes)
+        pairs = self.score_stages * buffer_bytes(self.block_n, rows, self.score_bytes)
         return (
             pairs + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)) + OTHER_BYTES
         )
 
     def __str__(self) -> str:
-        rows = f"{self.num_warpgroups} x {self.block_m}" + (" of a group's heads" if self.shares else "")
+        rows = f"{self.num_warpgroups} x {self.block_m}" + (" of a group's heads" if self.pack_gqa else "")
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
         return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
@@ -111,14 +111,14 @@ def narrowest(width: int) -> int:
     return width & -width
 
 
-def buffer_bytes(block_n: int, rows: int, pair_bytes: tuple[int, int]) -> int:
+def buffer_bytes(block_n: int, rows: int, score_bytes: tuple[int, int]) -> int:
     """A block of biases and masks in shared memory, where what all rows share takes eight."""
-    return block_n * (pair_bytes[0] * rows + pair_bytes[1] * 8)
+    return block_n * (score_bytes[0] * rows + score_bytes[1] * 8)
 
 
 @functools.cache
 def two_warpgroups(
-    block_d: int, block_dv: int, block_n: int | None = None, pair_bytes: tuple[int, int] = (0, 0)
+    block_d: int, block_dv: int, block_n: int | None = None, score_bytes: tuple[int, int] = (0, 0)
 ) -> Config:
     """Two warpgroups of 64 rows, of which registers allow no third where a row is long.
 
@@ -127,22 +127,22 @@ def two_warpgroups(
     registers where an output is. What an H200 made of them: ``benchmarks/tuning``.
     """
     block_n = block_n or (128 if max(block_d, block_dv) <= 128 else 64)
-    pairs = buffer_bytes(block_n, 128, pair_bytes)
+    pairs = buffer_bytes(block_n, 128, score_bytes)
     # An output that leaves in narrow pieces, through one buffer, makes room for pairs.
     out_cols = min(narrowest(block_dv), 64 if pairs else 128)
     most = 1 if pairs else block_dv // out_cols
     # Measured (H200, 2026-11-22): a second buffer of pairs is worth more than the overlap, which few leave room for.
-    ways = [(not pair_bytes[0], 2), (False, 2), (False, 1)] if pairs else []
+    ways = [(not score_bytes[0], 2), (False, 2), (False, 1)] if pairs else []
     ways += [(True, 0), (False, 0)]
-    for (overlap, pair_stages), out_stages in itertools.product(ways, range(most, 0, -1)):
+    for (overlap, score_stages), out_stages in itertools.product(ways, range(most, 0, -1)):
         q_stages = 2 if overlap else 1
-        rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols) + pair_stages * pairs
+        rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols) + score_stages * pairs
         stages = (SHARED_BYTES - OTHER_BYTES - rows) // (2 * block_n * (block_d + block_dv))
         if stages >= 2:
             return Config(
                 block_d=block_d, block_dv=block_dv, out_cols=out_cols, block_n=block_n, stages=min(stages, MOST_STAGES),
-                q_stages=q_stages, overlap=overlap, out_stages=out_stages, pair_stages=pair_stages,
-                pair_bytes=pair_bytes,
+                q_stages=q_stages, overlap=overlap, out_stages=out_stages, score_stages=score_stages,
+                score_bytes=score_bytes,
             )  # fmt: skip
     raise ValueError(f"no tiles of {block_d} and {block_dv} columns fit into shared memory")
 
@@ -152,7 +152,7 @@ TWO_WARPGROUPS = {(block_d, block_dv): two_warpgroups(block_d, block_dv) for blo
 TWO_WARPGROUPS[192, 128] = replace(TWO_WARPGROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
 TWO_WARPGROUPS[160, 160] = replace(TWO_WARPGROUPS[160, 160], block_n=128, q_stages=1, overlap=False, out_stages=1)
 # With blocks of 64 keys a step is short, and its products are most of it: in turns 1 to 5% more.
-TWO_WARPGROUPS |= {dims: replace(TWO_WARPGROUPS[dims], in_turns=True) for dims in ((192, 192), (256, 256))}
+TWO_WARPGROUPS |= {dims: replace(TWO_WARPGROUPS[dims], pingpong=True) for dims in ((192, 192), (256, 256))}
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_WARPGROUPS_64 = Config(
     block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
@@ -160,11 +160,11 @@ THREE_WARPGROUPS_64 = Config(
 
 
 @functools.cache
-def three_warpgroups_64(pair_bytes: tuple[int, int]) -> Config:
+def three_warpgroups_64(score_bytes: tuple[int, int]) -> Config:
     """``THREE_WARPGROUPS_64``, with two buffers of a mask if there is one."""
-    if pair_bytes == (0, 0):
+    if score_bytes == (0, 0):
         return THREE_WARPGROUPS_64
-    return replace(THREE_WARPGROUPS_64, pair_stages=2, pair_bytes=pair_bytes)
+    return replace(THREE_WARPGROUPS_64, score_stages=2, score_bytes=score_bytes)
 
 
 # A band's tiles are of uneven length, and of sequences up to this length there are many: the end of a launch, when the
@@ -241,10 +241,10 @@ def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, fl
         return -(-(-(-longest // unit) * unit * heads) // tile) * tile * a_row
 
     alone = rows_of(1, 1) * group
-    has_pairs = problem.mask or problem.bias_dtype is not None or problem.alibi
+    has_score_tensors = problem.mask or problem.bias_dtype is not None or problem.alibi
     # Positions times heads are counted in 32 bits, and an output in float32 leaves from registers, row by row.
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
-    if group == 1 or has_pairs or is_far or problem.out_dtype == torch.float32:
+    if group == 1 or has_score_tensors or is_far or problem.out_dtype == torch.float32:
         return config.block_m, alone
     # A server's packed queries are single rows for the most part, of which strips of 32 would leave most empty.
     is_packed = varlen and not problem.keys.used
@@ -256,13 +256,13 @@ def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, fl
     return (best, costs[best]) if costs[best] < _WORTH_SHARING * alone else (config.block_m, alone)
 
 
-def shared(config: Config, strip: int) -> Config:
+def with_pack_gqa(config: Config, strip: int) -> Config:
     """The configuration with tiles that the heads of a group share, in boxes of 64 columns."""
     cols = min(config.out_cols, 64)
     return _variant(config, strip=strip, out_cols=cols, out_stages=config.out_stages * config.out_cols // cols)
 
 
-def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: int | None = None) -> Config:
+def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: int | None = None) -> Config:
     """The configuration of a problem, from its head_dims, the kind of mask and the lengths.
 
     A row's result depends on the widths, ``block_m`` and ``block_n`` alone, the same for all calls of two head_dims
@@ -272,7 +272,7 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: in
 
     Args:
         problem: A call.
-        pair_bytes: What TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
+        score_bytes: What TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
         rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
     if _trial:
@@ -284,10 +284,10 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: in
     if problem.mask or bias_bytes:
         # What a thread holds of them takes registers: by the compiler, one leaves room for 128 keys, two for 64.
         block_n = 64 if max(dims) > 128 or (problem.mask and bias_bytes) else 128
-        pair_bytes = (bias_bytes + problem.mask, 0) if pair_bytes is None else pair_bytes
+        score_bytes = (bias_bytes + problem.mask, 0) if score_bytes is None else score_bytes
         # Measured (H200, 2026-11-23): at head_dim 256, 698 TFLOPS with a bias, against 647 without turns.
-        in_turns = dims == (256, 256) and pair_bytes[0] >= bias_bytes > 0
-        config = _variant(two_warpgroups(*dims, block_n, pair_bytes), in_turns=in_turns)
+        pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
+        config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None
     is_short = problem.seqlen_q <= SHORT
     ways = []
@@ -295,17 +295,17 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: in
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
         # A bias leaves them room for one buffer: 16 x 1024 rows took 212 us, with two warpgroups and two buffers 191; 4
         # causal sequences of 4096 rows 409 and 386 (H200, 2026-11-23).
-        loads_pairs = bias_bytes > 0 or (problem.mask and config.pair_stages == 0)
-        wide = problem.softcap > 0 or has_left or loads_pairs or config.block_n < 128
+        loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
+        wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
         if not wide:
-            ways.append(three_warpgroups_64(config.pair_bytes))
+            ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
     for other in ways:
         other_strip, other_cost = strip_and_cost(problem, other, rows)
         if other_cost < least:
             config, strip, least = other, other_strip, other_cost
     if strip < config.block_m:
-        config = shared(config, strip)
+        config = with_pack_gqa(config, strip)
     if is_causal and is_short and dims == (64, 64) and not problem.keys.used:
         # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
         # Over a cache those 16 prompts took 149 us so, and 156 one after the other.
@@ -321,14 +321,14 @@ def choose(problem: Problem, pair_bytes: tuple[int, int] | None = None, rows: in
         # full calls of 197 and 256 keys took 8 to 13% less with 4 than with 2 (H200, head_dims 64 to 128).
         if problem.seqlen_q <= SHORT // 2 and max(dims) <= 128:
             ahead = 4
-            is_plain = config.num_warpgroups == 2 and not (problem.varlen or config.pair_stages)
+            is_plain = config.num_warpgroups == 2 and not (problem.varlen or config.score_stages)
             if dims == (64, 64) and problem.band.unbounded and is_plain:
                 config = _variant(config, q_stages=3)  # 1 to 5% less time up to 384 keys
         else:
             ahead = 3 if is_causal and is_short and dims == (128, 128) else 2
         config = _variant(config, dynamic=True, tile_stages=ahead)
     for out_cols in (64, 32) if problem.alibi else ():
-        # Room for ``score_mod.Ramp``: 32 bytes a key, and some to align it.
+        # Room for ``score_mod.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
     return config

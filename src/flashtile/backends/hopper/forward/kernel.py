@@ -13,12 +13,12 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.device.head_dim_parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
-from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_ramps, alibi_terms, pair_tensors, pair_tiles
+from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_by_mma, alibi_terms, score_tensors, score_tiles
 from flashtile.backends.hopper.forward.roles import Output, consumer, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE, Cache, Sizes
 from flashtile.backends.hopper.forward.softmax_step import Channels
 
-# Keys and values that are worked on at the same time: the L2 cache has 50 MB, and queries and outputs pass through it.
+# Keys and values that are read at the same time: the L2 cache has 50 MB, and queries and outputs need some of it.
 CACHED_BYTES = gl.constexpr(2**25)
 
 # No run-time argument is specialised, so that the compile-time arguments and the dtypes alone decide which build runs.
@@ -41,10 +41,10 @@ def attention_forward(
     cached_ptr, cu_seqlens_new_ptr, num_new, entries_ptr, pages_ptr, pages_stride, v_pitch,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, STRIP: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
-    OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, ALIBI_ONE_SIDED: gl.constexpr, BIAS_CONTIGUOUS: gl.constexpr,
-    MASK_CONTIGUOUS: gl.constexpr, PAIR_STAGES: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    MASK_CONTIGUOUS: gl.constexpr, SCORE_STAGES: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     PAGE_SIZE: gl.constexpr, FEW_ROWS: gl.constexpr, LONG_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Attention of every tile; one program per SM.
@@ -72,24 +72,24 @@ def attention_forward(
     if cached_ptr is not None:
         cache = Cache(cached_ptr, cu_seqlens_new_ptr, num_new, entries_ptr, pages_ptr, pages_stride, v_pitch, PAGE_SIZE,
                       FEW_ROWS, LONG_KEYS)  # fmt: skip
-    sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, STRIP, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
+    sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right, HAS_LEFT, HAS_RIGHT, HAS_EDGES,
+                  VARLEN, BLOCK_M, STRIP, STRIP < BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, PINGPONG,
                   CACHED_BYTES // (2 * (BLOCK_D + BLOCK_DV)), VARLEN or cached_ptr is not None, cache)  # fmt: skip
     bias_strides = (bias_stride_b, bias_stride_head, bias_stride_row, 1 if BIAS_CONTIGUOUS else bias_stride_col)
     mask_strides = (mask_stride_b, mask_stride_head, mask_stride_row, 1 if MASK_CONTIGUOUS else mask_stride_col)
-    bias_tiles = pair_tiles(bias_desc, bias_strides, PAIR_STAGES, NUM_WARPGROUPS)
-    mask_tiles = pair_tiles(mask_desc, mask_strides, PAIR_STAGES, NUM_WARPGROUPS)
+    bias_tiles = score_tiles(bias_desc, bias_strides, SCORE_STAGES, NUM_WARPGROUPS)
+    mask_tiles = score_tiles(mask_desc, mask_strides, SCORE_STAGES, NUM_WARPGROUPS)
     by_tma = bias_tiles + mask_tiles
-    biases = bias_tiles + pair_tensors((bias_ptr, bias_strides))
+    biases = bias_tiles + score_tensors((bias_ptr, bias_strides))
     alibi = alibi_terms(alibi_ptr, alibi_stride_b, batch, ALIBI_ONE_SIDED)
-    # What the products go through before anything is added to them.
+    # Softcap and a scale that is not > 0 apply to the products alone: terms are then added after them.
     IS_LATE: gl.constexpr = HAS_SOFTCAP or SCALE_FIRST
     mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST, biases + alibi if IS_LATE else (),
-                   mask_tiles + pair_tensors((mask_ptr, mask_strides)), () if IS_LATE else biases,
-                   () if IS_LATE else alibi_ramps(alibi, BLOCK_N), () if IS_LATE else bias_tiles,
+                   mask_tiles + score_tensors((mask_ptr, mask_strides)), () if IS_LATE else biases,
+                   () if IS_LATE else alibi_by_mma(alibi, BLOCK_N), () if IS_LATE else bias_tiles,
                    by_tma if IS_LATE else mask_tiles)  # fmt: skip
-    # Registers of a thread that does not compute. 32 leave the first of two consumers 8 fewer than the other one has,
-    # which the widest loop bodies of packed calls cannot spare; then no counter deals out tiles.
+    # Registers of producer and scheduler. With 32 the first of two consumers has 8 fewer than the other, and the widest
+    # loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
     FEW: gl.constexpr = 24 if VARLEN and (HAS_LEFT or HAS_SOFTCAP) and NUM_WARPGROUPS == 2 else 32
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)

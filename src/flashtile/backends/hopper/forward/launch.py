@@ -53,7 +53,7 @@ class ForwardPlan:
         self._is_empty = q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
-        self._config = config or configs.choose(problem, tensor_maps.pair_bytes(tensors), q.shape[-3])
+        self._config = config or configs.choose(problem, tensor_maps.score_bytes(tensors), q.shape[-3])
         self._is_dynamic = self._config.dynamic
         self._device = q.device
         self._steps = (Step(forward_launch(problem, tensors, self._config), _OPERANDS, q.device, known),)
@@ -111,7 +111,7 @@ def forward_launch(
     p, t = problem, tensors
     is_wide, floats = p.out_dtype == torch.float32, Pointer(torch.float32)
     rows_q = t.q.shape[-3]
-    heads, unit = (p.group_size, config.strip) if config.shares else (1, 1)
+    heads, unit = (p.group_size, config.strip) if config.pack_gqa else (1, 1)
     rows = config.num_warpgroups * config.block_m
     blocks = -(-(-(-rows_q // unit) * unit * heads) // rows) * p.batch
     if p.varlen:
@@ -120,8 +120,8 @@ def forward_launch(
     # Where a cache ends among a block's keys, nobody knows beforehand.
     has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
 
-    pairs = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.pair_stages else ()
-    maps = {f"{name}_desc": tensor_maps.pair_map(each, config.block_m, config.block_n) for name, each in pairs}
+    pairs = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.score_stages else ()
+    maps = {f"{name}_desc": tensor_maps.score_map(each, config.block_m, config.block_n) for name, each in pairs}
 
     def others() -> dict[str, Any]:
         return {
@@ -137,13 +137,13 @@ def forward_launch(
             "num_heads_q": p.num_heads_q,
             "group_size": p.group_size,
             **tensor_maps.bounds(p),
-            **tensor_maps.pair_arguments(p, t),
+            **tensor_maps.score_arguments(p, t),
             **{name.replace("desc", "ptr"): None for name, value in maps.items() if value is not None},
             "bias_desc": None,
             "mask_desc": None,
             **constants(p, config),
             "STRIP": config.strip,
-            "PAIR_STAGES": config.pair_stages,
+            "SCORE_STAGES": config.score_stages,
             "HAS_EDGES": has_edges,
             # Nothing else is read or written column by column, and one build serves several.
             "HEAD_DIM_V": p.head_dim_v if is_wide or is_joined else None,
@@ -171,7 +171,7 @@ def _maps_of_rows(problem: Problem, tensors: Tensors, config: Config) -> dict[st
     out_shape = (*q.shape[:-1], problem.head_dim_v)
     out = tensor_maps.contiguous_map(q.dtype, out_shape, config.strip, config.out_cols, varlen)
     return {
-        "q_desc": tensor_maps.rows_map(q, config.strip, min(cols, 64) if config.shares else cols, varlen),
+        "q_desc": tensor_maps.rows_map(q, config.strip, min(cols, 64) if config.pack_gqa else cols, varlen),
         "out_desc": None if problem.out_dtype == torch.float32 else out,
     }
 
@@ -201,7 +201,7 @@ def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
     left, right = problem.band.left, problem.band.right
     if left is not None or right is None:
         return left is not None
-    if config.shares and problem.group_size & (problem.group_size - 1):
+    if config.pack_gqa and problem.group_size & (problem.group_size - 1):
         return True
     if problem.varlen:
         return not equal_lengths or right % config.block_m != 0
@@ -221,7 +221,7 @@ def constants(problem: Problem, config: Config) -> dict[str, Any]:
         "TILE_STAGES": config.tile_stages,
         "OUT_STAGES": config.out_stages,
         "OVERLAP": config.overlap,
-        "IN_TURNS": config.in_turns,
+        "PINGPONG": config.pingpong,
         "REGISTERS": config.registers,
         "HAS_LEFT": problem.band.left is not None,
         "HAS_RIGHT": problem.band.right is not None,

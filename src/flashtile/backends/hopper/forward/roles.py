@@ -16,7 +16,7 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     wait_for_products,
     zero_accumulators,
 )
-from flashtile.backends.hopper.device.inline_ptx import hold, pass_turn, take_turn
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.forward.scheduler import (
     cached_keys,
     key_rows,
@@ -41,7 +41,7 @@ from flashtile.backends.vocab import softmax
 
 @gluon.jit
 def scheduler(records, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr):
-    """Finds the tiles, ahead of the roles that work on them: its divisions take longer than loading a short tile."""
+    """Finds tiles ahead of the roles that work on them: its divisions take longer than loading a short tile."""
     tiles = 0
     place = 0
     is_end = False
@@ -55,11 +55,11 @@ def scheduler(records, sizes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, counter_ptr):
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, channels, pair_tiles, sizes, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr):
+def producer(q_desc, k_desc, v_desc, channels, score_tiles, sizes, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr):
     """Loads each tile's queries, and its key and value blocks from the last to the first.
 
-    In the order in which they are needed: a block's values come after the keys of the block after it, which are scored
-    first. Where tiles overlap, that block may be the next tile's.
+    In the order of use: a block's values follow the keys of the block scored after it, which is the next tile's first
+    block where tiles overlap.
     """
     records = channels.tiles
     tiles = 0
@@ -74,12 +74,12 @@ def producer(q_desc, k_desc, v_desc, channels, pair_tiles, sizes, BLOCK_D: gl.co
         load_block(k_desc, channels.keys, used, records, tiles, n_block, sizes, BLOCK_D)
         if sizes.overlap:
             load_last_values(v_desc, channels, used - 1, tiles - 1, sizes, BLOCK_DV)
-        load_pairs(pair_tiles, records, tiles, used, n_block, sizes)
+        load_score_tiles(score_tiles, records, tiles, used, n_block, sizes)
         while n_block > n_block_min:
             n_block -= 1
             load_block(k_desc, channels.keys, used + 1, records, tiles, n_block, sizes, BLOCK_D)
             load_block(v_desc, channels.values, used, records, tiles, n_block + 1, sizes, BLOCK_DV)
-            load_pairs(pair_tiles, records, tiles, used + 1, n_block, sizes)
+            load_score_tiles(score_tiles, records, tiles, used + 1, n_block, sizes)
             used += 1
         if not sizes.overlap:
             load_last_values(v_desc, channels, used, tiles, sizes, BLOCK_DV)
@@ -93,7 +93,7 @@ def producer(q_desc, k_desc, v_desc, channels, pair_tiles, sizes, BLOCK_D: gl.co
 
 @gluon.jit
 def load_last_values(v_desc, channels, use, tiles, sizes, BLOCK_DV: gl.constexpr):
-    """Loads the values that a tile needs last, which ends the use of its record. No tile comes before 0."""
+    """Loads a tile's last values and releases its record; does nothing for tile -1."""
     if tiles >= 0:
         n_block = channels.tiles.get(tiles, "n_block_min")
         load_block(v_desc, channels.values, use, channels.tiles, tiles, n_block, sizes, BLOCK_DV)
@@ -112,11 +112,11 @@ def load_block(desc, rings, use, records, tiles, n_block, sizes, COLS: gl.conste
 
 
 @gluon.jit
-def load_pairs(pair_tiles, records, tiles, use, n_block, sizes):
+def load_score_tiles(score_tiles, records, tiles, use, n_block, sizes):
     """Starts the loads of the bias and the mask of a tile's rows and a block of keys."""
-    for i in gl.static_range(len(pair_tiles)):
+    for i in gl.static_range(len(score_tiles)):
         b, head, row = records.get(tiles, "sequence"), records.get(tiles, "head"), records.get(tiles, "row")
-        pair_tiles[i].start(b, head, row, n_block * sizes.block_n, use)
+        score_tiles[i].start(b, head, row, n_block * sizes.block_n, use)
 
 
 @aggregate
@@ -152,7 +152,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
     BLOCK_M: gl.constexpr = sizes.block_m
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 16])
     zeros = gl.zeros([BLOCK_M, sizes.block_n], gl.float32, s_layout)
-    # Of the probabilities, nothing but dtype and layout is used.
+    # Gives the dtype and layout of the probabilities.
     like = gl.convert_layout(zeros.to(channels.keys[0].buffers.dtype), gl.DotOperandLayout(0, s_layout, 2))
     rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
     tiles = 0
@@ -161,14 +161,14 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
     e, row_max, row_sum = start_tile(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP)
     probs = operand(e, like)
     used += loop.skipped
-    if sizes.in_turns and sizes.num_warpgroups - 1 == WARPGROUP:
-        row_max = pass_turn(row_max, 0)
+    if sizes.pingpong and sizes.num_warpgroups - 1 == WARPGROUP:
+        row_max = pingpong_arrive(row_max, 0)
     while loop.is_tile:
         factor = gl.full([BLOCK_M], 1.0, gl.float32, row_max.type.layout)
-        # A turn a block, also of the one that this warpgroup leaves out.
-        if sizes.in_turns and sizes.has_right:  # noqa: SIM102
+        # A skipped block still waits at the ping-pong barrier and arrives at the next one.
+        if sizes.pingpong and sizes.has_right:  # noqa: SIM102
             if loop.skipped > 0:
-                row_max = pass_turn(take_turn(row_max, WARPGROUP), (WARPGROUP + 1) % sizes.num_warpgroups)
+                row_max = pingpong_arrive(pingpong_wait(row_max, WARPGROUP), (WARPGROUP + 1) % sizes.num_warpgroups)
         state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum)
         n_block = loop.n_block
         while n_block > loop.n_block_min:
@@ -178,8 +178,8 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
 
         if sizes.overlap:
             loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, mod, WARPGROUP)
-            # The next tile's first scores, under the last values and the epilogue of this one. After the last tile
-            # they are those of stale buffers, and nobody reads them.
+            # The next tile's first scores run under this one's last values and epilogue. After the last tile they are
+            # computed from stale buffers and discarded.
             s, pairs = first_scores(channels, tiles + 1, used + 1, loop, zeros, sizes, mod, WARPGROUP)
             accs = add_last_values(channels, used, state)
             fetched = mod.fetch(pairs, zeros)
@@ -187,7 +187,7 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
             channels.queries[0].release(tiles)
             e, row_max, row_sum = first_probs(s, mod, pairs, fetched, sizes, loop)
-            row_sum = hold(row_sum)
+            row_sum = compute_before_wait(row_sum)
             accs = wait_for_products(accs)
             channels.values[0].release(used)
             channels.values[0].skip(used + 1, loop.skipped, loop.is_tile)
@@ -203,8 +203,8 @@ def consumer(channels, output, sizes, mod, WARPGROUP: gl.constexpr):
         channels.tiles.ring.release(tiles)
         tiles += 1
         used += 1 + loop.skipped
-    if sizes.in_turns and WARPGROUP == 0:
-        row_max = take_turn(row_max, 0)
+    if sizes.pingpong and WARPGROUP == 0:
+        row_max = pingpong_wait(row_max, 0)
     tma_store_wait(0)
 
 
@@ -229,10 +229,10 @@ def epilogue(accs, row_max, row_sum, records, tiles, output, sizes, WARPGROUP: g
     positions, heads = queries_of(records, tiles, gl.arange(0, sizes.block_m, rows_layout), sizes, WARPGROUP)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
     if output.sinks_ptr is not None:
-        sink = gl.load(output.sinks_ptr + (where.head if sizes.strip == sizes.block_m else where.head + heads))
+        sink = gl.load(output.sinks_ptr + (where.head if not sizes.pack_gqa else where.head + heads))
         sink = sink.to(gl.float32)
         if sizes.varlen:
-            # Rows past the last sequence belong to nobody.
+            # Rows past the last sequence have lse -inf.
             sink = gl.where(where.b < sizes.batch, sink, float("-inf"))
         factor, row_max, total = softmax.add_sink(row_max, total, sink)
         scale, lse = softmax.finalise(row_max, total)
@@ -250,8 +250,8 @@ def epilogue(accs, row_max, row_sum, records, tiles, output, sizes, WARPGROUP: g
         stages: gl.constexpr = output.buffers.shape[0] // sizes.num_warpgroups
         store(output.desc, out, output.buffers, WARPGROUP * stages, stages, strips(records, tiles, sizes, WARPGROUP))
     at = positions
-    if sizes.strip < sizes.block_m:
-        # From a head's numbers to the next head's.
+    if sizes.pack_gqa:
+        # lse has seqlen_q numbers a head.
         at += heads * sizes.seqlen_q
     gl.store(output.lse_ptr + lse_offset(where, sizes) + at, lse, mask=positions < where.length)
 
@@ -260,14 +260,14 @@ def epilogue(accs, row_max, row_sum, records, tiles, output, sizes, WARPGROUP: g
 def join_partial(accs, scale, lse, where, row, output, sizes):
     """(out, lse): a warpgroup's rows from ``row`` on, merged with the partial result if there is one.
 
-    Columns go a few at a time, so that what is read takes few registers. An output in float32 is stored here.
+    A few columns at a time, to save registers. An output in float32 is stored here.
     """
     start = where.b.to(gl.int64) * sizes.seqlen_q
     if sizes.varlen:
         start = where.start.to(gl.int64)
     out = ()
     joined_lse = lse
-    # Of an output that TMA stores, as many as its box has; the last part is the narrowest.
+    # As wide as TMA's box if TMA stores the output; the last part is the narrowest.
     most: gl.constexpr = 64 if output.desc is None else output.desc.block_type.shape[4 if sizes.varlen else 3]
     width: gl.constexpr = min(accs[len(accs) - 1].shape[1], most)
     for i in gl.static_range(len(accs)):

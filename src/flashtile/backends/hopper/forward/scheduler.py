@@ -47,12 +47,13 @@ class Sizes:
     """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``.
 
     ``has_edges``: a warpgroup may meet an edge of the band after its first block of keys. ``overlap``: a tile's first
-    scores are started before the end of the one before. ``in_turns``: warpgroups take turns in starting products.
-    ``cached_rows`` keys and values are taken to fit into the L2 cache. ``own_lengths``: the keys of sequences differ in
-    number. ``cache`` is None if keys and values are tensors of their own; else ``seqlen_k`` is what fits into it.
+    scores are started before the end of the one before. ``pingpong``: a barrier makes warpgroups start their products
+    one after another. ``cached_rows`` keys and values are taken to fit into the L2 cache. ``own_lengths``: sequences
+    have different numbers of keys. ``cache`` is None if keys and values are tensors of their own; else ``seqlen_k`` is
+    the cache's capacity.
 
-    A tile has ``strip`` positions of a head, of the next head of its group, ... of the first head again: where queries
-    are few, a tile of one head (``strip == block_m``) would be half empty. Its rows are counted through such strips.
+    ``pack_gqa``: the heads of a group share tiles, which few queries would leave half empty. A tile then holds
+    ``strip`` query rows of each head of the group, head by head, then the next ``strip`` rows; else strip == block_m.
     """
 
     seqlen_q: gl.tensor
@@ -68,10 +69,11 @@ class Sizes:
     varlen: gl.constexpr
     block_m: gl.constexpr
     strip: gl.constexpr
+    pack_gqa: gl.constexpr
     block_n: gl.constexpr
     num_warpgroups: gl.constexpr
     overlap: gl.constexpr
-    in_turns: gl.constexpr
+    pingpong: gl.constexpr
     cached_rows: gl.constexpr
     own_lengths: gl.constexpr
     cache: Cache | gl.constexpr
@@ -97,8 +99,8 @@ class Tile:
 
 @gluon.jit
 def num_rows(seqlen_q, sizes):
-    """Rows that a sequence's tiles must have: its queries, or whole strips of them for each head of a group."""
-    if sizes.strip < sizes.block_m:
+    """Rows of a sequence's tiles: its queries, or with pack_gqa those of each head of a group, in whole strips."""
+    if sizes.pack_gqa:
         return (seqlen_q + sizes.strip - 1) // sizes.strip * sizes.strip * sizes.group_size
     else:
         return seqlen_q
@@ -106,8 +108,8 @@ def num_rows(seqlen_q, sizes):
 
 @gluon.jit
 def query_of(row, sizes):
-    """(position, head) of a row, the head counted from its tile's."""
-    if sizes.strip < sizes.block_m:
+    """(position, head within the group) of a row of a tile."""
+    if sizes.pack_gqa:
         strip = row // sizes.strip
         place = strip // sizes.group_size
         return place * sizes.strip + row % sizes.strip, strip - place * sizes.group_size
@@ -117,7 +119,7 @@ def query_of(row, sizes):
 
 @gluon.jit
 def positions_of(row, ROWS: gl.constexpr, seqlen_q, sizes):
-    """The first and the last position of the ROWS rows from ``row`` on, where a strip begins."""
+    """The first and the last position of ROWS rows; ``row`` is the first of a strip."""
     first, _ = query_of(row, sizes)
     last, _ = query_of(row + (ROWS - 1), sizes)
     return first, gl.minimum(last, seqlen_q - 1)
@@ -125,10 +127,10 @@ def positions_of(row, ROWS: gl.constexpr, seqlen_q, sizes):
 
 @gluon.jit
 def _deal(step, num_places, counter_ptr):
-    """(place, is_end): where in the order of all tiles this program's step stands; with a counter, the next free place.
+    """(place, is_end): the index of this program's next tile, static or from an atomic counter.
 
-    Each program fetches one place past the end; the last fetch of all can be told by its number, and its program resets
-    the counter for the next launch.
+    Each program fetches one index past the end, so the highest index fetched is known: whoever gets it resets the
+    counter for the next launch.
     """
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     if counter_ptr is not None:
@@ -146,19 +148,19 @@ def _deal(step, num_places, counter_ptr):
 def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
     """(block, b, head, is_tile, is_end) of a step of this program."""
     rows: gl.constexpr = sizes.num_warpgroups * sizes.block_m
-    # Heads that have tiles of their own, and how many share each.
-    own_heads, shared = sizes.num_heads_q, 1
-    if sizes.strip < sizes.block_m:
-        own_heads, shared = sizes.num_heads_q // sizes.group_size, sizes.group_size
-    SPARE: gl.constexpr = sizes.strip - 1 if sizes.strip < sizes.block_m else 0
+    # Heads or, with pack_gqa, groups that have tiles; and the heads of each.
+    own_heads, packed = sizes.num_heads_q, 1
+    if sizes.pack_gqa:
+        own_heads, packed = sizes.num_heads_q // sizes.group_size, sizes.group_size
+    SPARE: gl.constexpr = sizes.strip - 1 if sizes.pack_gqa else 0
     if sizes.varlen:
-        num_tiles = scheduler.first_packed_tile(sizes.seqlen_q, sizes.batch + 1, rows, shared, SPARE)
+        num_tiles = scheduler.first_packed_tile(sizes.seqlen_q, sizes.batch + 1, rows, packed, SPARE)
         place, is_end = _deal(step, num_tiles * own_heads, counter_ptr)
         place = gl.where(is_end, 0, place)
         index = place // own_heads
         head = place - index * own_heads
         index = scheduler.longest_first(index, num_tiles, sizes.has_right)
-        b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows, shared, SPARE)
+        b, block = scheduler.packed_tile(cu_seqlens_q_ptr, sizes.batch, index, rows, packed, SPARE)
         _, length = sequence.sequence(cu_seqlens_q_ptr, b, sizes.batch, sizes.seqlen_q, True)
         is_tile = block * rows < num_rows(length, sizes)
         if sizes.cache is not None:  # noqa: SIM102 a compile-time condition
@@ -166,7 +168,7 @@ def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
                 _, keys = entry_and_length(b, sizes.cache, sizes)
                 is_left = (length * sizes.group_size <= sizes.cache.few_rows) & (keys > sizes.cache.long_keys)
                 is_tile = is_tile & (not is_left)
-        return block, b, head * shared, is_tile, is_end
+        return block, b, head * packed, is_tile, is_end
     else:
         num_blocks = (num_rows(sizes.seqlen_q, sizes) + rows - 1) // rows
         num_heads = sizes.batch * own_heads
@@ -177,16 +179,16 @@ def _place(step, sizes, cu_seqlens_q_ptr, counter_ptr):
             place, is_end = _deal(step, num_blocks * num_heads, counter_ptr)
             is_tile = step >= 0
             if sizes.has_right:
-                span = gl.maximum(sizes.cached_rows // sizes.seqlen_k, 1) * (sizes.group_size // shared)
+                span = gl.maximum(sizes.cached_rows // sizes.seqlen_k, 1) * (sizes.group_size // packed)
                 block, head = balanced.longest_first_by_spans(place, num_blocks, num_heads, span)
             else:
                 head = place // num_blocks
                 block = place - head * num_blocks
         b = head // own_heads
         if not sizes.has_right:
-            # The same, without a product that the compiler would hoist above warp_specialize.
+            # As place >= num_places, without a product that the compiler would hoist above warp_specialize.
             is_end = b >= sizes.batch
-        return block, b, (head - b * own_heads) * shared, is_tile, is_end
+        return block, b, (head - b * own_heads) * packed, is_tile, is_end
 
 
 @gluon.jit
@@ -228,8 +230,7 @@ def entry_and_length(b, cache, sizes):
 def key_blocks(tile, sizes):
     """The key blocks [n_block_min, n_block_max) that a tile loads: at least one.
 
-    A tile without keys gets a block past the end of the keys, which TMA fills with zeros: nothing that the tensors hold
-    can reach its rows.
+    A tile without keys gets a block past the end of the keys, which TMA fills with zeros.
     """
     first, last = positions_of(tile.row, sizes.num_warpgroups * sizes.block_m, tile.seqlen_q, sizes)
     n_block_min, _, _, n_block_max = blocks.key_blocks(
@@ -243,12 +244,11 @@ def key_blocks(tile, sizes):
 
 @gluon.jit
 def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, sizes):
-    """What one warpgroup of a tile, or each of several, makes of the tile's key blocks [n_block_min, n_block_max).
+    """Which of a tile's key blocks [n_block_min, n_block_max) a warpgroup masks and skips; also for several at once.
 
     Returns:
-        (n_full_min, n_full_max, skipped): blocks outside [n_full_min, n_full_max) need a mask. The warpgroup leaves
-        out ``skipped`` blocks at the upper end, 0 or 1: the producer goes through a tile from above, and waits for the
-        value block before last.
+        (n_full_min, n_full_max, skipped): blocks outside [n_full_min, n_full_max) need a mask. The warpgroup skips
+        ``skipped`` blocks, 0 or 1, at the upper end, where the tile begins.
     """
     first, last = positions_of(tile.row + warpgroup * sizes.block_m, sizes.block_m, tile.seqlen_q, sizes)
     _, n_full_min, n_full_max, own_max = blocks.key_blocks(
@@ -259,9 +259,9 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, sizes):
     return n_full_min, n_full_max, skipped
 
 
-# What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; start_k is a cache's entry;
-# position is the key position of the first row, or of the sequence's first query where heads share a tile. Of those,
-# query and head are a warpgroup's first row, the head counted from the tile's.
+# What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; start_k is the entry of a
+# cache; position is the key position of the tile's first row, with pack_gqa of the sequence's first query. With
+# pack_gqa, a warpgroup's own query and head are the position and the head within the group of its first row.
 FIELDS = gl.constexpr(
     "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position"
 )  # fmt: skip
@@ -271,7 +271,7 @@ RECORD_SIZE = gl.constexpr(32)
 
 @gluon.jit
 def publish_tile(records, use, tile, sizes):
-    """Writes a tile's record into a claimed buffer; each thread has a number of it."""
+    """Writes a tile's record into a claimed buffer; each thread writes one number."""
     n_block_min, n_block_max = key_blocks(tile, sizes)
     slot = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     record = gl.where(slot == slot_of(FIELDS, "n_block_min"), n_block_min, gl.where(tile.is_end, 0, n_block_max))
@@ -284,7 +284,7 @@ def publish_tile(records, use, tile, sizes):
     record = gl.where(slot == slot_of(FIELDS, "start_k"), tile.start_k, record)
     record = gl.where(slot == slot_of(FIELDS, "seqlen_k"), tile.seqlen_k, record)
     position = tile.seqlen_k - tile.seqlen_q
-    if sizes.strip == sizes.block_m:
+    if not sizes.pack_gqa:
         position += tile.row
     record = gl.where(slot == slot_of(FIELDS, "position"), position, record)
     warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
@@ -294,7 +294,7 @@ def publish_tile(records, use, tile, sizes):
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_min"), n_full_min, record)
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_max"), n_full_max, record)
         record = gl.where(own == slot_of(OWN_FIELDS, "skipped"), skipped, record)
-    if sizes.strip < sizes.block_m:
+    if sizes.pack_gqa:
         query, head = query_of(tile.row + warpgroup * sizes.block_m, sizes)
         record = gl.where(own == slot_of(OWN_FIELDS, "query"), query, record)
         record = gl.where(own == slot_of(OWN_FIELDS, "head"), head, record)
@@ -324,10 +324,10 @@ def key_rows(records, use, sizes):
 def cached_keys(records, use, n_block, cache, sizes, FILLS: gl.constexpr):
     """Where a tile's block of keys or values lies in a cache: ((``HeadRows``, first row), ...), of as many rows each.
 
-    Pages smaller than a block are a box each; a thread of the warp asks for each one's number, and for none past the
-    last that has keys. If it FILLS, the map is one of rows as if packed, and all behind the keys comes as zeros: values
-    must, as they are multiplied by probabilities of 0. Else it is one of entries or pages, and rows behind the keys are
-    what the cache holds there: their scores are masked.
+    Pages smaller than a block are a box each; each lane of the warp loads the number of one page, up to the last that
+    has keys. FILLS: the map treats a page as a packed sequence, so TMA fills rows past the keys with zeros. Values need
+    that, as 0 times NaN is NaN. Else the map has entries or pages, and rows past the keys hold whatever the cache has:
+    their scores are masked.
     """
     PAGE: gl.constexpr = cache.page_size
     BLOCK_N: gl.constexpr = sizes.block_n
@@ -344,7 +344,7 @@ def cached_keys(records, use, n_block, cache, sizes, FILLS: gl.constexpr):
         page = gl.load(table + place, mask=length > 0, other=0)
         return ((_rows_of(page, length, head, cache, FILLS), row),)
     else:
-        # The compiler does not see that lanes are the same for each block: it would keep multiples in registers.
+        # The added zero hides that lanes are loop invariant: the compiler would keep multiples of them in registers.
         lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + (n_block >> 30)
         lengths = gl.minimum(gl.maximum(seqlen_k - n_block * BLOCK_N - lanes * PAGE, 0), PAGE)
         table = _table(records, use, cache) + n_block * (BLOCK_N // PAGE)
@@ -372,7 +372,7 @@ def _rows_of(entry, length, head, cache, FILLS: gl.constexpr):
 
 @gluon.jit
 def _of_lane(x, lanes, i: gl.constexpr):
-    """The number that one thread of a warp has, none of them negative."""
+    """The number that lane i holds, of numbers >= 0."""
     return gl.max(gl.where(lanes == i, x, 0), 0)
 
 
@@ -393,11 +393,11 @@ def lse_offset(rows, sizes):
 
 @gluon.jit
 def queries_of(records, use, rows, sizes, WARPGROUP: gl.constexpr):
-    """(position, head) of some of a warpgroup's rows, which are counted from 0, the head from its tile's."""
-    if sizes.strip < sizes.block_m:
+    """(position, head within the group) of some of a warpgroup's rows, which are counted from 0."""
+    if sizes.pack_gqa:
         position = records.get_own(use, "query", WARPGROUP) + rows % sizes.strip
         head = records.get_own(use, "head", WARPGROUP) + rows // sizes.strip
-        # Of two heads or more, each comes again that often at most.
+        # A group has at least two heads, so the strips of a warpgroup wrap around it that often at most.
         for _ in gl.static_range(sizes.block_m // sizes.strip // 2):
             is_past = head >= sizes.group_size
             position += gl.where(is_past, sizes.strip, 0)
@@ -411,7 +411,7 @@ def queries_of(records, use, rows, sizes, WARPGROUP: gl.constexpr):
 def strips(records, use, sizes, WARPGROUP: gl.constexpr):
     """A warpgroup's rows of a tile by head: ((``HeadRows``, first position), ...)."""
     rows = query_rows(records, use, sizes)
-    if sizes.strip < sizes.block_m:
+    if sizes.pack_gqa:
         position = records.get_own(use, "query", WARPGROUP)
         head = records.get_own(use, "head", WARPGROUP)
         found = ()

@@ -13,7 +13,7 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     start_scores,
     wait_for_products,
 )
-from flashtile.backends.hopper.device.inline_ptx import hold, pass_turn, take_turn
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.device.ring import Records
 from flashtile.backends.hopper.device.score_mod import Pairs
 from flashtile.backends.hopper.device.wgmma_fragments import (
@@ -43,9 +43,9 @@ class Channels:
 
 @aggregate
 class KeyLoop:
-    """A warpgroup's way through the key blocks of a tile, from ``n_block`` down to ``n_block_min``.
+    """A warpgroup's key blocks of a tile, from ``n_block`` down to ``n_block_min``.
 
-    Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, before ``n_block`` are left out.
+    Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, above ``n_block`` are skipped.
     ``first_keys`` and ``last_keys`` are those that each row keeps, as ``from_thread_column`` counts them;
     ``slope`` is ALiBi's.
     """
@@ -65,9 +65,9 @@ class KeyLoop:
 class State:
     """The online softmax of a warpgroup's rows between two blocks of keys.
 
-    ``probs`` are those of the last block, still to be multiplied with its values; ``accs`` [block_m, ...], one per part
-    of the values' columns, is due for ``factor`` before that. ``row_max`` is in base 2, ``row_sum`` [block_m, 4] has
-    each thread's share.
+    ``probs`` are those of the last block, not yet multiplied with its values; ``accs`` [block_m, ...], one per part of
+    the values' columns, must be multiplied by ``factor`` first. ``row_max`` is in base 2, ``row_sum`` [block_m, 4] has
+    each thread's partial sum.
     """
 
     probs: gl.tensor
@@ -93,7 +93,7 @@ def open_tile(records, tiles, sizes, rows, like, mod, WARPGROUP: gl.constexpr):
         skipped = records.get_own(tiles, "skipped", WARPGROUP)
     if sizes.has_left or sizes.has_right or sizes.own_lengths:
         n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
-        if sizes.strip < sizes.block_m:
+        if sizes.pack_gqa:
             positions, _ = queries_of(records, tiles, rows - WARPGROUP * sizes.block_m, sizes, WARPGROUP)
         positions += records.get(tiles, "position")
         seqlen_k = records.get(tiles, "seqlen_k")
@@ -101,20 +101,20 @@ def open_tile(records, tiles, sizes, rows, like, mod, WARPGROUP: gl.constexpr):
     first_keys = from_thread_column(mask.first_key(positions, sizes.left, sizes.has_left), like)
     last_keys = from_thread_column(mask.last_key(positions, seqlen_k, sizes.right, sizes.has_right), like)
     slope = gl.to_tensor(0.0)
-    if len(mod.ramps) > 0:
-        slope = mod.ramps[0].alibi.fetch(query_rows(records, tiles, sizes), rows)
+    if len(mod.alibi_by_mma) > 0:
+        slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, sizes), rows)
     return KeyLoop(n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope)
 
 
 @gluon.jit
 def block_pairs(records, tiles, use, loop, n_block, sizes, is_tile, WARPGROUP: gl.constexpr):
-    """The pairs of a warpgroup's rows and a block of keys: none without a tile."""
+    """Where a warpgroup's block of scores lies; it has no rows if there is no tile."""
     where = query_rows(records, tiles, sizes)
     row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
     seqlen_k = sizes.seqlen_k
     if sizes.own_lengths:
         seqlen_k = records.get(tiles, "seqlen_k")
-    # A record after the last tile may have any row.
+    # After the last tile a record's row is arbitrary.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
     key = n_block * sizes.block_n
     return Pairs(where.b, where.head, row, key, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP, loop.slope)
@@ -131,7 +131,7 @@ def is_edge(loop, n_block, sizes):
 
 @gluon.jit
 def shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, MASKED: gl.constexpr):
-    """What happens to a block of products before the softmax; (scores, shift) as ``ScoreMod.scores``."""
+    """Applies score and mask mods and the band to a block; (scores, shift) as ``ScoreMod.scores``."""
     s, shift = mod.scores(s, pairs, fetched)
     # MASKED is decided when the kernel is compiled, edge when it runs.
     if MASKED:  # noqa: SIM102
@@ -143,14 +143,14 @@ def shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, MASKED: gl.
 
 
 @gluon.jit
-def exponentials(s, scale_log2, origin, shift):
+def exponentials(s, scale_log2, finite_max, shift):
     """Unnormalised probabilities of scores with their shift."""
     if len(shift) == 0:
-        return softmax.exponentials(s, scale_log2, origin)
+        return softmax.exponentials(s, scale_log2, finite_max)
     else:
         layout: gl.constexpr = gl.SliceLayout(1, shift[0].type.layout)
-        origin = gl.convert_layout(origin, layout)[:, None] - shift[0]
-        return as_before(gl.exp2(by_thread(s) * scale_log2 - origin[:, None, :, None]), s)
+        finite_max = gl.convert_layout(finite_max, layout)[:, None] - shift[0]
+        return as_before(gl.exp2(by_thread(s) * scale_log2 - finite_max[:, None, :, None]), s)
 
 
 @gluon.jit
@@ -171,13 +171,13 @@ def start_first_scores(channels, tiles, used, loop, x, ADDS: gl.constexpr = Fals
 
 @gluon.jit
 def first_scores(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.constexpr):
-    """(``start_first_scores`` with what products are added to, their pairs)."""
-    pair_tiles = mod.early_tiles + mod.late_tiles
-    for i in gl.static_range(len(pair_tiles)):
-        pair_tiles[i].ring(WARPGROUP).skip(used, loop.skipped, loop.is_tile)
+    """(``start_first_scores`` on top of the early terms, the block's ``Pairs``)."""
+    score_tiles = mod.early_tiles + mod.late_tiles
+    for i in gl.static_range(len(score_tiles)):
+        score_tiles[i].ring(WARPGROUP).skip(used, loop.skipped, loop.is_tile)
     pairs = block_pairs(channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP)
     x = mod.initial(zeros, pairs)
-    s = start_first_scores(channels, tiles, used, loop, x, len(mod.early) + len(mod.ramps) > 0)
+    s = start_first_scores(channels, tiles, used, loop, x, len(mod.early) + len(mod.alibi_by_mma) > 0)
     mod.release_early(pairs)
     return s, pairs
 
@@ -187,11 +187,11 @@ def first_probs(s, mod, pairs, fetched, sizes, loop):
     """The softmax state after a tile's first block: (probs, row_max, row_sum)."""
     s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, loop.n_block, is_edge(loop, loop.n_block, sizes), True)
     nothing = gl.full([sizes.block_m], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
-    # A tile may have no key at all, whatever the mask.
+    # MAY_BE_EMPTY: a tile may have no key at all, whatever the mask.
     tops = gl.max(s, 1) * mod.scale_log2 if len(shift) == 0 else row_tops(s, nothing, mod.scale_log2, shift)
     tops = mod.release(pairs, tops)
-    row_max, origin, _ = softmax.raise_max(nothing, tops, True)
-    e = exponentials(s, mod.scale_log2, origin, shift)
+    row_max, finite_max, _ = softmax.raise_max(nothing, tops, True)
+    e = exponentials(s, mod.scale_log2, finite_max, shift)
     return e, row_max, thread_sums(e)
 
 
@@ -199,29 +199,27 @@ def first_probs(s, mod, pairs, fetched, sizes, loop):
 def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP: gl.constexpr):
     """Multiplies the probabilities of use ``used`` with its values while block ``n_block``, the next use, is scored.
 
-    ``accs`` are multiplied by ``factor`` under the scores' product, or before the warpgroup's turn.
-
-    One loop runs over masked and unmasked blocks: where packed probabilities are carried from one loop into another,
-    they are taken apart and put together by 64 byte permutes a step. With the block that a causal mask may cut besides
-    the first in front of the loop, 2048 queries after 4096 keys took 1.2 to 1.3 times as long (H100, 2026-11-25).
+    ``accs`` are rescaled under the scores' product, with ping-pong before the barrier. One loop runs over masked and
+    unmasked blocks: carried from one loop into another, packed probabilities would be unpacked and repacked in each
+    step, 64 byte permutes (a loop of its own for masked blocks took 1.2 to 1.3 times as long: docs/tuning-notes.md).
     """
     row_max, accs = state.row_max, state.accs
     edge = is_edge(loop, n_block, sizes)
     pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, sizes, True, WARPGROUP)
     x = mod.initial(zeros, pairs)
     channels.keys[0].wait(used + 1)
-    if sizes.in_turns:
+    if sizes.pingpong:
         accs = rescale_rows(accs, state.factor)
-        row_max = take_turn(row_max, WARPGROUP)
-    s = start_scores(channels.queries, tiles, channels.keys, used + 1, x, len(mod.early) + len(mod.ramps) > 0)
+        row_max = pingpong_wait(row_max, WARPGROUP)
+    s = start_scores(channels.queries, tiles, channels.keys, used + 1, x, len(mod.early) + len(mod.alibi_by_mma) > 0)
     mod.release_early(pairs)
-    if not sizes.in_turns:
+    if not sizes.pingpong:
         accs = rescale_rows(accs, state.factor)
     channels.values[0].wait(used)
     accs = add_products(state.probs, channels.values, used, accs)
-    if sizes.in_turns:
-        row_max = pass_turn(row_max, (WARPGROUP + 1) % sizes.num_warpgroups)
-    # What comes from shared memory is quick, and where three warpgroups share the registers it is loaded late.
+    if sizes.pingpong:
+        row_max = pingpong_arrive(row_max, (WARPGROUP + 1) % sizes.num_warpgroups)
+    # Three warpgroups have fewer registers, so tiles in shared memory, which load fast, are read after the wait.
     LATE: gl.constexpr = sizes.num_warpgroups > 2 and len(mod.late_tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(len(accs), deps=[s])
@@ -234,16 +232,16 @@ def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGRO
 
     s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, sizes.has_edges)
     # A bias may be -inf, too.
-    terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.ramps)
+    terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.alibi_by_mma)
     may_be_empty: gl.constexpr = sizes.has_edges or terms + len(mod.masks) > 0
     tops = mod.release(pairs, row_tops(s, row_max, mod.scale_log2, shift))
-    row_max, origin, factor = softmax.raise_max(row_max, tops, may_be_empty)
-    e = exponentials(s, mod.scale_log2, origin, shift)
+    row_max, finite_max, factor = softmax.raise_max(row_max, tops, may_be_empty)
+    e = exponentials(s, mod.scale_log2, finite_max, shift)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, state.row_sum.type.layout))
     row_sum = state.row_sum * sum_factor[:, None] + thread_sums(e)
     if sizes.num_warpgroups == 2:
-        # Two others keep the tensor cores busy where there are three; then an early wait costs less than a late one.
-        row_sum = hold(row_sum)
+        # With three warpgroups the two others keep the tensor cores busy, and ptxas's early wait costs less.
+        row_sum = compute_before_wait(row_sum)
     probs = operand(e, state.probs)
 
     accs = wait_for_products(accs)

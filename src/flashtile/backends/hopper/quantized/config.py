@@ -37,9 +37,9 @@ _TWO = functools.partial(Config, stages=4)
 # with half of a product under the exponentials, 704 to 802 without turns. At 64 three warpgroups make 603 (bf16 607,
 # cuDNN 587), 552 in turns, two 571. At 256 full 1023 (cuDNN 1039), 951 with products of 64 columns, 883 without turns;
 # causal 965 (909), 980 with four buffers for the output.
-_128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, behind=True, in_turns=True)
+_128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, behind=True, pingpong=True)
 _64 = _TWO(block_d=64, block_dv=64, out_cols=64, width=64, num_warpgroups=3, registers=160, max_registers=128)
-_256 = _TWO(block_d=256, block_dv=256, out_cols=32, out_stages=4, width=32, stages=2, in_turns=True)
+_256 = _TWO(block_d=256, block_dv=256, out_cols=32, out_stages=4, width=32, stages=2, pingpong=True)
 _trial: list[Config] = []
 
 

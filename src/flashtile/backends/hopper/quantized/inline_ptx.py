@@ -11,10 +11,10 @@ _AS_BYTES = gl.constexpr("// four registers are 16 bytes")
 
 
 @gluon.constexpr_function
-def _take_ptx(group):
-    """Waits at a warpgroup's barrier; what it makes of $2 and $3, the same bits, ptxas cannot know before.
+def _wait_ptx(group):
+    """bar.sync, then adds an opaque zero to $2 and $3, so that ptxas cannot move their users above the barrier.
 
-    The upper bits of the clock's upper half are 0.
+    The zero is the upper two bits of the 64-bit clock.
     """
     return (
         f"{{ .reg .b32 high; bar.sync {15 - group}, 256; mov.u32 high, %clock_hi; shr.u32 high, high, 30; "
@@ -23,8 +23,8 @@ def _take_ptx(group):
 
 
 @gluon.constexpr_function
-def _pass_ptx(group):
-    """Arrives at a warpgroup's barrier if $2 and $3 are not negative, so not before they are computed."""
+def _arrive_ptx(group):
+    """bar.arrive under a predicate that $2 and $3 always satisfy, so that it follows their computation."""
     return (
         "{ .reg .pred p, q; setp.lt.f32 p, $2, 0fBF800000; setp.lt.f32 q, $3, 0fBF800000; or.pred p, p, q; "
         f"@!p bar.arrive {15 - group}, 256; mov.b32 $0, $2; mov.b32 $1, $3; }}"
@@ -32,25 +32,25 @@ def _pass_ptx(group):
 
 
 @gluon.jit
-def take_turn(x, GROUP: gl.constexpr):
-    """Two elements of float32 a thread; what is computed of them follows the turn of warpgroup GROUP.
+def pingpong_wait(x, GROUP: gl.constexpr):
+    """X, unchanged, two float32 a thread, after warpgroup GROUP's ping-pong barrier; also orders arithmetic on x.
 
-    ``inline_ptx.take_turn`` orders the start of products, which ptxas keeps in place, but no arithmetic.
+    ``inline_ptx.pingpong_wait`` orders WGMMAs alone, which ptxas keeps in place.
     """
-    return gl.inline_asm_elementwise(_take_ptx(GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(_wait_ptx(GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
-def pass_turn(x, GROUP: gl.constexpr):
-    """X >= 0, two elements a thread; the turn is warpgroup GROUP's once it is computed."""
-    return gl.inline_asm_elementwise(_pass_ptx(GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+def pingpong_arrive(x, GROUP: gl.constexpr):
+    """X >= 0, unchanged, two elements a thread: lets warpgroup GROUP past its ping-pong barrier once x is computed."""
+    return gl.inline_asm_elementwise(_arrive_ptx(GROUP), "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
 def packed(e):
     """[M, N] probabilities -> [M, N // 16, 4] int32: e4m3 numbers of a thread, in the order of ``blocks.ORDER``.
 
-    If a loop carried the bytes, LLVM would take the words apart and put them together.
+    Words, since LLVM unpacks and repacks bytes that a loop carries.
     """
     first, second = gl.split(e.reshape([e.shape[0], e.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))
     x0, x2 = gl.split(first)
@@ -82,7 +82,7 @@ def operand(words, WIDTH: gl.constexpr):
 def plus(acc, factor, t):
     """The accumulator, its rows times their factors, plus a product.
 
-    Pure operations LLVM would move behind the next block's barriers, where all products are live at once.
+    Not pure: LLVM would sink it behind the next block's barriers, where all products are live at once.
     """
     factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
     return gl.inline_asm_elementwise(
@@ -98,8 +98,8 @@ _TIED = gl.constexpr(",".join(["=r"] * 16 + [str(i) for i in range(16)]))
 
 @gluon.jit
 def in_place(x):
-    """X, computed before products that follow are waited for: a branch over which ptxas moves nothing, never taken.
+    """``compute_before_wait`` for 16 elements a thread: the branch tests for a NaN that no operation makes.
 
-    No operation makes a NaN of these bits. Otherwise ptxas leaves all sums until all products are complete, and live.
+    Else ptxas delays all sums until all products are complete, and live.
     """
     return gl.inline_asm_elementwise(_IN_PLACE, _TIED, [x], dtype=gl.float32, is_pure=False, pack=16)

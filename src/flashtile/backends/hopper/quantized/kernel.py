@@ -41,7 +41,7 @@ def attention_quantized(
     group_size, left, right,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TILE_STAGES: gl.constexpr,
-    OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, IN_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    OUT_STAGES: gl.constexpr, OVERLAP: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     SCALE_FIRST: gl.constexpr, VARLEN: gl.constexpr, WIDTH: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
@@ -61,8 +61,8 @@ def attention_quantized(
     out_s = gl.allocate_shared_memory(out_desc.dtype, [NUM_WARPGROUPS * OUT_STAGES, BLOCK_M, OUT_WIDTH], out_layout)
     output = Output(out_desc, out_s, None, lse_ptr, None, None, sinks_ptr, None, BLOCK_DV)
     sizes = Sizes(seqlen_q, seqlen_k, batch, num_heads_q, group_size, left, right,
-                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_M, BLOCK_N, NUM_WARPGROUPS, OVERLAP, IN_TURNS,
-                  CACHED_BYTES // (BLOCK_D + BLOCK_DV), VARLEN, None)  # fmt: skip
+                  HAS_LEFT, HAS_RIGHT, HAS_EDGES, VARLEN, BLOCK_M, BLOCK_M, False, BLOCK_N, NUM_WARPGROUPS,
+                  OVERLAP, PINGPONG, CACHED_BYTES // (BLOCK_D + BLOCK_DV), VARLEN, None)  # fmt: skip
     mod = ScoreMod(scale_log2, softcap, prescale, HAS_SOFTCAP, SCALE_FIRST, (), (), (), (), (), ())
     scales = Scales(
         Scale(q_scale_ptr, q_scale_stride_b, q_scale_stride_head, q_scale_stride_block),

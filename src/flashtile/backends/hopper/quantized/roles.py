@@ -11,7 +11,7 @@ from flashtile.backends.hopper.device.wgmma_fragments import thread_sums
 from flashtile.backends.hopper.forward.roles import epilogue, load_block
 from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows, strips
 from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores
-from flashtile.backends.hopper.quantized.inline_ptx import operand, pass_turn, take_turn
+from flashtile.backends.hopper.quantized.inline_ptx import operand, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.quantized.products import add_product, start_products, zero_parts
 from flashtile.backends.hopper.quantized.scales import SCALE_ROWS, TileScales, fetch_block, first_block, tile_scales
 from flashtile.backends.hopper.quantized.softmax_step import PROBS_LOG2, probabilities, raise_max
@@ -89,7 +89,7 @@ def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def load_last_values(v_desc, channels, use, tiles, sizes):
-    """Loads the values that a tile needs last, which ends the use of its record. No tile comes before 0."""
+    """Loads a tile's last values and releases its record; does nothing for tile -1."""
     if tiles >= 0:
         load_values(v_desc, channels, use, tiles, channels.tiles.get(tiles, "n_block_min"), sizes)
         channels.tiles.ring.release(tiles)
@@ -118,9 +118,9 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
              WARPGROUP: gl.constexpr):  # fmt: skip
     """One warpgroup: ``block_m`` rows of every tile.
 
-    For each block it makes probabilities of the scores, multiplies them with the values, WIDTH columns at a time, and
-    adds that to the output. If BEHIND the product runs behind the next block's scores and under their maxima, else
-    before them, which takes fewer registers. The other warpgroups' products run under its exponentials.
+    The probabilities of a block are multiplied with its values WIDTH columns at a time and added to the output. BEHIND:
+    that product is issued after the next block's scores and runs under their row maxima; else before them, which takes
+    fewer registers. The other warpgroups' products run under this one's exponentials.
     """
     BLOCK_M: gl.constexpr = sizes.block_m
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 32])
@@ -132,20 +132,20 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
     own = tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP)
     block = first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes)
     used += loop.skipped
-    if sizes.in_turns and sizes.num_warpgroups - 1 == WARPGROUP:
-        pass_turn(thread_sums(zeros), 0)
+    if sizes.pingpong and sizes.num_warpgroups - 1 == WARPGROUP:
+        pingpong_arrive(thread_sums(zeros), 0)
     while loop.is_tile:
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = thread_sums(zeros)
-        # A turn a block, also of the one that this warpgroup leaves out.
-        if sizes.in_turns and sizes.has_right:  # noqa: SIM102
+        # A skipped block still waits at the ping-pong barrier and arrives at the next one.
+        if sizes.pingpong and sizes.has_right:  # noqa: SIM102
             if loop.skipped > 0:
-                row_sum = pass_turn(take_turn(row_sum, WARPGROUP), (WARPGROUP + 1) % sizes.num_warpgroups)
+                row_sum = pingpong_arrive(pingpong_wait(row_sum, WARPGROUP), (WARPGROUP + 1) % sizes.num_warpgroups)
         accs = zero_parts(BLOCK_M, output.block_dv, WIDTH)
         n_block = loop.n_block
         at = Place(tiles, used, n_block, loop, own)
-        s, scale, row_max, origin, factor = raise_max(channels, at, row_max, block, sizes, mod, True, WARPGROUP)
-        words, row_sum = probabilities(s, scale, origin, factor, row_sum, sizes, len(accs) == 1, WARPGROUP)
+        s, scale, row_max, finite_max, factor = raise_max(channels, at, row_max, block, sizes, mod, True, WARPGROUP)
+        words, row_sum = probabilities(s, scale, finite_max, factor, row_sum, sizes, len(accs) == 1, WARPGROUP)
         score, unit = fetch_block(scales, own, n_block - 1, sizes, True)
         state = State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
         while n_block > loop.n_block_min:
@@ -155,7 +155,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
             used += 1
         channels.values[0].wait(used)
         accs, t = start_products(operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor)
-        # The next tile's first scores run under this one's end. After the last tile they are those of stale buffers.
+        # The next tile's first scores run under this one's epilogue; after the last tile, on stale buffers.
         loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, mod, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, sizes, WARPGROUP)
         score, unit = fetch_block(scales, own, loop.n_block, sizes, True)
@@ -176,8 +176,8 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
         channels.tiles.ring.release(tiles)
         tiles += 1
         used += 1 + loop.skipped
-    if sizes.in_turns and WARPGROUP == 0:
-        take_turn(thread_sums(zeros), 0)
+    if sizes.pingpong and WARPGROUP == 0:
+        pingpong_wait(thread_sums(zeros), 0)
     tma_store_wait(0)
 
 
@@ -216,14 +216,14 @@ def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, W
         s = warpgroup_mma_wait(0, deps=[s])
     channels.keys[0].release(used + 1)
     block = Block(s, state.next_score, state.next_unit)
-    s, scale, row_max, origin, factor = raise_max(
+    s, scale, row_max, finite_max, factor = raise_max(
         channels, at, state.row_max, block, sizes, mod, sizes.has_edges, WARPGROUP
     )
     if BEHIND:
         t = warpgroup_mma_wait(0, deps=[t])
         channels.values[0].release(used)
         accs = add_product(t, accs, state.factor)
-    words, row_sum = probabilities(s, scale, origin, factor, state.row_sum, sizes, len(accs) == 1, WARPGROUP)
+    words, row_sum = probabilities(s, scale, finite_max, factor, state.row_sum, sizes, len(accs) == 1, WARPGROUP)
     factor = factor * (state.unit / block.unit)
     return State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
 

@@ -54,15 +54,15 @@ def may_add_bias(problem: Problem) -> bool:
     return problem.grads.bias and problem.grads.q and not problem.deterministic
 
 
-def members_of(problem: Problem) -> int | None:
+def heads_per_split(problem: Problem) -> int | None:
     """How many query heads of a group one program sums for dk and dv; None for all.
 
-    Few key heads would leave processors idle: programs share their groups, so that a sequence has some 256 programs.
+    Few key heads would leave multiprocessors idle: with gqa_splits a sequence has some 256 programs.
     """
     p = problem
     programs = p.num_heads_kv * -(-p.seqlen_k // 64)
-    members = -(-p.group_size // -(-PROGRAMS // max(1, programs)))
-    return members if members < p.group_size else None
+    heads = -(-p.group_size // -(-PROGRAMS // max(1, programs)))
+    return heads if heads < p.group_size else None
 
 
 # Measured and chosen like the forward's (see there), and:

@@ -15,8 +15,8 @@ import triton.language as tl
 from flashtile.backends.portable.backward.kernel import Given, load_row_terms, probabilities
 from flashtile.backends.portable.device.call import with_call
 from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
-from flashtile.backends.vocab import blocks, dropout, scores, sequence
-from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab import blocks, scores, sequence
+from flashtile.backends.vocab.dropout import Dropout, keep_tile
 from flashtile.backends.vocab.mask import Band, ScoreTensor
 from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
 from flashtile.backends.vocab.sequence import Operand, Rows, Strided
@@ -48,16 +48,16 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, given):
     BLOCK_M: tl.constexpr = call.BLOCK_M
     BLOCK_N: tl.constexpr = call.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    draws = call.terms.draws
+    dropout = call.terms.dropout
     head_kv = head.h // call.group_size
     q = load_rows(Rows(call.q, head.h, queries), m_first, BLOCK_M, True)
     k = load_rows(Rows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     rows = m_first + tl.arange(0, BLOCK_M)
     cols = n_first + tl.arange(0, BLOCK_N)
-    origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
+    lse_log2, delta = load_row_terms(given, call.num_heads, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
     probs, _derivative = probabilities(
-        product, origin[:, None], rows[:, None] + head.shift, cols[None, :], True, Pairs(call.terms, head), False
+        product, lse_log2[:, None], rows[:, None] + head.shift, cols[None, :], True, Pairs(call.terms, head), False
     )
     dout = load_rows(
         Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), head.h, queries),
@@ -67,9 +67,9 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, given):
     )
     v = load_rows(Rows(call.v, head_kv, keys), n_first, BLOCK_N, True)
     dprobs = times_transposed(dout, v, INPUT_PRECISION)
-    if draws.rng_state_ptr is not None:
-        kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n_first // 4, BLOCK_N)
-        dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
+    if dropout.rng_state_ptr is not None:
+        kept = keep_tile(dropout, head.b, head.h, rows[:, None], n_first // 4, BLOCK_N)
+        dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
     return acc + scores.score_gradient(probs, dprobs, delta[:, None], 1.0, Pairs(call.terms, head), True)
 
 
@@ -146,7 +146,7 @@ def dbias_tile(call, given):
     do_not_specialize=["batch", "seqlen_q", "seqlen_k", "num_heads_q", "left", "right", "dropout_threshold", "parts"]
 )
 def attention_backward_dbias(
-    q_ptr, k_ptr, v_ptr, dout_ptr, q_source, k_source, v_source, dout_source, origin_ptr, delta_ptr, dbias_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, q_source, k_source, v_source, dout_source, lse_log2_ptr, delta_ptr, dbias_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
@@ -156,7 +156,7 @@ def attention_backward_dbias(
     keep_scale, bias_heads, bias_rows, bias_cols, max_rows, max_cols, parts,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    PAIR_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    SCORE_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     SUM_BATCH: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
     """Computes dbias, contiguous, one tile per program, ``parts`` times.
@@ -176,17 +176,17 @@ def attention_backward_dbias(
             ScoreMod(SCORE_MOD, None, None, param), Alibi(alibi_ptr, alibi_stride_b),
             ScoreTensor(
                 bias_ptr, 0 if SUM_BATCH else bias_stride_b, 0 if SUM_HEADS else bias_stride_head, bias_stride_row,
-                bias_stride_col, PAIR_UNIT,
+                bias_stride_col, SCORE_UNIT,
             ),
         ),
         (
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, PAIR_UNIT),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, SCORE_UNIT),
         ),
-        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
+        Dropout(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (1, BLOCK_M, BLOCK_N, False, False), dbias_tile,
         Given(
-            Strided(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
+            Strided(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head), lse_log2_ptr, delta_ptr,
             row_pitch,
             BiasGradient(
                 dbias_ptr, bias_heads, bias_rows, bias_cols, max_rows, max_cols, parts, SUM_BATCH, SUM_HEADS,

@@ -26,9 +26,9 @@ from flashtile.backends.portable.device.tile_io import (
     times_transposed,
     zeros,
 )
-from flashtile.backends.vocab import blocks, dropout, scores
+from flashtile.backends.vocab import blocks, scores
 from flashtile.backends.vocab.blocks import Visit
-from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab.dropout import Dropout, keep_tile
 from flashtile.backends.vocab.mask import Band, ScoreTensor, multiple
 from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
 from flashtile.backends.vocab.sequence import Operand, Rows, Strided
@@ -39,20 +39,20 @@ class Given(NamedTuple):
 
     Attributes:
         dout: ``Strided``, the output's gradient.
-        origin_ptr: Subtracted from base-2 scores; ``(batch, num_heads_q, row_pitch)`` like delta.
+        lse_log2_ptr: lse in base 2, ``(batch, num_heads_q, row_pitch)`` like delta.
         delta_ptr: delta, as ``prepare_rows`` stores it.
         row_pitch: Their stride between heads.
         results: Where the kernel stores its gradients, and whether it adds to what is there.
-        members: Query heads whose contribution to dk and dv a program sums, None for all of a group.
+        heads_per_split: Query heads over which a program sums dk and dv, None for all of a group.
         bias_sums: ``BiasSums`` for the kernel of dq.
     """
 
     dout: Any
-    origin_ptr: Any
+    lse_log2_ptr: Any
     delta_ptr: Any
     row_pitch: Any
     results: Any
-    members: Any = None
+    heads_per_split: Any = None
     bias_sums: Any = None
 
 
@@ -75,13 +75,13 @@ class BiasSums(NamedTuple):
 
 
 @triton.jit
-def probabilities(product, origin, i, cols, edge, pairs, WITH_DERIVATIVE: tl.constexpr):
+def probabilities(product, lse_log2, i, cols, edge, pairs, WITH_DERIVATIVE: tl.constexpr):
     """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the score mods' derivative.
 
     If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked.
     """
     x, scale_log2, derivative = scores.transform(product, pairs, i, cols, WITH_DERIVATIVE)
-    probs = tl.exp2(x * scale_log2 - origin)
+    probs = tl.exp2(x * scale_log2 - lse_log2)
     return scores.select(probs, pairs, i, cols, 0.0, edge), derivative
 
 
@@ -94,8 +94,8 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
     BLOCK_M: tl.constexpr = call.BLOCK_M
     BLOCK_N: tl.constexpr = call.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    draws = call.terms.draws
-    row_at = (tl.cast(queries.batch_index, tl.int64) * draws.num_heads + head.h) * given.row_pitch + queries.start
+    dropout = call.terms.dropout
+    row_at = (tl.cast(queries.batch_index, tl.int64) * dropout.num_heads + head.h) * given.row_pitch + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
     for m in tl.range(visit.start, visit.stop):
         first = m * BLOCK_M
@@ -105,15 +105,15 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
         if visit.full_start is not None:
             edge = (m < visit.full_start) | (m >= visit.full_stop)
         q = load_rows(Rows(call.q, head.h, queries), first, BLOCK_M, MASKED)
-        # Rows past the end have origin +inf, so probability 0. prepare_rows has stored that for dense sequences; a
+        # Rows past the end have lse_log2 +inf, so probability 0. prepare_rows has stored that for dense sequences; a
         # select sets it for packed ones.
-        origin = tl.load(given.origin_ptr + row_at + first + tl.arange(0, BLOCK_M))
+        lse_log2 = tl.load(given.lse_log2_ptr + row_at + first + tl.arange(0, BLOCK_M))
         delta = tl.load(given.delta_ptr + row_at + first + tl.arange(0, BLOCK_M))
         if MASKED and call.q.layout.cu_seqlens_ptr is not None:
-            origin = tl.where(rows < queries.length, origin, float("inf"))
+            lse_log2 = tl.where(rows < queries.length, lse_log2, float("inf"))
             delta = tl.where(rows < queries.length, delta, 0.0)
         product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
-        probs, derivative = probabilities(product, origin[None, :], i, cols, edge, Pairs(call.terms, head), True)
+        probs, derivative = probabilities(product, lse_log2[None, :], i, cols, edge, Pairs(call.terms, head), True)
         dout = load_rows(
             Rows(Operand(given.dout, call.q.layout, call.v.DIM, call.v.BLOCK_DIM, call.v.UNIT), head.h, queries),
             first,
@@ -122,10 +122,10 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
         )
         dprobs = times_transposed(v, dout, INPUT_PRECISION)
         kept_probs = probs
-        if draws.rng_state_ptr is not None:
-            kept = tl.trans(dropout.keep_tile(draws, head.b, head.h, rows[:, None], n_first // 4, BLOCK_N))
+        if dropout.rng_state_ptr is not None:
+            kept = tl.trans(keep_tile(dropout, head.b, head.h, rows[:, None], n_first // 4, BLOCK_N))
             kept_probs = tl.where(kept, probs, 0.0)
-            dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
+            dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
         if given.results[1] is not None:
             dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
         if given.results[0] is not None:
@@ -138,17 +138,17 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
 def dkdv_tile(call, given):
     """Computes dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
 
-    Or over so many members of the group, where several programs have it: results have a head for each of them.
+    With gqa_splits, over ``heads_per_split`` of them: results then have a head for each split.
     """
     BLOCK_M: tl.constexpr = call.BLOCK_M
     BLOCK_N: tl.constexpr = call.BLOCK_N
     ONE_LOOP: tl.constexpr = call.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    members, shares = call.group_size, 1
-    if given.members is not None:
-        members, shares = given.members, (call.group_size + given.members - 1) // given.members
-    place = locate(call, shares)
-    head_kv, queries, keys = place.head // shares, place.queries, place.keys
+    heads, splits = call.group_size, 1
+    if given.heads_per_split is not None:
+        heads, splits = given.heads_per_split, (call.group_size + given.heads_per_split - 1) // given.heads_per_split
+    place = locate(call, splits)
+    head_kv, queries, keys = place.head // splits, place.queries, place.keys
     ADDS: tl.constexpr = given.results[2]
     n_first = place.block * BLOCK_N
     if n_first >= keys.length:
@@ -165,8 +165,8 @@ def dkdv_tile(call, given):
     )  # fmt: skip
     dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
     dv = zeros(BLOCK_N, call.v.BLOCK_DIM)
-    first_member = place.head % shares * members
-    for member in range(first_member, tl.minimum(first_member + members, call.group_size)):
+    first = place.head % splits * heads
+    for member in range(first, tl.minimum(first + heads, call.group_size)):
         h = head_kv * call.group_size + member
         head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
@@ -177,8 +177,8 @@ def dkdv_tile(call, given):
                 Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None),
                 call, given, head, queries, phase != 1,
             )  # fmt: skip
-    num_heads, head = call.num_heads // call.group_size * shares, place.head
-    dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.draws.keep_scale)
+    num_heads, head = call.num_heads // call.group_size * splits, place.head
+    dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.dropout.keep_scale)
     if given.results[0] is not None:
         store_contiguous(
             given.results[0], call.k.layout, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS
@@ -208,11 +208,11 @@ def add_to_bias(sums, dscores, head, rows, cols, num_rows):
 
 
 @triton.jit
-def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, place, sums, MASKED: tl.constexpr):
+def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, head, place, sums, MASKED: tl.constexpr):
     """Adds the contribution of the key blocks of ``blocks.Visit`` to dq and sums; MASKED as for ``over_queries``."""
     BLOCK_N: tl.constexpr = call.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    draws, keys = call.terms.draws, place.keys
+    dropout, keys = call.terms.dropout, place.keys
     head_kv = head.h // call.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
@@ -223,12 +223,12 @@ def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, place, sums, 
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
-        probs, derivative = probabilities(product, origin[:, None], i, cols, edge, Pairs(call.terms, head), True)
+        probs, derivative = probabilities(product, lse_log2[:, None], i, cols, edge, Pairs(call.terms, head), True)
         v = load_rows(Rows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
-        if draws.rng_state_ptr is not None:
-            kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
-            dprobs = tl.where(kept, dprobs * draws.keep_scale, 0.0)
+        if dropout.rng_state_ptr is not None:
+            kept = keep_tile(dropout, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
         if sums.ptr is not None:
             # The bias is added to scores that softcap has changed.
             masked = True if sums.SUM_ROWS else edge
@@ -241,11 +241,11 @@ def over_keys(dq, q, dout, origin, delta, rows, visit, call, head, place, sums, 
 
 @triton.jit
 def load_row_terms(given, num_heads, head, queries, rows):
-    """Loads origin and delta of rows of a head; those of rows past the end make every probability and gradient 0."""
+    """Loads lse_log2 and delta of rows of a head; those of rows past the end make every probability and gradient 0."""
     at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * given.row_pitch + queries.start
-    origin = tl.load(given.origin_ptr + at + rows, mask=rows < queries.length, other=float("inf"))
+    lse_log2 = tl.load(given.lse_log2_ptr + at + rows, mask=rows < queries.length, other=float("inf"))
     delta = tl.load(given.delta_ptr + at + rows, mask=rows < queries.length, other=0.0)
-    return origin, delta
+    return lse_log2, delta
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def dq_tile(call, given):
         True,
     )
     rows = m_first + tl.arange(0, BLOCK_M)
-    origin, delta = load_row_terms(given, call.num_heads, head, queries, rows)
+    lse_log2, delta = load_row_terms(given, call.num_heads, head, queries, rows)
     left, right = call.terms.band.left, call.terms.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
@@ -289,7 +289,7 @@ def dq_tile(call, given):
     for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
-            dq, q, dout, origin, delta, rows,
+            dq, q, dout, lse_log2, delta, rows,
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
             call, head, place,
             BiasSums(
@@ -311,29 +311,30 @@ def dq_tile(call, given):
         "seqlen_k",
         "num_heads_q",
         "heads_at_once",
-        "members",
+        "heads_per_split",
         "left",
         "right",
         "dropout_threshold",
     ]
 )
 def attention_backward_dkdv(
-    q_ptr, k_ptr, v_ptr, dout_ptr, q_source, dout_source, origin_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, q_source, dout_source, lse_log2_ptr, delta_ptr, dk_ptr, dv_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
     mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
     bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, members, heads_at_once, left, right, scale, param,
+    batch, seqlen_q, seqlen_k, row_pitch, num_heads_q, group_size, heads_per_split, heads_at_once, left, right, scale,
+    param,
     dropout_threshold, keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, PAIR_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, SCORE_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr,
     SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv, contiguous, one tile per program, or ADDS them; the pointer of one not needed is None.
 
-    Arguments as the forward's; row_pitch is that of delta and origin; members: see ``Given``.
+    Arguments as the forward's; row_pitch is that of delta and lse_log2; heads_per_split: see ``Given``.
     """
     with_call(
         (
@@ -346,17 +347,17 @@ def attention_backward_dkdv(
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (
             ScoreMod(SCORE_MOD, DERIVATIVE, None, param), Alibi(alibi_ptr, alibi_stride_b),
-            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, PAIR_UNIT),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, SCORE_UNIT),
         ),
         (
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, PAIR_UNIT),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, SCORE_UNIT),
         ),
-        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
+        Dropout(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dkdv_tile,
         Given(
-            Strided(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
-            row_pitch, (dk_ptr, dv_ptr, ADDS), members,
+            Strided(dout_ptr, dout_source, dout_stride_b, dout_stride_row, dout_stride_head), lse_log2_ptr, delta_ptr,
+            row_pitch, (dk_ptr, dv_ptr, ADDS), heads_per_split,
         ),
     )  # fmt: skip
 
@@ -378,7 +379,7 @@ def attention_backward_dkdv(
     ]
 )
 def attention_backward_dq(
-    q_ptr, k_ptr, v_ptr, dout_ptr, k_source, v_source, origin_ptr, delta_ptr, dq_ptr, dbias_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, k_source, v_source, lse_log2_ptr, delta_ptr, dq_ptr, dbias_ptr,
     alibi_ptr, mask_ptr, bias_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
     q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
     v_stride_b, v_stride_row, v_stride_head, dout_stride_b, dout_stride_row, dout_stride_head, alibi_stride_b,
@@ -388,7 +389,7 @@ def attention_backward_dq(
     dropout_threshold, keep_scale, entries, bias_heads, bias_rows, bias_cols,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    PAIR_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    SCORE_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, DERIVATIVE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr, ADDS: tl.constexpr,
     SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -404,17 +405,17 @@ def attention_backward_dq(
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (
             ScoreMod(SCORE_MOD, DERIVATIVE, None, param), Alibi(alibi_ptr, alibi_stride_b),
-            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, PAIR_UNIT),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, SCORE_UNIT),
         ),
         (
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, PAIR_UNIT),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, SCORE_UNIT),
         ),
-        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
+        Dropout(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), dq_tile,
         Given(
-            Strided(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head), origin_ptr, delta_ptr,
+            Strided(dout_ptr, None, dout_stride_b, dout_stride_row, dout_stride_head), lse_log2_ptr, delta_ptr,
             row_pitch, (dq_ptr, ADDS), None,
-            BiasSums(dbias_ptr, entries, bias_heads, bias_rows, bias_cols, PAIR_UNIT, SUM_HEADS, SUM_ROWS, SUM_COLS),
+            BiasSums(dbias_ptr, entries, bias_heads, bias_rows, bias_cols, SCORE_UNIT, SUM_HEADS, SUM_ROWS, SUM_COLS),
         ),
     )  # fmt: skip

@@ -25,13 +25,13 @@ from flashtile.backends.portable.backward.config import (
     PROGRAMS,
     Kernel,
     choose,
+    heads_per_split,
     key_kernels,
     may_add_bias,
-    members_of,
 )
 from flashtile.backends.portable.backward.dbias import attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
-from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_shares
+from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.config import Config, overridden, padded, tile_dims
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.backends.vocab import scores
@@ -50,7 +50,7 @@ _OPERANDS = (
 class BackwardPlan:
     """The backward of calls with the same layouts and options; see ``Backend.plan_backward``.
 
-    Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, dk and dv in shares.
+    Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, dk and dv by split.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class BackwardPlan:
 
 
 def row_pitch(rows: int, varlen: bool) -> int:
-    """Rows of delta and origin per head, padded so that the last tile of rows fits.
+    """Rows of delta and lse_log2 per head, padded so that the last tile of rows fits.
 
     A dense sequence's tiles start on multiples of their size, so with a pitch that is a multiple of the largest size no
     load needs a mask, and all are aligned. A packed sequence's tiles start anywhere.
@@ -123,21 +123,21 @@ def row_pitch(rows: int, varlen: bool) -> int:
 
 
 def _num_rows(problem: Problem, tensors: Tensors) -> int:
-    """Float32 numbers of delta, and of origin, which follows it."""
+    """Float32 numbers of delta, and of lse_log2, which follows it."""
     batch = 1 if problem.varlen else problem.batch
     return batch * problem.num_heads_q * row_pitch(tensors.q.shape[-3], problem.varlen)
 
 
 def _places(problem: Problem, tensors: Tensors) -> tuple[int, int, int, int]:
-    """Where origin, dk in shares and dv in shares begin in the workspace, and its size, in float32 numbers."""
-    rows, shares = _num_rows(problem, tensors), shares_of(problem)
-    dk, dv = (-(-x.numel() * shares // 4) * 4 if shares > 1 else 0 for x in (tensors.k, tensors.v))
+    """Where lse_log2, dk in splits and dv in splits begin in the workspace, and its size, in float32 numbers."""
+    rows, splits = _num_rows(problem, tensors), gqa_splits(problem)
+    dk, dv = (-(-x.numel() * splits // 4) * 4 if splits > 1 else 0 for x in (tensors.k, tensors.v))
     return rows, 2 * rows, 2 * rows + dk, 2 * rows + dk + dv
 
 
-def shares_of(problem: Problem) -> int:
-    """How many programs sum the query heads of a group."""
-    return -(-problem.group_size // (members_of(problem) or problem.group_size))
+def gqa_splits(problem: Problem) -> int:
+    """How many programs share the query heads of one key head in dk and dv."""
+    return -(-problem.group_size // (heads_per_split(problem) or problem.group_size))
 
 
 def _empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -153,7 +153,7 @@ def launches(
     rows = {
         "dout_ptr": dout,
         "delta_ptr": Pointer(torch.float32, "rows"),
-        "origin_ptr": Pointer(torch.float32, "rows", 4 * _places(p, tensors)[0]),
+        "lse_log2_ptr": Pointer(torch.float32, "rows", 4 * _places(p, tensors)[0]),
         "row_pitch": row_pitch(tensors.q.shape[-3], p.varlen),
         **row_strides("dout", dout),
     }
@@ -163,11 +163,11 @@ def launches(
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
         if with_dk or with_dv:
             made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds), sizes)
-    if shares_of(p) > 1:
+    if gqa_splits(p) > 1:
         places = _places(p, tensors)
         for name, x, place in (("dk", tensors.k, places[1]), ("dv", tensors.v, places[2])):
             if (wanted.k, wanted.v)[name == "dv"]:
-                made[f"sum_shares_{name}"] = _sum_launch(p, name, x, place, adds)
+                made[f"sum_gqa_splits_{name}"] = _sum_launch(p, name, x, place, adds)
     if wanted.q:
         made["attention_backward_dq"] = _dq_launch(p, tensors, dout, sizes, adds)
     if wanted.bias and not adds_bias(p, tensors.attn_bias):
@@ -176,7 +176,7 @@ def launches(
 
 
 def _prepare_launch(problem: Problem, dout: Tensor, dlse: Tensor | None, rows: dict[str, Any]) -> Launch:
-    """Computes delta and origin from the forward's results and their gradients."""
+    """Computes delta and lse_log2 from the forward's results and their gradients."""
     packed = dout.dim() == 3
     batch = 1 if packed else dout.shape[0]
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if packed else dlse.stride()
@@ -225,29 +225,29 @@ def _dkdv_launch(
     sizes = sizes | descriptors(sources, config)
     sizes["heads_at_once"] = heads_at_once(problem, tensors.q, dout)
 
-    shares, places = shares_of(problem), _places(problem, tensors)
-    sizes["members"] = members_of(problem)
+    splits, places = gqa_splits(problem), _places(problem, tensors)
+    sizes["heads_per_split"] = heads_per_split(problem)
     for gradient, is_wanted, place in zip(("dk", "dv"), wanted, places[1:], strict=False):
-        pointer = Pointer(problem.grad_dtype) if shares == 1 else Pointer(torch.float32, "rows", 4 * place)
+        pointer = Pointer(problem.grad_dtype) if splits == 1 else Pointer(torch.float32, "rows", 4 * place)
         sizes[f"{gradient}_ptr"] = pointer if is_wanted else None
 
     def others() -> dict[str, Any]:
-        return {**_loop_arguments(problem, tensors, dout, config), "ADDS": wanted[2] and shares == 1}
+        return {**_loop_arguments(problem, tensors, dout, config), "ADDS": wanted[2] and splits == 1}
 
-    programs = num_programs(problem, tensors, config.block_n, over_keys=True) * shares
-    key = (config, wanted, problem.grad_dtype, shares > 1)
+    programs = num_programs(problem, tensors, config.block_n, over_keys=True) * splits
+    key = (config, wanted, problem.grad_dtype, splits > 1)
     return Launch(attention_backward_dkdv, programs, sizes, config.options(), others, key)
 
 
 def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) -> Launch:
-    """``x``: k or v; ``place``: of its gradient's shares in the workspace."""
-    sizes = {"shares_ptr": Pointer(torch.float32, "rows", 4 * place), "total": x.numel(), "shares": shares_of(problem)}
+    """``x``: k or v; ``place``: of its gradient by split in the workspace."""
+    sizes = {"splits_ptr": Pointer(torch.float32, "rows", 4 * place), "total": x.numel(), "splits": gqa_splits(problem)}
 
     def others() -> dict[str, Any]:
         return {"sum_ptr": Pointer(problem.grad_dtype, name), "DIM": x.shape[-1], "ADDS": adds, "BLOCK": 1024}
 
     programs, key = -(-x.numel() // 1024), (problem.grad_dtype, name, x.shape[-1], adds)
-    return Launch(sum_shares, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, key)
+    return Launch(sum_gqa_splits, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, key)
 
 
 def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str, Any], adds: bool) -> Launch:
@@ -293,7 +293,7 @@ def _bias_batch(bias: Tensor) -> int:
 
 
 def bias_entries(problem: Problem, bias: Tensor) -> int:
-    """Copies of dbias that sequences add to in turn: more of a small one, or adds would wait for one another."""
+    """Copies of dbias, which sequence b % copies adds to: more of a small one, so that fewer atomics collide."""
     sequences = _bias_batch(bias)
     return sequences if sequences > 1 else max(1, min(problem.batch, _FEWEST_SUMS // max(1, bias.numel())))
 
@@ -310,7 +310,7 @@ def _bias_shape(problem: Problem, bias: Tensor | None) -> dict[str, Any]:
 
 
 def bias_parts(problem: Problem, bias: Tensor) -> int:
-    """Parts of a batch that shares a bias of few tiles, each of which has sums of its own: for some 256 programs."""
+    """Parts of a batch that splits a bias of few tiles, each of which has sums of its own: for some 256 programs."""
     programs, is_shared = _bias_tiles(problem, bias), _bias_batch(bias) == 1
     return max(1, min(problem.batch, PROGRAMS // max(1, programs))) if is_shared else 1
 

@@ -1,4 +1,4 @@
-"""What runs before and after the backward's kernels: delta and the origin of the base-2 scores; sums of shares."""
+"""What runs before and after the backward's kernels: delta and lse in base 2; sums over gqa_splits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flashtile.backends.vocab import softmax
 
 @triton.jit
 def prepare_rows(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, origin_ptr, dout_stride_b, dout_stride_row, dout_stride_head,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, dout_stride_b, dout_stride_row, dout_stride_head,
     dlse_stride_b, dlse_stride_head, dlse_stride_row, batch, seqlen_q, num_heads_q, row_pitch,
     HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Computes delta and origin (subtracted from base-2 scores) of BLOCK_M rows of one head.
+    """Computes delta and lse_log2 (lse in base 2) of BLOCK_M rows of one head.
 
-    out is contiguous ``(batch, seqlen_q, num_heads_q, HEAD_DIM_V)``; delta and origin are ``(batch, num_heads_q,
-    row_pitch)``, row_pitch a multiple of BLOCK_M. The origin of an empty row and of the rows from seqlen_q on is +inf,
+    out is contiguous ``(batch, seqlen_q, num_heads_q, HEAD_DIM_V)``; delta and lse_log2 are ``(batch, num_heads_q,
+    row_pitch)``, row_pitch a multiple of BLOCK_M. lse_log2 of an empty row and of the rows from seqlen_q on is +inf,
     so that their probabilities are 0 without a mask; their delta is 0, whatever dout contains there.
     """
     num_blocks = row_pitch // BLOCK_M
@@ -39,17 +39,17 @@ def prepare_rows(
     lse = tl.load(lse_ptr + (b * num_heads_q + h) * seqlen_q + i, mask=exists, other=float("-inf"))
     at = (b * num_heads_q + h) * row_pitch + i
     tl.store(delta_ptr + at, tl.where(lse == float("-inf"), 0.0, delta))
-    tl.store(origin_ptr + at, softmax.backward_origin(lse))
+    tl.store(lse_log2_ptr + at, softmax.lse_log2_of(lse))
 
 
-@triton.jit(do_not_specialize=["total", "shares"])
-def sum_shares(shares_ptr, sum_ptr, total, shares, DIM: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums ``(rows, shares, DIM)`` float32 over the shares, in order: BLOCK of a gradient's ``total`` numbers."""
+@triton.jit(do_not_specialize=["total", "splits"])
+def sum_gqa_splits(splits_ptr, sum_ptr, total, splits, DIM: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums ``(rows, splits, DIM)`` float32 over the splits, in order: BLOCK of a gradient's ``total`` numbers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     found = tl.zeros([BLOCK], tl.float32)
-    for share in range(shares):
-        found += tl.load(shares_ptr + (at // DIM * shares + share) * DIM + at % DIM, mask=inside, other=0.0)
+    for split in range(splits):
+        found += tl.load(splits_ptr + (at // DIM * splits + split) * DIM + at % DIM, mask=inside, other=0.0)
     if ADDS:
         found += tl.load(sum_ptr + at, mask=inside, other=0.0)
     tl.store(sum_ptr + at, found.to(sum_ptr.dtype.element_ty), mask=inside)

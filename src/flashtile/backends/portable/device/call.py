@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, BODY: tl.constexpr, results):
+def with_call(tensors, dims, sides, scoring, score_mods, masks, dropout, tiling, BODY: tl.constexpr, results):
     """Builds the ``Call`` and runs ``BODY(call, results)``.
 
     Triton turns the constants of a record that is assigned, or (3.6) returned, into tensors; so the ``Call`` is
@@ -67,20 +67,20 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
         scoring: The first fields of ``scores.Terms``.
         score_mods: ``scores.ScoreMod`` with functions of its own, ``scores.Alibi``, ``mask.ScoreTensor`` of the bias.
         masks: ``mask.Band``, ``mask.ScoreTensor`` of the boolean mask.
-        draws: ``dropout.Draws``.
+        dropout: ``dropout.Dropout``.
         tiling: The last fields of ``Call``.
         BODY: The kernel's own part, a ``@triton.jit`` function.
         results: Passed to BODY unchanged.
     """
     queries, keys = SequenceLayout(sides[0], sides[2], sides[3]), SequenceLayout(sides[1], sides[2], sides[4])
     slopes, bias, pairs_mask = score_mods[1], score_mods[2], masks[1]
-    PARTS: tl.constexpr = draws.origins_ptr is not None
+    PARTS: tl.constexpr = dropout.origins_ptr is not None
     BODY(
         Call(
             Operand(tensors[0], queries, dims[0], dims[2], dims[4]),
             Operand(tensors[1], keys, dims[0], dims[2], dims[4]),
             Operand(tensors[2], keys, dims[1], dims[3], dims[4]),
-            draws.num_heads, sides[5],
+            dropout.num_heads, sides[5],
             Terms(
                 scoring[0], scoring[1], scoring[2],
                 (
@@ -88,7 +88,7 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
                     ScoreMod(
                         None if slopes.ptr is None else scores.alibi_of_part if PARTS else scores.alibi, None,
                         scores.slope_of_part if PARTS else scores.slope_of_head,
-                        (slopes, draws.origins_ptr, sides[2]) if PARTS else slopes,
+                        (slopes, dropout.origins_ptr, sides[2]) if PARTS else slopes,
                     ),
                     ScoreMod(None if bias.ptr is None else scores.bias, None, mask.tensor_of_head, bias),
                 ),
@@ -99,7 +99,7 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
                         None if pairs_mask.ptr is None else mask.select_tensor, mask.tensor_of_head, pairs_mask, False
                     ),
                 ),
-                draws,
+                dropout,
             ),
             *tiling,
         ),
@@ -108,17 +108,17 @@ def with_call(tensors, dims, sides, scoring, score_mods, masks, draws, tiling, B
 
 
 @triton.jit
-def locate(call, shares):
-    """The ``Place`` of this program's tile: of query rows, or if there are shares, of a share of each head's keys.
+def locate(call, splits):
+    """The ``Place`` of this program's tile: of query rows, or, given ``splits``, of keys for one split of a group.
 
     Programs of packed sequences are numbered by block first, then by head. Dense ones process heads_at_once heads
     (counted over all sequences) at a time, which share the cache; of those, the longest blocks of all heads first.
     """
     layout, num_heads = call.q.layout, call.num_heads
-    OVER_KEYS: tl.constexpr = shares is not None
+    OVER_KEYS: tl.constexpr = splits is not None
     BLOCK: tl.constexpr = call.BLOCK_N if OVER_KEYS else call.BLOCK_M
     if OVER_KEYS:
-        layout, num_heads = call.k.layout, call.num_heads // call.group_size * shares
+        layout, num_heads = call.k.layout, call.num_heads // call.group_size * splits
     PACKED: tl.constexpr = layout.cu_seqlens_ptr is not None
     pid = tl.program_id(0)
     if PACKED:

@@ -23,9 +23,9 @@ from flashtile.backends.portable.device.tile_io import (
     times_transposed,
     zeros,
 )
-from flashtile.backends.vocab import blocks, dropout, scores, softmax
+from flashtile.backends.vocab import blocks, scores, softmax
 from flashtile.backends.vocab.blocks import Visit
-from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab.dropout import Dropout, keep_tile
 from flashtile.backends.vocab.mask import Band, ScoreTensor
 from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
 from flashtile.backends.vocab.sequence import Rows, Strided
@@ -57,7 +57,7 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, head, keys, MASKED: tl.c
     """
     BLOCK_N: tl.constexpr = call.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    draws = call.terms.draws
+    dropout = call.terms.dropout
     head_kv = head.h // call.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
@@ -71,8 +71,8 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, head, keys, MASKED: tl.c
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-        if draws.rng_state_ptr is not None:
-            kept = dropout.keep_tile(draws, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+        if dropout.rng_state_ptr is not None:
+            kept = keep_tile(dropout, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
         v = load_rows(Rows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
         acc = add_product(scaled(acc, rescale[:, None]), probs.to(v[0].dtype), v, INPUT_PRECISION)
@@ -143,7 +143,7 @@ def forward_tile(call, results):
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
             call, head, keys, phase != 1,
         )  # fmt: skip
-    in_sequence, keep_scale = place.b < call.q.layout.num_sequences, call.terms.draws.keep_scale
+    in_sequence, keep_scale = place.b < call.q.layout.num_sequences, call.terms.dropout.keep_scale
     out, lse = finish(acc, row_max, row_sum, results.sinks_ptr, h, in_sequence, keep_scale)
     lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads + h) * call.q.layout.total + queries.start
     if results.partial_out_ptr is not None:
@@ -181,7 +181,7 @@ def attention_forward(
     batch, seqlen_q, seqlen_k, num_heads_q, group_size, heads_at_once, left, right, scale, param, dropout_threshold,
     keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    PAIR_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    SCORE_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """The forward, one tile per program.
@@ -200,13 +200,13 @@ def attention_forward(
         (scale, SCALE_FIRST, INPUT_PRECISION),
         (
             ScoreMod(SCORE_MOD, None, None, param), Alibi(alibi_ptr, alibi_stride_b),
-            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, PAIR_UNIT),
+            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, SCORE_UNIT),
         ),
         (
             Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, PAIR_UNIT),
+            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, SCORE_UNIT),
         ),
-        Draws(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
+        Dropout(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), forward_tile,
         Results(out_ptr, lse_ptr, sinks_ptr, partial_out_ptr, partial_lse_ptr),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from flashtile.backends.portable.device.tile_io import load_rows, store_contiguo
 from flashtile.backends.portable.forward.kernel import finish
 from flashtile.backends.vocab import blocks, scores, sequence, softmax
 from flashtile.backends.vocab.blocks import Visit
-from flashtile.backends.vocab.dropout import Draws
+from flashtile.backends.vocab.dropout import Dropout
 from flashtile.backends.vocab.mask import Band, ScoreTensor
 from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
 from flashtile.backends.vocab.sequence import Rows, Strided
@@ -130,8 +130,8 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, mor
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
-        row_max, origin, rescale = softmax.raise_max(row_max, tl.max(x, 1) * scale_log2, True)
-        probs = rounded(softmax.exponentials(x, scale_log2, origin - PROBS_LOG2))
+        row_max, finite_max, rescale = softmax.raise_max(row_max, tl.max(x, 1) * scale_log2, True)
+        probs = rounded(softmax.exponentials(x, scale_log2, finite_max - PROBS_LOG2))
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         column = tl.multiple_of(block * SCALE_BLOCK + first % SCALE_BLOCK, 16)
         v = load_values(call.v, keys.batch_index, head_kv, column, BLOCK_N)
@@ -230,7 +230,7 @@ def attention_quantized(
         (scale, SCALE_FIRST, None),
         (ScoreMod(SCORE_MOD, None, None, param), Alibi(None, 0), ScoreTensor(None, 0, 0, 0, 0)),
         (Band(left if HAS_LEFT else None, right if HAS_RIGHT else None), ScoreTensor(None, 0, 0, 0, 0)),
-        Draws(None, 0, 1.0, num_heads_q, None),
+        Dropout(None, 0, 1.0, num_heads_q, None),
         (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), quantized_tile,
         Quantized(
             Scale(q_scale_ptr, q_scale_stride_b, q_scale_stride_head, q_scale_stride_block),

@@ -1,8 +1,8 @@
-"""Into how many subgroups the Hopper backward splits a group of query heads, so that few key heads fill the GPU.
+"""gqa_splits: how many tiles share the query heads of one key head in the Hopper backward, so that few fill the GPU.
 
-A tile has the keys of one key head, and all query heads of its group unless they are split: then each of several tiles
-has a subgroup of them, and all add to sums of dk and dv in float32, which a last kernel rounds. Where the order of sums
-is fixed, each has sums of its own, and the last kernel adds those up.
+Without splits a tile visits all query heads of its key head. With them several tiles have the same keys, each visits
+some of the heads, and all add to sums of dk and dv in float32, which a last kernel rounds. If the result must be
+repeatable each split has sums of its own, and the last kernel adds them in order.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from flashtile.backends.hopper.backward.config import Config
 from flashtile.masks import Band
 from flashtile.problem import Problem
 
-# Multiprocessors of an H100 or H200. Not the device's: so the same bits come out of all devices.
+# Hopper's multiprocessors, not the device's own number: so all devices give the same bits.
 _MULTIPROCESSORS = 132
 # A step, one row block of one tile, takes about this long with 128 columns: 10 MFLOP at 690 TFLOPS over 132
-# multiprocessors. What follows fits 18 calls with groups of 2 to 71 heads, measured with up to five sizes each (H200):
-# the size chosen takes up to 5% more time than the best, and 0.5% on average.
+# multiprocessors. What follows is fitted to measurements: docs/tuning-notes.md.
 _STEP_US = 2.0
 # Steps that a tile's beginning and end take.
 _TILE_STEPS = 1.5
-# Heads of a tile are visited one after another: where tiles differ in steps, they drift further apart with each one,
-# and find less of each other's rows in the cache.
+# A tile visits its heads one after another: tiles that differ in steps drift apart with each head, and find less of
+# each other's rows in L2.
 _DRIFT = 0.01
-# What tiles add, and sums that are set to 0, read and rounded.
+# The atomic adds of tiles; and the sums' traffic: zeroed, read and rounded.
 _ADDED_BYTES_PER_US, _SUMS_BYTES_PER_US = 2.2e6, 2e6
 _LAUNCHES_US = 20.0
 
 
 def choose(problem: Problem, config: Config, rows_k: int) -> int:
-    """The number of subgroups: 1 unless more are expected to take 5% less time.
+    """gqa_splits: 1 unless more are expected to take 5% less time.
 
     Args:
         problem: The call.
