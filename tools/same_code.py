@@ -151,16 +151,16 @@ def builds_of(tree: Path, cache: Path, asked: argparse.Namespace) -> dict[str, B
         # Past the folder of this script, whose other modules nobody should import.
         command = [sys.executable, "-P", __file__, "--worker", list_module(tree), file.name, json.dumps(vars(asked))]
         subprocess.run(command, check=True, cwd=tree, env=environment)
-        return json.loads(Path(file.name).read_text())
+        found: dict[str, Build] = json.loads(Path(file.name).read_text())
+        return found
 
 
 def main() -> int:
     """The command; ``--worker`` is how it calls itself."""
     if sys.argv[1:2] == ["--worker"]:
-        name, place, asked = sys.argv[2:]
-        options = json.loads(asked)
+        name, result, options = *sys.argv[2:4], json.loads(sys.argv[4])
         found = work(name, options["arch"] or list(ARCHS), options["only"], options["workers"])
-        Path(place).write_text(json.dumps(found))
+        Path(result).write_text(json.dumps(found))
         return 0
     parser = argparse.ArgumentParser(description="Compares the machine code of this tree's kernels with a commit's.")
     parser.add_argument("base", metavar="BASE", help="the commit")
