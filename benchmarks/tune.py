@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -38,6 +37,7 @@ from flashtile import ops
 from flashtile.backends.hopper.backward import config as hopper_backward
 from flashtile.backends.hopper.forward import config as hopper_forward
 from flashtile.backends.portable import config as portable
+from flashtile.backends.trial import trial
 
 KERNELS = {"hopper": ("forward", "backward"), "portable": ("forward", "dkdv", "dk", "dv", "dq")}
 PEERS = ("fa3", "cudnn", "fa2")
@@ -79,7 +79,7 @@ class Candidate:
         return f"flashtile-{self.backend}"
 
     def injected(self) -> AbstractContextManager[None]:
-        """Runs the kernel with these tiles; only this function knows how to override a backend's tiles."""
+        """Runs the kernel with these tiles; only this function knows what ``trial`` calls it."""
         if self.name == TABLE:
             return contextlib.nullcontext()
         if self.backend == "portable":
@@ -87,10 +87,8 @@ class Candidate:
             if self.kernel in ("dk", "dv"):
                 other = {"dk": "dv", "dv": "dk"}[self.kernel]
                 configs[other] = portable.Config.parse(PORTABLE[other, self.dims[0]].split(", ")[0])
-            return portable.override(**configs)
-        module = importlib.import_module(f"flashtile.backends.hopper.{self.kernel}.config")
-        context: AbstractContextManager[None] = module.override(hopper_configs(self.kernel, self.dims)[self.name])
-        return context
+            return trial(**configs)
+        return trial(**{f"hopper_{self.kernel}": hopper_configs(self.kernel, self.dims)[self.name]})
 
     def run(self, call: Call) -> Outputs:
         """Calls with these tiles."""

@@ -191,7 +191,7 @@ _MOST_KNOWN, _MOST_AGAIN = 4096, 256
 
 @contextlib.contextmanager
 def own_plans(plans: OrderedDict[tuple[Any, ...], Any]) -> Iterator[None]:
-    """Keeps the plans of calls inside in ``plans``: for tuning, since the keys do not include overridden tiles."""
+    """Keeps the plans of calls inside in ``plans``: for tuning, since the keys do not include tiles on trial."""
     global _KNOWN, _FAMILIES
     before, _KNOWN, _FAMILIES = (_KNOWN, _FAMILIES), plans, OrderedDict()
     try:

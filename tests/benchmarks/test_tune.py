@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import results, tune
 from flashtile.backends.portable.config import Config
+from flashtile.backends.trial import on_trial
 
 DIMS = [(64, 64), (128, 128), (256, 256)]
 
@@ -30,12 +31,10 @@ def test_a_name_says_everything_about_portable_tiles():
 
 
 def test_tiles_are_injected_where_the_backend_looks_for_them():
-    from flashtile.backends.portable import config
-
     with tune.Candidate("portable", "dk", (256, 256), "64x64x8x2 T").injected():
-        held = dict(config.overridden())
+        held = dict(on_trial())
     assert held == {"dk": Config(64, 64, 8, 2, tma=True), "dv": Config(64, 128, 8, 2, tma=True, one_loop=True)}
-    assert not config.overridden()
+    assert not on_trial()
 
 
 def test_a_wrong_candidate_is_not_timed_and_the_others_are_compared(tmp_path, capsys, monkeypatch):

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backends.decode import config
 from flashtile.backends.decode.config import Config, Splitting
+from flashtile.backends.trial import trial
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.ptx import portable
 from tests.ptx.launch import Kernels, edited
@@ -45,7 +45,7 @@ WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_d
     ids=str,
 )
 def test_compiled_kernels_under_the_rule(case: CacheCase, arch: str) -> None:
-    with portable.on_cpu(Options(seed=len(case.name)), arch), mock.patch.object(config, "_override", [TILES]):
+    with portable.on_cpu(Options(seed=len(case.name)), arch), trial(decode=TILES):
         judge(build(case, torch.bfloat16), "portable")
 
 
@@ -53,7 +53,7 @@ def test_compiled_kernels_under_the_rule(case: CacheCase, arch: str) -> None:
 @pytest.mark.parametrize("tiles", [WIDE_TILES, TALL_TILES], ids=str)
 def test_tiles_of_many_rows(tiles: Config) -> None:
     """Blocks with and without a mask, runs of splits, and a fold of states so large that programs wait to share it."""
-    with portable.on_cpu(Options(seed=3), "sm_90"), mock.patch.object(config, "_override", [tiles]):
+    with portable.on_cpu(Options(seed=3), "sm_90"), trial(decode=tiles):
         judge(build(WIDE, torch.bfloat16), "portable")
 
 
@@ -61,7 +61,7 @@ def test_tiles_of_many_rows(tiles: Config) -> None:
 def test_calls_that_are_never_split(tiles: Config) -> None:
     """Their kernel has no workspace."""
     whole = dataclasses.replace(tiles, splitting=Splitting(programs=1, most_keys=128))
-    with portable.on_cpu(Options(seed=1), "sm_90"), mock.patch.object(config, "_override", [whole]):
+    with portable.on_cpu(Options(seed=1), "sm_90"), trial(decode=whole):
         judge(build(NEVER_SPLIT, torch.bfloat16), "portable")
 
 
@@ -73,7 +73,7 @@ SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
 @pytest.mark.long
 @pytest.mark.parametrize("seed", slow_but(range(12), lambda seed: seed in (0, 5, 6)))
 def test_programs_that_wait_share_a_fold(seed: int) -> None:
-    with portable.on_cpu(Options(seed=seed), "sm_90"), mock.patch.object(config, "_override", [SHARED_TILES]):
+    with portable.on_cpu(Options(seed=seed), "sm_90"), trial(decode=SHARED_TILES):
         judge(build(SHARED, torch.bfloat16), "portable")
 
 
@@ -94,7 +94,7 @@ FAULTS = {
 def test_programs_that_do_not_tell_what_they_have_done(fault: str) -> None:
     with (
         portable.on_cpu(Options(seed=6), "sm_90"),
-        mock.patch.object(config, "_override", [SHARED_TILES]),
+        trial(decode=SHARED_TILES),
         mock.patch.object(Kernels, "build", edited("cache_attention", *FAULTS[fault])),
         pytest.raises(PtxError, match=r"race: warp \d+ .*(reads|writes) byte \d+"),
     ):

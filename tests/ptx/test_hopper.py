@@ -15,6 +15,7 @@ from flashtile import dispatch
 from flashtile.backends import hopper as hopper_backend
 from flashtile.backends.hopper.forward import launch
 from flashtile.backends.hopper.quantized import config as quantized_config
+from flashtile.backends.trial import trial
 from tests.cases import Case, build, judge, one_sign
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
@@ -107,7 +108,7 @@ def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) ->
     for each in (tiles, dataclasses.replace(tiles, **way)):
         # Plans are forgotten where a machine begins.
         options = Options(seed=3, product_at_wait=True, strict_fences=True)
-        with hopper.on_cpu(options, 2), quantized_config.override(each):
+        with hopper.on_cpu(options, 2), trial(hopper_quantized=each):
             quantization.judge(call, "hopper")
             lses.append(call.run("hopper")[1])
     plain, lse = lses

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.backends.decode.config import Config, Splitting, override
+from flashtile.backends.decode.config import Config, Splitting
+from flashtile.backends.trial import trial
 from tests.kvcache.alone import judge_alone
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.ptx import hopper
@@ -36,7 +37,7 @@ CASES = (
 @pytest.mark.parametrize("dtype", slow_but((torch.bfloat16, torch.float16), lambda dtype: dtype == torch.bfloat16))
 @pytest.mark.parametrize(("case", "tiles"), CASES, ids=str)
 def test_cases_under_the_rule(case: CacheCase, tiles: Config, dtype: torch.dtype) -> None:
-    with hopper.on_cpu(Options(seed=len(case.name))), override(tiles):
+    with hopper.on_cpu(Options(seed=len(case.name))), trial(decode=tiles):
         judge(build(case, dtype), "hopper")
 
 
@@ -44,7 +45,7 @@ def test_cases_under_the_rule(case: CacheCase, tiles: Config, dtype: torch.dtype
 @pytest.mark.parametrize("tiles", slow_but((TWO, ONE), (ONE,).__contains__), ids=str)
 def test_a_sequence_alone_and_among_others(tiles: Config) -> None:
     case = CacheCase("alone", ((500, 1, 0), (64, 1, 0), (0, 1, 0), (257, 1, 0)), heads=40, kv_heads=1, head_dim=64)
-    with hopper.on_cpu(Options(seed=2)), override(tiles):
+    with hopper.on_cpu(Options(seed=2)), trial(decode=tiles):
         judge_alone(case, torch.bfloat16, "hopper")
 
 
@@ -52,7 +53,7 @@ def test_a_sequence_alone_and_among_others(tiles: Config) -> None:
 def test_the_number_of_programs_changes_no_bit() -> None:
     case, results = CacheCase("programs", ((500, 1, 0), (130, 1, 0)), heads=40, kv_heads=1, head_dim=64), []
     for count in (1, 3, 8):
-        with hopper.on_cpu(Options(seed=count)), override(Config(64, 64, 4, 3, count, RUNS, specialised=True)):
+        with hopper.on_cpu(Options(seed=count)), trial(decode=Config(64, 64, 4, 3, count, RUNS, specialised=True)):
             results.append([x.clone() for x in build(case, torch.bfloat16).run("hopper")])
     for found in results[1:]:
         assert all(map(torch.equal, found, results[0]))

@@ -93,8 +93,8 @@ def test_only_sizes_differ_between_launches_of_a_family(case: QuantizedCase) -> 
 
 def test_a_tile_longer_than_a_block_is_no_config() -> None:
     """The loop takes one scale for a tile: no override may pass 128."""
-    from flashtile.backends.portable.config import override
+    from flashtile.backends.trial import trial
 
     call = build(next(case for case in CASES if case.name == "blocks"))
-    with override(quantized=Config(64, 256, 4, 1)), pytest.raises(ValueError, match="at most 128"):
+    with trial(quantized=Config(64, 256, 4, 1)), pytest.raises(ValueError, match="at most 128"):
         choose(call.problem)

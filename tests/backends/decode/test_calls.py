@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.backends.decode.config import Config, Splitting, override
+from flashtile.backends.decode.config import Config, Splitting
+from flashtile.backends.trial import trial
 from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu
 from tests.kvcache.alone import invariance_cases, judge_alone
@@ -47,7 +48,7 @@ def test_the_number_of_programs_changes_no_bit(case: CacheCase) -> None:
     results = []
     for count in (1, 2, 7, 40):
         call = build(case, torch.float16)
-        with override(Config(16, 16, 4, 1, count, splitting)):
+        with trial(decode=Config(16, 16, 4, 1, count, splitting)):
             judge(call, "portable")
             results.append([x.clone() for x in build(case, torch.float16).run("portable")])
     for found in results[1:]:
@@ -59,6 +60,6 @@ def test_splits_that_registers_fold_are_folded_in_runs() -> None:
     case = CacheCase("long", ((5200, 1, 0), (40, 1, 0), (5100, 1, 0)), heads=2, kv_heads=1, head_dim=16)
     splitting, results = Splitting(programs=8, fewest_keys=512, most_keys=512, most_splits=12, run=3), []
     for count in (1, 7):
-        with override(Config(16, 256, 4, 1, count, splitting)):
+        with trial(decode=Config(16, 256, 4, 1, count, splitting)):
             results.append([x.clone() for x in build(case, torch.float32).run("portable")])
     assert all(map(torch.equal, *results))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from flashtile.backends.trial import trial
 from flashtile.masks import Band
 from flashtile.problem import described
 from flashtile_lab.kernels import report as builds
@@ -135,7 +136,7 @@ def test_every_variant_builds(name: str) -> None:
         num_heads_q=2, num_heads_kv=1, head_dim=config.block_d, head_dim_v=config.block_dv, band=Band(None, 0),
         softmax_scale=0.1, needs_grad=True,
     )  # fmt: skip
-    with backward_tiles.override(config):
+    with trial(hopper_backward=config):
         build = hopper_builds.builds_of(problem, "backward")[1]
     assert builds.compile_build(build, "sm_90a").problems == []
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.backends.decode import config as portable
 from flashtile.backends.decode import launch
 from flashtile.backends.decode.config import Config, Splitting
 from flashtile.backends.hopper.decode.config import choose, tiles
 from flashtile.backends.hopper.decode.launch import CachedPlan
+from flashtile.backends.trial import trial
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.masks import Band
 from flashtile.problem import Precision, Problem, SequenceLayout, described
@@ -125,7 +125,7 @@ def run(case: Case, tensors: CacheTensors, rule: Splitting, num_sms: int = 3, **
 
     tensors.out.fill_(torch.nan)
     patch = mock.patch.multiple(launch, zeros=zeros, multiprocessors=lambda device: num_sms)
-    with portable.override(config), patch, poisoned_memory():
+    with trial(decode=config), patch, poisoned_memory():
         lse = CachedPlan(problem, tensors)(tensors)
     assert not any(each[::2].any() for each in left)
     return tensors.out.clone(), lse
@@ -219,5 +219,5 @@ def test_other_calls_stay_with_the_triton_kernel() -> None:
         assert not choose(problem_of(case, tensors, **changes), tensors).specialised, changes
     padded = dataclasses.replace(tensors, cache_leftpad=tensors.cache_seqlens)
     assert not choose(problem, padded).specialised
-    with portable.override(Config(64, 64, 4, 3)):
+    with trial(decode=Config(64, 64, 4, 3)):
         assert not choose(problem, tensors).specialised

@@ -11,12 +11,12 @@ import torch
 from flashtile import merge_states, ops, reference
 from flashtile.arguments import Grads
 from flashtile.backends import portable
-from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.arguments import common_arguments
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.backward import launch as backward_launch
 from flashtile.backends.portable.backward.launch import gqa_splits, launches
 from flashtile.backends.portable.config import Config
+from flashtile.backends.trial import trial
 from flashtile.masks import Band
 from flashtile.problem import Problem, SequenceLayout, Tensors
 from flashtile.states import Partial
@@ -133,7 +133,7 @@ TILED = slow_but(
 def test_tiles_of_other_shapes_and_descriptors(name: str, kind: str) -> None:
     configs = TILES[kind]
     case = dataclasses.replace(next(c for c in CASES if c.name == name), head_dim=16, head_dim_v=24)
-    with tiles.override(**configs):
+    with trial(**configs):
         judge(build(case, torch.float32), "portable")
 
 
@@ -190,7 +190,7 @@ MANY_LENGTHS = (
 def test_many_lengths_of_one_family(kind: str, case: Case) -> None:
     """All but lengths is laid out once for a family."""
     ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
-    with tiles.override(**TILES[kind]):
+    with trial(**TILES[kind]):
         for n, (seqlen_q, seqlen_k) in enumerate(((9, 73), (40, 80), (1, 70), (73, 0))):
             sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": n + 1}
             if case.name == "varlen":
@@ -221,7 +221,7 @@ def test_one_loop_is_bitwise_the_same(name: str) -> None:
     runs = []
     for loops in ({}, {"one_loop": True}, {"one_loop": True, "mask_all": True}):
         config = Config(16, 16, 4, 1, **loops)
-        with tiles.override(forward=config, dkdv=config, dq=config), poisoned_memory():
+        with trial(forward=config, dkdv=config, dq=config), poisoned_memory():
             call = build(case, torch.float16)
             out, lse = call.run("portable")
             runs.append([out, lse, *torch.autograd.grad(out, list(call.leaves.values()), torch.ones_like(out))])
@@ -323,7 +323,7 @@ def test_only_what_is_asked_for_is_computed(asked: tuple[bool, ...], apart: bool
     call = build(Case("asked", causal=True), torch.float32)
     tensors = Tensors(*(call.leaves[name].detach() for name in ("q", "k", "v")))
     config = Config(16, 16, 4, 1)
-    with tiles.override(**dict.fromkeys(("dk", "dv") if apart else ("dkdv",), config)):
+    with trial(**dict.fromkeys(("dk", "dv") if apart else ("dkdv",), config)):
         out, lse = plans.forward(call.problem, tensors)
         whole = plans.backward(call.problem, tensors, out, lse, out)
         problem = call.problem.but(grads=Grads(*asked))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.config import Config
+from flashtile.backends.trial import trial
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors
 from tests.backends.portable import plans
@@ -59,7 +59,7 @@ def _run(setting: Setting, tensors: Tensors, dout: Tensor) -> dict[str, Tensor]:
     )  # fmt: skip
     wide = Config(16, 16, 4, 1, tma=setting.tma, one_loop=setting.one_loop)
     configs = dict.fromkeys(("forward", "dq", *(("dk", "dv") if setting.apart else ("dkdv",))), wide)
-    with tiles.override(**configs, dbias=Config(16, 16, 4, 1)), poisoned_memory():
+    with trial(**configs, dbias=Config(16, 16, 4, 1)), poisoned_memory():
         out, lse = plans.forward(problem, tensors)
         grads = plans.backward(problem, tensors, out, lse, dout)
     found = {"out": out, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flashtile import dispatch
-from flashtile.backends.portable.config import Config, override
+from flashtile.backends.portable.config import Config
+from flashtile.backends.trial import trial
 from flashtile.quantization.arguments import FLOAT8
 from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu
@@ -25,7 +26,7 @@ _QUICK = ("full", "blocks_causal", "window", "softcap", "sinks_shifted", "mixed_
 def test_case(case: QuantizedCase) -> None:
     call = build(case)
     assert dispatch.reasons("portable", call.problem, "quantized") == []
-    with override(quantized=TILES[0]):
+    with trial(quantized=TILES[0]):
         judge(call, "portable")
 
 
@@ -38,7 +39,7 @@ def test_case(case: QuantizedCase) -> None:
     ids=str,
 )
 def test_tiles(tiles: Config, case: QuantizedCase) -> None:
-    with override(quantized=tiles):
+    with trial(quantized=tiles):
         judge(build(case), "portable")
 
 
@@ -46,7 +47,7 @@ def test_tiles(tiles: Config, case: QuantizedCase) -> None:
 @pytest.mark.parametrize("shard", slow_but(range(15), lambda shard: shard == 0))
 def test_random_calls(shard: int) -> None:
     for number in range(shard * 15, shard * 15 + 15):
-        with override(quantized=TILES[number % len(TILES)]):
+        with trial(quantized=TILES[number % len(TILES)]):
             judge_random(on_cpu(number, "portable", "quantized"), "portable")
 
 
@@ -88,7 +89,7 @@ def test_probabilities_are_rounded_to_nearest() -> None:
 def test_results_are_those_of_the_emulation(name: str) -> None:
     """Bit for bit the same roundings of probabilities, but for those that float32 puts on the other side of a tie."""
     call = build(dataclasses.replace(next(case for case in CASES if case.name == name), half=True))
-    with override(quantized=Config(32, 64, 4, 1)):
+    with trial(quantized=Config(32, 64, 4, 1)):
         out, lse = call.run("portable")
     want, want_lse = emulated(call, 64)
     off = (out.double() - want).norm() / want.norm()

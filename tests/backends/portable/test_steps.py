@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashtile.backends import portable
-from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.config import Config
+from flashtile.backends.trial import trial
 from flashtile.masks import Band
 from tests.cases import Case
 from tests.origins import judge_parts
@@ -44,7 +44,7 @@ def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...]
 def test_sums_of_kernels_apart_and_by_descriptors() -> None:
     case = Case("apart", batch=1, seqlen_q=50, seqlen_k=70, kv_heads=1, head_dim=24, causal=True, lse_grad=True)
     tall = Config(16, 32, 4, 1, tma=True, one_loop=True)
-    with tiles.override(dk=tall, dv=dataclasses.replace(tall, tma=False), dq=tall), poisoned_memory():
+    with trial(dk=tall, dv=dataclasses.replace(tall, tma=False), dq=tall), poisoned_memory():
         judge_sums(portable.BACKEND, case, (33,), torch.float16)
 
 

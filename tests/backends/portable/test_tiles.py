@@ -11,6 +11,7 @@ from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
+from flashtile.backends.trial import on_trial, trial
 from flashtile.masks import Band
 from flashtile.problem import Problem, SequenceLayout
 from flashtile_lab.kernels.portable import builds
@@ -61,9 +62,9 @@ def test_dk_and_dv_stand_apart_where_tiles_of_dv_do() -> None:
     assert backward.key_kernels(_problem(256), "sm_80") == ("dkdv",)
     assert backward.key_kernels(_problem(256, dtype=torch.float32), "sm_90") == ("dkdv",)
     one = Config(16, 16, 4, 1)
-    with tiles.override(dk=one, dv=one):
+    with trial(dk=one, dv=one):
         assert backward.key_kernels(_problem(128), "sm_90") == ("dk", "dv")
-    with tiles.override(dkdv=one):
+    with trial(dkdv=one):
         assert backward.key_kernels(_problem(256), "sm_90") == ("dkdv",)
 
 
@@ -125,12 +126,22 @@ def test_masking_all_blocks_takes_one_loop() -> None:
         Config(64, 64, 4, 2, mask_all=True)
 
 
-def test_override_lasts_as_long_as_it_should() -> None:
+def test_a_trial_lasts_as_long_as_it_should() -> None:
     problem = _problem(64)
     before = _choose(problem, "dq", "sm_80")
-    with tiles.override(dq=Config(16, 16, 1, 1)):
+    with trial(dq=Config(16, 16, 1, 1)):
+        with trial(dq=Config(32, 32, 1, 1), forward=Config(64, 16, 1, 1)):
+            assert _choose(problem, "dq", "sm_80") == Config(32, 32, 1, 1)
+            assert _choose(problem, "forward", "sm_80") == Config(64, 16, 1, 1)
+        assert on_trial() == (("dq", Config(16, 16, 1, 1)),)
         assert _choose(problem, "dq", "sm_80") == Config(16, 16, 1, 1)
     assert _choose(problem, "dq", "sm_80") == before
+
+
+def test_a_trial_of_no_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernel is called qd"), trial(dq=Config(16, 16, 1, 1), qd=None):
+        pass
+    assert not on_trial()
 
 
 def test_unaligned_tensors_get_no_descriptors() -> None:

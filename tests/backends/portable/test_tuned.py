@@ -20,6 +20,7 @@ from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
+from flashtile.backends.trial import on_trial, trial
 from flashtile.errors import InvalidInputError
 from flashtile.masks import Band
 from flashtile.problem import Problem, Tensors, described
@@ -82,7 +83,7 @@ def test_only_the_calls_of_an_entry_take_its_tiles(kernel: str, place: Path) -> 
         assert _choose(problem, each) == _choose(problem, each, "sm_90")
     assert _choose(problem, kernel, "sm_90") == before
     for override in (Config(16, 16, 4, 1), before):
-        with tiles.override(**{kernel: override}):
+        with trial(**{kernel: override}):
             assert _choose(problem, kernel) == override
 
 
@@ -309,7 +310,7 @@ def test_candidates_compile(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuning.candidates(task, task.table, tiles.arch_of(task.odd))
     new = next(each for each in made if each.block_m != task.table.block_m)
     direction = "forward" if task.kernel == "forward" else "backward"
-    with tiles.override(**{task.kernel: new}):
+    with trial(**{task.kernel: new}):
         record = next(b for b in builds.builds_of(task.problems[0], direction) if b.name.endswith(task.kernel))
     report = all_builds.compile_build(record, arch)
     assert report.config["tiles"].startswith(f"{new.block_m}x{new.block_n}") and not report.problems
@@ -344,7 +345,7 @@ def test_candidates_are_built_with_their_own_tiles_and_failures_said(monkeypatch
     made: list[Config] = []
 
     def build(problem: Problem, tensors: Tensors, direction: str) -> list[Build]:
-        (held,) = tiles.overridden()
+        (held,) = on_trial()
         assert held[0] == "dq" and tensors.q.is_meta
         asked.append((problem, direction, held[1]))
 
@@ -361,4 +362,4 @@ def test_candidates_are_built_with_their_own_tiles_and_failures_said(monkeypatch
     assert found == {new[0]: "RuntimeError: out of resource: shared memory", new[1]: ""}
     wanted = [(problem, "backward", each) for each in new for problem in (*task.problems, task.odd)]
     assert asked == wanted and made.count(new[1]) == 2 and made.count(new[0]) == 1
-    assert not tiles.overridden()
+    assert not on_trial()

@@ -15,10 +15,10 @@ pytest.importorskip("typer")
 
 import flashtile
 from flashtile import ops, tuning
-from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable import tuned
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import launch
+from flashtile.backends.trial import on_trial
 from flashtile.cli import main
 
 TABLE, FAST, TWICE = Config(16, 16, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 2)
@@ -47,7 +47,7 @@ def _times(monkeypatch: pytest.MonkeyPatch, time_ms: Callable[[str, Config], flo
     timed: list[tuple[str, Config]] = []
 
     def made_up(call: tuning.Run, reps: int, device_type: str) -> float:
-        (found,) = tiles.overridden()
+        (found,) = on_trial()
         timed.append(found)
         return time_ms(*found)
 
@@ -127,7 +127,7 @@ def test_a_gain_below_three_percent_or_of_one_shape_alone_is_not_saved(
     def uneven(call: tuning.Run, reps: int, device_type: str) -> float:
         if call not in calls:
             calls.append(call)
-        return (0.5, 1.1)[calls.index(call) % 2] if dict(tiles.overridden()) == {"forward": FAST} else 1.0
+        return (0.5, 1.1)[calls.index(call) % 2] if dict(on_trial()) == {"forward": FAST} else 1.0
 
     monkeypatch.setattr(tuning, "time_ms", uneven)
     assert main([*SHAPE, "--shape", "2,7,2,1,16", "--forward", "--seconds", "60"]) == 0
@@ -156,7 +156,7 @@ def test_wrong_tiles_are_not_timed(
 
         def call() -> tuple[torch.Tensor, ...]:
             out, *others = run()
-            if problem.varlen and dict(tiles.overridden())[kernel] == FAST:
+            if problem.varlen and dict(on_trial())[kernel] == FAST:
                 if fault == "raises":
                     raise RuntimeError("out of resource: shared memory\nmore")
                 # Memory that held the right numbers before, if it is not poisoned.

@@ -6,12 +6,11 @@ same whatever else is in the batch.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from flashtile.backends.trial import tried
 from flashtile.problem import Problem
 
 
@@ -96,24 +95,6 @@ class Config:
         return f"{self.block_m}x{self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
 
 
-_override: list[Config] = []
-
-
-@contextlib.contextmanager
-def override(config: Config) -> Iterator[None]:
-    """Runs every call with these tiles, for tests and tuning."""
-    _override.append(config)
-    try:
-        yield
-    finally:
-        _override.pop()
-
-
-def overridden() -> Config | None:
-    """The tiles in force instead of the chosen ones."""
-    return _override[-1] if _override else None
-
-
 # Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that
 # splits keys: a program that took all of a sequence's keys would still be at work when all others have ended.
 FEW_ROWS, LONG_KEYS = 16, 8192
@@ -121,8 +102,8 @@ FEW_ROWS, LONG_KEYS = 16, 8192
 
 def choose(problem: Problem, *, few: bool = False) -> Config:
     """The tiles of a call, or of its sequences with ``FEW_ROWS`` alone."""
-    if _override:
-        return _override[-1]
+    if (held := tried("decode")) is not None:
+        return held
     if problem.device_type == "cpu":
         return Config(16, 16, 4, 1, 1, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
     dim, block_m = max(problem.head_dim, problem.head_dim_v), FEW_ROWS if few else rows_of_tile(problem)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flashtile.backends.base import Known
 from flashtile.backends.decode.append import cache_append
-from flashtile.backends.decode.config import FEW_ROWS, LONG_KEYS, Config, choose, hopper_rows, overridden
+from flashtile.backends.decode.config import FEW_ROWS, LONG_KEYS, Config, choose, hopper_rows
 from flashtile.backends.decode.kernel import cache_attention
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer, row_strides
+from flashtile.backends.trial import tried
 from flashtile.backends.vocab import scores
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem
@@ -61,7 +62,7 @@ class DecodePlan:
                 t.cu_seqlens_k_new, t.cu_seqlens_q, t.rotary_cos, t.rotary_sin, t.k_scale, t.v_scale,
             ))  # fmt: skip
         lse = torch.empty_like(self._like_lse)
-        key = overridden()
+        key = tried("decode")
         found = self._steps.get(key)
         if found is None:
             found = self._steps[key] = self._make(t)

@@ -7,14 +7,14 @@ else is in the batch. The length of dense sequences matters: short ones may have
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from flashtile.backends.trial import tried
 from flashtile.problem import Problem
 
 # Shared memory a program may take, in bytes, by architecture.
@@ -143,26 +143,6 @@ def arch_of(problem: Problem) -> str:
     return {8: "sm_80", 9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
-_override: dict[str, Config] = {}
-
-
-@contextlib.contextmanager
-def override(**configs: Config) -> Iterator[None]:
-    """Runs the kernels of the given names with the given tiles, for tuning."""
-    before = dict(_override)
-    _override.update(configs)
-    try:
-        yield
-    finally:
-        _override.clear()
-        _override.update(before)
-
-
-def overridden() -> tuple[tuple[str, Config], ...]:
-    """The overrides in force; tiles depend on these and the problem alone."""
-    return tuple(_override.items())
-
-
 # By kind of call, as ``kind_of`` names it, and by kernel: tiles for some widths; what lies between takes the next.
 Tables = Mapping[str, Mapping[str, Mapping[int, Config]]]
 
@@ -176,8 +156,8 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
         tables: The direction's.
         arch: Architecture to use instead of the problem's device.
     """
-    if kernel in _override:
-        return _override[kernel]
+    if (held := tried(kernel)) is not None:
+        return held
     arch = arch or arch_of(problem)
     if arch == "interpreter":
         return Config(16, 16, 4, 1)

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 from flashtile import settings
 from flashtile.backends.portable import config
 from flashtile.backends.portable.config import Config, Tables
+from flashtile.backends.trial import on_trial, tried
 from flashtile.errors import InvalidInputError, shown
 from flashtile.problem import Problem
 
@@ -87,7 +88,7 @@ def _without_descriptors(table: Config) -> str:
 def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
     """``config.select``, but for calls that have tuned tiles; for an architecture that is named there are none."""
     table = config.select(problem, kernel, tables, arch)
-    if arch is not None or not known() or kernel in dict(config.overridden()):
+    if arch is not None or not known() or tried(kernel) is not None:
         return table
     found = known().get(key_of(problem, kernel, table))
     return table if found is None else config.readable(problem, found)
@@ -98,7 +99,7 @@ def or_tables(make: Callable[[], T]) -> T:
     try:
         return make()
     except Exception as error:
-        if config.overridden() or not known():
+        if on_trial() or not known():
             raise
         _warn(f"tuned tiles are not used any more, a kernel was not built: {error}")
         known().clear()

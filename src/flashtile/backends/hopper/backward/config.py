@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashtile.backends.hopper.forward.config import PRODUCER_REGISTERS, SHARED_BYTES, WARPGROUP_REGISTERS, narrowest
 from flashtile.backends.hopper.forward.config import width as width_of_tiles
+from flashtile.backends.trial import tried
 from flashtile.problem import Problem
 
 PART_KEYS = 64
@@ -156,23 +155,10 @@ def in_chain(config: Config) -> Config:
     return THREE_STAGES_128 if config == BY_TMA_128 else config
 
 
-_trial: list[Config] = []
-
-
-@contextlib.contextmanager
-def override(config: Config) -> Iterator[None]:
-    """Plans made within use this configuration, for tuning."""
-    _trial.append(config)
-    try:
-        yield
-    finally:
-        _trial.pop()
-
-
 def choose(problem: Problem) -> Config:
     """The configuration of a problem, from head_dims, transform, mask and length: never from the batch."""
-    if _trial:
-        return _trial[-1]
+    if (held := tried("hopper_backward")) is not None:
+        return held
     width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)

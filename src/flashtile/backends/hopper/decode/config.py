@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from flashtile.backends.decode import config as portable
-from flashtile.backends.decode.config import Config, Splitting, hopper_rows, overridden
+from flashtile.backends.decode.config import Config, Splitting, hopper_rows
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as forward
+from flashtile.backends.trial import tried
 from flashtile.kvcache.arguments import CacheTensors
 from flashtile.problem import Problem
 
@@ -23,7 +24,7 @@ def runs_forward(problem: Problem, tensors: CacheTensors | None = None) -> bool:
     """
     has_rows = problem.seqlen_q * problem.group_size > _MOST_ROWS
     is_readable = tensors is None or cached.can_read(tensors)
-    return has_rows and overridden() is None and not cached.reasons(problem) and is_readable
+    return has_rows and tried("decode") is None and not cached.reasons(problem) and is_readable
 
 
 def leaves_few(problem: Problem) -> bool:
@@ -33,7 +34,7 @@ def leaves_few(problem: Problem) -> bool:
 
 def choose(problem: Problem, tensors: CacheTensors) -> Config:
     """The tiles of a call on the other kernels; those of the Triton kernel are not ``specialised``."""
-    if overridden() is None and covers(problem) and can_read(tensors):
+    if tried("decode") is None and covers(problem) and can_read(tensors):
         return tiles(problem)
     return portable.choose(problem)
 

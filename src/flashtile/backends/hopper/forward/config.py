@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from flashtile.backends.trial import tried
 from flashtile.problem import Problem
 
 SHARED_BYTES = 227 * 1024
@@ -190,19 +189,6 @@ def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return width(head_dim), 128 if block_dv == 96 else block_dv
 
 
-_trial: list[Config] = []
-
-
-@contextlib.contextmanager
-def override(config: Config) -> Iterator[None]:
-    """Plans made within use this configuration, for tuning."""
-    _trial.append(config)
-    try:
-        yield
-    finally:
-        _trial.pop()
-
-
 # What tiles cost beside their rows, by times of 76 shapes (H200, 2026-11-24, ``benchmarks/tuning``): the loads and the
 # store of a strip, in blocks of keys; the time of a row of three warpgroups' tiles over that of two, and what is added
 # to it, divided by a tile's blocks of keys. Over a cache that is more: 16 prompts of 500 rows took 165 us with three,
@@ -275,8 +261,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         score_bytes: What TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
         rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
-    if _trial:
-        return _trial[-1]
+    if (held := tried("hopper_forward")) is not None:
+        return held
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]

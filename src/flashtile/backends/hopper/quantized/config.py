@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashtile.backends.hopper.forward import config as forward
+from flashtile.backends.trial import tried
 from flashtile.problem import Problem
 
 
@@ -40,23 +39,12 @@ _TWO = functools.partial(Config, stages=4)
 _128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, behind=True, pingpong=True)
 _64 = _TWO(block_d=64, block_dv=64, out_cols=64, width=64, num_warpgroups=3, registers=160, max_registers=128)
 _256 = _TWO(block_d=256, block_dv=256, out_cols=32, out_stages=4, width=32, stages=2, pingpong=True)
-_trial: list[Config] = []
-
-
-@contextlib.contextmanager
-def override(config: Config) -> Iterator[None]:
-    """Plans made within use this configuration, for tuning."""
-    _trial.append(config)
-    try:
-        yield
-    finally:
-        _trial.pop()
 
 
 def choose(problem: Problem) -> Config:
     """The configuration of a problem: by its head_dims, mask and length, never by the batch."""
-    if _trial:
-        return _trial[-1]
+    if (held := tried("hopper_quantized")) is not None:
+        return held
     width, is_causal = forward.block_d(max(problem.head_dim, problem.head_dim_v)), problem.band.right is not None
     config = {64: _64, 128: _128, 256: _256}[width]
     if is_causal and not problem.varlen and problem.seqlen_q > forward.SHORT and problem.band.left is None:

@@ -9,6 +9,7 @@ import torch
 from flashtile.backends.portable import config
 from flashtile.backends.portable.config import Config, Tables
 from flashtile.backends.portable.tuned import select
+from flashtile.backends.trial import on_trial
 from flashtile.problem import Problem
 
 # Enough programs for a GPU of some 130 multiprocessors. Not by the device's own number: sums are split by it, and their
@@ -39,7 +40,7 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
     Separate kernels compute the scores twice, but each holds half the accumulators, so its tiles can be larger.
     """
     arch = arch or config.arch_of(problem)
-    tuned = dict(config.overridden())
+    tuned = dict(on_trial())
     if "dkdv" in tuned or "dv" in tuned:
         apart = "dkdv" not in tuned
     elif arch == "interpreter" or problem.dtype == torch.float32:

@@ -32,8 +32,9 @@ from flashtile.backends.portable.backward.config import (
 from flashtile.backends.portable.backward.dbias import attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
 from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_gqa_splits
-from flashtile.backends.portable.config import Config, overridden, padded, tile_dims
+from flashtile.backends.portable.config import Config, padded, tile_dims
 from flashtile.backends.portable.tuned import or_tables
+from flashtile.backends.trial import on_trial
 from flashtile.backends.vocab import scores
 from flashtile.problem import Problem, Tensors
 
@@ -56,7 +57,7 @@ class BackwardPlan:
     def __init__(
         self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
     ) -> None:
-        """Lays out no launch yet: tiles depend on overrides in force when the plan runs. For known see ``Backend``."""
+        """Lays out no launch yet: tiles depend on those on trial when the plan runs. For known see ``Backend``."""
         t = tensors
         self._problem, self._known = problem, known
         self._copies_dout = dout.stride(-1) != 1
@@ -92,7 +93,7 @@ class BackwardPlan:
         bias, dbias = t.attn_bias, None
         if bias is not None and wanted.bias:
             dbias = _new_dbias(p, bias)
-        key = (sums is None, overridden())
+        key = (sums is None, on_trial())
         steps = self._steps.get(key)
         if steps is None:
             steps = self._steps[key] = or_tables(lambda: self._make(t, dout, dlse, sums is not None))

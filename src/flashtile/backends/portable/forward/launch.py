@@ -17,10 +17,11 @@ from flashtile.backends.portable.arguments import (
     heads_at_once,
     num_programs,
 )
-from flashtile.backends.portable.config import Config, overridden, tile_dims
+from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
 from flashtile.backends.portable.tuned import or_tables
+from flashtile.backends.trial import on_trial
 from flashtile.problem import Problem, Tensors
 from flashtile.states import Partial
 
@@ -54,7 +55,7 @@ class ForwardPlan:
         like_q = self._out_is_like_q
         out = torch.empty_like(t.q) if like_q else t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
         lse = torch.empty_like(self._like_lse)
-        key = (partial is None, overridden())
+        key = (partial is None, on_trial())
         steps = self._steps.get(key)
         if steps is None:
             steps = self._steps[key] = (or_tables(lambda: self._step(t, partial is not None)),)

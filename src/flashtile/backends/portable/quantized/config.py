@@ -12,7 +12,7 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
     """The tiles for a problem, or for an architecture other than its device's.
 
     Raises:
-        ValueError: An override's tiles are longer than a block.
+        ValueError: Tiles on trial are longer than a block.
     """
     config = select(problem, "quantized", _TABLES, arch)
     if max(config.block_m, config.block_n) > BLOCK:

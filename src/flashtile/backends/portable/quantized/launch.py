@@ -11,9 +11,10 @@ from flashtile.backends.base import Known
 from flashtile.backends.host import Step, like_floats, run
 from flashtile.backends.launch import Launch, Pointer
 from flashtile.backends.portable.arguments import band_sizes, heads_at_once, num_programs, tile_arguments
-from flashtile.backends.portable.config import Config, overridden, padded_dims
+from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.portable.quantized.config import choose
 from flashtile.backends.portable.quantized.kernel import attention_quantized
+from flashtile.backends.trial import on_trial
 from flashtile.problem import Problem
 from flashtile.quantization.arguments import QuantizedTensors
 from flashtile.quantization.problem import scale_strides
@@ -39,10 +40,10 @@ class QuantizedPlan:
         t = tensors
         out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
         lse = torch.empty_like(self._like_lse)
-        steps = self._steps.get(overridden())
+        steps = self._steps.get(on_trial())
         if steps is None:
             launch = quantized_launch(self._problem, t, choose(self._problem))
-            steps = self._steps[overridden()] = (Step(launch, _OPERANDS, t.q.device, self._known),)
+            steps = self._steps[on_trial()] = (Step(launch, _OPERANDS, t.q.device, self._known),)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.q_scale, t.k_scale, t.v_scale, t.shift, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
         ))  # fmt: skip

@@ -1,0 +1,38 @@
+"""Tiles that kernels run with in place of the tables': for tuning, tests and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+# Without a prefix they are the portable backend's; decode is what both GPU backends run.
+KERNELS = {"forward", "dkdv", "dk", "dv", "dq", "dbias", "quantized", "decode"}
+KERNELS |= {"hopper_forward", "hopper_backward", "hopper_quantized"}
+_held: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def trial(**configs: Any) -> Iterator[None]:
+    """Runs the named ``KERNELS`` with the given tiles, each a ``Config`` of the kernel's own ``config`` module.
+
+    Plans of Hopper's forward and backward made before keep theirs: see ``ops.own_plans``.
+    """
+    global _held
+    if not configs.keys() <= KERNELS:
+        raise ValueError(f"no kernel is called {', '.join(sorted(configs.keys() - KERNELS))}")
+    before, _held = _held, _held | configs
+    try:
+        yield
+    finally:
+        _held = before
+
+
+def tried(kernel: str) -> Any:
+    """The tiles on trial of a kernel, or None."""
+    return _held.get(kernel)
+
+
+def on_trial() -> tuple[tuple[str, Any], ...]:
+    """All tiles on trial; a kernel's depend on these and the problem alone."""
+    return tuple(_held.items())
