@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flashtile.masks import Band
+from flashtile.core.masks import Band
 
 Direction = Literal["forward", "backward", "quantized"]
 

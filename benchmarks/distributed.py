@@ -32,7 +32,8 @@ from benchmarks.providers import STEP
 from benchmarks.session import NotTimedError, attempt, new_parser, shown
 from benchmarks.table import Table, to_text
 from benchmarks.varlen import draw_lengths
-from flashtile import distributed, settings
+from flashtile import distributed
+from flashtile.core import settings
 from flashtile.distributed.layouts import Layout
 
 Outputs = tuple[Tensor, ...]

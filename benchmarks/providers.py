@@ -22,9 +22,9 @@ from benchmarks import cudnn_fp8, fa3, flex
 from benchmarks.cases import Case, Inputs
 from benchmarks.checks import Call, Outputs
 from benchmarks.session import NotTimedError
-from flashtile import dispatch
-from flashtile.backends.base import Direction
-from flashtile.errors import UnsupportedError
+from flashtile.call.backend import Direction
+from flashtile.core.errors import UnsupportedError
+from flashtile.ops import dispatch
 
 Attend = Callable[..., Tensor]
 OURS = "flashtile"

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.timing import Deadline, OutOfTimeError, wait
-from flashtile.errors import UnsupportedError
+from flashtile.core.errors import UnsupportedError
 
 Cell = TypeVar("Cell")
 Result = TypeVar("Result")

@@ -33,11 +33,11 @@ from benchmarks.run import checked, timed_row
 from benchmarks.session import Session, attempt, new_parser, run_command
 from benchmarks.table import Table, geomean, to_text
 from benchmarks.warm import WORKERS, side_by_side
-from flashtile import ops
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.backward import config as hopper_backward
 from flashtile.backends.hopper.forward import config as hopper_forward
 from flashtile.backends.portable import config as portable
-from flashtile.backends.trial import trial
+from flashtile.ops import operators as ops
 
 KERNELS = {"hopper": ("forward", "backward"), "portable": ("forward", "dkdv", "dk", "dv", "dq")}
 PEERS = ("fa3", "cudnn", "fa2")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import flashtile
-from flashtile.settings import SETTINGS
+from flashtile.core.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError, dispatch, reference
-from flashtile.arguments import Grads, band_of
-from flashtile.backends.base import Direction
-from flashtile.problem import Problem, Tensors
+from flashtile import InvalidInputError, UnsupportedError, reference
+from flashtile.call.arguments import Grads, band_of
+from flashtile.call.backend import Direction
+from flashtile.call.problem import Problem, Tensors
+from flashtile.ops import dispatch
 from tests.poison import poisoned_memory
 from tests.rule import Yardstick, assert_close
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile import philox
-from flashtile.arguments import Tensors
-from flashtile.backends.base import Backend
-from flashtile.masks import Band, Origin
-from flashtile.problem import Problem
+from flashtile.call.arguments import Tensors
+from flashtile.call.backend import Backend
+from flashtile.call.problem import Problem
+from flashtile.core import philox
+from flashtile.core.masks import Band, Origin
 from tests.rule import assert_close
 
 _STATE = torch.tensor([2**40 + 5, 2**33 + 6])

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Forward
-from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors
-from flashtile.states import Partial
+from flashtile.call.backend import Forward
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.masks import Band
+from flashtile.core.states import Partial
 from tests.cases import Call, Case, assert_forward_right, build
 
 # Keys counted from each sequence's end at which it is cut: each piece has its band at an offset of its own.

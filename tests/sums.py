@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Backend, Gradients
-from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors
+from flashtile.call.backend import Backend, Gradients
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.masks import Band
 from tests.cases import Case, assert_right, build
 from tests.partials import key_places, piece
 

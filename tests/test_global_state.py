@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import ops, reference
+from flashtile import reference
 from flashtile.backends.cpu import plan
+from flashtile.call.problem import Problem, Tensors
 from flashtile.compat.bert_padding import pad_input, unpad_input
 from flashtile.compat.flash_attn_2 import flash_attn_varlen_func
 from flashtile.compat.rotary import apply_rotary_emb
-from flashtile.masks import Band
+from flashtile.core.masks import Band
 from flashtile.nn import MultiheadAttention, RotaryEmbedding
-from flashtile.problem import Problem, Tensors
+from flashtile.ops import operators as ops
 from flashtile_lab.examples import char_gpt
 from tests.cases import CASES, Call, build
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile.masks import Band
+from flashtile.core.masks import Band
 
 LENGTHS = st.integers(0, 9)
 BOUNDS = st.one_of(st.none(), st.integers(-4, 11))

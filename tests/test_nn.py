@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flashtile import InvalidInputError
+from flashtile.call.rotary import row_positions
 from flashtile.nn import MultiheadAttention, RotaryEmbedding, TransformerBlock, apply_rotary
-from flashtile.rotary import row_positions
 
 DOUBLE = {"dtype": torch.float64}
 

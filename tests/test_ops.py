@@ -19,9 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError, dispatch, ops
-from flashtile.arguments import Grads, Options, Tensors, differentiable, flatten, unflatten
-from flashtile.problem import Problem
+from flashtile import InvalidInputError, UnsupportedError
+from flashtile.call.arguments import Grads, Options, Tensors, differentiable, flatten, unflatten
+from flashtile.call.problem import Problem
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
 
 
 def arguments(**options: Any) -> tuple[Any, ...]:

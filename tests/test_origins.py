@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile import InvalidInputError, dispatch, reference
-from flashtile.arguments import Options, Tensors
+from flashtile import InvalidInputError, reference
 from flashtile.backends import cpu
-from flashtile.masks import Band
-from flashtile.problem import Problem
+from flashtile.call.arguments import Options, Tensors
+from flashtile.call.problem import Problem
+from flashtile.core.masks import Band
+from flashtile.ops import dispatch
 from tests.origins import judge_parts
 
 

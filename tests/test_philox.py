@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from flashtile import philox
+from flashtile.core import philox
 
 
 def plain_philox(counter: list[int], key: list[int], rounds: int) -> list[int]:

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError, dispatch, ops, settings
-from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors
+from flashtile import InvalidInputError, UnsupportedError
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core import settings
+from flashtile.core.masks import Band
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
 
 Q = torch.randn(2, 5, 4, 8)
 K = torch.randn(2, 7, 2, 8)

@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError, forward_mode, nn, ops, reference
-from flashtile.arguments import Options, Tensors, flatten
+from flashtile import InvalidInputError, UnsupportedError, nn, reference
+from flashtile.backends.cpu import jvp as forward_mode
+from flashtile.call.arguments import Options, Tensors, flatten
 from flashtile.compat import flash_attn_2
+from flashtile.ops import operators as ops
 from tests.cases import CASES, Call, build
 from tests.rule import assert_close
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError, dispatch
-from flashtile.backends.base import Build, Direction
-from flashtile.problem import Problem, Tensors
+from flashtile import InvalidInputError, UnsupportedError
+from flashtile.call.backend import Build, Direction
+from flashtile.call.problem import Problem, Tensors
+from flashtile.ops import dispatch
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:

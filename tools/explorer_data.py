@@ -24,7 +24,7 @@ import flashtile  # noqa: E402
 from benchmarks import page, results, table  # noqa: E402
 from extras.tests.explore.recording import OPS, recording  # noqa: E402
 from flashtile.backends.hopper.forward import config as tiles  # noqa: E402
-from flashtile.problem import described  # noqa: E402
+from flashtile.call.problem import described  # noqa: E402
 from tests.backends.hopper.emulated import on_cpu  # noqa: E402
 
 DATA = ROOT / "extras" / "flashtile_lab" / "explore" / "static" / "data"
@@ -73,7 +73,7 @@ def kernels_commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    kernels = [f"src/flashtile/backends/{name}" for name in ("hopper", "vocab")]
+    kernels = [f"src/flashtile/backends/{name}" for name in ("hopper", "gpu/device")]
     places = ("--", *kernels, "tests/emulator", "tests/machine")
     try:
         return git("log", "-1", "--format=%h", "--abbrev=12", *places) + (

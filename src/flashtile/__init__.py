@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flashtile.api import (
+from flashtile.api.attention import (
     attention,
     attention_varlen,
     attention_with_kvcache,
@@ -13,17 +13,17 @@ from flashtile.api import (
     support_table,
     warm_up,
 )
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
-    from flashtile.quantization.quantize import quantize
-    from flashtile.quantization.record import Quantized
+    from flashtile.api.quantize import quantize
+    from flashtile.call.quantized import Quantized
 
 __version__ = "0.1.0"
 
 # Loaded on first use, so that `import flashtile` stays fast.
 _SUBMODULES = ("analysis", "compat", "distributed", "nn", "serving")
-_OTHERS = {"Quantized": "flashtile.quantization.record", "quantize": "flashtile.quantization.quantize"}
+_OTHERS = {"Quantized": "flashtile.call.quantized", "quantize": "flashtile.api.quantize"}
 
 __all__ = [
     "InvalidInputError",

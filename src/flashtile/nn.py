@@ -11,10 +11,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from flashtile.api import attention, attention_varlen
-from flashtile.arguments import band_of, check_tensor, checked, flag, integer, probability
-from flashtile.errors import InvalidInputError, shown
-from flashtile.rotary import RotaryEmbedding, apply_rotary
+from flashtile.api.attention import attention, attention_varlen
+from flashtile.call.arguments import band_of, check_tensor, checked, flag, integer, probability
+from flashtile.call.rotary import RotaryEmbedding, apply_rotary
+from flashtile.core.errors import InvalidInputError, shown
 
 __all__ = ["MultiheadAttention", "RotaryEmbedding", "TransformerBlock", "apply_rotary"]
 

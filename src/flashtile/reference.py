@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile import philox
-from flashtile.kvcache.arguments import FLOAT8, CacheTensors
-from flashtile.masks import Origin
-from flashtile.problem import Problem, Tensors
-from flashtile.quantization.arguments import QuantizedTensors
-from flashtile.quantization.record import Quantized
+from flashtile.call.cached_arguments import FLOAT8, CacheTensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.call.quantized import Quantized
+from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.core import philox
+from flashtile.core.masks import Origin
 
 
 def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import dispatch
-from flashtile.arguments import Grads
-from flashtile.backends.base import Direction
-from flashtile.backends.described import described_tensors
+from flashtile.backends.gpu.described import described_tensors
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as portable
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
-from flashtile.backends.trial import trial
-from flashtile.problem import Problem, Tensors
+from flashtile.call.arguments import Grads
+from flashtile.call.backend import Direction
+from flashtile.call.problem import Problem, Tensors
+from flashtile.ops import dispatch
 
 # The tables' time over a winner's: the geometric mean over the calls, and the least.
 _LEAST_GAIN, _WORST = 1.03, 0.98

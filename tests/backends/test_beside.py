@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile import UnsupportedError, dispatch
-from flashtile.arguments import Grads
-from flashtile.backends.base import Gradients
-from flashtile.backends.beside import beside
-from flashtile.problem import Problem, described
+from flashtile import UnsupportedError
+from flashtile.call.arguments import Grads
+from flashtile.call.backend import Gradients
+from flashtile.call.problem import Problem, described
+from flashtile.ops import dispatch
+from flashtile.ops.beside import beside
 from tests.cases import Case, build
 
 EVERY = Grads(True, True, True, True)

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
-from flashtile.backends import host
-from flashtile.backends.decode.config import choose
-from flashtile.backends.decode.launch import append_launch, attention_launch
-from flashtile.backends.launch import Launch
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.masks import Band
-from flashtile.problem import Precision, SequenceLayout, described
+from flashtile.backends.gpu import host
+from flashtile.backends.gpu.decode.config import choose
+from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
+from flashtile.backends.gpu.launch import Launch
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Precision, SequenceLayout, described
+from flashtile.core.masks import Band
 
 
 def launches(batch: int, rows: int, pages: int, heads: int) -> tuple[Launch, Launch]:

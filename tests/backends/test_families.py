@@ -15,14 +15,16 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
-from flashtile import InvalidInputError, dispatch, ops
-from flashtile.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values, without_data
-from flashtile.backends.base import FEATURES
+from flashtile import InvalidInputError
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.forward import launch as forward_launch
-from flashtile.families import family_of
-from flashtile.masks import Band
-from flashtile.problem import Problem, _Short
+from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values, without_data
+from flashtile.call.backend import FEATURES
+from flashtile.call.problem import Problem, _Short
+from flashtile.core.masks import Band
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
+from flashtile.ops.families import family_of
 from flashtile_lab.kernels import hopper as hopper_builds
 from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu

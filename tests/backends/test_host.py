@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from flashtile.backends import driver, host, launch
-from flashtile.backends.host import Step
-from flashtile.backends.launch import Launch, Pointer, TensorMap
+from flashtile.backends.gpu import driver, host, launch
+from flashtile.backends.gpu.host import Step
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap
 
 
 @triton.jit(do_not_specialize=["rows"])

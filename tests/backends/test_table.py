@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import dispatch
-from flashtile.backends.base import FEATURES
+from flashtile.call.backend import FEATURES
+from flashtile.ops import dispatch
 from tests.cases import CASES, Case, build, judge
 
 

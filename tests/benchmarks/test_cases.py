@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.cases import Case, make_inputs, select, suite
-from flashtile.masks import Band
+from flashtile.core.masks import Band
 
 
 def test_the_forward_grid_is_what_the_goals_are_stated_for():

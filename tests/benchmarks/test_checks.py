@@ -6,7 +6,7 @@ import torch
 from benchmarks.cases import Case, Inputs, make_inputs
 from benchmarks.checks import Reference, poison, probes
 from flashtile import reference
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
 
 CPU = torch.device("cpu")
 CASES = [

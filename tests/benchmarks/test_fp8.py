@@ -13,7 +13,7 @@ from benchmarks import cudnn_fp8, page, plot, results, run, table
 from benchmarks.cases import Case, make_inputs, suite
 from benchmarks.providers import PROVIDERS
 from benchmarks.session import Session
-from flashtile.quantization.record import E4M3
+from flashtile.call.quantized import E4M3
 from tests.benchmarks.synthetic import row
 
 CPU = torch.device("cpu")

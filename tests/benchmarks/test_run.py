@@ -12,7 +12,7 @@ from benchmarks.checks import Reference
 from benchmarks.providers import PROVIDERS, STEP, Eager, Flashtile, Sdpa, prepared
 from benchmarks.session import OUT_OF_TIME, NotTimedError, Session
 from benchmarks.timing import Deadline
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 CPU = torch.device("cpu")
 SMALL = Case("forward", "float32", 2, 48, 48, 2, 2, 16, causal=True)

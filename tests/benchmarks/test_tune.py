@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks import results, tune
+from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
-from flashtile.backends.trial import on_trial
 
 DIMS = [(64, 64), (128, 128), (256, 256)]
 

@@ -15,9 +15,10 @@ pytest.importorskip("rich")
 import torch
 
 import flashtile
-from flashtile import dispatch
-from flashtile.backends import host, portable
+from flashtile.backends import portable
+from flashtile.backends.gpu import host
 from flashtile.cli import info, main
+from flashtile.ops import dispatch
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -13,15 +13,15 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
-from flashtile.arguments import Grads, Options, Tensors
 from flashtile.backends.hopper.backward import launch
+from flashtile.call.arguments import Grads, Options, Tensors
+from flashtile.core.masks import Band
 from flashtile.distributed import steps as execution
 from flashtile.distributed.exchange import NOTHING, Line, Messages, Parcel, Pending
 from flashtile.distributed.launches import OfRows, Part
 from flashtile.distributed.layouts import Layout, ranges
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.steps import Steps
-from flashtile.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.poison import poisoned_memory
 

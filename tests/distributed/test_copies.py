@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile import InvalidInputError, distributed, ops
+from flashtile import InvalidInputError, distributed
 from flashtile.distributed import copies, kinds
 from flashtile.distributed.copies import SIGNALS, may_copy
 from flashtile.distributed.exchange import Line, Ranks
+from flashtile.ops import operators as ops
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
 from tests.distributed.ranks import NAMED

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
-from flashtile import UnsupportedError, dispatch, distributed
+from flashtile import UnsupportedError, distributed
 from flashtile.distributed import kinds, launches, steps
+from flashtile.ops import dispatch
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
 from tests.distributed.ranks import NAMED

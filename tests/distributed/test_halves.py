@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
+from flashtile.core.masks import Band
 from flashtile.distributed.calls import Call
 from flashtile.distributed.halves import in_two
 from flashtile.distributed.plan import make_plan
-from flashtile.masks import Band
 
 CAUSAL = Band(None, 0)
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashtile.core.errors import InvalidInputError
 from flashtile.distributed.layouts import LAYOUTS, pieces, positions, ranges, shard_length
-from flashtile.errors import InvalidInputError
 
 lengths = st.lists(st.one_of(st.sampled_from([0, 1]), st.integers(0, 30)), max_size=5).map(tuple)
 worlds = st.integers(1, 7)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band
 from flashtile.distributed import plan as planning
 from flashtile.distributed.layouts import LAYOUTS, pieces, shard_length
 from flashtile.distributed.plan import Origin, Sizes, exchanged_bytes, gathered_bytes, make_plan
-from flashtile.errors import InvalidInputError
-from flashtile.masks import Band
 from tests.slow import slow_but
 
 CAUSAL = Band(None, 0)

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from flashtile import dispatch
-from flashtile.backends.base import Backend
-from flashtile.problem import Problem
+from flashtile.call.backend import Backend
+from flashtile.call.problem import Problem
+from flashtile.ops import dispatch
 from tests import cases, sums
 from tests.cases import Case
 from tests.fuzz.drawn import LONG, SMALL, Drawn, Kind, Sizes, draw

@@ -17,20 +17,21 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashtile import dispatch, ops
-from flashtile.arguments import FLOAT8, Tensors
-from flashtile.backends import host
-from flashtile.backends.base import Backend, Chain, Direction, Gradients
-from flashtile.backends.launch import Launch
-from flashtile.kvcache import ops as cached_ops
-from flashtile.kvcache.arguments import CacheTensors, read
-from flashtile.kvcache.problem import problem_of as cached_problem
-from flashtile.masks import Origin
-from flashtile.problem import Problem
-from flashtile.quantization.arguments import QuantizedOptions, QuantizedTensors
-from flashtile.quantization.plain import Inputs
-from flashtile.quantization.problem import problem_of as quantized_problem
-from flashtile.states import Partial
+from flashtile.backends.gpu import host
+from flashtile.backends.gpu.launch import Launch
+from flashtile.call.arguments import FLOAT8, Tensors
+from flashtile.call.backend import Backend, Chain, Direction, Gradients
+from flashtile.call.cached_arguments import CacheTensors, read
+from flashtile.call.cached_problem import problem_of as cached_problem
+from flashtile.call.problem import Problem
+from flashtile.call.quantized import Inputs
+from flashtile.call.quantized_arguments import QuantizedOptions, QuantizedTensors
+from flashtile.call.quantized_problem import problem_of as quantized_problem
+from flashtile.core.masks import Origin
+from flashtile.core.states import Partial
+from flashtile.ops import cached as cached_ops
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
 from flashtile_lab.kernels.build import traits
 from tests.cases import Case, build, gradient_of
 from tests.fuzz.drawn import Drawn
@@ -76,9 +77,9 @@ def started(call: Drawn, capability: Capability) -> list[Started]:
 @contextmanager
 def recorded(capability: Capability) -> Iterator[list[Launch]]:
     """Within, steps are not started but listed."""
-    from flashtile.backends.decode import launch as decode
-    from flashtile.backends.decode import merge
-    from flashtile.quantization import launch as quantizer
+    from flashtile.backends.gpu.decode import launch as decode
+    from flashtile.backends.gpu.decode import merge
+    from flashtile.backends.portable.rounding import launch as quantizer
 
     found: list[Launch] = []
 
@@ -289,7 +290,7 @@ def laid_out_8_bits(case: QuantizedCase) -> tuple[QuantizedTensors, QuantizedOpt
 
 
 def _of_quantizer(call: Drawn, capability: Capability) -> Parts:
-    from flashtile.quantization.launch import QuantizePlan
+    from flashtile.backends.portable.rounding.launch import QuantizePlan
 
     assert isinstance(call.case, QuantizerCase)
     given = laid_out_inputs(call.case, call.dtype)
@@ -321,7 +322,7 @@ def laid_out_inputs(case: QuantizerCase, dtype: torch.dtype) -> Inputs:
 
 def merging(dims: tuple[int, ...] = (16, 33, 64, 128, 192, 256)) -> list[Launch]:
     """The launches that merge two states, of every pair of dtypes."""
-    from flashtile.backends.decode import merge
+    from flashtile.backends.gpu.decode import merge
 
     pairs = itertools.product((torch.bfloat16, torch.float16, torch.float32), repeat=2)
     with recorded(None) as found:

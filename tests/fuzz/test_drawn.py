@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashtile.backends.base import FEATURES
+from flashtile.call.backend import FEATURES
 from tests import cases
 from tests.cases import Case
 from tests.fuzz import launches

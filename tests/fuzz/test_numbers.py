@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashtile.backends import cpu
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
 from tests.cases import Case
 from tests.fuzz import judged
 from tests.fuzz.drawn import Drawn, Kind

@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from flashtile import dispatch
+from flashtile.ops import dispatch
 from tests.cases import Case, build, judge
 from tests.kvcache import cases as kvcache
 from tests.kvcache.cases import CacheCase

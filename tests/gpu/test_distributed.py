@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
 from flashtile import distributed
-from flashtile.errors import ExchangeError
+from flashtile.core.errors import ExchangeError
 from tests.distributed.pool import Pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]

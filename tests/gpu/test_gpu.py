@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import dispatch, ops
-from flashtile.arguments import band_of
 from flashtile.backends.portable.backward import launch
-from flashtile.problem import Problem, Tensors
+from flashtile.call.arguments import band_of
+from flashtile.call.problem import Problem, Tensors
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
 from tests.cases import CASES, Case, build, judge, one_sign
 from tests.poison import poisoned_memory
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import dispatch, states
-from flashtile.kvcache.arguments import FLOAT8
+from flashtile.call.cached_arguments import FLOAT8
+from flashtile.core import states
+from flashtile.ops import dispatch
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
 from tests.poison import poisoned_memory
@@ -374,7 +375,7 @@ def test_states_are_merged_by_a_kernel(dtype: torch.dtype) -> None:
     sums = [torch.randn(3, 8, 70, device="cuda") * 9 for _ in range(2)]
     sums[0][0] = sums[1][0, :, 5] = -torch.inf
     outs[0][0] = torch.nan
-    from flashtile.backends.decode import merge  # needs Triton
+    from flashtile.backends.gpu.decode import merge  # needs Triton
 
     assert merge.can_merge(outs[0], sums[0], outs[1], sums[1])
     out, lse = flashtile.merge_states(outs[0], sums[0], outs[1], sums[1])

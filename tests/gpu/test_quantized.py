@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import dispatch
-from flashtile.quantization.arguments import tensor_values
+from flashtile.call.quantized_arguments import tensor_values
+from flashtile.ops import dispatch
 from tests.quantization.cases import CASES, QuantizedCase, build, judge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

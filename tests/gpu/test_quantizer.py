@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.quantization.plain import quantized
+from flashtile.backends.cpu.rounding import quantized
 from tests.quantization.quantizer import CASES, Case, check, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile import dispatch
-from flashtile.backends.base import Backend
-from flashtile.masks import Band
+from flashtile.call.backend import Backend
+from flashtile.core.masks import Band
+from flashtile.ops import dispatch
 from tests.cases import Case, build
 from tests.gpu.test_gpu import BACKENDS, SHORT
 from tests.origins import judge_parts

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import UnsupportedError, dispatch, reference
-from flashtile.kvcache.arguments import FLOAT8, TENSORS, CacheTensors, read
-from flashtile.kvcache.problem import problem_of
-from flashtile.problem import Problem
+from flashtile import UnsupportedError, reference
+from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheTensors, read
+from flashtile.call.cached_problem import problem_of
+from flashtile.call.problem import Problem
+from flashtile.ops import dispatch
 from tests.poison import poisoned_memory
 from tests.rule import assert_close
 

@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import flashtile
-from flashtile import InvalidInputError, ops
-from flashtile.kvcache.arguments import CacheOptions, CacheTensors, flatten, read
+from flashtile import InvalidInputError
+from flashtile.call.cached_arguments import CacheOptions, CacheTensors, flatten, read
+from flashtile.ops import operators as ops
 from tests.kvcache.cases import CASES, CacheCase, build
 
 Q, CACHE, NEW = torch.randn(2, 3, 4, 8), torch.randn(3, 16, 2, 8), torch.randn(2, 3, 2, 8)
@@ -57,7 +58,7 @@ def test_what_is_written_is_declared() -> None:
 @pytest.mark.parametrize("name", ["out_given", "append"])
 def test_versions_of_what_is_written_grow(name: str) -> None:
     """Autograd finds by them that a tensor it saved was changed, also by a kernel that PyTorch does not see."""
-    from flashtile.kvcache import ops as cached
+    from flashtile.ops import cached as cached
 
     call = build(_NAMED[name], torch.float32)
     t = call.tensors
@@ -246,7 +247,7 @@ def test_values_are_checked_in_every_call_on_a_cpu_and_on_request(monkeypatch: p
     flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=LENGTHS)
     with pytest.raises(InvalidInputError, match="^cache_seqlens: 17 does not fit"):
         flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=LENGTHS + 8)
-    from flashtile.kvcache import ops as cached
+    from flashtile.ops import cached as cached
 
     call = build(CacheCase("wrong", ((5, 1, 0), (99, 1, 0)), capacity=100), torch.float32)
     asked = []
@@ -264,7 +265,7 @@ def test_values_are_checked_in_every_call_on_a_cpu_and_on_request(monkeypatch: p
 
 
 def test_explain_says_who_runs_a_cached_call() -> None:
-    from flashtile import dispatch
+    from flashtile.ops import dispatch
 
     text = dispatch.explain(build(_NAMED["float8_pages"], torch.bfloat16).problem)
     assert "2 x a cache of 40 in pages of 4" in text and "decode: cpu: one sequence at a time" in text

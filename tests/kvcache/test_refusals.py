@@ -10,8 +10,8 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
-from flashtile.kvcache.arguments import FLOAT8, CacheOptions, CacheTensors, flatten
-from flashtile.kvcache.problem import problem_of
+from flashtile.call.cached_arguments import FLOAT8, CacheOptions, CacheTensors, flatten
+from flashtile.call.cached_problem import problem_of
 
 Q, CACHE, NEW = torch.randn(2, 3, 4, 8), torch.randn(3, 16, 2, 8), torch.randn(2, 3, 2, 8)
 ROWS, PACKED_NEW = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
@@ -237,7 +237,7 @@ def test_an_explicit_backend_never_falls_back(backend: str, monkeypatch: pytest.
 def test_nobody_supports_it() -> None:
     meta, lengths = Q.to("meta"), LENGTHS.to("meta")
     tensors = CacheTensors(meta, meta, CACHE.to("meta"), CACHE.to("meta"), lengths)
-    from flashtile import dispatch
+    from flashtile.ops import dispatch
 
     with pytest.raises(UnsupportedError) as caught:
         dispatch.select(problem_of(tensors, CacheOptions()), "decode")

@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from flashtile import dispatch, ops
-from flashtile.backends import host, portable
+from flashtile.backends import portable
+from flashtile.backends.gpu import host
 from flashtile.backends.portable import config as tiles
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
 from tests.ptx.launch import Kernels
 from tests.ptx.machine import Options
 

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backends.decode.config import Config, Splitting
-from flashtile.backends.trial import trial
+from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.trial import trial
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.ptx import portable
 from tests.ptx.launch import Kernels, edited

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile import dispatch
 from flashtile.backends import hopper as hopper_backend
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.forward import launch
 from flashtile.backends.hopper.quantized import config as quantized_config
-from flashtile.backends.trial import trial
+from flashtile.ops import dispatch
 from tests.cases import Case, build, judge, one_sign
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory

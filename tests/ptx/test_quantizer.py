@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.quantization import launch
+from flashtile.backends.portable.rounding import launch
 from tests.ptx import portable
 from tests.ptx.machine import Options
 from tests.quantization.quantizer import CASES, Case, check, inputs

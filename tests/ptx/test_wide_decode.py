@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.backends.decode.config import Config, Splitting
-from flashtile.backends.trial import trial
+from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.trial import trial
 from tests.kvcache.alone import judge_alone
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.ptx import hopper

@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile import UnsupportedError, dispatch
-from flashtile.problem import Problem, Tensors
-from flashtile.quantization import ops
-from flashtile.quantization.arguments import FLOAT8, QuantizedOptions, QuantizedTensors
-from flashtile.quantization.problem import problem_of
+from flashtile import UnsupportedError
+from flashtile.call.problem import Problem, Tensors
+from flashtile.call.quantized_arguments import FLOAT8, QuantizedOptions, QuantizedTensors
+from flashtile.call.quantized_problem import problem_of
+from flashtile.ops import dispatch
+from flashtile.ops import quantized as ops
 from tests.poison import poisoned_memory
 
 BLOCK, ORDER = 128, (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.quantization.launch import QuantizePlan
-from flashtile.quantization.plain import Choices, Inputs, quantized
-from flashtile.quantization.record import Scales
+from flashtile.backends.cpu.rounding import quantized
+from flashtile.backends.portable.rounding.launch import QuantizePlan
+from flashtile.call.quantized import Choices, Inputs, Scales
 from tests.poison import poisoned_memory
 
 

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from flashtile import dispatch, reference
-from flashtile.quantization.arguments import FLOAT8
+from flashtile import reference
+from flashtile.call.quantized_arguments import FLOAT8
+from flashtile.ops import dispatch
 from tests.quantization.cases import CASES, WIDE, QuantizedCase, build, exact, judge
 
 

@@ -12,12 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import InvalidInputError, Quantized, dispatch, ops
-from flashtile.backends.base import Build, Direction
+from flashtile import InvalidInputError, Quantized
+from flashtile.call.backend import Build, Direction
+from flashtile.call.problem import Problem, Tensors
+from flashtile.call.quantized_arguments import FLOAT8, TENSORS, flatten, tensor_values
 from flashtile.compat import flash_attn_3 as fa3
-from flashtile.problem import Problem, Tensors
-from flashtile.quantization import ops as quantized
-from flashtile.quantization.arguments import FLOAT8, TENSORS, flatten, tensor_values
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
+from flashtile.ops import quantized as quantized
 from tests.quantization.cases import CASES, QuantizedCall, build
 
 _NAMED = {case.name: case for case in CASES}
@@ -252,8 +254,8 @@ def test_warm_up_builds_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_warm_up_builds_the_kernels_that_round(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from flashtile.backends import host
-    from flashtile.quantization import api
+    from flashtile.api import quantized as api
+    from flashtile.backends.gpu import host
 
     monkeypatch.setattr(host, "builds", lambda launches: [Build(name, lambda: None) for name in launches])
     given = Tensors(*(x.to("meta") for x in inputs()))

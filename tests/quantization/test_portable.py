@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from flashtile.arguments import without_data
-from flashtile.backends.launch import Launch
+from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable.config import SHARED_BYTES, Config
 from flashtile.backends.portable.quantized.config import choose
-from flashtile.masks import Band
+from flashtile.call.arguments import without_data
+from flashtile.core.masks import Band
 from flashtile_lab.kernels import portable as portable_builds
 from flashtile_lab.kernels import report as builds
 from tests.quantization.cases import CASES, QuantizedCase, build
@@ -93,7 +93,7 @@ def test_only_sizes_differ_between_launches_of_a_family(case: QuantizedCase) -> 
 
 def test_a_tile_longer_than_a_block_is_no_config() -> None:
     """The loop takes one scale for a tile: no override may pass 128."""
-    from flashtile.backends.trial import trial
+    from flashtile.backends.gpu.trial import trial
 
     call = build(next(case for case in CASES if case.name == "blocks"))
     with trial(quantized=Config(64, 256, 4, 1)), pytest.raises(ValueError, match="at most 128"):

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile import InvalidInputError, attention, quantize
-from flashtile.quantization.blocks import BLOCK
-from flashtile.quantization.rotation import rotate
-from flashtile.rotary import apply_rotary
+from flashtile.call.blocks import BLOCK
+from flashtile.call.rotary import apply_rotary
+from flashtile.call.rotation import rotate
 
 KINDS = ("block", "head", "tensor")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, Quantized
-from flashtile.quantization.blocks import BLOCK, ORDER, as_blocks, as_columns, joined, num_blocks, split
+from flashtile.call.blocks import BLOCK, ORDER, as_blocks, as_columns, joined, num_blocks, split
 
 F8 = torch.float8_e4m3fn
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=6)

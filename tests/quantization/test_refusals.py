@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import InvalidInputError, Quantized, UnsupportedError, dispatch
-from flashtile.quantization.arguments import FLOAT8
-from flashtile.quantization.problem import problem_of
-from flashtile.quantization.training import of_record
+from flashtile import InvalidInputError, Quantized, UnsupportedError
+from flashtile.call.quantized_arguments import FLOAT8
+from flashtile.call.quantized_problem import problem_of
+from flashtile.ops import dispatch
+from flashtile.ops.training import of_record
 from tests.quantization.cases import CASES, build
 
 Q, K, V = (torch.randn(2, 150, heads, 32).bfloat16() for heads in (4, 2, 2))
@@ -201,7 +202,7 @@ def test_nobody_supports_it() -> None:
     record = dataclasses.replace(
         record, **{n: getattr(RECORD, n).to("meta") for n in ("q_scale", "k_scale", "v_scale", "shift")}
     )
-    from flashtile.quantization.arguments import QuantizedOptions
+    from flashtile.call.quantized_arguments import QuantizedOptions
 
     problem = problem_of(of_record(record, None), QuantizedOptions())
     assert problem.dtype == FLOAT8

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.quantization.rotation import parts, rotate, signs, unrotate
+from flashtile.call.rotation import parts, rotate, signs, unrotate
 
 DIMS = [16, 48, 64, 80, 96, 112, 128, 192, 240, 256]
 

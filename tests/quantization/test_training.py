@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import InvalidInputError, ops
-from flashtile.arguments import Grads, Options, Tensors, flatten
-from flashtile.quantization.rotation import rotate
+from flashtile import InvalidInputError
+from flashtile.call.arguments import Grads, Options, Tensors, flatten
+from flashtile.call.rotation import rotate
+from flashtile.ops import operators as ops
 
 
 def leaves(dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (2, 140)) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab.analysis.roofline import Device, Roofline, roofline_point
 from flashtile_lab.analysis.shape import STATE_BYTES, AttentionShape, Blocks, dtype_bytes, require_positive
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Literal, NamedTuple, get_args
 
+from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band
 from flashtile.distributed.layouts import Layout
 from flashtile.distributed.plan import Call, Plan, Sizes, exchanged_bytes, gathered_bytes, make_plan
-from flashtile.errors import InvalidInputError
-from flashtile.masks import Band
 from flashtile_lab.analysis.roofline import H200
 from flashtile_lab.analysis.shape import dtype_bytes, require_positive
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab.analysis.shape import dtype_bytes, require_positive
 
 Bound = Literal["compute", "memory"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab.analysis.shape import STATE_BYTES, dtype_bytes, require_positive
 
 

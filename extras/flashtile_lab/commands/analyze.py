@@ -10,7 +10,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from flashtile.cli.options import MAX_SIZE, AsJson, Dtype, HeadDim, facts, integers, positive_int, show, units
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab import analysis
 from flashtile_lab.analysis import AttentionShape, Blocks, Device, LoopOrder
 from flashtile_lab.commands.fp8 import fp8

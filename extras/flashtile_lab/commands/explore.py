@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab import explore as explorer
 
 Out = Annotated[Path, typer.Option(metavar="FILE", help="Where to write the page.")]

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from flashtile.cli.options import AsJson, show
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from flashtile_lab.fp8.errors import Error

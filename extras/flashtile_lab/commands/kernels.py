@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile_lab.kernels import report as builds
 from flashtile_lab.kernels.build import ARCHS
 from flashtile_lab.kernels.report import Job, KernelReport, Outcome

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab import reproduce as figures
 
 Name = Annotated[str | None, typer.Argument(help="An entry (A1) or a section (softmax); all if left out.")]

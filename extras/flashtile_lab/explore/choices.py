@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from flashtile import dispatch
-from flashtile.arguments import band_of
-from flashtile.backends.base import FEATURES, Capabilities, Direction
-from flashtile.problem import Problem, described
+from flashtile.call.arguments import band_of
+from flashtile.call.backend import FEATURES, Capabilities, Direction
+from flashtile.call.problem import Problem, described
+from flashtile.ops import dispatch
 
 HEADS, HEADS_KV = 16, 4
 FORM: dict[str, list[Any]] = {

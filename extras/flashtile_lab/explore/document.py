@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flashtile import __version__
-from flashtile.backends.decode import config as decode
-from flashtile.problem import described
+from flashtile.backends.gpu.decode import config as decode
+from flashtile.call.problem import described
 from flashtile_lab import analysis
 from flashtile_lab.explore import choices, sources
 

@@ -20,7 +20,7 @@ ROOTS = (Path(flashtile.__file__).parent, Path(__file__).parent.parent)
 _FIGURES: dict[str, tuple[tuple[str, str | None], ...]] = {
     "time": (("analysis/compute.py", "exponential_cost"), ("analysis/traffic.py", "tiled_traffic")),
     "matrix": (
-        ("masks.py", "Band.row_keys"), ("masks.py", "Band.any_keys"), ("masks.py", "Band.all_keys"),
+        ("core/masks.py", "Band.row_keys"), ("core/masks.py", "Band.any_keys"), ("core/masks.py", "Band.all_keys"),
         ("backends/cpu/plan.py", "sequences"),
     ),
     "traffic": (
@@ -29,12 +29,13 @@ _FIGURES: dict[str, tuple[tuple[str, str | None], ...]] = {
     ),
     "tiles": (("backends/hopper/forward/roles.py", "consumer"), ("backends/hopper/forward/softmax_step.py", "step")),
     "online": (
-        ("backends/vocab/softmax.py", "update"), ("backends/vocab/softmax.py", "raise_max"),
-        ("backends/vocab/softmax.py", "finalise"), ("backends/vocab/softmax.py", "merge"), ("states.py", "merge"),
-        ("backends/decode/config.py", "Splitting.cut"), ("analysis/decode.py", "decode_splits"),
+        ("backends/gpu/device/softmax.py", "update"), ("backends/gpu/device/softmax.py", "raise_max"),
+        ("backends/gpu/device/softmax.py", "finalise"), ("backends/gpu/device/softmax.py", "merge"),
+        ("core/states.py", "merge"),
+        ("backends/gpu/decode/config.py", "Splitting.cut"), ("analysis/decode.py", "decode_splits"),
     ),
     "backward": (
-        ("backends/vocab/softmax.py", "lse_log2_of"), ("backends/cpu/backward.py", "_add_tile_shares"),
+        ("backends/gpu/device/softmax.py", "lse_log2_of"), ("backends/cpu/backward.py", "_add_tile_shares"),
         ("analysis/compute.py", "attention_flops"),
     ),
     "timeline": (
@@ -42,8 +43,8 @@ _FIGURES: dict[str, tuple[tuple[str, str | None], ...]] = {
         ("backends/hopper/forward/softmax_step.py", "step"),
     ),
     "fp8": (("explore/static/quantise.js", None),),
-    "ladder": (("analysis/roofline.py", "_from_sm"), ("flops.py", None)),
-    "explain": (("backends/base.py", "Capabilities.reasons"), ("dispatch.py", "select")),
+    "ladder": (("analysis/roofline.py", "_from_sm"), ("ops/flops.py", None)),
+    "explain": (("call/backend.py", "Capabilities.reasons"), ("ops/dispatch.py", "select")),
 }  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flashtile.errors import InvalidInputError
-from flashtile.quantization.blocks import BLOCK, as_blocks, scale_of_rows
-from flashtile.quantization.record import E4M3, Quantized
+from flashtile.call.blocks import BLOCK, as_blocks, scale_of_rows
+from flashtile.call.quantized import E4M3, Quantized
+from flashtile.core.errors import InvalidInputError
 
 # What sums of products are kept in: float32; a matrix instruction's accumulator, added to float32 numbers after each
 # block of keys, as the kernels do; or one such accumulator for all keys.

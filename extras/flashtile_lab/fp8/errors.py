@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.quantization.blocks import as_columns, joined
-from flashtile.quantization.plain import Choices, Inputs, record, rounded
-from flashtile.quantization.quantize import quantize
-from flashtile.quantization.record import E4M3, Quantized, Scales
+from flashtile.api.quantize import quantize
+from flashtile.backends.cpu.rounding import rounded
+from flashtile.call.blocks import as_columns, joined
+from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, Scales, record
 from flashtile_lab.fp8.emulation import Sums, emulated
 
 Kind = Literal["normal", "outliers", "biased"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.launch import Launch, specialise
-from flashtile.problem import Problem
+from flashtile.backends.gpu.launch import Launch, specialise
+from flashtile.call.problem import Problem
 
 
 @dataclass(frozen=True)

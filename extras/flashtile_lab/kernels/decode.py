@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.decode.config import choose
-from flashtile.backends.decode.launch import append_launch, attention_launch
-from flashtile.backends.launch import Launch
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.masks import Band
-from flashtile.problem import Precision, Problem, SequenceLayout, described
+from flashtile.backends.gpu.decode.config import choose
+from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
+from flashtile.backends.gpu.launch import Launch
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Precision, Problem, SequenceLayout, described
+from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
 _FLOAT8, _BF16 = torch.float8_e4m3fn, torch.bfloat16

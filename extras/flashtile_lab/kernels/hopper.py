@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from flashtile.arguments import FLOAT8, Grads
-from flashtile.backends.base import Direction
-from flashtile.backends.described import described_quantized, described_tensors
+from flashtile.backends.gpu.described import described_quantized, described_tensors
 from flashtile.backends.hopper.launches import launches
-from flashtile.masks import Band
-from flashtile.problem import Precision, Problem, described
+from flashtile.call.arguments import FLOAT8, Grads
+from flashtile.call.backend import Direction
+from flashtile.call.problem import Precision, Problem, described
+from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)

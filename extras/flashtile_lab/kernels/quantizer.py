@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.launch import specialise
-from flashtile.quantization.launch import launches
-from flashtile.quantization.plain import Choices, Inputs
+from flashtile.backends.gpu.launch import specialise
+from flashtile.backends.portable.rounding.launch import launches
+from flashtile.call.quantized import Choices, Inputs
 from flashtile_lab.kernels.build import KernelBuild
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from flashtile import dispatch
-from flashtile.backends import host, launch
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.backends.gpu import host, launch
+from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.ops import dispatch
 from flashtile_lab.kernels.build import ARCHS, KernelBuild
 
 # The instructions counted, by their names in the report: a pattern for the mnemonic, matched from its start.

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
-from flashtile import dispatch
-from flashtile.problem import described
+from flashtile.call.problem import described
+from flashtile.ops import dispatch
 from flashtile_lab.reproduce._softmax import apart, draws
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import flashtile
-from flashtile import states
 from flashtile.compat import flash_attn_2, flash_attn_3
-from flashtile.errors import InvalidInputError
+from flashtile.core import states
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab import analysis
 from flashtile_lab.reproduce import _api, _rings, _rounding, _softmax, costs
 

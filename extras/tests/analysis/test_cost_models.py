@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab.analysis import (
     A100,
     DEVICES,

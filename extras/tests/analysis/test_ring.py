@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flashtile.core.errors import InvalidInputError
 from flashtile.distributed.plan import exchanged_bytes, gathered_bytes
-from flashtile.errors import InvalidInputError
 from flashtile_lab.analysis import (
     H200_CLUSTER,
     H200_KERNELS,
@@ -19,7 +19,7 @@ from flashtile_lab.analysis import (
     ring_cost,
 )
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 FREE = Link(0.0, 1e30)
 
 

@@ -14,7 +14,7 @@ import torch
 from flashtile_lab.examples import char_gpt
 from flashtile_lab.examples.char_gpt import CharGPT, GPTConfig, Text, flash_attention, standard_attention
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 @pytest.fixture(scope="module")

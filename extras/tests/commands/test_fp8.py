@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashtile.cli import app as command
+from flashtile_lab.commands import main
 from flashtile_lab.commands.analyze import app
 from flashtile_lab.fp8.errors import CHOICES, PAPER
 
@@ -61,7 +61,7 @@ def test_tensors_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     torch.save({"k": k}, tmp_path / "k.pt")
     (tmp_path / "text").write_text("no tensors")
     for name in ("k.pt", "text", "nothing"):
-        assert command.run(["analyze", "fp8", "--tensors", str(tmp_path / name)]) == 2
+        assert main(["analyze", "fp8", "--tensors", str(tmp_path / name)]) == 2
         assert f"{name} holds no dict of q, k and v" in capsys.readouterr().err
 
 
@@ -76,5 +76,5 @@ def test_growth_and_needle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_is_a_command_of_analyze(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run(["analyze", "fp8", "--inputs", "odd"]) == 2
+    assert main(["analyze", "fp8", "--inputs", "odd"]) == 2
     assert "odd" in capsys.readouterr().err

@@ -14,12 +14,12 @@ import torch
 import flashtile
 from extras.tests.explore.moving import evaluated, put
 from flashtile import reference
-from flashtile.arguments import band_of
-from flashtile.backends.decode import config as decode
+from flashtile.backends.gpu.decode import config as decode
+from flashtile.call.arguments import band_of
+from flashtile.call.problem import Problem, Tensors, described
 from flashtile.cli import main
-from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors, described
-from flashtile.states import merge
+from flashtile.core.masks import Band
+from flashtile.core.states import merge
 from flashtile_lab import analysis
 from flashtile_lab.analysis import AttentionShape, Blocks, LoopOrder
 from flashtile_lab.analysis.decode import DecodeShape, decode_cost, decode_splits

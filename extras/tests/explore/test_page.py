@@ -16,9 +16,9 @@ import pytest
 
 import flashtile
 from benchmarks.results import saved
-from flashtile import masks, states
-from flashtile.cli import main
+from flashtile.core import masks, states
 from flashtile_lab import analysis
+from flashtile_lab.commands import main
 from flashtile_lab.explore import document, page, sources
 from tools import explorer_data
 
@@ -69,7 +69,7 @@ def test_figures_show_the_lines_that_run(figure: str, function: Any) -> None:
 
 
 def test_a_function_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch, shipped: dict[str, Any]) -> None:
-    monkeypatch.setitem(sources._FIGURES, "time", (("masks.py", "Band.gone"),))
+    monkeypatch.setitem(sources._FIGURES, "time", (("core/masks.py", "Band.gone"),))
     with pytest.raises(KeyError, match=r"Band\.gone"):
         sources.of_figures()
     run = {"lines": [[["hopper/forward/roles.py", "producer", 1]]]}
@@ -159,12 +159,12 @@ def test_the_command_opens_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["explore", "--no-open", "--out", str(tmp_path / "file" / "page.html")]) == 2
-    assert capsys.readouterr().err.startswith("flashtile: --out: cannot write to")
+    assert capsys.readouterr().err.startswith("flashtile-lab: --out: cannot write to")
 
 
 @pytest.mark.long
 def test_the_page_is_served_until_interrupted(tmp_path: Path) -> None:
-    command = [sys.executable, "-u", "-m", "flashtile", "explore", "--serve", "--no-open", "--port", "0"]
+    command = [sys.executable, "-u", "-m", "flashtile_lab", "explore", "--serve", "--no-open", "--port", "0"]
     # A shell's background jobs ignore the signal, and so would what they start.
     server = subprocess.Popen(
         [*command, "--out", str(tmp_path / "page.html")],

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile_lab.kernels import report as builds
 from flashtile_lab.kernels.build import ARCHS, KernelBuild
 

@@ -8,12 +8,13 @@ from typing import Annotated
 import torch
 import typer
 
-from flashtile import dispatch, settings
-from flashtile.arguments import band_of, checked
-from flashtile.backends.base import Direction, directions_of
+from flashtile.call.arguments import band_of, checked
+from flashtile.call.backend import Direction, directions_of
+from flashtile.call.problem import Problem, described, gpu_name
 from flashtile.cli.choices import DeviceType, DtypeName
-from flashtile.errors import InvalidInputError, UnsupportedError
-from flashtile.problem import Problem, described, gpu_name
+from flashtile.core import settings
+from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.ops import dispatch
 
 _MAX = 2**40
 # Flags of other names than the arguments of ``attention``.

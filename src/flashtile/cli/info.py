@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashtile import __version__, dispatch
-from flashtile.backends import host
-from flashtile.backends.base import Capabilities
-from flashtile.problem import Problem, described
+from flashtile import __version__
+from flashtile.backends.gpu import host
+from flashtile.call.backend import Capabilities
+from flashtile.call.problem import Problem, described
+from flashtile.ops import dispatch
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import typer
 
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 # Typer's exception for a wrong command line. Its base class is click's or Typer's own copy of it, so it is taken from a
 # class that every version exports.

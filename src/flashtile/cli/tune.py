@@ -11,15 +11,17 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from flashtile import dispatch, settings, tuning
-from flashtile.arguments import band_of
-from flashtile.backends.base import Direction
+from flashtile import tuning
 from flashtile.backends.portable import tuned
+from flashtile.call.arguments import band_of
+from flashtile.call.backend import Direction
+from flashtile.call.problem import Problem, compute_capability, described, gpu_name
 from flashtile.cli.choices import DtypeName
 from flashtile.cli.options import AsJson, integers
-from flashtile.errors import InvalidInputError
-from flashtile.masks import Band
-from flashtile.problem import Problem, compute_capability, described, gpu_name
+from flashtile.core import settings
+from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band
+from flashtile.ops import dispatch
 
 
 def tune(

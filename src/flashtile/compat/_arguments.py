@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import settings
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core import settings
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 Window = Sequence[int | None] | Tensor
 

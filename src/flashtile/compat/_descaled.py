@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.api import attention, attention_varlen
+from flashtile.api.attention import attention, attention_varlen
+from flashtile.call.quantized import Quantized
 from flashtile.compat._arguments import tensor
-from flashtile.errors import InvalidInputError
-from flashtile.quantization.record import Quantized
+from flashtile.core.errors import InvalidInputError
 
 _NAMES = ("q_descale", "k_descale", "v_descale")
 

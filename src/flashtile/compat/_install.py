@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 
 # Read by code that compares versions; the local part says whose functions these are.
 FLASH_ATTN_VERSION = "2.8.4+flashtile"

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.api import attention_with_kvcache
-from flashtile.arguments import DTYPES, checked, flag, integer, probability
+from flashtile.api.attention import attention_with_kvcache
+from flashtile.call.arguments import DTYPES, checked, flag, integer, probability
 from flashtile.compat._arguments import Window, index_tensor, length, names, tensor, values_are_checked, window
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 
 @torch.no_grad()

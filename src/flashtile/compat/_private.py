@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import ops
-from flashtile.arguments import Grads, Options, Tensors, flatten, read
+from flashtile.call.arguments import Grads, Options, Tensors, flatten, read
 from flashtile.compat import _kvcache, _s_dmask
 from flashtile.compat._arguments import bound, length, names, refuse
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.ops import operators as ops
 
 __all__ = [
     "USE_TRITON_ROCM",

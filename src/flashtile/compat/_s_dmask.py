@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flashtile import ops, philox, reference
-from flashtile.arguments import Grads, Options, Tensors
-from flashtile.problem import Problem
-from flashtile.rotary import row_positions
+from flashtile import reference
+from flashtile.call.arguments import Grads, Options, Tensors
+from flashtile.call.problem import Problem
+from flashtile.call.rotary import row_positions
+from flashtile.core import philox
+from flashtile.ops import operators as ops
 
 # flash-attn scales each block of keys by the largest score of this block and all later ones. Here a row is one block.
 BLOCK_SIZE_N = 2**31 - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 
 __all__ = [
     "index_first_axis",

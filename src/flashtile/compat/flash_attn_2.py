@@ -27,11 +27,12 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile import autocast, sharding
-from flashtile.api import attention, attention_varlen
-from flashtile.arguments import Tensors, read
+from flashtile.api.attention import attention, attention_varlen
+from flashtile.call import autocast
+from flashtile.call.arguments import Tensors, read
 from flashtile.compat import _kvcache, _s_dmask
 from flashtile.compat._arguments import Window, flag, integer, length, names, unstack, window
+from flashtile.ops import sharding
 
 __all__ = [
     "flash_attn_func",

@@ -31,8 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import states
-from flashtile.arguments import band_of
+from flashtile.call.arguments import band_of
 from flashtile.compat import _descaled, _kvcache
 from flashtile.compat._arguments import (
     Window,
@@ -47,7 +46,8 @@ from flashtile.compat._arguments import (
     used_first,
     window,
 )
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core import states
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 __all__ = [
     "flash_attn_combine",

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flashtile import rotary
+from flashtile.call import rotary
 from flashtile.compat._arguments import split_qkv, tensor, unstack
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 
 __all__ = [
     "RotaryEmbedding",

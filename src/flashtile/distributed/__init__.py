@@ -1,9 +1,9 @@
 """Attention over one sequence on many devices: each rank holds some of the rows, and keys travel."""
 
+from flashtile.core.errors import ExchangeError
 from flashtile.distributed.attention import attention
 from flashtile.distributed.cache import attention_with_sharded_kvcache
 from flashtile.distributed.layouts import Layout
 from flashtile.distributed.shards import positions, shard, unshard
-from flashtile.errors import ExchangeError
 
 __all__ = ["ExchangeError", "Layout", "attention", "attention_with_sharded_kvcache", "positions", "shard", "unshard"]

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile import autocast, ops, settings
-from flashtile.arguments import Tensors, integer, is_plain, other_tensors, read
-from flashtile.axes import lengths_between
+from flashtile.call import autocast
+from flashtile.call.arguments import Tensors, integer, is_plain, other_tensors, read
+from flashtile.call.axes import lengths_between
+from flashtile.core import settings
+from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
 from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import LAYOUTS, Layout
-from flashtile.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.late import when_imported
+from flashtile.ops import operators as ops
 
 
 def attention(

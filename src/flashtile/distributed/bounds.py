@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashtile.arguments import integer
-from flashtile.errors import InvalidInputError
+from flashtile.call.arguments import integer
+from flashtile.core.errors import InvalidInputError
 
 # Values of tensors on a GPU, by identity: what was read, and how often the tensor had been written to.
 _read: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile import ops
-from flashtile.arguments import check_tensor, flag, integer, window_bounds
+from flashtile.api.cached import attention_with_kvcache
+from flashtile.call.arguments import check_tensor, flag, integer, window_bounds
+from flashtile.core.errors import InvalidInputError, shown
 from flashtile.distributed.exchange import Ranks, agree, ranks_of, refuse_differences
 from flashtile.distributed.shards import everyone
-from flashtile.errors import InvalidInputError, shown
-from flashtile.kvcache.api import attention_with_kvcache
+from flashtile.ops import operators as ops
 
 _LAYOUTS = ("striped", "contiguous")
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flashtile.core.masks import Band
 from flashtile.distributed.layouts import Piece
-from flashtile.masks import Band
 
 # Differences of local indices, key minus row: the first and the last, both inclusive.
 Differences = tuple[int, int]

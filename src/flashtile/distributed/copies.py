@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import settings
-from flashtile.backends import driver
+from flashtile.backends.gpu import driver
+from flashtile.core import settings
+from flashtile.core.errors import ExchangeError, InvalidInputError
 from flashtile.distributed.exchange import NOTHING, Line, Parcel, Pending, Ranks, named, stage_name
-from flashtile.errors import ExchangeError, InvalidInputError
 
 # Places of each kind, which stages take in turn; and its signals, that a place is free and that it is filled.
 PLACES = {"keys": 2, "sums": 3, "back": 1}

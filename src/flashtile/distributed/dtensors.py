@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.distributed.exchange import ranks_of
-from flashtile.errors import InvalidInputError, UnsupportedError
 
 _TENSORS = ("q", "k", "v", "alibi_slopes", "attn_mask", "attn_bias", "sinks")
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile.errors import ExchangeError, InvalidInputError, shown
+from flashtile.core.errors import ExchangeError, InvalidInputError, shown
 
 T = TypeVar("T")
 # PyTorch 2.13 renamed them.

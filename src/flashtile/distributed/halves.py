@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from flashtile.core.masks import Band
 from flashtile.distributed.calls import Call, Origin
-from flashtile.masks import Band
 
 # Rows of a part are a multiple, so that it ends with a whole tile.
 _TILE = 128

@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile import dispatch, settings
-from flashtile.arguments import Options, Tensors
-from flashtile.backends.base import directions_of
+from flashtile.call.arguments import Options, Tensors
+from flashtile.call.backend import directions_of
+from flashtile.call.problem import Problem
+from flashtile.core import settings
+from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedError
+from flashtile.core.masks import Band
+from flashtile.core.states import Partial
 from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
@@ -20,10 +24,7 @@ from flashtile.distributed.launches import OfRows, Part
 from flashtile.distributed.layouts import Layout, ranges, shard_length
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.steps import Steps
-from flashtile.errors import ExchangeError, InvalidInputError, UnsupportedError
-from flashtile.masks import Band
-from flashtile.problem import Problem
-from flashtile.states import Partial
+from flashtile.ops import dispatch
 
 COMMS = ("auto", "ring", "allgather", "ulysses")
 # Operations of a Hopper GPU, 600 TFLOPS in 16 bits, in the time of a byte over its NVLink, 249 GB/s; and some to spare.

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile import dispatch, ops, settings
-from flashtile.arguments import Grads, Options, Tensors
-from flashtile.backends.base import Backward, Chain, Forward, Gradients
+from flashtile.call.arguments import Grads, Options, Tensors
+from flashtile.call.backend import Backward, Chain, Forward, Gradients
+from flashtile.call.problem import Problem
+from flashtile.core import settings
+from flashtile.core.masks import Origin
+from flashtile.core.states import Partial
 from flashtile.distributed.plan import Call
-from flashtile.families import family_of
-from flashtile.masks import Origin
-from flashtile.problem import Problem
-from flashtile.states import Partial
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
+from flashtile.ops.families import family_of
 
 # Keys and values of a shard.
 Keys = tuple[Tensor, Tensor]

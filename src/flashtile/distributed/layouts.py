@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

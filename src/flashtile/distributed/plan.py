@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band
 from flashtile.distributed.calls import Call as Call
 from flashtile.distributed.calls import Origin as Origin
 from flashtile.distributed.calls import Rectangle, calls_of, kept, rectangles, repeated
 from flashtile.distributed.layouts import Layout, Piece, check, pieces, shard_length
-from flashtile.errors import InvalidInputError
-from flashtile.masks import Band
 
 # Rows that travel begin on a multiple, so that those of 16-bit elements begin on 16 bytes whatever their width.
 _ALIGNED = 8

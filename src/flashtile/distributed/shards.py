@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile.arguments import check_tensor, integer
-from flashtile.axes import lengths_between
+from flashtile.call.arguments import check_tensor, integer
+from flashtile.call.axes import lengths_between
+from flashtile.core.errors import InvalidInputError, shown
 from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, gather, ranks_of
 from flashtile.distributed.layouts import LAYOUTS, Layout, ranges
 from flashtile.distributed.layouts import positions as ranges_of_positions
-from flashtile.errors import InvalidInputError, shown
 
 
 def shard(

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import Options, Tensors
-from flashtile.backends.base import Chain, Gradients
+from flashtile.call.arguments import Options, Tensors
+from flashtile.call.backend import Chain, Gradients
+from flashtile.core.states import Partial
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
 from flashtile.distributed.halves import in_two
 from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part
 from flashtile.distributed.plan import Call, Plan, Step
-from flashtile.states import Partial
 
 # The gradients of keys and values of a shard, None where one is not wanted.
 Sums = tuple[Tensor | None, Tensor | None]

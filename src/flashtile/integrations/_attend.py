@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from flashtile.api import attention
-from flashtile.autocast import cast_one
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.api.attention import attention
+from flashtile.call.autocast import cast_one
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _THEIR_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_bias": "attn_mask"}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile.compat import _private as flash_attn
-from flashtile.errors import UnsupportedError
+from flashtile.core.errors import UnsupportedError
 from flashtile.integrations._calls import Calls
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile.integrations import _transformers_ranks as ranks
 
 

@@ -20,7 +20,7 @@ import diffusers
 from diffusers.models import attention_dispatch
 from torch import Tensor
 
-from flashtile.errors import UnsupportedError
+from flashtile.core.errors import UnsupportedError
 from flashtile.integrations import sdpa
 from flashtile.integrations._attend import attend
 from flashtile.integrations.sdpa import calls

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import register_flash_attention_impl
 
-from flashtile.errors import UnsupportedError
+from flashtile.core.errors import UnsupportedError
 from flashtile.integrations._attend import attend, is_causal_bias
 from flashtile.integrations._calls import Calls
 from flashtile.integrations._flash_impl import Handle

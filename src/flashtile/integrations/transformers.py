@@ -22,7 +22,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.import_utils import is_tracing
 
 import flashtile
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.integrations import _transformers_ranks as ranks
 from flashtile.integrations._calls import Calls
 from flashtile.integrations._transformers_mask import LazyMask, mask

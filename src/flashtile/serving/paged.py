@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flashtile.arguments import DTYPES, check_tensor, integer
-from flashtile.errors import InvalidInputError, shown
+from flashtile.call.arguments import DTYPES, check_tensor, integer
+from flashtile.core.errors import InvalidInputError, shown
 
 
 class OutOfPagesError(RuntimeError):

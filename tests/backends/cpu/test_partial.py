@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flashtile.backends import cpu
-from flashtile.masks import Band
-from flashtile.states import Partial
+from flashtile.core.masks import Band
+from flashtile.core.states import Partial
 from tests.cases import Case
 from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.backends.decode.config import Config, Splitting
-from flashtile.backends.trial import trial
+from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.trial import trial
 from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu
 from tests.kvcache.alone import invariance_cases, judge_alone

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.decode import append, call, eight_bit, work
-from flashtile.backends.decode.config import Splitting
+from flashtile.backends.gpu.decode import append, call, eight_bit, work
+from flashtile.backends.gpu.decode.config import Splitting
 
 
 @triton.jit

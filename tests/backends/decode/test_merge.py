@@ -1,12 +1,12 @@
-"""The merging kernel in Triton's interpreter, against ``flashtile.states.merge`` in float64."""
+"""The merging kernel in Triton's interpreter, against ``flashtile.core.states.merge`` in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from flashtile import states
-from flashtile.backends.decode import merge
+from flashtile.backends.gpu.decode import merge
+from flashtile.core import states
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 33), (7, 4, 16), (1, 1, 1, 64)], ids=str)

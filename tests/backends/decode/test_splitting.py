@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile.backends.decode.config import Config, Splitting
-from flashtile.backends.decode.launch import Bounds
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.problem import SequenceLayout, described
+from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.decode.launch import Bounds
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import SequenceLayout, described
 
 RULES = [Splitting(), Splitting(264, 128, 1024), Splitting(8, 16, 64, 8), Splitting(132, 64, 2048, 16, 640),
          Splitting(8, 128, 512, most_slots=8192, long_keys=2**16)]  # fmt: skip

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 import triton.language as tl
 
-from flashtile import dispatch, ops
-from flashtile.backends import hopper, host
+from flashtile.backends import hopper
+from flashtile.backends.gpu import host
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.device import inline_ptx
@@ -23,6 +23,8 @@ from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
 from flashtile.backends.hopper.quantized import inline_ptx as quantized
+from flashtile.ops import dispatch
+from flashtile.ops import operators as ops
 from tests import emulator
 from tests.emulator.language import elementwise, select
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.hopper.backward import config as backward_tiles
 from flashtile.backends.hopper.backward import gqa_splits
-from flashtile.masks import Band
+from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flashtile.backends.trial import trial
-from flashtile.masks import Band
-from flashtile.problem import described
+from flashtile.backends.gpu.trial import trial
+from flashtile.call.problem import described
+from flashtile.core.masks import Band
 from flashtile_lab.kernels import report as builds
 from flashtile_lab.kernels.build import KernelBuild
 from tests.slow import slow_but

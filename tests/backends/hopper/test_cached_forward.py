@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.backends import host
-from flashtile.backends.decode import launch as decode
+from flashtile.backends.gpu import host
+from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward.launch import ForwardPlan
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.masks import Band
-from flashtile.problem import Precision, Problem, SequenceLayout, Tensors, described
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
+from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.poison import poisoned_memory
 from tests.slow import slow_but

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
-from flashtile import dispatch
 from flashtile.backends.hopper import tensor_maps
+from flashtile.ops import dispatch
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
 from tests.fuzz.drawn import Kind

@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.backends.described import described_tensors
+from flashtile.backends.gpu.described import described_tensors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
-from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 from flashtile.backends import hopper
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import gqa_splits
-from flashtile.masks import Band
+from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
 from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys

@@ -11,12 +11,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.arguments import GRADIENTS, Grads
-from flashtile.backends import hopper, host
-from flashtile.backends.described import described_tensors
+from flashtile.backends import hopper
+from flashtile.backends.gpu import host
+from flashtile.backends.gpu.described import described_tensors
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.workspace import Workspace
-from flashtile.masks import Band
+from flashtile.call.arguments import GRADIENTS, Grads
+from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge

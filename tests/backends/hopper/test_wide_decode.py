@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.backends.decode import launch
-from flashtile.backends.decode.config import Config, Splitting
+from flashtile.backends.gpu.decode import launch
+from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.decode.config import choose, tiles
 from flashtile.backends.hopper.decode.launch import CachedPlan
-from flashtile.backends.trial import trial
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.masks import Band
-from flashtile.problem import Precision, Problem, SequenceLayout, described
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Precision, Problem, SequenceLayout, described
+from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.poison import poisoned_memory
 from tests.ptx import hopper

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Gradients
 from flashtile.backends.portable.backward.launch import BackwardPlan
 from flashtile.backends.portable.forward.launch import ForwardPlan
-from flashtile.problem import Problem, Tensors
-from flashtile.states import Partial
+from flashtile.call.backend import Gradients
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.states import Partial
 
 
 def forward(

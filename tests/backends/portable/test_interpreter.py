@@ -8,18 +8,19 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from flashtile import merge_states, ops, reference
-from flashtile.arguments import Grads
+from flashtile import merge_states, reference
 from flashtile.backends import portable
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable.arguments import common_arguments
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.backward import launch as backward_launch
 from flashtile.backends.portable.backward.launch import gqa_splits, launches
 from flashtile.backends.portable.config import Config
-from flashtile.backends.trial import trial
-from flashtile.masks import Band
-from flashtile.problem import Problem, SequenceLayout, Tensors
-from flashtile.states import Partial
+from flashtile.call.arguments import Grads
+from flashtile.call.problem import Problem, SequenceLayout, Tensors
+from flashtile.core.masks import Band
+from flashtile.core.states import Partial
+from flashtile.ops import operators as ops
 from tests.backends.portable import plans
 from tests.cases import CASES, Case, assert_forward_right, build, judge
 from tests.partials import CHAINS, judge_chain

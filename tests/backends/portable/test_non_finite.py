@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable.config import Config
-from flashtile.backends.trial import trial
-from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.masks import Band
 from tests.backends.portable import plans
 from tests.poison import poisoned_memory
 from tests.slow import slow_but

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from flashtile import dispatch
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable.config import Config
-from flashtile.backends.trial import trial
-from flashtile.quantization.arguments import FLOAT8
+from flashtile.call.quantized_arguments import FLOAT8
+from flashtile.ops import dispatch
 from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu
 from tests.quantization.cases import CASES, QuantizedCase, build, emulated, judge

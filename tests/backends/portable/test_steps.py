@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flashtile.backends import portable
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable.config import Config
-from flashtile.backends.trial import trial
-from flashtile.masks import Band
+from flashtile.core.masks import Band
 from tests.cases import Case
 from tests.origins import judge_parts
 from tests.partials import BANDS, CHAINS, judge_rows_without_keys

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtile.backends.gpu.trial import on_trial, trial
 from flashtile.backends.portable import BACKEND
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
-from flashtile.backends.trial import on_trial, trial
-from flashtile.masks import Band
-from flashtile.problem import Problem, SequenceLayout
+from flashtile.call.problem import Problem, SequenceLayout
+from flashtile.core.masks import Band
 from flashtile_lab.kernels.portable import builds
 from tests.cases import Case, build
 

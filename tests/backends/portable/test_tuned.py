@@ -13,17 +13,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashtile import dispatch, tuning
-from flashtile.backends.base import Build
+from flashtile import tuning
+from flashtile.backends.gpu.trial import on_trial, trial
 from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
-from flashtile.backends.trial import on_trial, trial
-from flashtile.errors import InvalidInputError
-from flashtile.masks import Band
-from flashtile.problem import Problem, Tensors, described
+from flashtile.call.backend import Build
+from flashtile.call.problem import Problem, Tensors, described
+from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band
+from flashtile.ops import dispatch
 from flashtile_lab.kernels import portable as builds
 from flashtile_lab.kernels import report as all_builds
 

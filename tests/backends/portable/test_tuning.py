@@ -14,12 +14,13 @@ import torch
 pytest.importorskip("typer")
 
 import flashtile
-from flashtile import ops, tuning
+from flashtile import tuning
+from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable import tuned
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import launch
-from flashtile.backends.trial import on_trial
 from flashtile.cli import main
+from flashtile.ops import operators as ops
 
 TABLE, FAST, TWICE = Config(16, 16, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 2)
 SHAPE = ["tune", "--shape", "1,9,2,1,16", "--dtype", "float32", "--causal"]

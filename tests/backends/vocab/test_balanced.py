@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.vocab import balanced
+from flashtile.backends.gpu.device import balanced
 
 
 @triton.jit

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile import philox, states
-from flashtile.backends.vocab import blocks, dropout, mask, scheduler, scores, sequence, softmax
-from flashtile.masks import Band
+from flashtile.backends.gpu.device import blocks, dropout, mask, scheduler, scores, sequence, softmax
+from flashtile.core import philox, states
+from flashtile.core.masks import Band
 
 
 @triton.jit

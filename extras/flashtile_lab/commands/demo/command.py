@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flashtile import dispatch, settings
 from flashtile.cli.choices import DeviceType
 from flashtile.cli.info import machine, why_unusable
-from flashtile.errors import InvalidInputError, UnsupportedError
+from flashtile.core import settings
+from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.ops import dispatch
 from flashtile_lab.commands.demo import exactness, scaling, training
 from flashtile_lab.commands.demo.probe import Point, Setting
 from flashtile_lab.examples.char_gpt import Text, shakespeare

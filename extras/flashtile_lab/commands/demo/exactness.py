@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile import reference
-from flashtile.arguments import band_of
-from flashtile.errors import UnsupportedError
-from flashtile.problem import Problem, Tensors
+from flashtile.call.arguments import band_of
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.errors import UnsupportedError
 
 HEAD_DIM = 64
 NUM_HEADS = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from flashtile.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError
 from flashtile_lab.commands.demo.probe import Point, Setting, serve
 
 

@@ -38,7 +38,7 @@ explore.attention = (() => {
 
   const empty = (cols) => ({ max: -Infinity, sum: 0, acc: new Array(cols).fill(0) });
 
-  // Adds a block of scores and values to the state of a row: the update of backends/vocab/softmax.py, in base e.
+  // Adds a block of scores and values to the state of a row: the update of backends/gpu/device/softmax.py, in base e.
   const update = (state, scores, values, round = id) => {
     const max = Math.max(state.max, ...scores),
       origin = max === -Infinity ? 0 : max;

@@ -75,7 +75,7 @@ explore.model = (() => {
     return { ...parts, total: Object.values(parts).reduce((a, b) => a + b) };
   };
 
-  // Of the sides that flashtile_lab.analysis tries, the tile that fits and moves the fewest bytes: tallest, then widest.
+  // Of the sides that flashtile_lab.analysis tries, the tile that fits and moves the fewest bytes: tallest, widest.
   const fittingTile = (onChip, d, bytes) => {
     const sides = explore.data.tileSides.slice().reverse();
     for (const blockQ of sides)

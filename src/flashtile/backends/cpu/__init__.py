@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import FLOAT8
-from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
 from flashtile.backends.cpu import backward, decode, forward, quantized
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.problem import DTYPES, Problem, Tensors
-from flashtile.quantization.arguments import QuantizedTensors
+from flashtile.call.arguments import FLOAT8
+from flashtile.call.backend import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import DTYPES, Problem, Tensors
+from flashtile.call.quantized_arguments import QuantizedTensors
 
 _CAPABILITIES = Capabilities(
     device_types=("cpu",),

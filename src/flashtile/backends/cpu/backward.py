@@ -8,12 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Gradients
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
 from flashtile.backends.cpu.paths import Path, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
-from flashtile.problem import Problem, Tensors
+from flashtile.call.backend import Gradients
+from flashtile.call.problem import Problem, Tensors
 
 
 @dataclass(frozen=True, eq=False)

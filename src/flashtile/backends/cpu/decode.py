@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashtile.arguments import Options
 from flashtile.backends.cpu import forward
-from flashtile.kvcache.arguments import FLOAT8, CacheTensors
-from flashtile.kvcache.problem import lengths_of
-from flashtile.problem import Problem, SequenceLayout, Tensors
-from flashtile.rotary import apply_rotary
+from flashtile.call.arguments import Options
+from flashtile.call.cached_arguments import FLOAT8, CacheTensors
+from flashtile.call.cached_problem import lengths_of
+from flashtile.call.problem import Problem, SequenceLayout, Tensors
+from flashtile.call.rotary import apply_rotary
 
 # Conversion makes NaN of what is greater.
 _LARGEST_8_BIT = torch.finfo(FLOAT8).max

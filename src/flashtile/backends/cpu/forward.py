@@ -7,12 +7,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from flashtile import states
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu.paths import Path, adds_tiles, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
-from flashtile.problem import Problem, Tensors
-from flashtile.states import Partial
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core import states
+from flashtile.core.states import Partial
 
 State = tuple[Tensor, Tensor]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flashtile.backends.cpu import plan
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
 
 # Below this many rows the kernel's scratch memory is not a multiple of a cache line, and the rounding of its matrix
 # products depends on where a thread's part begins, so results would depend on the number of sequences in the call.

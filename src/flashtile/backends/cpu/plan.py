@@ -12,8 +12,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from flashtile.masks import Band, Origin
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.masks import Band, Origin
 
 # Named wherever a tensor is made: torch.set_default_device may say something else.
 _CPU = torch.device("cpu")

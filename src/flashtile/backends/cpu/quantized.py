@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import forward
-from flashtile.problem import Problem, Tensors
-from flashtile.quantization.arguments import QuantizedTensors
-from flashtile.quantization.record import Quantized
+from flashtile.call.problem import Problem, Tensors
+from flashtile.call.quantized import Quantized
+from flashtile.call.quantized_arguments import QuantizedTensors
 
 
 def describe(problem: Problem) -> str:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile import philox
 from flashtile.backends.cpu import plan
 from flashtile.backends.cpu.plan import Rectangle, Sequence
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core import philox
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.arguments import FLOAT8
-from flashtile.backends.base import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.problem import Problem, Tensors
-from flashtile.quantization.arguments import QuantizedTensors
+from flashtile.call.arguments import FLOAT8
+from flashtile.call.backend import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.call.quantized_arguments import QuantizedTensors
 
 _FORWARD = Capabilities(
     device_types=("cuda",),
@@ -111,7 +111,7 @@ class _Backend:
         return QuantizedPlan(problem, tensors, known)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
-        from flashtile.backends import host
+        from flashtile.backends.gpu import host
         from flashtile.backends.hopper.launches import launches
 
         return host.builds(launches(problem, tensors, direction))

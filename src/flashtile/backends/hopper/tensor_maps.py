@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.gpu.launch import TensorMap
 from flashtile.backends.hopper.device.coordinates import PACKED_ROWS
-from flashtile.backends.launch import TensorMap
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 GLUON_DTYPES |= {torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8}

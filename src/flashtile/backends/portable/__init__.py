@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flashtile import settings
-from flashtile.arguments import FLOAT8
-from flashtile.backends.base import (
+from flashtile.backends.gpu.decode import config as decode
+from flashtile.backends.portable.backward import config as backward
+from flashtile.backends.portable.forward import config as forward
+from flashtile.backends.portable.quantized import config as quantized
+from flashtile.call.arguments import FLOAT8
+from flashtile.call.backend import (
     Backward,
     Build,
     Capabilities,
@@ -22,14 +25,11 @@ from flashtile.backends.base import (
     Known,
     QuantizedForward,
 )
-from flashtile.backends.decode import config as decode
-from flashtile.backends.portable.backward import config as backward
-from flashtile.backends.portable.forward import config as forward
-from flashtile.backends.portable.quantized import config as quantized
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.problem import Problem, Tensors
-from flashtile.quantization.arguments import QuantizedTensors
-from flashtile.states import Partial
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.core import settings
+from flashtile.core.states import Partial
 
 T = TypeVar("T", Tensors, QuantizedTensors)
 _CAPABILITIES = Capabilities(
@@ -150,7 +150,7 @@ class PortableBackend:
 
     def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
         """A launch that appends, if there are new keys, and one that attends."""
-        from flashtile.backends.decode.launch import DecodePlan
+        from flashtile.backends.gpu.decode.launch import DecodePlan
 
         return DecodePlan(problem, tensors, known)
 
@@ -172,7 +172,7 @@ class PortableBackend:
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""
-        from flashtile.backends import host
+        from flashtile.backends.gpu import host
         from flashtile.backends.portable.launches import launches
 
         return host.builds(launches(problem, tensors, direction))

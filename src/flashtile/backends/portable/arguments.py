@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import philox
-from flashtile.backends.launch import TensorMap, row_strides
+from flashtile.backends.gpu.device import dropout, scheduler, scores
+from flashtile.backends.gpu.launch import TensorMap, row_strides
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.config import Config, tile_dims
-from flashtile.backends.vocab import dropout, scheduler, scores
-from flashtile.problem import Problem, Tensors, is_aligned
-from flashtile.quantization.arguments import QuantizedTensors
+from flashtile.call.problem import Problem, Tensors, is_aligned
+from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.core import philox
 
 # Bytes of keys and values of heads that run together, the same for all chips, as it changes no result. Far below L2,
 # which rows and results pass through as well; measured: docs/tuning-notes.md.

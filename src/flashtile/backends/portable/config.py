@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashtile.backends.trial import tried
-from flashtile.problem import Problem
+from flashtile.backends.gpu.trial import tried
+from flashtile.call.problem import Problem
 
 # Shared memory a program may take, in bytes, by architecture.
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashtile.backends.base import Direction
-from flashtile.backends.launch import Launch
-from flashtile.problem import Problem
+from flashtile.backends.gpu.launch import Launch
+from flashtile.call.backend import Direction
+from flashtile.call.problem import Problem
 
 
 def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:

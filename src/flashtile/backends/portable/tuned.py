@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flashtile import settings
+from flashtile.backends.gpu.trial import on_trial, tried
 from flashtile.backends.portable import config
 from flashtile.backends.portable.config import Config, Tables
-from flashtile.backends.trial import on_trial, tried
-from flashtile.errors import InvalidInputError, shown
-from flashtile.problem import Problem
+from flashtile.call.problem import Problem
+from flashtile.core import settings
+from flashtile.core.errors import InvalidInputError, shown
 
 KERNELS = ("forward", "dkdv", "dk", "dv", "dq")
 # The backward pads the rows of delta for tiles of no more.

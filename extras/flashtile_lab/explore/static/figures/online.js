@@ -207,7 +207,7 @@
     );
     explore.note(
       plot,
-      "Times by the model of flashtile_lab.analysis.decode: a multiprocessor reads at its share of the memory's rate, so " +
+      "Times by flashtile_lab.analysis.decode: a multiprocessor reads at its share of the memory's rate, so " +
         "a call takes as long as the one with the most keys.",
     );
     return { ...numbers, decode: d, rule, parts: parts.length };

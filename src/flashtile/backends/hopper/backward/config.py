@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper.forward.config import PRODUCER_REGISTERS, SHARED_BYTES, WARPGROUP_REGISTERS, narrowest
 from flashtile.backends.hopper.forward.config import width as width_of_tiles
-from flashtile.backends.trial import tried
-from flashtile.problem import Problem
+from flashtile.call.problem import Problem
 
 PART_KEYS = 64
 

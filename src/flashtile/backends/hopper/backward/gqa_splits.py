@@ -11,8 +11,8 @@ import functools
 import math
 
 from flashtile.backends.hopper.backward.config import Config
-from flashtile.masks import Band
-from flashtile.problem import Problem
+from flashtile.call.problem import Problem
+from flashtile.core.masks import Band
 
 # Hopper's multiprocessors, not the device's own number: so all devices give the same bits.
 _MULTIPROCESSORS = 132

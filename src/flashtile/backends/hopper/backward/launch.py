@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Chain, Gradients, Known
+from flashtile.backends.gpu.device import scheduler
+from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, row_strides
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward.config import Config
@@ -18,11 +21,8 @@ from flashtile.backends.hopper.backward.kernel import attention_backward
 from flashtile.backends.hopper.backward.postprocess import finish_gradient
 from flashtile.backends.hopper.backward.preprocess import prepare_rows
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
-from flashtile.backends.host import Step, like_floats, run
-from flashtile.backends.launch import Launch, Pointer, TensorMap, row_strides
-from flashtile.backends.vocab import scheduler
-from flashtile.backends.vocab.softmax import LOG2_E
-from flashtile.problem import Problem, Tensors
+from flashtile.call.backend import Chain, Gradients, Known
+from flashtile.call.problem import Problem, Tensors
 
 # Half of Hopper's 50 MB of L2; other chips may use it too: the order of tiles changes no sum within a tile.
 _CACHE_BYTES = 25 * 1024 * 1024

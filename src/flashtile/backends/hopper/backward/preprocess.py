@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.backward.workspace import has_keys, last_first, locate
-from flashtile.backends.vocab import softmax
 
 _RUN_TIME = ["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "sums_size", "batch", "seqlen_q", "num_heads_q"]
 # Numbers of the sums of dk and dv that a program sets to 0 at a time.

@@ -19,11 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import scheduler, sequence
+from flashtile.backends.gpu.launch import Pointer
 from flashtile.backends.hopper.backward import gqa_splits
 from flashtile.backends.hopper.backward.config import Config
-from flashtile.backends.launch import Pointer
-from flashtile.backends.vocab import scheduler, sequence
-from flashtile.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors
 
 
 class Workspace(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from flashtile.backends.decode import config as portable
-from flashtile.backends.decode.config import Config, Splitting, hopper_rows
+from flashtile.backends.gpu.decode import config as portable
+from flashtile.backends.gpu.decode.config import Config, Splitting, hopper_rows
+from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as forward
-from flashtile.backends.trial import tried
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.problem import Problem
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Problem
 
 # Up to so many rows the Triton kernel's tiles of 16 do as well; more than two warpgroups' are the forward's.
 _FEWEST_ROWS, _MOST_ROWS = 17, 128

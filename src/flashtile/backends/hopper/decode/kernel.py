@@ -2,20 +2,20 @@
 
 A warp finds the parts of a program, a warp loads their keys and values by TMA, and warpgroups of 64 rows compute with
 WGMMA. Which splits there are, which program computes them, and how their states are stored and folded is that of the
-Triton kernel, ``backends/decode/kernel.py``. Source of the schedule: Shah et al. 2024, FlashAttention-3,
+Triton kernel, ``backends/gpu/decode/kernel.py``. Source of the schedule: Shah et al. 2024, FlashAttention-3,
 arXiv:2407.08608, section 3.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.decode.call import Cache, Call, Lengths, Pages, Queries, Results, Sizes, Splitting
+from flashtile.backends.gpu.decode.call import Cache, Call, Lengths, Pages, Queries, Results, Sizes, Splitting
+from flashtile.backends.gpu.device.mask import Band
+from flashtile.backends.gpu.device.scores import Terms
+from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.hopper.decode.roles import FIELDS, RECORD_SIZE, Channels, consumer, producer, scheduler
 from flashtile.backends.hopper.device.head_dim_parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
-from flashtile.backends.vocab.mask import Band
-from flashtile.backends.vocab.scores import Terms
-from flashtile.backends.vocab.softmax import LOG2_E
 
 _PLAIN = [
     "pages_stride_b", "batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "right", "k_entry_rows",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashtile.backends.decode import config as portable
-from flashtile.backends.decode.config import Config
-from flashtile.backends.decode.launch import Bounds, DecodePlan, attention_launch, multiprocessors
+from flashtile.backends.gpu.decode import config as portable
+from flashtile.backends.gpu.decode.config import Config
+from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_launch, multiprocessors
+from flashtile.backends.gpu.launch import Launch, parameters_of
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
 from flashtile.backends.hopper.forward.cached import cached_launch
-from flashtile.backends.launch import Launch, parameters_of
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.problem import Problem
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Problem
 
 
 class CachedPlan(DecodePlan):

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.launch import forward_launch
-from flashtile.backends.launch import Launch, Pointer, TensorMap
-from flashtile.kvcache.arguments import CacheTensors
-from flashtile.problem import Problem, Tensors
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Problem, Tensors
 
 _FEWEST_PAGE_ROWS = 16
 

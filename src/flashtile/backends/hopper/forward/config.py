@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.trial import tried
-from flashtile.problem import Problem
+from flashtile.backends.gpu.trial import tried
+from flashtile.call.problem import Problem
 
 SHARED_BYTES = 227 * 1024
 # Registers of a thread of each warpgroup, added up.

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import states
-from flashtile.backends.base import Known
+from flashtile.backends.gpu.device.scheduler import num_packed_tiles
+from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.kernel import attention_forward
-from flashtile.backends.host import Step, like_floats, run
-from flashtile.backends.launch import Launch, Pointer
-from flashtile.backends.vocab.scheduler import num_packed_tiles
-from flashtile.backends.vocab.softmax import LOG2_E
-from flashtile.problem import Problem, Tensors
-from flashtile.states import Partial
+from flashtile.call.backend import Known
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core import states
+from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",

@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
+from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device.gluon_compat import aggregate, tma_store_wait
 from flashtile.backends.hopper.device.head_dim_parts import (
     also,
@@ -36,7 +37,6 @@ from flashtile.backends.hopper.forward.softmax_step import (
     operand,
     step,
 )
-from flashtile.backends.vocab import softmax
 
 
 @gluon.jit

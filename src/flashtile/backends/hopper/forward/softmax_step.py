@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
+from flashtile.backends.gpu.device import mask, softmax
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.head_dim_parts import (
     add_products,
@@ -25,7 +26,6 @@ from flashtile.backends.hopper.device.wgmma_fragments import (
     thread_sums,
 )
 from flashtile.backends.hopper.forward.scheduler import queries_of, query_rows
-from flashtile.backends.vocab import mask, softmax
 
 
 @aggregate

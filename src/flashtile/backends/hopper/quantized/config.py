@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper.forward import config as forward
-from flashtile.backends.trial import tried
-from flashtile.problem import Problem
+from flashtile.call.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.base import Known
+from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.quantized import config as configs
 from flashtile.backends.hopper.quantized.config import Config
 from flashtile.backends.hopper.quantized.kernel import attention_quantized
-from flashtile.backends.host import Step, like_floats, run
-from flashtile.backends.launch import Launch, Pointer, TensorMap
-from flashtile.backends.vocab.softmax import LOG2_E
-from flashtile.problem import Problem
-from flashtile.quantization.arguments import QuantizedTensors
-from flashtile.quantization.problem import scale_strides
+from flashtile.call.backend import Known
+from flashtile.call.problem import Problem
+from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.call.quantized_problem import scale_strides
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "shift", "cu_seqlens_q", "cu_seqlens_k", "counter", "q_scale", "k_scale",

@@ -3,11 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device import inline_ptx
 from flashtile.backends.hopper.device.wgmma_fragments import row_tops, thread_sums
 from flashtile.backends.hopper.forward.softmax_step import block_pairs, is_edge, shape_scores
 from flashtile.backends.hopper.quantized.inline_ptx import packed, pingpong_arrive, pingpong_wait
-from flashtile.backends.vocab import softmax
 
 # log2 of the factor of probabilities: the largest of a row become 256 of e4m3's 448.
 PROBS_LOG2 = gl.constexpr(8.0)

@@ -6,11 +6,11 @@ from typing import Literal
 
 import torch
 
+from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable import config
 from flashtile.backends.portable.config import Config, Tables
 from flashtile.backends.portable.tuned import select
-from flashtile.backends.trial import on_trial
-from flashtile.problem import Problem
+from flashtile.call.problem import Problem
 
 # Enough programs for a GPU of some 130 multiprocessors. Not by the device's own number: sums are split by it, and their
 # bits would change from device to device.

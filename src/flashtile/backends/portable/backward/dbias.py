@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import blocks, scores, sequence
+from flashtile.backends.gpu.device.dropout import Dropout, keep_tile
+from flashtile.backends.gpu.device.mask import Band, ScoreTensor
+from flashtile.backends.gpu.device.scores import Alibi, Pairs, ScoreMod
+from flashtile.backends.gpu.device.sequence import Operand, Rows, Strided
 from flashtile.backends.portable.backward.kernel import Given, load_row_terms, probabilities
 from flashtile.backends.portable.device.call import with_call
 from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
-from flashtile.backends.vocab import blocks, scores, sequence
-from flashtile.backends.vocab.dropout import Dropout, keep_tile
-from flashtile.backends.vocab.mask import Band, ScoreTensor
-from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
-from flashtile.backends.vocab.sequence import Operand, Rows, Strided
 
 
 class BiasGradient(NamedTuple):

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Gradients, Known
-from flashtile.backends.host import Step, like_floats, run
-from flashtile.backends.launch import Launch, Pointer, row_strides
+from flashtile.backends.gpu.device import scores
+from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.launch import Launch, Pointer, row_strides
+from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.arguments import (
     common_arguments,
     common_sizes,
@@ -34,9 +35,8 @@ from flashtile.backends.portable.backward.kernel import attention_backward_dkdv,
 from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.config import Config, padded, tile_dims
 from flashtile.backends.portable.tuned import or_tables
-from flashtile.backends.trial import on_trial
-from flashtile.backends.vocab import scores
-from flashtile.problem import Problem, Tensors
+from flashtile.call.backend import Gradients, Known
+from flashtile.call.problem import Problem, Tensors
 
 _PREPARE_ROWS = 32
 _MAX_TILE = 128

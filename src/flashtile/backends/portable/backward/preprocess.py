@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.vocab import softmax
+from flashtile.backends.gpu.device import softmax
 
 
 @triton.jit

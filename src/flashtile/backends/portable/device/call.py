@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.vocab import mask, scheduler, scores, sequence
-from flashtile.backends.vocab.mask import MaskMod
-from flashtile.backends.vocab.scores import ScoreMod, Terms
-from flashtile.backends.vocab.sequence import Operand, SequenceLayout
+from flashtile.backends.gpu.device import mask, scheduler, scores, sequence
+from flashtile.backends.gpu.device.mask import MaskMod
+from flashtile.backends.gpu.device.scores import ScoreMod, Terms
+from flashtile.backends.gpu.device.sequence import Operand, SequenceLayout
 
 
 class Call(NamedTuple):

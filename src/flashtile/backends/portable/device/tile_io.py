@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.vocab import sequence
+from flashtile.backends.gpu.device import sequence
 
 
 @triton.constexpr_function

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtile.backends.portable.config import Config, Tables
 from flashtile.backends.portable.tuned import select
-from flashtile.problem import Problem
+from flashtile.call.problem import Problem
 
 
 def choose(problem: Problem, arch: str | None = None) -> Config:

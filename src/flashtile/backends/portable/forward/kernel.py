@@ -12,6 +12,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import blocks, scores, softmax
+from flashtile.backends.gpu.device.blocks import Visit
+from flashtile.backends.gpu.device.dropout import Dropout, keep_tile
+from flashtile.backends.gpu.device.mask import Band, ScoreTensor
+from flashtile.backends.gpu.device.scores import Alibi, Pairs, ScoreMod
+from flashtile.backends.gpu.device.sequence import Rows, Strided
 from flashtile.backends.portable.device.call import locate, with_call
 from flashtile.backends.portable.device.tile_io import (
     add_product,
@@ -23,12 +29,6 @@ from flashtile.backends.portable.device.tile_io import (
     times_transposed,
     zeros,
 )
-from flashtile.backends.vocab import blocks, scores, softmax
-from flashtile.backends.vocab.blocks import Visit
-from flashtile.backends.vocab.dropout import Dropout, keep_tile
-from flashtile.backends.vocab.mask import Band, ScoreTensor
-from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
-from flashtile.backends.vocab.sequence import Rows, Strided
 
 
 class Results(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Known
-from flashtile.backends.host import Step, like_floats, run
-from flashtile.backends.launch import Launch, Pointer
+from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.arguments import (
     common_arguments,
     common_sizes,
@@ -21,9 +21,9 @@ from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
 from flashtile.backends.portable.tuned import or_tables
-from flashtile.backends.trial import on_trial
-from flashtile.problem import Problem, Tensors
-from flashtile.states import Partial
+from flashtile.call.backend import Known
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "alibi", "mask", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state",

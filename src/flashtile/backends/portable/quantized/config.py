@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flashtile.backends.portable.config import Config, Tables, select
 from flashtile.backends.portable.forward import config as forward
-from flashtile.problem import Problem
-from flashtile.quantization.blocks import BLOCK
+from flashtile.call.blocks import BLOCK
+from flashtile.call.problem import Problem
 
 
 def choose(problem: Problem, arch: str | None = None) -> Config:

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import blocks, scores, sequence, softmax
+from flashtile.backends.gpu.device.blocks import Visit
+from flashtile.backends.gpu.device.dropout import Dropout
+from flashtile.backends.gpu.device.mask import Band, ScoreTensor
+from flashtile.backends.gpu.device.scores import Alibi, Pairs, ScoreMod
+from flashtile.backends.gpu.device.sequence import Rows, Strided
 from flashtile.backends.portable.device.call import locate, with_call
 from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
 from flashtile.backends.portable.forward.kernel import finish
-from flashtile.backends.vocab import blocks, scores, sequence, softmax
-from flashtile.backends.vocab.blocks import Visit
-from flashtile.backends.vocab.dropout import Dropout
-from flashtile.backends.vocab.mask import Band, ScoreTensor
-from flashtile.backends.vocab.scores import Alibi, Pairs, ScoreMod
-from flashtile.backends.vocab.sequence import Rows, Strided
 
 # Keys, or queries, that share a scale.
 SCALE_BLOCK = tl.constexpr(128)

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.base import Known
-from flashtile.backends.host import Step, like_floats, run
-from flashtile.backends.launch import Launch, Pointer
+from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.arguments import band_sizes, heads_at_once, num_programs, tile_arguments
 from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.portable.quantized.config import choose
 from flashtile.backends.portable.quantized.kernel import attention_quantized
-from flashtile.backends.trial import on_trial
-from flashtile.problem import Problem
-from flashtile.quantization.arguments import QuantizedTensors
-from flashtile.quantization.problem import scale_strides
+from flashtile.call.backend import Known
+from flashtile.call.problem import Problem
+from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.call.quantized_problem import scale_strides
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "q_scale", "k_scale", "v_scale", "shift", "sinks", "cu_seqlens_q", "cu_seqlens_k",

@@ -1,0 +1,388 @@
+"""The public functions. Each collects its arguments, has them checked, and calls one operator."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
+from flashtile.call import autocast
+from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, flag, read, wanting, without_data
+from flashtile.call.backend import Build, directions_of
+from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
+from flashtile.call.quantized import Quantized
+from flashtile.core import states
+from flashtile.core.errors import InvalidInputError, shown
+from flashtile.ops import dispatch, flops, sharding, transforms
+from flashtile.ops import operators as ops
+from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
+
+transforms.register()
+sharding.register()
+flops.register()
+
+
+def attention(
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, in memory linear in the sequence lengths.
+
+    Args:
+        q: ``(batch, seqlen_q, num_heads_q, head_dim)``; float16, bfloat16, float32, or float64 on the CPU. Or a
+            ``Quantized`` in place of q, k and v, without a gradient, slopes, mask, bias or dropout.
+        k: ``(batch, seqlen_k, num_heads_kv, head_dim)``; num_heads_q is a multiple of num_heads_kv.
+        v: ``(batch, seqlen_k, num_heads_kv, head_dim_v)``.
+        causal: Row i keeps keys ``j <= i + seqlen_k - seqlen_q``: the last query sees the last key.
+        window_size: ``(left, right)``: row i keeps ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q +
+            right``, ends inclusive; -1 or None leaves a side unbounded. ``causal`` overrides the right bound.
+        softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
+        softcap: c > 0 replaces the scaled scores by ``c * tanh(scores / c)``.
+        alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds
+            ``-slope * |i + seqlen_k - seqlen_q - j|``. Has no gradient.
+        attn_mask: bool, broadcastable to ``(batch, num_heads_q, seqlen_q, seqlen_k)``; True keeps.
+        attn_bias: float16 to float64, broadcastable to the same shape; added to the scores; has a gradient.
+        sinks: ``(num_heads_q,)``: a logit per head that joins each row's denominator, without a value; has a gradient.
+        dropout_p: Probability with which each attention probability is dropped; the rest is scaled by ``1/(1-p)``.
+            Drawn from PyTorch's generator, so ``torch.manual_seed`` repeats it.
+        deterministic: The backward returns the same bits every time. The forward always does.
+        return_lse: Also return the log-sum-exp of the scores.
+        precision: "fp8" rounds bfloat16 or float16 q, k and v to 8 bits, as ``quantize`` does, for the forward alone.
+        backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
+
+    Returns:
+        out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` in q's dtype, or ``(out, lse)`` with lse
+        ``(batch, num_heads_q, seqlen_q)`` float32 (float64 for float64 inputs), natural log, sinks included. A row that
+        keeps no key has out 0 and lse -inf, or the sink.
+
+    Raises:
+        InvalidInputError: A ValueError that names the argument.
+        UnsupportedError: No backend can run the call; lists the reasons of each.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691.
+    """
+    global _last
+    alone = Tensors(q, k, v)  # type: ignore[arg-type]
+    if not ops.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
+        # Most calls have the keywords of the one before. Compared by identity, since True == 1.
+        options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_ = _last
+        if (
+            causal is causal_ and window_size is window_ and softmax_scale is scale_ and softcap is softcap_
+            and dropout_p is dropout_ and deterministic is deterministic_ and backend is backend_
+            and alibi_slopes is attn_mask is attn_bias is sinks is None and precision is None and return_lse is False
+            and options.grads == (
+                (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False)
+                if torch.is_grad_enabled() else _NO_GRADS
+            )
+        ):  # fmt: skip
+            return ops.attention_again(options, alone)
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
+    if precision is not None or isinstance(q, Quantized):
+        return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain))
+    options = read(tensors, causal, window_size, return_lse, plain)
+    if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
+        _last = options, causal, window_size, *plain
+    return _run(tensors, options, return_lse)
+
+
+_NO_GRADS = Grads()
+# The options of a call without dropout, and the keywords that they were read from.
+_last: tuple[Any, ...] = (Options(), object(), *[None] * 6)
+
+
+def attention_varlen(
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences packed one after another; each sequence attends to itself only.
+
+    q is ``(total_q, num_heads_q, head_dim)``, k ``(total_k, num_heads_kv, head_dim)``, v ``(total_k, num_heads_kv,
+    head_dim_v)``. cu_seqlens_q and cu_seqlens_k are ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens_q[b]`` to
+    ``cu_seqlens_q[b + 1]`` of q against rows ``cu_seqlens_k[b]`` to ``cu_seqlens_k[b + 1]`` of k and v. Rows past the
+    last bound belong to no sequence: out 0, lse -inf.
+
+    max_seqlen_q and max_seqlen_k are the longest lengths. Without them GPU kernels launch for the bounds total_q and
+    total_k, with no synchronisation, which costs empty programs where the batch is large.
+
+    A ``Quantized`` of packed sequences in place of q, k and v has its own cu_seqlens and longest lengths.
+
+    The keywords are those of ``attention``; causal, window_size and alibi_slopes use each sequence's own lengths, and
+    each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
+
+    Returns:
+        out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``.
+
+    Raises:
+        InvalidInputError: A ValueError that names the argument.
+        UnsupportedError: No backend can run the call; lists the reasons of each.
+    """
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    is_quantized = isinstance(q, Quantized)
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if cu_seqlens is None and not is_quantized:
+            raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
+    if precision is not None or is_quantized:
+        return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain, True, longest))
+    return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse)
+
+
+def _eight_bits() -> Any:
+    """The calls in 8 bits: what few programs need is not loaded by all."""
+    from flashtile.api import quantized as api
+
+    return api
+
+
+def _run(tensors: Tensors, options: Options, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    if autocast.is_on():
+        tensors = autocast.cast(tensors, tensors.q.device.type)
+    if options.dropout_p > 0:
+        sharding.refuse_dropout(tensors.q)
+        state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensors.q.device)
+        tensors = dataclasses.replace(tensors, rng_state=state)
+    out, lse = ops.attention(tensors, options, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges attention over two disjoint sets of keys into attention over their union.
+
+    The operation is associative and commutative, and ``(0, -inf)`` is its empty state, so keys may be split anywhere
+    and merged in any order. Differentiable in all four arguments.
+
+    Args:
+        out_a: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``.
+        lse_a: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``, natural log.
+        out_b: Like out_a.
+        lse_b: Like lse_a.
+
+    Returns:
+        out in out_a's dtype and lse in lse_a's, shapes as given.
+
+    Raises:
+        InvalidInputError: If the shapes do not fit one another.
+
+    Source: docs/algorithm.md, "The monoid"; Milakov and Gimelshein 2018, arXiv:1805.02867.
+    """
+    _check_states(out_a, lse_a, out_b, lse_b)
+    found = _merged_by_kernel(out_a, lse_a, out_b, lse_b)
+    if found is not None:
+        return found
+    out, lse = states.merge(out_a.transpose(-2, -3), lse_a, out_b.transpose(-2, -3), lse_b)
+    return out.transpose(-2, -3).to(out_a.dtype), lse
+
+
+def _merged_by_kernel(*given: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The merged state from a kernel: on GPUs, where nothing watches the operations and no gradient is needed."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if not given[0].is_cuda or needs_grad or ops.is_watched(*given[:3]) or type(given[3]) is not Tensor:
+        return None
+    if not importlib.util.find_spec("triton"):
+        return None
+    from flashtile.backends.gpu.decode import merge
+
+    return merge.merge(*given) if merge.can_merge(*given) else None
+
+
+def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        check_tensor(name, tensor)
+        if not tensor.dtype.is_floating_point:
+            raise InvalidInputError(name, f"dtype is {tensor.dtype}, must be a float dtype")
+        if tensor.device != out_a.device:
+            raise InvalidInputError(name, f"is on {tensor.device}, but out_a is on {out_a.device}")
+    if out_a.dim() not in (3, 4):
+        raise InvalidInputError("out_a", f"has {out_a.dim()} dimensions, must have 4, or 3 for packed sequences")
+    *lead, seqlen, heads, _ = out_a.shape
+    rows = (*lead, heads, seqlen)
+    for name, tensor, shape in (("lse_a", lse_a, rows), ("out_b", out_b, tuple(out_a.shape)), ("lse_b", lse_b, rows)):
+        if tuple(tensor.shape) != shape:
+            raise InvalidInputError(name, f"has shape {tuple(tensor.shape)}, must be {shape} to match out_a")
+
+
+def explain(
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str | None = None,
+    backend: str | None = None,
+) -> str:
+    """Says which backend and tiles a call would run with, and why the other backends would not.
+
+    Takes the arguments of ``attention``, or with cu_seqlens those of ``attention_varlen``, and raises the same errors.
+    Nothing is computed.
+
+    Returns:
+        A few lines of text.
+    """
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    if precision is not None or isinstance(q, Quantized):
+        asked = precision, causal, window_size, return_lse, plain, None, longest
+        calls = _eight_bits().calls(tensors, asked, None)
+        return "\n".join(dispatch.explain(problem, backend, each) for problem, _, each in calls)
+    options = read(tensors, causal, window_size, return_lse, plain, longest)
+    problem = Problem.of(autocast.cast(tensors, q.device.type), options)
+    if problem.varlen and problem.device_type == "cpu":
+        check_values(problem, tensors)
+    return dispatch.explain(problem, backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildTime:
+    """The build time of one kernel: backend, direction, kernel, and seconds to build it or find it built."""
+
+    backend: str
+    direction: str
+    kernel: str
+    seconds: float
+
+
+def warm_up(
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: torch.device | str = "cuda",
+    backward: bool = True,
+) -> list[BuildTime]:
+    """Builds the kernels that a call needs, in parallel, so that the call itself does not wait for them.
+
+    Takes the arguments of ``explain``. Only shapes, strides and dtypes of the tensors are read: they may be on the meta
+    device, ``torch.empty(8, 512, 16, 64, dtype=torch.bfloat16, device="meta")``, where they take no memory.
+
+    device is where the call will run. With backward the backward is built too, for the tensors that require a gradient,
+    or for all if none does; its dout is assumed contiguous.
+
+    Returns:
+        A record per kernel; no records for a backend that needs no build.
+    """
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    place, backward = _device(device), flag("backward", backward)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
+    asked = precision, causal, window_size, return_lse, plain, None, longest
+    in_8_bits = precision is not None or isinstance(q, Quantized)
+    if in_8_bits:
+        calls = _eight_bits().calls(tensors, asked, place, backward)
+    else:
+        options = wanting(tensors, read(tensors, causal, window_size, return_lse, plain, longest), backward)
+        shapes = autocast.cast(without_data(tensors), place.type)
+        if options.dropout_p > 0:
+            shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
+        where = {"device_type": place.type, "compute_capability": compute_capability(place), "gpu": gpu_name(place)}
+        problem = Problem.of(shapes, options).but(**where)
+        calls = [(problem, shapes, direction) for direction in directions_of(problem)]
+    wanted: list[tuple[str, str, Build]] = []
+    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        if in_8_bits:
+            rounding = _eight_bits().rounding_builds(tensors, asked, place)
+            wanted += [("quantization", "quantize", build) for build in rounding]
+        for problem, shapes, direction in calls:
+            chosen = dispatch.select(problem, direction, backend)
+            wanted += [(chosen.name, direction, build) for build in chosen.builds(problem, shapes, direction)]
+    # Compilers run in their own processes, so threads are enough to build kernels in parallel.
+    with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
+        return list(pool.map(_make, wanted))
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError("device", f"is {shown(device)}, must be a torch.device or its name") from error
+
+
+def _make(wanted: tuple[str, str, Build]) -> BuildTime:
+    backend, direction, build = wanted
+    start_s = time.perf_counter()
+    build.make()
+    return BuildTime(backend, direction, build.name, time.perf_counter() - start_s)
+
+
+def backends() -> tuple[str, ...]:
+    """The names of all backends, fastest first; ``explain`` says which of them can run a call."""
+    return dispatch.NAMES
+
+
+def support_table() -> str:
+    """A Markdown table of the features that each backend supports, made from the declared capabilities."""
+    return dispatch.support_table()

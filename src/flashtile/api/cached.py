@@ -1,0 +1,170 @@
+"""``attention_with_kvcache``, the public function."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashtile.call import arguments, autocast
+from flashtile.call.arguments import check_tensor
+from flashtile.call.cached_arguments import TENSORS, CacheTensors, read, tensor_values
+from flashtile.call.cached_problem import check_length
+from flashtile.core.errors import InvalidInputError
+from flashtile.ops import cached as ops
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = True,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over keys and values in a cache, which may be in pages, with new keys appended first.
+
+    Each sequence attends to its own keys. With L its length in the cache, new keys included, and seqlen_q its queries,
+    row i is aligned with key ``i + L - seqlen_q``: the last query with the last key. What lies before cache_leftpad or
+    from L on is never read into a result, whatever it holds. Lengths of 0 are allowed anywhere. No gradient.
+
+    Args:
+        q: ``(batch, seqlen_q, num_heads_q, head_dim)``, or packed ``(total_q, num_heads_q, head_dim)`` with
+            cu_seqlens_q; float16, bfloat16, float32, or float64 on the CPU. It is not changed.
+        k_cache: ``(entries, capacity, num_heads_kv, head_dim)``, or with page_table ``(pages, page_size, num_heads_kv,
+            head_dim)``; q's dtype or float8_e4m3fn. Never copied: its last dimension must be contiguous, other strides
+            are free, so that K and V may be views of one tensor, or heads lie before positions.
+        v_cache: The same with head_dim_v, in k_cache's dtype.
+        cache_seqlens: ``(batch,)`` int32: the keys of each sequence in the cache before appending; an int for all.
+        page_table: ``(batch, max_pages)`` int32: key j of sequence b is row ``j % page_size`` of page
+            ``page_table[b, j // page_size]``. What stands past a sequence's last page is not used.
+        cache_batch_idx: ``(batch,)`` int32: the entry of each sequence, b by default. Not with page_table.
+        cache_leftpad: ``(batch,)`` int32: the first key that each sequence sees, 0 by default.
+        k: New keys, ``(batch, seqlen_new, num_heads_kv, head_dim)`` in q's dtype, or packed ``(total_new, ...)`` with
+            cu_seqlens_k_new; written into k_cache at positions from cache_seqlens on, then attended to.
+        v: New values, the same with head_dim_v.
+        rotary_cos: ``(seqlen_rotary, rotary_dim / 2)`` in float32 or q's dtype: rotates the new keys and the queries;
+            the features from rotary_dim on are unchanged. In float32, rounded to q's dtype. Goes with k.
+        rotary_sin: Like rotary_cos.
+        rotary_interleaved: Rotates pairs of features (2i, 2i + 1); otherwise ``(i, i + rotary_dim / 2)``.
+        rotary_seqlens: ``(batch,)`` int32: the position of the first new key and the first query in rotary_cos,
+            cache_seqlens by default. Later ones follow; if neither causal nor windowed, all queries are at the first.
+        k_scale: ``(num_heads_kv,)`` or ``(entries, num_heads_kv)``, with page_table ``(pages, num_heads_kv)``; float32:
+            a float8 cache holds keys divided by it; 1 by default. New keys are divided and saturated to 448.
+        v_scale: The same for values.
+        cu_seqlens_q: ``(batch + 1,)`` int32: sequence b has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q.
+            Rows past the last bound belong to no sequence: out 0, lse -inf.
+        cu_seqlens_k_new: The same for k and v; cu_seqlens_q by default.
+        max_seqlen_q: The most queries that a packed sequence has, if known; total_q by default.
+        causal: Row i sees keys ``j <= i + L - seqlen_q``.
+        window_size: ``(left, right)``: row i sees ``i + L - seqlen_q - left <= j <= i + L - seqlen_q + right``, ends
+            inclusive; -1 or None leaves a side unbounded. ``causal`` overrides the right bound.
+        softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
+        softcap: c > 0 replaces the scaled scores by ``c * tanh(scores / c)``.
+        alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds ``-slope * |i + L - seqlen_q - j|``.
+        sinks: ``(num_heads_q,)``: a logit per head that joins each row's denominator, without a value.
+        return_lse: Also return the log-sum-exp of the scores.
+        out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
+        backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
+
+    Returns:
+        out ``(batch, seqlen_q, num_heads_q, head_dim_v)``, packed ``(total_q, num_heads_q, head_dim_v)``, in q's dtype;
+        or ``(out, lse)`` with lse ``(batch, num_heads_q, seqlen_q)``, packed ``(num_heads_q, total_q)``, float32
+        (float64 for float64), natural log, sinks included. A row without keys has out 0 and lse -inf, or the sink.
+
+    Raises:
+        InvalidInputError: A ValueError that names the argument.
+        UnsupportedError: No backend can run the call; lists the reasons of each.
+
+    Source: Dao et al. 2022, arXiv:2205.14135; Kwon et al. 2023, arXiv:2309.06180 (pages).
+    """
+    plain = (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend)
+    options = read(causal, window_size, return_lse, plain)
+    if autocast.is_on():
+        check_tensor("q", q)
+        q, k, v = _cast(q, k, v)
+    if k is not None and cu_seqlens_k_new is None:
+        cu_seqlens_k_new = cu_seqlens_q
+    result = _empty_out(q, v_cache) if out is None else out
+    one_length = None
+    # isinstance alone would take longer than making the record below.
+    if not (type(cache_seqlens) is Tensor or isinstance(cache_seqlens, Tensor)):
+        one_length, cache_seqlens = cache_seqlens, _filled(cache_seqlens, q, cu_seqlens_q)
+    tensors = CacheTensors(
+        result, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,
+        rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,
+    )  # fmt: skip
+    _check_types(tensors)
+    if one_length is not None:
+        check_length(tensors, one_length)
+    lse = ops.attend(tensors, options)
+    return (result, lse) if return_lse else result
+
+
+def _check_types(t: CacheTensors) -> None:
+    gradients = torch.is_grad_enabled()
+    for x in tensor_values(t):
+        if x is not None and (type(x) is not Tensor or (gradients and x.requires_grad)):
+            break
+    else:
+        return
+    arguments.given(t, TENSORS)  # names what is no tensor, and not of a subclass either
+    if gradients:
+        ops.refuse_gradients(tensor_values(t))
+
+
+def _empty_out(q: Tensor, v_cache: Tensor) -> Tensor:
+    for name, x in (("q", q), ("v_cache", v_cache)):
+        if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
+            check_tensor(name, x)
+    # Slices, so that tensors of too few dimensions are refused by name.
+    return q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]))
+
+
+def _filled(length: int, q: Tensor, bounds: Tensor | None) -> Tensor:
+    """cache_seqlens of one number for all sequences."""
+    if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
+        raise InvalidInputError(
+            "cache_seqlens", f"is of type {type(length).__name__}, must be int32 (batch,) or an int"
+        )
+    if not isinstance(length, torch.SymInt):
+        length = arguments.integer("cache_seqlens", length, 0)
+    check_tensor("q", q)
+    if bounds is not None:
+        check_tensor("cu_seqlens_q", bounds)
+    sequences = q.shape[:1] if bounds is None else (bounds.numel() - 1,)
+    return torch.full(sequences, length, dtype=torch.int32, device=q.device)
+
+
+def _cast(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The queries, new keys and new values in autocast's dtype, as ``autocast.cast`` has them; caches stay."""
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    k, v = (x if x is None else autocast.cast_one(x, dtype) for x in (k, v))
+    return autocast.cast_one(q, dtype), k, v

@@ -1,0 +1,156 @@
+"""Calls of the public functions in 8 bits: those of a ``Quantized``, and those with ``precision="fp8"``."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashtile.call import arguments, autocast
+from flashtile.call.arguments import Options, Tensors
+from flashtile.call.backend import Build, Direction
+from flashtile.call.problem import Problem, compute_capability
+from flashtile.call.quantized import Quantized
+from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of
+from flashtile.call.quantized_problem import problem_of
+from flashtile.core.errors import InvalidInputError, shown
+from flashtile.ops import quantized as ops
+from flashtile.ops import training, transforms
+from flashtile.ops.training import of_record, rounded
+
+
+class Asked(NamedTuple):
+    """What a public function was asked for besides tensors.
+
+    Attributes:
+        precision: None or "fp8".
+        causal: As the caller gave it, like the next two.
+        window_size: See causal.
+        return_lse: See causal.
+        plain: As for ``arguments.read``.
+        packed: Whether the function takes packed sequences; None if either.
+        lengths: max_seqlen_q and max_seqlen_k.
+    """
+
+    precision: Any
+    causal: Any
+    window_size: Any
+    return_lse: Any
+    plain: tuple[object, ...]
+    packed: bool | None = False
+    lengths: tuple[Any, Any] = (None, None)
+
+
+def attend(given: Tensors, asked: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
+    """The call of a ``Quantized`` in place of q, or in the precision "fp8".
+
+    Args:
+        given: The call's tensors; q may be a ``Quantized``.
+        asked: The rest of the call, in the order of ``Asked``.
+
+    Returns:
+        out, or ``(out, lse)``, as the public functions do.
+
+    Raises:
+        InvalidInputError: Naming the argument.
+        UnsupportedError: No backend can run the call.
+    """
+    call = Asked(*asked)
+    tensors, options = read(given, call)
+    if any(options.grads) and not isinstance(given.q, Quantized):
+        out, lse = training.attend(tensors, options)
+    else:
+        out, lse = ops.attend(*quantized_call(given, tensors, options))
+    return (out, lse) if call.return_lse else out
+
+
+def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
+    """Checks a call; returns its tensors, those of a ``Quantized`` as they lie in it, and its options."""
+    if asked.precision not in (None, "fp8"):
+        raise InvalidInputError("precision", f"is {shown(asked.precision)}, must be 'fp8' or None")
+    tensors, lengths = given, asked.lengths
+    if isinstance(given.q, Quantized):
+        tensors, lengths = _of_record(given, asked)
+    options = arguments.read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, lengths)
+    for name in ("alibi_slopes", "attn_mask", "attn_bias"):
+        if getattr(given, name) is not None:
+            raise InvalidInputError(name, "is given, but does not go with 8 bits")
+    if options.dropout_p > 0:
+        raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
+    if tensors is given:
+        if forward_ad._current_level >= 0:
+            transforms.refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
+        if autocast.is_on():
+            tensors = autocast.cast(tensors, tensors.q.device.type)
+        if tensors.q.dtype not in OUT_DTYPES:
+            raise InvalidInputError("q", f"dtype is {tensors.q.dtype}, must be bfloat16 or float16 for precision='fp8'")
+    return tensors, options
+
+
+def _of_record(given: Tensors, asked: Asked) -> tuple[Tensors, tuple[Any, Any]]:
+    record: Any = given.q
+    if asked.precision is not None:
+        raise InvalidInputError("precision", "is given, but q is a Quantized: it has 8 bits already")
+    for name in ("k", "v", "cu_seqlens_q", "cu_seqlens_k"):
+        if getattr(given, name) is not None:
+            raise InvalidInputError(name, "is given, but q is a Quantized, which has its own")
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), asked.lengths, strict=True):
+        if length is not None:
+            raise InvalidInputError(name, "is given, but q is a Quantized, which has its own")
+    packed = record.cu_seqlens_q is not None
+    if asked.packed not in (None, packed):
+        other, what = ("_varlen", "packed sequences") if packed else ("", "sequences of one length")
+        raise InvalidInputError("q", f"is a Quantized of {what}: flashtile.attention{other} takes it")
+    # Written out: dataclasses.replace takes as long as all checks.
+    tensors = Tensors(record.q, record.k, record.v, given.alibi_slopes, given.attn_mask, given.attn_bias, given.sinks)
+    return tensors, (record.max_seqlen_q, record.max_seqlen_k)
+
+
+def calls(
+    given: Tensors, asked: tuple[Any, ...], device: torch.device | None, backward: bool | None = None
+) -> list[tuple[Problem, Any, Direction]]:
+    """What a call runs, without running it: problems, their tensors on the meta device, and directions.
+
+    Args:
+        given: As for ``attend``.
+        asked: As for ``attend``.
+        device: Where the call would run; None is where its tensors are.
+        backward: As for ``warm_up``; None takes the gradients that the tensors require.
+    """
+    tensors, options = read(given, Asked(*asked))
+    device, shapes = device or tensors.q.device, arguments.without_data(tensors)
+    if isinstance(given.q, Quantized):
+        t, o = quantized_call(given, tensors, options)
+        t = arguments.without_data(t)
+    else:
+        options = options if backward is None else arguments.wanting(tensors, options, backward)
+        t, o = quantized_call(shapes, shapes, options)
+    place = {"device_type": device.type, "compute_capability": compute_capability(device)}
+    found: list[tuple[Problem, Any, Direction]] = [(problem_of(t, o).but(**place), t, "quantized")]
+    if any(options.grads):
+        found.append((Problem.of(shapes, options).but(**place), shapes, "backward"))
+    return found
+
+
+def rounding_builds(given: Tensors, asked: tuple[Any, ...], device: torch.device) -> list[Build]:
+    """The kernels that round the tensors of a call on the current GPU; none for a ``Quantized``, and off GPUs."""
+    if isinstance(given.q, Quantized) or device.type != "cuda" or not find_spec("triton"):
+        return []
+    from flashtile.backends.gpu import host
+    from flashtile.backends.portable.rounding import launch
+    from flashtile.call.quantized import Choices, Inputs
+
+    tensors, options = read(given, Asked(*asked))
+    t = arguments.without_data(tensors)
+    inputs = Inputs(t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k)
+    choices = Choices(smooth_k=options.softcap == 0)
+    return host.builds(launch.launches(inputs, choices, compute_capability(device)))
+
+
+def quantized_call(given: Tensors, tensors: Tensors, options: Options) -> tuple[QuantizedTensors, QuantizedOptions]:
+    """The operator's arguments for a call that ``read`` has read; rounds q, k and v if they are not yet of 8 bits."""
+    record: Any = given.q if isinstance(given.q, Quantized) else rounded(tensors, options)
+    return of_record(record, given.sinks), options_of(options, record.dtype)

@@ -1,0 +1,101 @@
+"""The forward-mode derivative of attention: tangents of out and lse from those of the inputs.
+
+A loop over tiles of scores in plain PyTorch, with every feature, on any device; memory is linear in the lengths. Since
+lse is known, one pass suffices: with probabilities P and the tangent dS of the scores, ``dlse = rowsum(P * dS)`` and
+``dout = (P * dS) @ v + P @ dv - dlse * out``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.cpu import plan, tiles
+from flashtile.backends.cpu.plan import Rectangle, Sequence
+from flashtile.call.arguments import unflatten
+from flashtile.call.problem import Problem, Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class _Tangents:
+    """The inputs' tangents, each like its input; None for 0."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dbias: Tensor | None
+    dsinks: Tensor | None
+
+
+def jvp(*args: Any) -> tuple[Tensor, Tensor]:
+    """The tangents of out and lse in their dtypes, from the arguments of ``attention_jvp``."""
+    with torch._C._DisableAutocast():  # or matrix products of float32 take autocast's dtype
+        return _tiled(_Tangents(*args[:5]), *args[5:])
+
+
+def _tiled(given: _Tangents, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    tensors, options = unflatten(rest)
+    problem = Problem.of(tensors, options)
+    dtype = problem.lse_dtype
+    dout, dlse = out.new_zeros(out.shape, dtype=dtype), lse.new_zeros(lse.shape)
+    safe_lse = torch.where(lse == -torch.inf, torch.inf, lse)  # makes the probabilities of an empty row 0
+    tile_rows = plan.tile_rows(problem.num_heads_q * (1 if problem.varlen else max(1, problem.batch)))
+    for seq in plan.sequences(problem, tensors, one_by_one=False):
+        sums = seq.view(dout), seq.lse_view(dlse)
+        for block in plan.row_blocks(problem.band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
+            for rectangle in block:
+                _add_tile(problem, tensors, given, seq, rectangle, seq.lse_view(safe_lse), sums)
+    if given.dsinks is not None and tensors.sinks is not None:
+        sinks, dsinks = (x.to(dtype)[:, None] for x in (tensors.sinks, given.dsinks))
+        dlse += torch.exp(sinks - safe_lse) * dsinks
+    dout -= dlse.transpose(-1, -2)[..., None] * out.to(dtype)
+    return dout.to(out.dtype), dlse
+
+
+def _add_tile(
+    p: Problem, t: Tensors, given: _Tangents, seq: Sequence, tile: Rectangle, lse: Tensor, sums: tuple[Tensor, Tensor]
+) -> None:
+    """Adds a tile's share to dlse and to dout, which ``_tiled`` completes; all heads first."""
+    rows, keys = slice(*tile.rows), slice(*tile.keys)
+    q, k, v = tiles.operands(p, seq, tile)
+    dtype = q.dtype
+    scores, dscores = _product(p, q, k), None
+    if given.dq is not None:
+        dscores = _product(p, seq.view(given.dq)[:, :, rows].to(dtype), k)
+    if given.dk is not None:
+        of_keys = _product(p, q, seq.key_view(given.dk)[:, :, keys].to(dtype))
+        dscores = of_keys if dscores is None else dscores + of_keys
+    if p.softcap > 0:
+        capped = torch.tanh(scores / p.softcap)
+        scores = capped * p.softcap
+        dscores = None if dscores is None else dscores * (1 - capped * capped)
+    if seq.slopes is not None:
+        scores = scores - seq.slopes.to(dtype) * plan.distances(seq, tile)
+    if seq.bias is not None:
+        scores = scores + plan.part(seq.bias, tile).to(dtype)
+    if given.dbias is not None:
+        dbias = plan.part(plan.four_dimensional(given.dbias)[seq.bias_place], tile).to(dtype)
+        dscores = dbias if dscores is None else dscores + dbias
+    keep = p.band.dense(seq.seqlen_q, seq.seqlen_k, rows=tile.rows, keys=tile.keys, device=q.device)
+    if seq.mask is not None:
+        keep = keep & plan.part(seq.mask, tile)
+    probs = torch.exp(torch.where(keep, scores, -torch.inf) - lse[:, :, rows, None])
+    kept = probs
+    if t.rng_state is not None:
+        kept = torch.where(tiles.kept(p, t.rng_state, seq, tile), probs / (1 - p.dropout_p), 0.0)
+    dout, dlse = sums
+    if dscores is not None:
+        # A select and not a product with 0, so that NaN of a masked pair is discarded.
+        dscores = torch.where(keep, dscores, 0.0)
+        dlse[:, :, rows] += (probs * dscores).sum(dim=-1)
+        dout[:, :, rows] += tiles.weighted_sum(p, kept * dscores, v)
+    if given.dv is not None:
+        dout[:, :, rows] += tiles.weighted_sum(p, kept, seq.key_view(given.dv)[:, :, keys].to(dtype))
+
+
+def _product(p: Problem, q: Tensor, k: Tensor) -> Tensor:
+    """``softmax_scale * q @ k^T`` of each query head with its key head."""
+    return tiles.per_query_head(tiles.per_key_head(q, p) @ k.transpose(-1, -2), p) * p.softmax_scale

@@ -1,0 +1,1 @@
+"""What both GPU backends share: launches, the driver, device code, calls over a cache."""

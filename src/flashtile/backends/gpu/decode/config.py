@@ -1,0 +1,158 @@
+"""Tiles of attention over a cache, and the rule that cuts a sequence's keys into splits.
+
+Both look at the layer and at a sequence's own lengths, never at the batch, so that a sequence's result is bitwise the
+same whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashtile.backends.gpu.trial import tried
+from flashtile.call.problem import Problem
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """The rule that cuts keys into splits.
+
+    Measured on an H200 (bf16, 32 heads over 8, head_dim 128, CUDA graphs; 2026-11): 1 x 32k take 43 us with at most
+    2048 keys to a split and 40 with 1024; 8 x 8k take 71 with 132 programs and 83 with 264, as more states are stored.
+    Splits of 64 keys at the least against 128: 1 x 1k 7.8 and 8.6 us, 8 x 1k 16.6 and 15.2. With 16 heads over 2,
+    1 x 32k take 28.0 us with at most 32 splits and 23.7 with 64; with 32 over 8, 42.6 and 49.2: folds take longer.
+
+    A split's state travels through memory, head_dim_v + 2 floats for each row; so splits are as many as fill a device
+    with this one sequence, and long enough for that traffic to be small beside their keys.
+
+    Attributes:
+        programs: Work items that fill a device.
+        fewest_keys: Of a split, unless the sequence has fewer.
+        most_keys: Of a split, unless most_splits forbids it: many sequences of different lengths balance better.
+        most_splits: Of a tile; twice as many where key heads are so few that a device is not full otherwise.
+        most_slots: Packed rows times splits that a sequence may have, over all key heads. It bounds the workspace.
+        run: Splits of a run, whose states are folded before those of runs are.
+        long_keys: Of a sequence that may have twice as many splits anyway.
+    """
+
+    programs: int = 132
+    fewest_keys: int = 64
+    most_keys: int = 1024
+    most_splits: int = 32
+    most_slots: int = 4096
+    run: int = 4
+    long_keys: int = 2**30
+
+    def most(self, keys: int, rows: int, num_heads_kv: int, wanted: int) -> int:
+        """The most splits of a sequence with so many packed rows a key head; ``wanted`` of them fill a device."""
+        wanted = wanted if keys < self.long_keys else 2 * self.most_splits
+        most = min(max(self.most_splits, wanted), 2 * self.most_splits)
+        return min(max(self.most_slots // max(rows * num_heads_kv, 1), 1), most)
+
+    def cut(self, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
+        """Splits of a tile and keys of each, as ``kernel.cut``."""
+        wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
+        most = self.most(keys, rows, num_heads_kv, wanted)
+        count = max(1, min(max(wanted, -(-keys // self.most_keys)), most, -(-keys // self.fewest_keys)))
+        chunk = max(-(-keys // (count * block_n)), 1) * block_n
+        return max(-(-keys // chunk), 1), chunk
+
+    def bound(self, capacity: int, rows: int, num_tiles: int, num_heads_kv: int) -> int:
+        """The most splits that a tile may have with at most ``capacity`` keys."""
+        wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
+        by_keys = max(wanted, -(-capacity // self.most_keys))
+        return max(1, min(self.most(capacity, rows, num_heads_kv, wanted), by_keys, -(-capacity // self.fewest_keys)))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of one kernel.
+
+    Attributes:
+        block_m: Packed rows of a tile: queries times group size.
+        block_n: Keys of a block.
+        num_warps: Warps per program.
+        num_stages: Blocks in flight of the pipelined loads.
+        programs_per_sm: Programs for each multiprocessor, where there is work for so many.
+        splitting: The rule that cuts keys into splits.
+        specialised: Whether warps have roles: ``backends/hopper/decode``.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 2
+    splitting: Splitting = Splitting()
+    specialised: bool = False
+
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+
+
+# Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that
+# splits keys: a program that took all of a sequence's keys would still be at work when all others have ended.
+FEW_ROWS, LONG_KEYS = 16, 8192
+
+
+def choose(problem: Problem, *, few: bool = False) -> Config:
+    """The tiles of a call, or of its sequences with ``FEW_ROWS`` alone."""
+    if (held := tried("decode")) is not None:
+        return held
+    if problem.device_type == "cpu":
+        return Config(16, 16, 4, 1, 1, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
+    dim, block_m = max(problem.head_dim, problem.head_dim_v), FEW_ROWS if few else rows_of_tile(problem)
+    if problem.dtype == torch.float32:
+        return Config(min(block_m, 32), 32 if dim <= 128 else 16, 4, 2)
+    # As many bytes in flight whatever the width. Page ids are loaded ahead of keys, which takes two more stages.
+    block_n = 128 if dim <= 64 else 64 if dim <= 128 else 32
+    if block_m > 32:
+        block_n = 64
+    elif problem.precision.kv.itemsize == 1:
+        block_n *= 2
+    is_gathered = problem.keys.page_size > 0 and problem.keys.page_size % block_n != 0
+    stages = 2 if dim > 128 and block_m > 16 else 3
+    if _has_little_shared_memory(problem):
+        # 128 rows of an 8-bit cache at head_dim 128 take 104 KB (Triton 3.7.1), and of any spill 500 bytes.
+        return Config(min(block_m, 64), block_n // 2, 4 if block_m <= 16 else 8, 2)
+    if block_m <= 16:
+        return Config(block_m, block_n, 4, stages + 2 * is_gathered)
+    if block_m == 32 and dim <= 128:
+        return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
+    # Registers and shared memory hold one program, or two of 64 rows at head_dim 64: 8 x 8k of 71 heads over one take
+    # 19.5 us and not 27.1. At 128 they take 29.8, and 36.0 with runs of 4 splits.
+    wide = dim <= 128 and 64 < hopper_rows(problem) <= 128
+    rule = Splitting(fewest_keys=256 if wide or block_m == 128 else 128, most_splits=16, run=2 if wide else 4)
+    per_sm = 2 if wide and block_m == 64 else 1
+    return Config(block_m, block_n, 8 // per_sm, stages + 2 * is_gathered, per_sm, rule)
+
+
+def _has_little_shared_memory(problem: Problem) -> bool:
+    """AMD, with 64 KB, and NVIDIA's GPUs other than those for data centres, with 99 KB."""
+    have = problem.compute_capability
+    return have is None or have[0] >= 12 or (have[0] == 8 and have[1] > 0)
+
+
+def rows_of_tile(problem: Problem) -> int:
+    """Packed rows of a tile, by those of a sequence; of packed queries those of the longest that there may be.
+
+    A packed call may have sequences of one row beside long ones, for which tiles of 64 lose less than tiles of 128. At
+    head_dim 256 the registers hold 32 rows; on Hopper, whose products take 64 rows, that many.
+    """
+    dim, rows = max(problem.head_dim, problem.head_dim_v), problem.seqlen_q * problem.group_size
+    if dim > 128:
+        return 16 if rows <= 16 else 64 if hopper_rows(problem) > 32 else 32
+    if dim <= 64 < hopper_rows(problem) <= 128:
+        return 64
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or problem.varlen else 128
+
+
+def hopper_rows(p: Problem) -> int:
+    """Packed rows a key head of a call in 16 bits on Hopper; 0 for other calls."""
+    is_16_bit, have = p.dtype.itemsize == p.precision.kv.itemsize == 2, p.compute_capability
+    return p.seqlen_q * p.group_size if is_16_bit and have is not None and have[0] == 9 else 0

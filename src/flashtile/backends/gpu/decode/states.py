@@ -1,0 +1,158 @@
+"""The softmax state of a split: its fold with those before it, and its way through memory."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.device import softmax
+
+# A tile's first counter: bits for the number of stored states, and above them one for each program that waits.
+_STATE_BITS, _HELPERS = tl.constexpr(8), tl.constexpr(23)
+_ALL_STATES, _ALL_HELPERS = tl.constexpr(2**8 - 1), tl.constexpr(2**23 - 1)
+
+
+@triton.jit
+def fold(total, total_max, total_sum, acc, row_max, row_sum):
+    """Folds the softmax state of the next split into that of all splits before it.
+
+    Every product and sum is written as the machine must compute it, so that the same states give the same bits wherever
+    this is compiled.
+    """
+    new_max = tl.maximum(total_max, row_max)
+    finite_max = softmax.made_finite(new_max)
+    rescale, weight = tl.exp2(total_max - finite_max), tl.exp2(row_max - finite_max)
+    total = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), total * rescale[:, None])
+    return total, new_max, tl.fma(row_sum, weight, total_sum * rescale)
+
+
+@triton.jit
+def store_state(acc, row_max, row_sum, slot, count, call):
+    """Stores the softmax state of the first ``count`` rows of a tile, over a run or a split, from ``slot`` on."""
+    slot, exists = slot + tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[0]) < count
+    col = tl.arange(0, acc.shape[1])[None, :]
+    at = call.results.acc_ptr + slot[:, None] * call.sizes.DIM_V + col
+    tl.store(at, acc, mask=exists[:, None] & (col < call.sizes.DIM_V))
+    at = call.results.stats_ptr + 2 * slot[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(at, tl.join(row_max, row_sum), mask=exists[:, None])
+
+
+@triton.jit
+def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr):
+    """The fold of all states of some rows: of the splits of each run, and then of the runs.
+
+    Args:
+        slot: int64, the first row's slot of the first state.
+        pitch: Slots from one state to the next.
+        shape: ``Shape``; at least 2 states.
+        count: Rows that there are, from this one on.
+        call: ``Call``.
+        ROWS: Rows at once, a power of two.
+        RUNS: States of runs that are loaded at once.
+        SPLITS: States of splits, whole runs.
+    """
+    RUN: tl.constexpr = call.sizes.splitting.RUN
+    row = tl.arange(0, ROWS)
+    slot, exists = slot + row, row < count
+    if shape.state_splits == RUN:
+        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, load_state, 1, RUNS)
+    else:
+        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, load_state, RUN, SPLITS)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def fold_states(slot, pitch, num_states, exists, call, LOAD: tl.constexpr, RUN: tl.constexpr, AHEAD: tl.constexpr):
+    """The fold of all states of a tile, of which RUN neighbours are folded first.
+
+    AHEAD of them are unrolled, so that their loads are under way together; LOAD is ``load_state``, or the like.
+    """
+    acc, row_max, row_sum = LOAD(slot, pitch, num_states, num_states, exists, call)
+    for first in range(0, num_states, AHEAD):
+        for start in tl.static_range(0, AHEAD, RUN):
+            run, run_max, run_sum = LOAD(slot, pitch, first + start, num_states, exists, call)
+            for ahead in tl.static_range(1, RUN):
+                part, top, part_sum = LOAD(slot, pitch, first + start + ahead, num_states, exists, call)
+                run, run_max, run_sum = fold(run, run_max, run_sum, part, top, part_sum)
+            acc, row_max, row_sum = fold(acc, row_max, row_sum, run, run_max, run_sum)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def load_state(slot, pitch, number, num_states, exists, call):
+    """A stored state, (acc, row_max, row_sum); that of no keys past the last one."""
+    at = slot + tl.cast(number, tl.int64) * pitch
+    col = tl.arange(0, call.sizes.BLOCK_DV)[None, :]
+    there = exists & (number < num_states)
+    # .cg bypasses L1, which is not coherent with other multiprocessors' stores.
+    stats = call.results.stats_ptr + 2 * at[:, None] + tl.arange(0, 2)[None, :]
+    top, part_sum = tl.split(tl.load(stats, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"))
+    wide = there[:, None] & (col < call.sizes.DIM_V)
+    part = tl.load(call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
+    # A row that sees none of the keys contributes nothing, whatever acc holds.
+    empty = top == float("-inf")
+    return tl.where(empty[:, None], 0.0, part), top, tl.where(empty, 0.0, part_sum)
+
+
+@triton.jit
+def arrive(counter, count, member, goal, numbers, waits, PATIENCE: tl.constexpr):
+    """Counts stored states of a tile; says whether the caller folds the tile, and with how many others.
+
+    Programs with nothing else to do wait to help fold a large tile, for a bounded time: the others may not be resident.
+    counter[0] holds the number of stored states and a bitmask of waiting helpers; counter[1] holds an epoch and the
+    bitmask of helpers at the time of the last store.
+
+    Args:
+        counter: The first of the two.
+        count: States that have been stored.
+        member: The caller's number in the tile.
+        goal: States of the tile, at most 255.
+        numbers: What all of them hold together; with fewer than 16,384 of them nobody waits.
+        waits: Whether the caller would wait.
+        PATIENCE: How often it looks; 0 for never.
+
+    Returns:
+        Whether the caller folds; its number among those that do; how many they are.
+    """
+    helps = waits & (numbers >= 16384) & (member < _HELPERS) & (PATIENCE > 0)
+    bit = tl.where(helps, 1 << (tl.minimum(member, _HELPERS - 1) + _STATE_BITS), 0)
+    before = tl.load(counter + 1, volatile=True)
+    # All threads have stored before one of them says so.
+    tl.debug_barrier()
+    stored = tl.atomic_add(counter, count + bit, sem="acq_rel")
+    helpers, rank, folds = stored >> _STATE_BITS, 0, False
+    if (stored & _ALL_STATES) + count == goal:
+        folds = True
+        # By an atomic: a program that gives up waiting may have yet to take its bit back.
+        tl.atomic_xchg(counter, 0, sem="relaxed")
+        if helpers != 0:
+            tl.atomic_xchg(counter + 1, ((((before >> _HELPERS) + 1) & 0xFF) << _HELPERS) | helpers, sem="release")
+    elif helps:
+        helpers, folds = wait_for_others(counter, before, bit, goal, PATIENCE)
+        helpers = helpers & _ALL_HELPERS
+        rank = 1 + count_bits(helpers & ((bit >> _STATE_BITS) - 1))
+    return folds, rank, 1 + count_bits(helpers)
+
+
+@triton.jit
+def wait_for_others(counter, before, bit, goal, PATIENCE: tl.constexpr):
+    """Polls counter[1] until its epoch changes or patience ends; returns it and whether it changed."""
+    now, polls, waits = before, 0, True
+    while waits:
+        now = tl.atomic_add(counter + 1, 0, sem="acquire")
+        polls += 1
+        waits = now == before
+        if waits & (polls == PATIENCE):
+            # Whoever stored the last state relies on the helpers whose bits it saw, then zeroes the counter.
+            stored = tl.atomic_and(counter, ~bit)
+            waits = ((stored & bit) == 0) | ((stored & _ALL_STATES) == goal)
+    return now, now != before
+
+
+@triton.jit
+def count_bits(x):
+    """How many of the bits 0 to 23 are set."""
+    x = (x & 0x555555) + ((x >> 1) & 0x555555)
+    x = (x & 0x333333) + ((x >> 2) & 0x333333)
+    x = (x & 0x0F0F0F) + ((x >> 4) & 0x0F0F0F)
+    return (x * 0x010101 >> 16) & 0x1F

@@ -1,0 +1,1 @@
+"""A call as records: its arguments, its problem, a backend's interface."""

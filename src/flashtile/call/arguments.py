@@ -1,0 +1,380 @@
+"""The table of a call's arguments, from which checks, schema and gradients are derived.
+
+``Tensors`` and ``Options`` hold a call; those of a cached call are in ``kvcache.arguments``. The ``Argument`` of each
+field describes its allowed values; the checks, the operators' schema and the list of gradients are read from there. To
+add an argument, add a field here and name it in the public signatures.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.masks import Band
+from flashtile.core.settings import BACKENDS as BACKENDS
+
+R = TypeVar("R")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Dtypes that a tensor may have, and their names in error messages.
+_FLOAT = (DTYPES, "float16, bfloat16, float32 or float64")
+FLOAT8 = torch.float8_e4m3fn
+FLOAT32, INT32 = ((torch.float32,), "float32"), ((torch.int32,), "int32")
+_BOOL, _INT64 = ((torch.bool,), "bool; attn_bias takes floats"), ((torch.int64,), "int64")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The description of one field of ``Tensors`` or ``Options``.
+
+    Attributes:
+        meaning: Description for the reader.
+        schema: Its type in the operators' schema.
+        axes: Names of a tensor's dimensions; one in brackets may be left out. A packed call has ``total_q`` in place
+            of ``batch seqlen_q``.
+        dtypes: Those that a tensor may have; None for q's. q's also goes if ``like_q``, float64 with a float64 q if
+            ``wide``.
+        gradient: The field of ``Gradients`` with the tensor's gradient, None if it has none.
+        broadcasts: Whether dimensions may be 1, and leading ones left out.
+        like_q: See dtypes.
+        wide: See dtypes.
+        check: For non-tensor arguments: returns the value as stored in ``Options``, or raises.
+    """
+
+    meaning: str
+    schema: str
+    axes: str = ""
+    dtypes: tuple[tuple[torch.dtype, ...], str] | None = None
+    gradient: str | None = None
+    broadcasts: bool = False
+    like_q: bool = False
+    wide: bool = False
+    check: Callable[[str, Any], Any] = lambda name, value: value
+
+
+# Kernels get numbers as float32, here without those of fewer digits, and lengths as int32.
+_SMALLEST, _GREATEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_LONGEST = torch.iinfo(torch.int32).max
+
+
+def finite(name: str, value: Any) -> float:
+    """Checks a number and returns it as a float; raises InvalidInputError."""
+    # Comparisons instead of math.isfinite, which torch.compile cannot trace on a symbolic number. NaN fails them.
+    is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if not is_number or not -_GREATEST <= value <= _GREATEST:
+        raise InvalidInputError(name, f"is {shown(value)}, must be a finite number in float32's range")
+    return float(value)
+
+
+def _scale(name: str, value: object) -> float | None:
+    return None if value is None else finite(name, value)
+
+
+def _softcap(name: str, value: object) -> float:
+    cap = 0.0 if value is None else finite(name, value)
+    if cap != 0 and cap < _SMALLEST:
+        raise InvalidInputError(
+            name, f"is {shown(value)}, must be 0 or None (none) or positive, and not below {_SMALLEST:.1g}"
+        )
+    return cap
+
+
+def probability(name: str, value: object) -> float:
+    """Checks the probability of dropping and returns it as a float; raises InvalidInputError."""
+    share = finite(name, value)
+    if not 0 <= share < 1:
+        raise InvalidInputError(name, f"is {shown(value)}, must be at least 0 and less than 1")
+    return share
+
+
+def flag(name: str, value: object) -> bool:
+    """Checks a bool and returns it; raises InvalidInputError."""
+    if not isinstance(value, bool):
+        raise InvalidInputError(name, f"is {shown(value)}, must be a Python bool, True or False")
+    return value
+
+
+def _length(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, torch.SymInt):
+        return value
+    return integer(name, value, 0, " or None")
+
+
+def integer(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
+    """Checks a number of things and returns it as an int.
+
+    Raises:
+        InvalidInputError: If it is no integer, less than ``least``, or more than an int32 holds.
+    """
+    found = int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else -1
+    if not least <= found <= _LONGEST:
+        most = ", at most 2**31 - 1" if found > _LONGEST else ""
+        raise InvalidInputError(name, f"is {shown(value)}, must be an integer >= {least}{otherwise}{most}")
+    return found
+
+
+def _backend(name: str, value: object) -> str:
+    if value is not None and not (isinstance(value, str) and value in BACKENDS):
+        raise InvalidInputError(name, f"is {shown(value)}, must be one of {', '.join(BACKENDS)}, or None to choose")
+    return value or ""
+
+
+@dataclass(eq=False)
+class Tensors:
+    """The tensors of one call; absent ones are None. Treat it as immutable; frozen=True would cost 2.5 us."""
+
+    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT, "dq")]
+    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", None, "dk")]
+    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", None, "dv")]
+    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", FLOAT32, wide=True)] = (
+        None
+    )
+    attn_mask: Annotated[
+        Tensor | None,
+        Argument("True keeps a pair.", "Tensor?", "batch num_heads_q seqlen_q seqlen_k", _BOOL, broadcasts=True),
+    ] = None
+    attn_bias: Annotated[
+        Tensor | None,
+        Argument("Added scores.", "Tensor?", "batch num_heads_q seqlen_q seqlen_k", _FLOAT, "dbias", broadcasts=True),
+    ] = None
+    sinks: Annotated[Tensor | None, Argument("Logits per head.", "Tensor?", "num_heads_q", _FLOAT, "dsinks")] = None
+    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", INT32)] = None
+    cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", INT32)] = None
+    rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64)] = None
+    # No public function takes them: ``masks.Origin``.
+    origins: Annotated[Tensor | None, Argument("Parts of sequences.", "Tensor?", "batch origin", INT32)] = None
+
+
+class Grads(NamedTuple):
+    """Which tensors need a gradient, in the order of ``Tensors``."""
+
+    q: bool = False
+    k: bool = False
+    v: bool = False
+    bias: bool = False
+    sinks: bool = False
+
+
+def _five(name: str, value: Sequence[bool]) -> Grads:
+    return Grads(*value)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The non-tensor arguments of one call, checked; hashable, with the hash cached."""
+
+    window_left: Annotated[int | None, Argument("Left bound of the Band.", "int?")] = None
+    window_right: Annotated[int | None, Argument("Right bound of the Band.", "int?")] = None
+    max_seqlen_q: Annotated[int | None, Argument("Longest packed queries, if known.", "SymInt?", check=_length)] = None
+    max_seqlen_k: Annotated[int | None, Argument("Longest packed keys, if known.", "SymInt?", check=_length)] = None
+    grads: Annotated[Grads, Argument("Which inputs need gradients.", "bool[5]", check=_five)] = Grads()  # noqa: RUF009
+    softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", "float?", check=_scale)] = None
+    softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", "float", check=_softcap)] = 0.0
+    dropout_p: Annotated[float, Argument("Probability of dropping.", "float", check=probability)] = 0.0
+    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", "bool", check=flag)] = False
+    backend: Annotated[str, Argument("Explicit choice, empty for none.", "str", check=_backend)] = ""
+
+    @functools.cached_property
+    def kinds(self) -> dict[Any, Any]:
+        """What ``ops`` knows of calls with these options."""
+        return {}
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(option_values(self))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def table(record: type) -> dict[str, Argument]:
+    """The rows of a record's fields by name."""
+    hints = get_type_hints(record, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def schema(*tables: Mapping[str, Argument]) -> str:
+    """The arguments of an operator, as its schema lists them."""
+    return ", ".join(f"{row.schema} {name}" for rows in tables for name, row in rows.items())
+
+
+TENSORS, OPTIONS = table(Tensors), table(Options)
+SCHEMA = schema(TENSORS, OPTIONS)
+# Tensor name -> field of Gradients, in the order of Grads.
+GRADIENTS = {name: row.gradient for name, row in TENSORS.items() if row.gradient is not None}
+_NO_GRADS = Grads()
+
+
+# Generated code: torch.compile cannot trace operator.attrgetter, and a loop takes five times as long.
+def fields_of(names: Iterable[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that reads these fields of a record, as fast as hand-written code."""
+    made: Callable[[Any], tuple[Any, ...]] = eval(f"lambda record: ({', '.join(f'record.{n}' for n in names)},)")
+    return made
+
+
+tensor_values, option_values, differentiable = fields_of(TENSORS), fields_of(OPTIONS), fields_of(GRADIENTS)
+_OTHERS = list(TENSORS)[3:]
+other_tensors = fields_of(_OTHERS)
+# Whether a call has only q, k and v.
+is_plain: Callable[[Tensors], bool] = eval(f"lambda t: {' is '.join(f't.{name}' for name in _OTHERS)} is None")
+
+
+def flatten(tensors: Tensors, options: Options) -> tuple[Any, ...]:
+    """The arguments that both operators share, in the order of their schema."""
+    return *tensor_values(tensors), *option_values(options)
+
+
+def unflatten(args: Sequence[Any]) -> tuple[Tensors, Options]:
+    """The inverse of ``flatten``; the operators turn Grads into a list of five."""
+    plain: dict[str, Any] = dict(zip(OPTIONS, args[len(TENSORS) :], strict=True))
+    plain["grads"] = Grads(*plain["grads"])
+    return Tensors(*args[: len(TENSORS)]), Options(**plain)
+
+
+def checked(**plain: object) -> dict[str, Any]:
+    """Checks non-tensor arguments given by name; returns them as stored in ``Options``.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+    """
+    return {name: OPTIONS[name].check(name, value) for name, value in plain.items()}
+
+
+def read(
+    tensors: Tensors,
+    causal: bool,
+    window_size: Sequence[int | None] | None,
+    return_lse: bool,
+    plain: tuple[object, ...],
+    lengths: tuple[object, object] = (None, None),
+) -> Options:
+    """Makes the options of a call from its keywords, and checks which tensors need gradients.
+
+    ``plain`` holds the fields of ``Options`` from softmax_scale on, in that order: a tuple, since names would cost
+    another 1 us per call. The same arguments give the same object, unless one is unhashable.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+    """
+    grads = _grads(tensors)
+    left, right = (None, None) if window_size is None else window_bounds(window_size)
+    if torch.compiler.is_compiling():
+        return _make(causal, return_lse, left, right, *lengths, grads, *plain)
+    try:
+        return _made(causal, return_lse, left, right, *lengths, grads, *plain)
+    except TypeError:  # a list or a symbolic number, which have no hash
+        return _make(causal, return_lse, left, right, *lengths, grads, *plain)
+
+
+def _make(causal: object, return_lse: object, *plain: object) -> Options:
+    causal, _ = flag("causal", causal), flag("return_lse", return_lse)
+    left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
+    return Options(left, 0 if causal else right, *others)
+
+
+# Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
+_made = functools.lru_cache(maxsize=4096, typed=True)(_make)
+
+
+def _grads(t: Tensors) -> tuple[bool, ...]:
+    """Which tensors need gradients; raises for values that are not tensors and for gradients that do not exist."""
+    q, k, v = t.q, t.k, t.v
+    plain = is_plain(t)
+    if not (plain and type(q) is type(k) is type(v) is Tensor):
+        _check_types(t)
+    if not torch.is_grad_enabled():
+        return _NO_GRADS
+    if plain:
+        return q.requires_grad, k.requires_grad, v.requires_grad, False, False
+    return tuple(x is not None and x.requires_grad for x in differentiable(t))
+
+
+def _check_types(t: Tensors) -> None:
+    for name, row, x in given(t, TENSORS):
+        if x.requires_grad and row.gradient is None:
+            raise InvalidInputError(name, "requires grad, but has no gradient: detach it, or use attn_bias")
+
+
+def given(record: object, rows: Mapping[str, Argument]) -> list[tuple[str, Argument, Tensor]]:
+    """The tensors of a record that are not None, with their names and rows.
+
+    Raises:
+        InvalidInputError: Naming one that is no tensor, or has no strides.
+    """
+    found = []
+    for name, row in rows.items():
+        value = getattr(record, name)
+        optional = row.schema == "Tensor?"
+        if value is None and optional:
+            continue
+        if type(value) is not Tensor:
+            check_tensor(name, value, "a torch.Tensor or None" if optional else "a torch.Tensor")
+        found.append((name, row, value))
+    return found
+
+
+def wanting(tensors: Tensors, options: Options, backward: bool) -> Options:
+    """The options of a call that is prepared: with the gradients that its tensors require, or all, or none."""
+    grads = options.grads if any(options.grads) else Grads(*(x is not None for x in differentiable(tensors)))
+    return replace(options, grads=grads if backward else Grads())
+
+
+def without_data(record: R) -> R:
+    """A record's tensors with the same layouts on the meta device; one that is given twice stays one."""
+    assert is_dataclass(record) and not isinstance(record, type)
+    given = {name: x for name, x in vars(record).items() if x is not None}
+    for name, x in given.items():
+        check_tensor(name, x)
+    copies = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given.values()}
+    return replace(record, **{name: copies[id(x)] for name, x in given.items()})
+
+
+def check_tensor(name: str, tensor: object, must: str = "a torch.Tensor") -> None:
+    """Refuses what is no tensor or has no strides: nested and sparse tensors, and those of other libraries' layouts.
+
+    Raises:
+        InvalidInputError: Naming the argument.
+    """
+    if not isinstance(tensor, Tensor):
+        raise InvalidInputError(name, f"is of type {type(tensor).__name__}, must be {must}")
+    if tensor.is_nested:
+        raise InvalidInputError(
+            name, "is a nested tensor, must be a dense one; attention_varlen takes packed sequences"
+        )
+    if tensor.layout is not torch.strided:
+        raise InvalidInputError(name, f"has the layout {tensor.layout}, must be dense (torch.strided)")
+
+
+def band_of(causal: bool, window_size: Sequence[int | None] | None) -> Band:
+    """The Band of the keywords ``causal`` and ``window_size``; causal overrides the right bound.
+
+    Raises:
+        InvalidInputError: If either is invalid.
+    """
+    left, right = window_bounds(window_size)
+    return Band(left, 0 if flag("causal", causal) else right)
+
+
+def window_bounds(window_size: Sequence[int | None] | None) -> tuple[int | None, int | None]:
+    """The bounds of the keyword ``window_size``, None where unbounded.
+
+    Raises:
+        InvalidInputError: If it is invalid.
+    """
+    if window_size is None:
+        return None, None
+    must = "must be a pair (left, right) of integers >= 0, with -1 or None for unbounded"
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise InvalidInputError("window_size", f"is {shown(window_size)}, {must}")
+    for bound in window_size:
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, numbers.Integral) or bound < -1):
+            raise InvalidInputError("window_size", f"has {shown(bound)}, {must}")
+    # No sequence is longer than an int32 counts.
+    left, right = (None if bound is None or not 0 <= bound <= _LONGEST else int(bound) for bound in window_size)
+    return left, right

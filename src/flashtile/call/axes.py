@@ -1,0 +1,143 @@
+"""The check of tensors against one another: dtypes, devices, and sizes by the names of axes.
+
+One checker for every table of arguments, those of ``arguments`` and of ``kvcache.arguments``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.call.arguments import Argument, check_tensor, given
+from flashtile.core.errors import InvalidInputError, UnsupportedError
+
+
+def refuse_tracing() -> None:
+    """Raises UnsupportedError under ``torch.jit.trace``.
+
+    Sizes are tensors there, launches are not recorded, and what is recorded holds for one length alone.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise UnsupportedError("torch.jit.trace cannot record attention; torch.compile and torch.export can")
+
+
+def checked_kinds(record: Any, rows: Mapping[str, Argument]) -> list[tuple[str, Argument, Tensor]]:
+    """The given tensors of a record, each of a dtype that its row allows and on q's device.
+
+    Raises:
+        InvalidInputError: Naming the tensor that is not.
+    """
+    found, q = given(record, rows), record.q
+    for name, row, x in found:
+        check_tensor(name, x)
+        if row.dtypes is None:
+            if x.dtype != q.dtype:
+                raise InvalidInputError(name, f"dtype is {x.dtype}, but q has {q.dtype}")
+        else:
+            wide = row.wide and q.dtype == torch.float64
+            others = (q.dtype,) * row.like_q + (torch.float64,) * wide
+            if x.dtype not in row.dtypes[0] + others:
+                must = row.dtypes[1] + " or float64" * wide + f" or q's {q.dtype}" * row.like_q
+                raise InvalidInputError(name, f"dtype is {x.dtype}, must be {must}")
+        if x.device != q.device:
+            raise InvalidInputError(name, f"is on {x.device}, but q is on {q.device}")
+    return found
+
+
+class Axes:
+    """Sizes by axis name: the first tensor with an axis sets its size, every later one must match.
+
+    Args:
+        renamed: Other texts in place of parts of the rows' axes, for this kind of call.
+    """
+
+    def __init__(self, renamed: Mapping[str, str]) -> None:
+        self.renamed = renamed
+        self.sizes: dict[str, int] = {}
+        self.owners: dict[str, str] = {}
+
+    def fix(self, argument: str, axis: str, size: int) -> None:
+        """Sets or checks one size."""
+        if self.sizes.setdefault(axis, size) != size:
+            owner = self.owners[axis]
+            raise InvalidInputError(argument, f"{axis} is {size}, but {owner} has {self.sizes[axis]}")
+        self.owners.setdefault(axis, argument)
+
+    def bind(self, argument: str, tensor: Tensor, row: Argument) -> None:
+        """Checks one tensor's dimensions against its row of the table."""
+        if row.broadcasts:
+            self._broadcasts(argument, tensor, row.axes.split())
+            return
+        text = row.axes
+        for old, new in self.renamed.items():
+            text = text.replace(old, new)
+        axes = text.split()
+        shapes = [axes[1:], [axes[0].strip("[]"), *axes[1:]]] if axes[0].startswith("[") else [axes]
+        named = next((shape for shape in shapes if len(shape) == tensor.dim()), None)
+        if named is None:
+            ranks, texts = " or ".join(str(len(shape)) for shape in shapes), " or ".join(map(_shape_text, shapes))
+            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {ranks}: {texts}")
+        for axis, size in zip(named, tensor.shape, strict=True):
+            self.fix(argument, axis, size)
+
+    def _broadcasts(self, argument: str, tensor: Tensor, axes: list[str]) -> None:
+        if tensor.dim() > len(axes):
+            most = f"at most {len(axes)}: {_shape_text(axes)}"
+            raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {most}")
+        for axis, size in zip(axes[len(axes) - tensor.dim() :], tensor.shape, strict=True):
+            if size != 1 and size != self.sizes[axis]:
+                shape = ", ".join(f"{name} {self.sizes[name]}" for name in axes)
+                must = f"must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
+                if tuple(tensor.shape) == (self.sizes["batch"], self.sizes["seqlen_k"]):
+                    must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
+                raise InvalidInputError(argument, f"{axis} is {size}, {must}")
+
+    def bind_bounds(self, argument: str, bounds: Tensor | None, row: Argument) -> None:
+        """Checks cu_seqlens, and sets or checks the batch by them."""
+        if bounds is None:
+            raise InvalidInputError(argument, "is None, must be an int32 tensor of shape (batch + 1,)")
+        self.bind(argument, bounds, row)
+        if self.sizes["batch+1"] == 0:
+            raise InvalidInputError(argument, "is empty, must have shape (batch + 1,)")
+        self.fix(argument, "batch", self.sizes["batch+1"] - 1)
+
+    def check_heads(self) -> None:
+        """Refuses heads and widths of 0, and query heads that key heads do not divide."""
+        sizes = self.sizes
+        for axis in ("num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
+            if sizes[axis] == 0:
+                raise InvalidInputError(self.owners[axis], f"{axis} is 0, must be at least 1")
+        if sizes["num_heads_q"] % sizes["num_heads_kv"]:
+            must = f"must be a multiple of {self.owners['num_heads_kv']}'s num_heads_kv {sizes['num_heads_kv']}"
+            heads = f"num_heads_q is {sizes['num_heads_q']}, {must}"
+            raise InvalidInputError("q", f"{heads}; heads are the dimension after seqlen")
+
+
+def _shape_text(axes: list[str]) -> str:
+    return f"({axes[0]},)" if len(axes) == 1 else f"({', '.join(axes)})"
+
+
+def lengths_between(argument: str, bounds: list[int], rows: int, owner: str) -> list[int]:
+    """The lengths of packed sequences from the values of their cu_seqlens.
+
+    Args:
+        argument: The name of cu_seqlens.
+        bounds: Its values.
+        rows: Rows of the packed tensor.
+        owner: Its name.
+
+    Raises:
+        InvalidInputError: They do not start at 0, fall, or pass the last row.
+    """
+    if bounds[0] != 0:
+        raise InvalidInputError(argument, f"starts with {bounds[0]}, must start with 0")
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    if any(length < 0 for length in lengths):
+        raise InvalidInputError(argument, "falls somewhere, must never fall")
+    if bounds[-1] > rows:
+        raise InvalidInputError(argument, f"ends with {bounds[-1]}, but {owner} has {rows} rows")
+    return lengths

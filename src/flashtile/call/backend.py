@@ -1,0 +1,305 @@
+"""The backend protocol and the record in which a backend declares its capabilities.
+
+``Capabilities`` defaults every feature to unsupported; ``FEATURES`` lists each feature once, with a test of whether a
+problem uses it; refusals and the printed support table come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from flashtile.call.arguments import FLOAT8
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.core.states import Partial
+
+# decode: cached calls, those of ``attention_with_kvcache``, whatever the number of their queries.
+# quantized: the forward of a ``flashtile.Quantized``.
+Direction = Literal["forward", "backward", "decode", "quantized"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "decode", "quantized")
+_REGULAR, _BUT_QUANTIZED = DIRECTIONS[:2], DIRECTIONS[:3]
+_DECODE: tuple[Direction, ...] = ("decode",)
+
+
+def directions_of(problem: Problem) -> tuple[Direction, ...]:
+    """The directions that a call of the problem runs."""
+    if problem.keys.used:
+        return _DECODE
+    if problem.dtype == FLOAT8:
+        return ("quantized",)
+    return ("forward", "backward") if problem.needs_grad else ("forward",)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of a call.
+
+    Attributes:
+        name: The field of ``Capabilities`` that says whether it is supported.
+        label: Its name in refusals and in the support table.
+        used: Whether a problem needs it.
+        directions: Those whose calls can use it.
+    """
+
+    name: str
+    label: str
+    used: Callable[[Problem], bool]
+    directions: tuple[Direction, ...] = _REGULAR
+
+
+def _is_float8_cache(p: Problem) -> bool:
+    return p.keys.used and p.precision.kv == FLOAT8
+
+
+def _is_odd_cache(p: Problem) -> bool:
+    return _is_float8_cache(p) and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
+    Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
+    Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1, DIRECTIONS),
+    Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, DIRECTIONS),
+    Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, DIRECTIONS),
+    Feature("softcap", "softcap", lambda p: p.softcap > 0, DIRECTIONS),
+    Feature("alibi", "ALiBi", lambda p: p.alibi, _BUT_QUANTIZED),
+    Feature("mask", "boolean attn_mask", lambda p: p.mask),
+    Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
+    Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
+    Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
+    Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
+    Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
+    Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
+    Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
+    Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
+    Feature("float8_cache", "float8 caches", _is_float8_cache, _DECODE),
+    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_cache, _DECODE),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The features that one direction of a backend supports. A field is True only if a numerical test covers it.
+
+    Attributes:
+        device_types: PyTorch device types it runs on.
+        dtypes: Input dtypes.
+        max_head_dim: Largest head_dim and head_dim_v, None for any.
+        head_dim_multiple: head_dim and head_dim_v must be multiples of it.
+        min_compute_capability: Lowest NVIDIA compute capability, None where that does not apply.
+        max_compute_capability: Highest, None for any.
+        nvidia: Whether of GPUs only NVIDIA's will do.
+        chain_rows: Multiples on which sequences that have keys begin, and end unless with the last row, in a ``Chain``;
+            0 for a backward that takes none.
+        slow_if_tiny: Whether ``Problem.tiny`` calls go to the next backend that can run them, unless this one is named.
+    """
+
+    device_types: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int | None
+    head_dim_multiple: int = 1
+    min_compute_capability: tuple[int, int] | None = None
+    max_compute_capability: tuple[int, int] | None = None
+    nvidia: bool = False
+    chain_rows: int = 0
+    slow_if_tiny: bool = False
+    causal: bool = False
+    window: bool = False
+    grouped_heads: bool = False
+    varlen: bool = False
+    head_dim_v: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    mask: bool = False
+    bias: bool = False
+    bias_grad: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    origins: bool = False
+    deterministic: bool = False
+    unaligned: bool = False
+    pages: bool = False
+    float8_cache: bool = False
+    odd_float8_cache: bool = False
+
+    def reasons(self, problem: Problem) -> list[str]:
+        """Every reason why the problem cannot run here, empty if it can."""
+        why = [*self._device_reasons(problem), *self._shape_reasons(problem)]
+        return why + [f"no {f.label}" for f in FEATURES if not getattr(self, f.name) and f.used(problem)]
+
+    def _device_reasons(self, problem: Problem) -> list[str]:
+        if problem.device_type not in self.device_types:
+            return [f"needs {' or '.join(self.device_types)} tensors, these are on {problem.device_type}"]
+        have = problem.compute_capability
+        if have is None:
+            return ["needs an NVIDIA GPU"] if self.nvidia and problem.device_type == "cuda" else []
+        low, high = self.min_compute_capability, self.max_compute_capability
+        if (low and have < low) or (high and have > high):
+            needed = ".".join(map(str, low)) if low else ""
+            more = "" if high == low else " or later"
+            return [f"needs compute capability {needed}{more}, this device is {have[0]}.{have[1]}"]
+        return []
+
+    def _shape_reasons(self, problem: Problem) -> list[str]:
+        why = []
+        if problem.dtype not in self.dtypes:
+            why.append(f"no {str(problem.dtype).removeprefix('torch.')}")
+        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if self.max_head_dim is not None and size > self.max_head_dim:
+                why.append(f"{name} is {size}, at most {self.max_head_dim} is supported")
+            if size % self.head_dim_multiple:
+                why.append(f"{name} is {size}, must be a multiple of {self.head_dim_multiple}")
+        return why
+
+
+@dataclass(eq=False)
+class Gradients:
+    """The result of a backward: gradients in the shapes of their inputs. frozen=True would cost 2 us.
+
+    dq, dk and dv are in ``problem.grad_dtype``, that of q or float32 (float64 for float64 inputs), the others in the
+    dtypes of their inputs. Each is None where ``problem.grads`` does not request it; a backend may compute more than
+    was requested.
+    """
+
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+class Forward(Protocol):
+    """The plan of a forward: computes out and lse from a call's tensors.
+
+    With ``partial``, a result over other keys of the same rows, it returns out and lse over the keys of both.
+
+    Returns:
+        out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in
+            ``problem.out_dtype``, q's or float32, contiguous.
+        lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys.
+    """
+
+    def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+        """Out and lse."""
+
+
+class Backward(Protocol):
+    """The plan of a backward: computes gradients from the forward's tensors and results, of any backend.
+
+    out and lse are those of all keys of the rows, also where the call has some of them: then what it computes is
+    these keys' share of dq, and all of their dk and dv. out and dout are in q's dtype; dlse is None for zero.
+
+    A plan of a problem whose ``grad_dtype`` is that of lse takes ``sums``: dq, dk and dv in that dtype, contiguous, on
+    16 bytes, those that ``problem.grads`` requests. It adds to them in place and returns them. Every element is added
+    to once and by nobody else, so the result is as repeatable as without. dbias and dsinks are never added to.
+    """
+
+    def __call__(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Gradients | None = None,
+    ) -> Gradients:
+        """The gradients that ``problem.grads`` requests."""
+
+
+@dataclass(eq=False)
+class Chain:
+    """What backwards over other keys of the same packed rows share, each a call of ``in_chain`` of its own plan.
+
+    That takes what ``Backward`` takes and the chain, of a backend with ``Capabilities.chain_rows``. Sums are of dk and
+    dv alone; dq is None but for the last call, which returns that of all of them in q's dtype. A call with ``heads``,
+    the first of some key heads and the end of them, writes theirs into the sums, which are new if there are none.
+
+    Attributes:
+        calls: How many are still to come.
+        work: What the backend keeps until the next one.
+    """
+
+    calls: int
+    work: Any = None
+
+
+# The plan of a cached call: appends k and v to the caches if they are given, writes tensors.out in full, and returns a
+# new lse, ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. The
+# caches' last dimension is contiguous and their other strides are any, as are page_table's first and out's; q, k, v,
+# rotary_cos, rotary_sin and page_table are contiguous in their last dimension, the other tensors in all.
+Decode = Callable[[CacheTensors], Tensor]
+
+# The plan of a quantized call: returns out and lse as ``Forward`` does, out in ``problem.out_dtype``. All tensors are
+# contiguous; strides of the scales, 0 where one scale serves several blocks, heads or sequences, are those of
+# ``quantization.problem.scale_strides``.
+QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
+
+# What the plans of a direction of one family of calls share.
+Known = dict[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Build:
+    """One kernel that a call needs.
+
+    Attributes:
+        name: The kernel's name.
+        make: Compiles it, or finds it compiled. May run in several threads at once for the builds of one call.
+    """
+
+    name: str
+    make: Callable[[], object]
+
+
+class Backend(Protocol):
+    """One way to compute attention. Each backend's ``__init__`` defines an instance named ``BACKEND``.
+
+    Importing that module must not import Triton: only planning a call may. The tensors given to a planning method show
+    layouts: shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of
+    the same layouts, so it must not keep those. It may be called from several threads at once.
+
+    ``known`` is one dictionary for all plans of a direction of a family, see ``families.family_of``, or None. There a
+    backend keeps what it need not make again for other lengths, under keys that say what it depends on besides the
+    family. So whether a backend can run a call must not depend on lengths, batch or strides; whether it is chosen
+    depends on lengths by ``Problem.tiny`` alone.
+    """
+
+    name: str
+    summary: str
+
+    def capabilities(self, direction: Direction) -> Capabilities | None:
+        """The features that a direction supports; None if the backend does not have the direction."""
+
+    def missing(self) -> str | None:
+        """Why this machine cannot run the backend at all, in one phrase; None if it can."""
+
+    def describe(self, problem: Problem, direction: Direction) -> str:
+        """The tiles and the algorithm a problem would run with, in one line."""
+
+    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
+        """A function that computes this problem's output for tensors of these layouts."""
+
+    def plan_backward(
+        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
+    ) -> Backward:
+        """A function that computes this problem's gradients; dout and dlse have the given strides, which may be any."""
+
+    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
+        """A function that runs this cached call; asked of backends whose ``capabilities("decode")`` is not None."""
+
+    def plan_quantized(
+        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
+    ) -> QuantizedForward:
+        """A function that runs this quantized call; asked of backends whose ``capabilities`` have it."""
+
+    def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
+        """The kernels that a call of this problem on the current device would build; dout is contiguous, dlse absent.
+
+        The tensors are on the meta device; one that is given twice, as bounds of queries and of keys, is the same.
+        """

@@ -1,0 +1,230 @@
+"""The ``Problem`` of a cached call, and the check of the values in its index tensors."""
+
+from __future__ import annotations
+
+from flashtile.call.axes import Axes, checked_kinds, lengths_between, refuse_tracing
+from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheOptions, CacheTensors
+from flashtile.call.problem import (
+    MaskMod,
+    Precision,
+    Problem,
+    ScoreMod,
+    SequenceLayout,
+    compute_capability,
+    is_aligned,
+)
+from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band
+
+# What an argument is nothing without.
+_NEEDS = {
+    "k": "v", "v": "k", "rotary_cos": "rotary_sin", "rotary_sin": "rotary_cos", "rotary_seqlens": "rotary_cos",
+    "cu_seqlens_k_new": "k",
+}  # fmt: skip
+
+
+def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
+    """Checks the tensors of a cached call against one another and records the call.
+
+    Its keys are a ``SequenceLayout`` with ``used``, whose length is the capacity of an entry or of a row of page_table.
+
+    Raises:
+        InvalidInputError: Naming the argument that does not match.
+        UnsupportedError: The call is traced by ``torch.jit.trace``.
+    """
+    refuse_tracing()
+    t, o, sizes = tensors, options, _check_tensors(tensors, options)
+    q, page_size = t.q, sizes.get("page_size", 0)
+    capacity = sizes["max_pages"] * page_size if page_size else sizes["capacity"]
+    return Problem(
+        device_type=q.device.type,
+        compute_capability=compute_capability(q.device),
+        precision=Precision(q.dtype, t.k_cache.dtype, q.dtype, q.dtype),
+        queries=SequenceLayout(sizes["seqlen_q"], t.cu_seqlens_q is not None),
+        keys=SequenceLayout(capacity, used=True, page_size=page_size),
+        batch=sizes["batch"],
+        num_heads_q=sizes["num_heads_q"],
+        num_heads_kv=sizes["num_heads_kv"],
+        head_dim=sizes["head_dim"],
+        head_dim_v=sizes["head_dim_v"],
+        softmax_scale=sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
+        score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
+        mask_mod=MaskMod(Band(o.window_left, o.window_right)),
+        sinks=t.sinks is not None,
+        aligned=(q.device.type == "cpu" and t.k_cache.dtype != FLOAT8)
+        or all(is_aligned(x) for x in (q, t.k_cache, t.v_cache)),
+        rotary_interleaved=o.rotary_interleaved,
+    )
+
+
+def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
+    """Checks dtypes, devices, shapes and which go together; returns sizes by axis name."""
+    found = {name: (row, x) for name, row, x in checked_kinds(t, TENSORS)}
+    _check_company(t, o)
+    axes = Axes(_renamed(t))
+    for name in ("q", "k_cache", "v_cache"):
+        axes.bind(name, found[name][1], found[name][0])
+    for name in ("cu_seqlens_q", "cu_seqlens_k_new"):
+        if name in found:
+            axes.bind_bounds(name, found[name][1], found[name][0])
+    if t.cu_seqlens_q is not None:
+        axes.fix("max_seqlen_q", "seqlen_q", axes.sizes["total_q"] if o.max_seqlen_q is None else o.max_seqlen_q)
+    axes.check_heads()
+    for name, (row, x) in found.items():
+        axes.bind(name, x, row)
+    _check_sizes(t, axes.sizes)
+    return axes.sizes
+
+
+def _renamed(t: CacheTensors) -> dict[str, str]:
+    renamed = {}
+    if t.cu_seqlens_q is not None:
+        renamed["batch seqlen_q"] = "total_q"
+    if t.cu_seqlens_k_new is not None:
+        renamed["batch seqlen_new"] = "total_new"
+    if t.page_table is not None:
+        renamed |= {"entries capacity": "pages page_size", "[entries]": "[pages]"}
+    return renamed
+
+
+def _check_company(t: CacheTensors, o: CacheOptions) -> None:
+    """Refuses arguments that need others, or exclude them."""
+    for name, other in _NEEDS.items():
+        if getattr(t, name) is not None and getattr(t, other) is None:
+            raise InvalidInputError(name, f"is given, but goes with {other}")
+    if t.rotary_cos is not None and t.k is None:
+        raise InvalidInputError("rotary_cos", "is given, but goes with new keys k and v")
+    if o.rotary_interleaved and t.rotary_cos is None:
+        raise InvalidInputError("rotary_interleaved", "is True, but goes with rotary_cos")
+    if t.page_table is not None and t.cache_batch_idx is not None:
+        raise InvalidInputError("cache_batch_idx", "is given with page_table, which says where each sequence is")
+    if o.max_seqlen_q is not None and t.cu_seqlens_q is None:
+        raise InvalidInputError("max_seqlen_q", "is given, but goes with cu_seqlens_q alone")
+    if t.k is not None and t.cu_seqlens_q is not None and t.cu_seqlens_k_new is None:
+        raise InvalidInputError("cu_seqlens_k_new", "is None, but goes with k where q is packed")
+    if t.v_cache.dtype != t.k_cache.dtype:
+        raise InvalidInputError("v_cache", f"dtype is {t.v_cache.dtype}, but k_cache has {t.k_cache.dtype}")
+    for name in ("k_scale", "v_scale"):
+        if getattr(t, name) is not None and t.k_cache.dtype != FLOAT8:
+            raise InvalidInputError(name, f"is given, but goes with float8 caches; k_cache has {t.k_cache.dtype}")
+
+
+def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
+    if t.page_table is not None and sizes["page_size"] == 0:
+        raise InvalidInputError("k_cache", "page_size is 0, must be at least 1")
+    if t.page_table is None and t.cache_batch_idx is None and sizes["entries"] < sizes["batch"]:
+        must = f"must be at least the batch of {sizes['batch']} without cache_batch_idx"
+        raise InvalidInputError("k_cache", f"entries is {sizes['entries']}, {must}")
+    turned = 2 * sizes.get("rotary_dim/2", 0)
+    if turned > sizes["head_dim"]:
+        raise InvalidInputError("rotary_cos", f"turns {turned} features, but q has head_dim {sizes['head_dim']}")
+    written = ("out", "k_cache", "v_cache") if t.k is not None else ("out",)
+    for name in ("out", "k_cache", "v_cache"):
+        x = getattr(t, name)
+        if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel():
+            raise InvalidInputError(name, f"has strides {x.stride()}, its last dimension must be contiguous")
+        if name in written and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+            raise InvalidInputError(name, f"has strides {x.stride()}, but is written: it must not be expanded")
+
+
+def check_length(t: CacheTensors, length: int) -> None:
+    """Checks the one number that all cache_seqlens have, as far as shapes tell.
+
+    Raises:
+        InvalidInputError: Keys of that length and the new ones do not fit into the cache.
+    """
+    pages, keys = t.page_table, t.k_cache
+    if keys.dim() != 4 or (pages is not None and pages.dim() != 2):
+        return  # ``problem_of`` says so
+    capacity = keys.shape[1] * (1 if pages is None else pages.shape[1])
+    new = 0 if t.k is None or t.cu_seqlens_k_new is not None or t.k.dim() != 4 else t.k.shape[1]
+    if length + new > capacity:
+        more = f" and {new} new keys do" if new else " does"
+        raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into a cache of {capacity}")
+
+
+def check_values(problem: Problem, tensors: CacheTensors) -> None:
+    """Checks what index tensors hold: lengths, left padding, entries, pages, positions and bounds.
+
+    On a GPU this waits for the device, so callers run it only when ``FLASHTILE_CHECK`` is set.
+
+    Raises:
+        InvalidInputError: Naming the tensor or the length that is wrong.
+    """
+    t, batch, capacity = tensors, problem.batch, problem.seqlen_k
+    rows = _row_counts(problem, t)
+    lengths, new = lengths_of(t, batch)
+    for b, length in enumerate(lengths):
+        if length + new[b] > capacity:
+            more = f" and {new[b]} new keys do" if new[b] else " does"
+            raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into sequence {b}'s cache of {capacity}")
+    leftpad = [0] * batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
+    for b, first in enumerate(leftpad):
+        if first < 0:
+            raise InvalidInputError("cache_leftpad", f"is {first} for sequence {b}, must be at least 0")
+    if t.cache_batch_idx is not None:
+        _check_range("cache_batch_idx", t.cache_batch_idx.tolist(), t.k_cache.shape[0], "entries")
+    if t.page_table is not None and problem.keys.page_size:
+        size = problem.keys.page_size
+        for b, table in enumerate(t.page_table.tolist()):
+            stop = lengths[b] + new[b]
+            start = min(leftpad[b], lengths[b]) if new[b] else leftpad[b]
+            used = table[start // size : -(-stop // size)] if start < stop else []
+            _check_range("page_table", used, t.k_cache.shape[0], f"pages; it is used by sequence {b}")
+    if t.rotary_cos is not None:
+        _check_positions(problem, t, rows, new, lengths)
+
+
+def _row_counts(problem: Problem, t: CacheTensors) -> list[int]:
+    """The number of queries of each sequence."""
+    if t.cu_seqlens_q is None:
+        return [problem.seqlen_q] * problem.batch
+    rows = lengths_between("cu_seqlens_q", t.cu_seqlens_q.tolist(), t.q.shape[0], "q")
+    if rows and max(rows) > problem.seqlen_q:
+        holds = f"but cu_seqlens_q holds a sequence of {max(rows)}"
+        raise InvalidInputError("max_seqlen_q", f"is {problem.seqlen_q}, {holds}")
+    return rows
+
+
+def lengths_of(t: CacheTensors, batch: int) -> tuple[list[int], list[int]]:
+    """The keys of each sequence before appending, and its new ones: none where cache_seqlens is negative.
+
+    Raises:
+        InvalidInputError: The values of cu_seqlens_k_new are no bounds of packed sequences.
+    """
+    old, new = t.cache_seqlens.tolist(), new_counts(t, batch)
+    return [max(length, 0) for length in old], [n if m >= 0 else 0 for m, n in zip(old, new, strict=True)]
+
+
+def new_counts(t: CacheTensors, batch: int) -> list[int]:
+    """The number of new keys of each sequence, from the values of cu_seqlens_k_new where they are packed.
+
+    Raises:
+        InvalidInputError: The values are no bounds of packed sequences.
+    """
+    if t.k is None:
+        return [0] * batch
+    if t.cu_seqlens_k_new is None:
+        return [t.k.shape[1]] * batch
+    return lengths_between("cu_seqlens_k_new", t.cu_seqlens_k_new.tolist(), t.k.shape[0], "k")
+
+
+def _check_range(name: str, values: list[int], count: int, what: str) -> None:
+    for value in values:
+        if not 0 <= value < count:
+            raise InvalidInputError(name, f"has {value}, but k_cache has {count} {what}")
+
+
+def _check_positions(problem: Problem, t: CacheTensors, rows: list[int], new: list[int], lengths: list[int]) -> None:
+    assert t.rotary_cos is not None
+    firsts = lengths if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
+    for b, (first, cached) in enumerate(zip(firsts, t.cache_seqlens.tolist(), strict=True)):
+        if cached < 0:
+            continue
+        if first < 0:
+            raise InvalidInputError("rotary_seqlens", f"is {first} for sequence {b}, must be at least 0")
+        of_rows = min(rows[b], 1) if problem.band.unbounded else rows[b]
+        last = first + max(of_rows, new[b])
+        if max(of_rows, new[b]) and last > t.rotary_cos.shape[0]:
+            has = f"has {t.rotary_cos.shape[0]} positions"
+            raise InvalidInputError("rotary_cos", f"{has}, but sequence {b} rotates at {last - 1}")

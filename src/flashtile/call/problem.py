@@ -1,0 +1,346 @@
+"""Problem: one frozen record of a call, made of records for groups of features.
+
+``Problem.of`` checks shapes, dtypes and devices by named axes; ``check_values`` checks the contents of index tensors
+where that costs no synchronisation. Everything below this layer may assume valid arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashtile.call.arguments import DTYPES as DTYPES
+from flashtile.call.arguments import TENSORS, Grads, Options, differentiable
+from flashtile.call.arguments import Tensors as Tensors
+from flashtile.call.axes import Axes, checked_kinds, lengths_between, refuse_tracing
+from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band, Origin
+
+
+class SequenceLayout(NamedTuple):
+    """The memory layout of the rows of one side, queries or keys.
+
+    Attributes:
+        length: Rows per sequence; for packed sequences and caches an upper bound: max_seqlen if given, the capacity.
+        packed: Whether sequences lie one after another, delimited by cu_seqlens.
+        used: Whether each sequence uses the first rows only, as many as a tensor of lengths says: a cache.
+        page_size: Rows of a page, 0 where rows are not in pages.
+    """
+
+    length: int
+    packed: bool = False
+    used: bool = False
+    page_size: int = 0
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of q, of k and v, of the output, and of the gradients of q, k and v."""
+
+    q: torch.dtype
+    kv: torch.dtype
+    out: torch.dtype
+    grad: torch.dtype
+
+    @property
+    def lse(self) -> torch.dtype:
+        """float32, the dtype of the softmax state; float64 for float64 inputs."""
+        return torch.float64 if self.q == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class ScoreMod:
+    """The modifications of the scaled scores.
+
+    Attributes:
+        softcap: 0, or the cap c of ``c * tanh(scores / c)``.
+        alibi: Whether slopes are given.
+        bias: Dtype of the additive bias, None without one.
+    """
+
+    softcap: float = 0.0
+    alibi: bool = False
+    bias: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class MaskMod:
+    """Which pairs are kept.
+
+    Attributes:
+        band: Causal and window masks.
+        tensor: Whether a boolean mask is given.
+    """
+
+    band: Band = Band()  # noqa: RUF009
+    tensor: bool = False
+
+
+T = TypeVar("T")
+
+
+class _Short(Generic[T]):
+    """A read-only attribute of Problem that is shorthand for a field of one of its records, or of several.
+
+    Once read, it is in the instance's ``__dict__``, where Python finds it faster.
+    """
+
+    def __init__(self, read: Callable[[Problem], T], *places: str) -> None:
+        self._read, self.places = read, places
+
+    def __set_name__(self, owner: object, name: str) -> None:
+        self._name = name
+
+    def __get__(self, problem: Problem, owner: object = None) -> T:
+        value = vars(problem)[self._name] = self._read(problem)
+        return value
+
+
+# Up to so many queries and keys a dense call is tiny: a backend whose tiles have more rows may not be the fastest.
+TINY = 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The description of a call without tensor data; hashable, so it can be a key for tiles and caches.
+
+    Attributes:
+        device_type: ``cpu``, ``cuda`` (NVIDIA and AMD) or another PyTorch device type.
+        compute_capability: ``(major, minor)`` of an NVIDIA device, else None.
+        precision: Dtypes.
+        batch: Sequences.
+        queries: Layout of q and the output.
+        keys: Layout of k and v.
+        num_heads_q: Query heads, a multiple of ``num_heads_kv``.
+        num_heads_kv: Key and value heads.
+        head_dim: Width of q and k.
+        head_dim_v: Width of v and of the output.
+        softmax_scale: Factor of the scores.
+        score_mod: The modifications of the scaled scores.
+        mask_mod: Which pairs are kept.
+        sinks: Whether sinks are given.
+        origins: Whether packed sequences are parts of longer ones (``masks.Origin``).
+        dropout_p: Probability of dropping, 0 for none.
+        deterministic: Whether the backward must be bitwise repeatable.
+        grads: Which tensors need a gradient; none if no backward will follow.
+        aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
+        rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
+        gpu: Name of the GPU, for tiles that were measured on it; empty where it does not matter or is not here.
+    """
+
+    device_type: str
+    compute_capability: tuple[int, int] | None
+    precision: Precision
+    batch: int
+    queries: SequenceLayout
+    keys: SequenceLayout
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    softmax_scale: float
+    score_mod: ScoreMod = ScoreMod()
+    mask_mod: MaskMod = MaskMod()
+    sinks: bool = False
+    origins: bool = False
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    grads: Grads = Grads()  # noqa: RUF009
+    aligned: bool = True
+    rotary_interleaved: bool = False
+    gpu: str = ""
+
+    # Shorthand: how it is read, and the fields that ``but`` sets.
+    dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out", "precision.grad")
+    out_dtype = _Short(lambda p: p.precision.out, "precision.out")
+    grad_dtype = _Short(lambda p: p.precision.grad, "precision.grad")
+    lse_dtype = _Short(lambda p: p.precision.lse)
+    varlen = _Short(lambda p: p.queries.packed, "queries.packed", "keys.packed")
+    seqlen_q = _Short(lambda p: p.queries.length, "queries.length")
+    seqlen_k = _Short(lambda p: p.keys.length, "keys.length")
+    group_size = _Short(lambda p: p.num_heads_q // p.num_heads_kv)
+    softcap = _Short(lambda p: p.score_mod.softcap, "score_mod.softcap")
+    alibi = _Short(lambda p: p.score_mod.alibi, "score_mod.alibi")
+    bias_dtype = _Short(lambda p: p.score_mod.bias, "score_mod.bias")
+    band = _Short(lambda p: p.mask_mod.band, "mask_mod.band")
+    mask = _Short(lambda p: p.mask_mod.tensor, "mask_mod.tensor")
+    needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
+    bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
+
+    @property
+    def tiny(self) -> bool:
+        """Whether sequences are dense and no longer than ``TINY``."""
+        return not self.varlen and self.seqlen_q <= TINY and self.seqlen_k <= TINY
+
+    def but(self, **changes: Any) -> Problem:
+        """A copy with other values of fields or of shorthand, e.g. ``problem.but(varlen=True, softcap=30.0)``."""
+        fields: dict[str, Any] = {}
+        for name, value in changes.items():
+            short = vars(Problem).get(name)
+            for place in short.places if isinstance(short, _Short) else (name,):
+                field, _, inner = place.partition(".")
+                old = fields.get(field, getattr(self, field))
+                change = old._replace if isinstance(old, (Grads, SequenceLayout)) else functools.partial(replace, old)
+                fields[field] = change(**{inner: value}) if inner else value
+        return replace(self, **fields)
+
+    def lse_shape(self, q: Tensor) -> tuple[int, ...]:
+        """Shape of lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)`` with total_q from q."""
+        return (q.shape[1], q.shape[0]) if self.varlen else (q.shape[0], q.shape[2], q.shape[1])
+
+    @classmethod
+    def of(cls, tensors: Tensors, options: Options) -> Problem:
+        """Checks the tensors against one another and records the call.
+
+        Raises:
+            InvalidInputError: Naming the argument that does not match.
+            UnsupportedError: The call is traced by ``torch.jit.trace``.
+        """
+        refuse_tracing()
+        t, o, sizes = tensors, options, _check_tensors(tensors, options)
+        q, bias, packed = t.q, t.attn_bias, t.cu_seqlens_q is not None
+        return cls(
+            device_type=q.device.type,
+            compute_capability=compute_capability(q.device),
+            precision=Precision(q.dtype, t.k.dtype, q.dtype, q.dtype),
+            queries=SequenceLayout(sizes["seqlen_q"], packed),
+            keys=SequenceLayout(sizes["seqlen_k"], packed),
+            batch=sizes["batch"],
+            num_heads_q=sizes["num_heads_q"],
+            num_heads_kv=sizes["num_heads_kv"],
+            head_dim=sizes["head_dim"],
+            head_dim_v=sizes["head_dim_v"],
+            softmax_scale=sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
+            score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None if bias is None else bias.dtype),
+            mask_mod=MaskMod(Band(o.window_left, o.window_right), t.attn_mask is not None),
+            sinks=t.sinks is not None,
+            origins=t.origins is not None,
+            dropout_p=o.dropout_p,
+            deterministic=o.deterministic,
+            grads=o.grads,
+            aligned=q.device.type == "cpu" or all(is_aligned(x) for x in (q, t.k, t.v)),
+            gpu=gpu_name(q.device),
+        )
+
+    def resized(self, tensors: Tensors, options: Options) -> Problem:
+        """The problem of another call of its family, see ``families.family_of``, which needs no checks."""
+        batch, seqlen_q, seqlen_k = tensors.q.shape[0], tensors.q.shape[-3], tensors.k.shape[-3]
+        bounds = tensors.cu_seqlens_q
+        if bounds is not None:
+            batch, longest_q, longest_k = bounds.shape[0] - 1, options.max_seqlen_q, options.max_seqlen_k
+            seqlen_q = seqlen_q if longest_q is None else longest_q
+            seqlen_k = seqlen_k if longest_k is None else longest_k
+        packed = bounds is not None
+        queries, keys = SequenceLayout(seqlen_q, packed), SequenceLayout(seqlen_k, packed)
+        # Past __init__, which takes longer than all else here. Shorthand of lengths must not be that of self.
+        made = object.__new__(Problem)
+        vars(made).update(vars(self), batch=batch, queries=queries, keys=keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        return made
+
+    @classmethod
+    def build(
+        cls, tensors: Tensors, band: Band, *, needs_grad: bool = False, bias_grad: bool = False, **options: Any
+    ) -> Problem:
+        """Like ``of``, from a Band, gradients of all inputs but the bias or of none, and fields of ``Options``."""
+        given = [needs_grad and x is not None for x in differentiable(tensors)]
+        grads = Grads(*given)._replace(bias=bias_grad)
+        return cls.of(tensors, Options(window_left=band.left, window_right=band.right, grads=grads, **options))
+
+
+_NOTHING = Problem(
+    "cpu", None, Precision(*[torch.float32] * 4), 1, SequenceLayout(1), SequenceLayout(1), 1, 1, 64, 64, 0.125
+)
+
+
+def described(**values: Any) -> Problem:
+    """A problem from the names of fields and shorthand, for a call that is described but never run."""
+    return _NOTHING.but(**values)
+
+
+def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
+    """Checks dtypes, devices and shapes; returns sizes by axis name."""
+    packed = t.cu_seqlens_q is not None or t.cu_seqlens_k is not None
+    axes = Axes({"batch seqlen": "total"} if packed else {})
+    axes.fix("dropout's state", "numbers", 2)
+    axes.fix("an origin", "origin", len(Origin._fields))
+    rows = checked_kinds(t, TENSORS)
+    for name, row, x in rows[:3]:
+        axes.bind(name, x, row)
+    if packed:
+        _bind_packed(axes, t, options)
+    for name in () if packed else ("max_seqlen_q", "max_seqlen_k"):
+        if getattr(options, name) is not None:
+            raise InvalidInputError(name, "is given, but goes with cu_seqlens alone")
+    if t.origins is not None and not packed:
+        raise InvalidInputError("origins", "is given, but goes with cu_seqlens alone")
+    axes.check_heads()
+    for name, row, x in rows[3:]:
+        axes.bind(name, x, row)
+    return axes.sizes
+
+
+def _bind_packed(axes: Axes, t: Tensors, options: Options) -> None:
+    """Adds batch and the upper bounds of the lengths, from cu_seqlens and the max_seqlen options."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        axes.bind_bounds(name, getattr(t, name), TENSORS[name])
+    for axis, total, longest, from_end in (
+        ("seqlen_q", "total_q", options.max_seqlen_q, 2),
+        ("seqlen_k", "total_k", options.max_seqlen_k, 1),
+    ):
+        if longest is None:
+            shown = [m.shape[-from_end] for m in (t.attn_mask, t.attn_bias) if m is not None and m.dim() >= from_end]
+            longest = next((size for size in shown if size != 1), axes.sizes[total])
+        axes.fix(f"max_{axis}", axis, longest)
+
+
+def check_values(problem: Problem, tensors: Tensors) -> None:
+    """Checks cu_seqlens: they start at 0, never decrease, stay within the rows and respect max_seqlen.
+
+    On a GPU this waits for the device, so callers run it only when ``FLASHTILE_CHECK`` is set.
+
+    Raises:
+        InvalidInputError: Naming the tensor or the length that is wrong.
+    """
+    for side, cu_seqlens, rows, longest, from_end in (
+        ("q", tensors.cu_seqlens_q, tensors.q.shape[0], problem.seqlen_q, 2),
+        ("k", tensors.cu_seqlens_k, tensors.k.shape[0], problem.seqlen_k, 1),
+    ):
+        if cu_seqlens is None:
+            continue
+        lengths = lengths_between(f"cu_seqlens_{side}", cu_seqlens.tolist(), rows, side)
+        if lengths and max(lengths) > longest:
+            shown = {"attn_mask": tensors.attn_mask, "attn_bias": tensors.attn_bias}
+            sizes = {name: m.shape[-from_end] for name, m in shown.items() if m is not None and m.dim() >= from_end}
+            who = next((name for name, size in sizes.items() if size == longest), None)
+            what = f"seqlen_{side} is {longest}" if who else f"is {longest}"
+            holds = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
+            raise InvalidInputError(who or f"max_seqlen_{side}", f"{what}, {holds}")
+
+
+@functools.lru_cache(maxsize=64)
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """``(major, minor)`` of an NVIDIA device, None for any other."""
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.lru_cache(maxsize=64)
+def gpu_name(device: torch.device) -> str:
+    """The name of a GPU that is here, empty for any other device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether address and strides are multiples of 16 bytes."""
+    if (type(tensor) is Tensor or not hasattr(tensor, "fake_mode")) and tensor.data_ptr() % 16:
+        return False
+    unit = 16 // tensor.element_size()
+    if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:
+        return True  # The strides are multiples of that size.
+    return not any(s % unit and n > 1 for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True))

@@ -1,0 +1,202 @@
+"""The ordered table of backends: selects one for a call, gives the reasons, and prints what each supports."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache, lru_cache
+
+from flashtile.call.arguments import BACKENDS, checked
+from flashtile.call.backend import FEATURES, Backend, Capabilities, Direction, Feature, directions_of
+from flashtile.call.problem import TINY, Problem
+from flashtile.core import settings
+from flashtile.core.errors import InvalidInputError, UnsupportedError
+
+NAMES = BACKENDS
+# Up to this head_dim one backend computes all gradients if it can, that of the bias included.
+# H200, 2026-11-23: at d32, 96 x 384 tokens, dq, dk and dv take either backend 155 us, and portable adds dbias along the
+# way; at d64, 16 x 1024 tokens, all gradients take 1,103 us by portable and 1,010 by both.
+MOST_TOGETHER = 32
+# Directions besides the forward and the backward -> the calls that run them, and in the singular.
+_CALLS: dict[Direction, str] = {"decode": "cached calls", "quantized": "quantized calls"}
+_ONE: dict[Direction, str] = {"quantized": "quantized call"}
+
+
+@cache
+def backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        InvalidInputError: If there is none.
+    """
+    checked(backend=name)
+    return importlib.import_module(f"flashtile.backends.{name}").BACKEND
+
+
+def reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
+    """Every reason why a backend cannot run a direction of a problem; empty if it can.
+
+    Args:
+        name: The backend.
+        problem: The call.
+        direction: One that the call has.
+    """
+    chosen = backend(name)
+    capabilities = chosen.capabilities(direction)
+    if capabilities is None:
+        return [f"has no {_ONE.get(direction, direction)}"]
+    why = capabilities.reasons(problem)
+    missing = chosen.missing()
+    return [missing, *why] if missing else why
+
+
+@lru_cache(maxsize=4096)
+def _first(problem: Problem, direction: Direction) -> str | None:
+    able = [name for name in NAMES if not reasons(name, problem, direction)]
+    quick = [name for name in able if not _is_slow(name, problem, direction)]
+    return next(iter(quick or able), None)
+
+
+@lru_cache(maxsize=4096)
+def _beside_bias(problem: Problem, name: str) -> Backend:
+    """The backend of that name, for the gradient of the bias alone if a faster one can compute the others."""
+    from flashtile.ops import beside
+
+    others, whole = beside.others(problem), backend(name)
+    first = _first(others, "backward") if others.needs_grad else None
+    if first in (None, name) or max(problem.head_dim, problem.head_dim_v) <= MOST_TOGETHER:
+        return whole
+    return beside.beside(backend(first or name), whole)
+
+
+def _is_slow(name: str, problem: Problem, direction: Direction) -> bool:
+    """Whether another backend is faster for a call of this size."""
+    capabilities = backend(name).capabilities(direction)
+    return capabilities is not None and capabilities.slow_if_tiny and problem.tiny
+
+
+def select(problem: Problem, direction: Direction = "forward", name: str | None = None) -> Backend:
+    """The backend that runs a direction of a problem.
+
+    Args:
+        problem: The call.
+        direction: One that the call has.
+        name: An explicit choice; None or "" takes ``FLASHTILE_BACKEND`` or else the first that can.
+
+    Returns:
+        The backend.
+
+    Raises:
+        InvalidInputError: If no backend has that name, or it has no backward and the call needs one, or a setting of
+            ``flashtile.core.settings`` has a wrong value.
+        UnsupportedError: With the reasons of the named backend, or of all.
+    """
+    settings.validate()
+    name = name or settings.BACKEND.get() or None
+    if name is None:
+        name = _first(problem, direction)
+        if name is None:
+            everyone = {each: reasons(each, problem, direction) for each in NAMES}
+            raise UnsupportedError(f"no backend supports this {_ONE.get(direction, direction)}", everyone)
+        return _beside_bias(problem, name) if direction == "backward" and problem.bias_grad else backend(name)
+    if problem.needs_grad and backend(name).capabilities("backward") is None:
+        raise InvalidInputError("backend", f"{name!r} has no backward, but an input requires grad")
+    against = reasons(name, problem, direction)
+    if against:
+        raise UnsupportedError(f"backend {name!r} cannot run this {_ONE.get(direction, direction)}", {name: against})
+    return backend(name)
+
+
+def explain(problem: Problem, name: str | None = None, only: Direction | None = None) -> str:
+    """Which backend runs each direction of a problem, or only one, with which tiles, and why the others do not."""
+    lines = [describe_problem(problem)]
+    for direction in directions_of(problem) if only is None else (only,):
+        chosen = select(problem, direction, name)
+        lines.append(f"{direction}: {chosen.name}: {chosen.describe(problem, direction)}")
+        for other in NAMES:
+            if other != chosen.name:
+                against = "; ".join(reasons(other, problem, direction))
+                if not against:
+                    slow = _is_slow(other, problem, direction)
+                    against = "could run it too, " + (
+                        f"slower up to {TINY} rows" if slow else f"{chosen.name} comes first"
+                    )
+                lines.append(f"  not {other}: {against}")
+    return "\n".join(lines)
+
+
+def describe_problem(problem: Problem) -> str:
+    """The problem in one line."""
+    p = problem
+    lengths = f"{'up to ' if p.varlen else ''}{p.seqlen_q} x {p.seqlen_k}"
+    if p.keys.used:
+        pages = f" in pages of {p.keys.page_size}" if p.keys.page_size else ""
+        lengths = f"{'up to ' if p.varlen else ''}{p.seqlen_q} x a cache of {p.seqlen_k}{pages}"
+    used = ", ".join(f.label for f in FEATURES if f.used(p) and f.name not in ("causal", "window", "pages"))
+    heads = f"{p.num_heads_q} heads" + (f" over {p.num_heads_kv}" if p.group_size > 1 else "")
+    dims = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim} (v {p.head_dim_v})"
+    dtype = str(p.dtype).removeprefix("torch.")
+    if p.out_dtype != p.dtype:
+        dtype += f" to {str(p.out_dtype).removeprefix('torch.')}"
+    shape = f"batch {p.batch}, {lengths}, {heads}, head_dim {dims}"
+    return f"{dtype} on {p.device_type}, {shape}, {p.band}" + (f", {used}" if used else "")
+
+
+def support_table() -> str:
+    """A Markdown table of the features that each backend supports, made from the declared capabilities."""
+    chosen = [backend(name) for name in NAMES]
+    rows = [["feature", *NAMES], ["---"] * (len(NAMES) + 1)]
+    rows.append(["runs on", *(b.summary for b in chosen)])
+    rows.append(["dtypes", *(_cell(b, _dtypes) for b in chosen)])
+    rows.append(["head_dim", *(_cell(b, _head_dims) for b in chosen)])
+    regular = [feature for feature in FEATURES if "forward" in feature.directions]
+    rows += [[feature.label, *(_support(b, feature) for b in chosen)] for feature in regular]
+    rows.append(
+        ["cached calls (attention_with_kvcache)", *("yes" if b.capabilities("decode") else "no" for b in chosen)]
+    )
+    rows += [[feature.label, *(_support(b, feature) for b in chosen)] for feature in FEATURES if feature not in regular]
+    rows.append(["quantized calls (Quantized)", *("yes" if b.capabilities("quantized") else "no" for b in chosen)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _support(b: Backend, feature: Feature) -> str:
+    """Yes, no, or which directions have the feature, of those that the backend and calls with it have."""
+    has = {each: b.capabilities(each) for each in feature.directions}
+    able = {each: c is not None and getattr(c, feature.name) for each, c in has.items()}
+    if not any(able.values()):
+        return "no"
+    if "forward" not in able:
+        return "yes"
+    texts = ["yes" if able["backward"] else "forward" if able["forward"] else "no"]
+    for each, calls in _CALLS.items():
+        if has.get(each) is not None and able[each] != able["forward"]:
+            texts.append(f"in {calls} yes" if able[each] else f"not in {calls}")
+    return ", ".join(texts)
+
+
+def _cell(b: Backend, text: Callable[[Capabilities], str]) -> str:
+    """A property of the forward, followed by those of the other directions that differ."""
+    forward, backward = b.capabilities("forward"), b.capabilities("backward")
+    if forward is None:
+        return "none"
+    cell = text(forward)
+    if backward is None:
+        cell += " (forward)"
+    elif text(backward) != text(forward):
+        cell += f"; backward {text(backward)}"
+    for each, calls in _CALLS.items():
+        other = b.capabilities(each)
+        cell += f"; {calls} {text(other)}" if other is not None and text(other) != text(forward) else ""
+    return cell
+
+
+def _dtypes(c: Capabilities) -> str:
+    return ", ".join(_SHORT[str(d).removeprefix("torch.")] for d in c.dtypes)
+
+
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
+
+
+def _head_dims(c: Capabilities) -> str:
+    limit = "any" if c.max_head_dim is None else f"to {c.max_head_dim}"
+    return limit if c.head_dim_multiple == 1 else f"{limit}, multiples of {c.head_dim_multiple}"

@@ -1,0 +1,267 @@
+"""Derivatives and vmap of the operators: reverse mode, forward mode, and functorch's transforms of both.
+
+The operators' kernels for the dispatcher's autograd and vmap keys. They hand on to the keys below, so transforms nest:
+each level of ``torch.func`` runs them once, on its own wrappers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from flashtile.call.arguments import (
+    GRADIENTS,
+    OPTIONS,
+    TENSORS,
+    Argument,
+    Grads,
+    Options,
+    Tensors,
+    differentiable,
+    flatten,
+    tensor_values,
+    unflatten,
+)
+from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.ops import operators as ops
+
+_LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
+_SECOND = "attention has no second derivative: its {} cannot be differentiated"
+
+
+class _Below:
+    """Calls an operator at the keys below autograd.
+
+    There the other transforms see it, for which gradients must be enabled, as they are outside an autograd function.
+    """
+
+    def __init__(self, name: str, keyset: Any) -> None:
+        self.operator, self.keyset = ops.overload(name), keyset & torch._C._after_autograd_keyset
+
+    def __call__(self, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return self.operator.redispatch(self.keyset, *args)
+
+
+class _Reverse(torch.autograd.Function):
+    """The forward operator with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, below: _Below, options: Options, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = below(*flatten(t, options))
+        ctx.save_for_backward(*tensor_values(t), out, lse)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        options = dataclasses.replace(ctx.options, grads=Grads(*ctx.needs_input_grad[3:]))
+        dout = torch.zeros_like(out) if dout is None else dout
+        return None, None, None, *ops.watched_gradients(options, Tensors(*inputs), out, lse, dout, dlse)
+
+
+class _Underivable(torch.autograd.Function):
+    """An operator that is a derivative itself; differentiating it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, below: _Below, what: str, *args: Any) -> Any:
+        ctx.what = what
+        return below(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise UnsupportedError(_SECOND.format(ctx.what))
+
+
+# Function.apply would look for functorch's own way of nesting, which the dispatcher already provides.
+_apply_reverse = super(torch.autograd.Function, _Reverse).apply
+_apply_underivable = super(torch.autograd.Function, _Underivable).apply
+
+
+def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """The forward operator under autograd: dual tensors get their tangents, others a node in the graph."""
+    below = _Below(ops.FORWARD, keyset)
+    primals, tangents = _unpacked(args)
+    t, options = unflatten(primals)
+    inputs = differentiable(t)
+    needed = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
+    if any(needed):
+        # Under vmap the caller could not see which tensors require a gradient at an outer level.
+        options = dataclasses.replace(options, grads=Grads(*map(max, needed, options.grads)))
+        with enable_single_level_autograd_function():
+            out, lse = _apply_reverse(below, options, t, *inputs)
+    else:
+        out, lse = below(*primals)
+    if all(x is None for x in tangents):
+        return out, lse
+    of = dict(zip(TENSORS, tangents, strict=False))
+    if of["alibi_slopes"] is not None:
+        raise InvalidInputError("alibi_slopes", "has a tangent, but slopes have no derivative; use attn_bias")
+    dout, dlse = ops.overload(ops.JVP)(*(of[name] for name in GRADIENTS), out, lse, *primals)
+    return forward_ad.make_dual(out, dout, level=0), forward_ad.make_dual(lse, dlse, level=0)
+
+
+def _unpacked(args: tuple[Any, ...]) -> tuple[list[Any], list[Tensor | None]]:
+    """The arguments without tangents, and their tangents."""
+    # Level 0 is the only one that PyTorch has; without it unpack_dual sees no tangents in compiled code.
+    tangents = [forward_ad.unpack_dual(x, level=0).tangent if isinstance(x, Tensor) else None for x in args]
+    pairs = zip(args, tangents, strict=True)
+    return [x if dx is None else forward_ad.unpack_dual(x, level=0).primal for x, dx in pairs], tangents
+
+
+def _derivative(name: str, what: str) -> Any:
+    def under_autograd(keyset: Any, *args: Any) -> Any:
+        below = _Below(name, keyset)
+        if any(tangent is not None for tangent in _unpacked(args)[1]):
+            raise UnsupportedError(_SECOND.format(what))
+        if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)):
+            return below(*args)
+        with enable_single_level_autograd_function():
+            return _apply_underivable(below, what, *args)
+
+    return under_autograd
+
+
+class _Fold:
+    """A call under vmap whose mapped dimension becomes part of the batch.
+
+    ``given`` and ``dims`` hold the operator's arguments and their mapped dimensions by name.
+    """
+
+    def __init__(self, operator: str, size: int, given: dict[str, Any], dims: dict[str, int | None]) -> None:
+        self.operator, self.size, self.given, self.dims = operator, size, given, dims
+        self.grads = Grads(*given["grads"]) if operator == ops.BACKWARD else Grads()
+        self.batch = self._sample_shape("q")[0]
+
+    def _sample_shape(self, name: str) -> tuple[int, ...]:
+        shape, dim = list(self.given[name].shape), self.dims[name]
+        if dim is not None:
+            del shape[dim]
+        return tuple(shape)
+
+    def fits(self) -> bool:
+        """Whether folding gives what the samples one by one would give.
+
+        Not for packed calls; with dropout, whose random numbers depend on the place in the batch; and where a sum over
+        the batch must not run over samples.
+        """
+        given = self.given
+        if given["cu_seqlens_q"] is not None or given["rng_state"] is not None:
+            return False
+        if self.grads.sinks or self.dims["sinks"] is not None or self.dims.get("dsinks") is not None:
+            return False
+        shape = self._sample_shape("attn_bias") if self.grads.bias else ()
+        return not self.grads.bias or self.batch == 1 or (len(shape) == 4 and shape[0] == self.batch)
+
+    def arguments(self) -> list[Any]:
+        """The operator's arguments for the larger batch."""
+        return [self._folded(name, x) if isinstance(x, Tensor) else x for name, x in self.given.items()]
+
+    def _folded(self, name: str, x: Tensor) -> Tensor:
+        dim, rank = self.dims[name], _BROADCASTS.get(name)
+        if name in ("sinks", "dsinks"):
+            return x
+        if dim is None:
+            # One for all sequences stays so, but where each sample needs a gradient or has a tangent of its own.
+            own = self.grads.bias or self.given.get("dbias") is not None
+            shared = rank is not None and (x.dim() < rank or (rank == 4 and x.shape[0] == 1))
+            if shared and not (own and name in ("attn_bias", "dbias")):
+                return x
+            x = x.expand(self.size, *x.shape)
+        else:
+            x = x.movedim(dim, 0)
+        if rank is not None:
+            x = x.reshape(self.size, *(1,) * (rank + 1 - x.dim()), *x.shape[1:])
+            if x.shape[1] == 1:
+                x = x.expand(self.size, self.batch, *x.shape[2:])
+        return x.flatten(0, 1)
+
+    def unfolded(self, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        """The results with the mapped dimension first, and where it is; gradients that nobody asked for have none."""
+        if self.operator != ops.BACKWARD:
+            return tuple(x.unflatten(0, (self.size, self.batch)) for x in results), (0,) * len(results)
+        found = [
+            x.reshape(self.size, *self._sample_shape(name)) if wanted else x
+            for name, x, wanted in zip(GRADIENTS, results, self.grads, strict=True)
+        ]
+        return tuple(found), tuple(0 if wanted else None for wanted in self.grads)
+
+
+# Tensors that may lack leading dimensions -> the number of all.
+_BROADCASTS = {"attn_mask": 4, "attn_bias": 4, "dbias": 4, "alibi_slopes": 2}
+
+
+def _vmap(name: str) -> Any:
+    """An operator's rule for vmap: one call with a larger batch where that is the same, else a call per sample."""
+    names = (*ops.LEADING[name], *TENSORS, *OPTIONS)
+
+    def rule(
+        info: Any, in_dims: tuple[int | None, ...], *args: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        operator = ops.overload(name)
+        fold = _Fold(name, info.batch_size, dict(zip(names, args, strict=True)), dict(zip(names, in_dims, strict=True)))
+        if fold.fits():
+            return fold.unfolded(operator(*fold.arguments()))
+        if info.batch_size == 0:
+            raise UnsupportedError("vmap over no samples, of packed sequences or with dropout or sinks")
+        pairs = [(x, dim if isinstance(x, Tensor) else None) for x, dim in zip(args, in_dims, strict=True)]
+        samples = [
+            operator(*(x if dim is None else x.select(dim, n) for x, dim in pairs)) for n in range(info.batch_size)
+        ]
+        results = tuple(torch.stack(column) for column in zip(*samples, strict=True))
+        return results, (0,) * len(results)
+
+    return rule
+
+
+def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
+    """Raises for the first of a call's tensors, in the order of ``rows``, that requires grad."""
+    for name, x in zip(rows, given, strict=False):
+        if x is not None and x.requires_grad:
+            raise InvalidInputError(name, f"requires grad, but {what} has no gradient: use torch.no_grad()")
+
+
+def refuse_tangents(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
+    """Raises for the first of a call's tensors, in the order of ``rows``, that is a dual one."""
+    for name, x in zip(rows, given, strict=False):
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None:
+            raise InvalidInputError(name, f"has a tangent, but {what} has no derivative")
+
+
+def register_without_derivative(name: str, rows: Mapping[str, Argument], what: str) -> None:
+    """Registers an operator's kernel for the dispatcher's autograd keys: there is no derivative of any kind.
+
+    Args:
+        name: The operator.
+        rows: The table of its tensors, its first arguments.
+        what: How errors name a call.
+    """
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            refuse_gradients(rows, args[: len(rows)], what)
+        refuse_tangents(rows, args, what)
+        with torch._C._AutoDispatchBelowAutograd():
+            return ops.overload(name).redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    _LIBRARY.impl(name.removeprefix("flashtile::"), kernel, "Autograd", with_keyset=True)
+
+
+def register() -> None:
+    """Registers the kernels."""
+    kernels = {
+        ops.FORWARD: _forward,
+        ops.BACKWARD: _derivative(ops.BACKWARD, "backward"),
+        ops.JVP: _derivative(ops.JVP, "forward-mode derivative"),
+    }
+    for name, kernel in kernels.items():
+        _LIBRARY.impl(name.removeprefix("flashtile::"), kernel, "Autograd", with_keyset=True)
+        torch.library.register_vmap(name, _vmap(name), lib=_LIBRARY)

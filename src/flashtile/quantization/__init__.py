@@ -1,1 +1,0 @@
-"""8-bit attention: ``flashtile.quantize``, its record ``flashtile.Quantized``, and the calls that take it."""
