@@ -39,7 +39,7 @@ from flashtile.problem import Problem, Tensors
 
 _PREPARE_ROWS = 32
 _MAX_TILE = 128
-# Float32 numbers, 1 MB: sequences that run at once add to different copies. A quarter or four times as many: within 2%.
+# Float32 numbers, 1 MB: sequences that run at once add to different copies.
 _FEWEST_SUMS = 2**18
 _OPERANDS = (
     "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
