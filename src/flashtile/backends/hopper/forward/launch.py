@@ -120,8 +120,8 @@ def forward_launch(
     # Only the device knows where in a block the keys of a cache end.
     has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
 
-    pairs = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.score_stages else ()
-    maps = {f"{name}_desc": tensor_maps.score_map(each, config.block_m, config.block_n) for name, each in pairs}
+    score_tensors = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.score_stages else ()
+    maps = {f"{name}_desc": tensor_maps.score_map(each, config.block_m, config.block_n) for name, each in score_tensors}
 
     def others() -> dict[str, Any]:
         return {

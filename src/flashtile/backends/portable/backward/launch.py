@@ -129,7 +129,7 @@ def _num_rows(problem: Problem, tensors: Tensors) -> int:
 
 
 def _places(problem: Problem, tensors: Tensors) -> tuple[int, int, int, int]:
-    """Where lse_log2, dk in splits and dv in splits begin in the workspace, and its size, in float32 numbers."""
+    """Where lse_log2, dk by split and dv by split begin in the workspace, and its size, in float32 numbers."""
     rows, splits = _num_rows(problem, tensors), gqa_splits(problem)
     dk, dv = (-(-x.numel() * splits // 4) * 4 if splits > 1 else 0 for x in (tensors.k, tensors.v))
     return rows, 2 * rows, 2 * rows + dk, 2 * rows + dk + dv
@@ -310,7 +310,7 @@ def _bias_shape(problem: Problem, bias: Tensor | None) -> dict[str, Any]:
 
 
 def bias_parts(problem: Problem, bias: Tensor) -> int:
-    """Parts of a batch that splits a bias of few tiles, each of which has sums of its own: for some 256 programs."""
+    """Parts of a batch that shares a bias of few tiles, each of which has sums of its own: for some 256 programs."""
     programs, is_shared = _bias_tiles(problem, bias), _bias_batch(bias) == 1
     return max(1, min(problem.batch, PROGRAMS // max(1, programs))) if is_shared else 1
 
