@@ -35,7 +35,7 @@ CASES = (
     Case("varlen", batch=3, lengths=((70, 130), (0, 5), (100, 90)), heads=2, kv_heads=1, head_dim=64, causal=True),
     Case("varlen_mods", batch=2, lengths=((70, 130), (30, 70)), heads=1, kv_heads=1, head_dim=64, causal=True, spare=20,
          alibi="bh", bias="hqk", bias_grad=False, mask="bqk", softcap=5.0, lse_grad=True),
-    # No edge behind a first block; a turn that is passed on; keys that end in another block than the rows.
+    # No edge behind a first block; a skipped block, with ping-pong; keys that end in another block than the rows.
     Case("causal", batch=1, seqlen_q=200, seqlen_k=264, heads=1, kv_heads=1, head_dim=256, causal=True),
     Case("latent", batch=1, seqlen_q=130, seqlen_k=150, heads=2, kv_heads=1, head_dim=192, head_dim_v=128, causal=True,
          lse_grad=True),
@@ -90,7 +90,7 @@ def test_products_of_8_bits(case: QuantizedCase) -> None:
         quantization.judge(call, "hopper")
 
 
-# Other ways to the same numbers: the product behind the next scores; in turns.
+# Other ways to the same numbers: the product behind the next scores; ping-pong.
 WAYS: tuple[dict[str, Any], ...] = (
     {"behind": True},
     {"behind": True, "pingpong": True},
@@ -170,7 +170,7 @@ def test_scores_all_of_one_sign(sign: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_sms", "dim"), slow_but([(1, 128), (3, 128), (3, 192)], lambda each: each == (3, 128)))
 def test_sums_in_a_fixed_order_end(num_sms: int, dim: int) -> None:
-    """Several row blocks a tile and several tiles a row block: whose turn it is must move on."""
+    """Several row blocks a tile and several tiles a row block: dq_order must advance."""
     case = Case("causal", batch=1, seqlen_q=260, seqlen_k=300, head_dim=dim, heads=2, kv_heads=1, causal=True)
     with hopper.on_cpu(Options(seed=num_sms, ordered_sums=True), num_sms):
         call = build(case, torch.bfloat16)

@@ -313,20 +313,20 @@ def _attend(
     scores = torch.where(keep, scores, -torch.inf)
     columns = [scores, *([] if sinks is None else [sinks[:, None, None].expand(*scores.shape[:2], 1)])]
     lse = torch.cat(columns, -1).logsumexp(-1) if sum(x.shape[-1] for x in columns) else scores.sum(-1) - torch.inf
-    origin = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
-    weights = torch.exp(scores - origin)
+    finite_lse = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+    weights = torch.exp(scores - finite_lse)
     out, size, squares = weights @ v, weights @ v.abs(), weights**2
     spread = (squares @ v**2 - 2 * out * (squares @ v) + out**2 * squares.sum(-1, keepdim=True)).clamp(min=0).sqrt()
     # Of the largest probability of a row; and what the sum of a score's terms is off by.
-    top = weights.amax(-1, keepdim=True) if weights.shape[-1] else origin * 0
+    top = weights.amax(-1, keepdim=True) if weights.shape[-1] else finite_lse * 0
     terms = torch.where(keep, q.abs() @ k.abs().mT, 0.0) * abs(p.softmax_scale)
-    off = r.sums * (terms.amax(-1, keepdim=True) if terms.shape[-1] else origin * 0)
+    off = r.sums * (terms.amax(-1, keepdim=True) if terms.shape[-1] else finite_lse * 0)
     lost = r.lost * top * keep.double().sum(-1, keepdim=True)
     lost_out = r.lost * top * (keep.double() @ v.abs()) + lost * out.abs()
     step = torch.finfo(p.out_dtype).eps
     others = (off + r.sums) * (size + out.abs()) + 1.1 * lost_out + 0.51 * step * out.abs() + 1e-6
     worst = 1.1 * r.most / (1 - r.most) * (size + out.abs()) + others
-    others_lse = off + 1.1 * lost + 2e-6 * (1 + origin.abs())
+    others_lse = off + 1.1 * lost + 2e-6 * (1 + finite_lse.abs())
     worst_lse = 1.1 * r.most / (1 - r.most) + others_lse
     usual_lse = r.mean * squares.sum(-1, keepdim=True).sqrt() + others_lse
     by_row = (x.transpose(0, 1) for x in (out, worst, r.mean * spread + others))
@@ -386,9 +386,9 @@ def emulated(call: QuantizedCall, block_n: int = BLOCK) -> tuple[Tensor, Tensor]
             if not part.shape[-1]:
                 continue
             raised = torch.maximum(top, part.amax(-1))
-            origin = torch.where(raised == -torch.inf, 0.0, raised)
-            probs = (256 * torch.exp(part - origin[..., None])).float().to(FLOAT8).double() / 256
-            rescale = torch.exp(top - origin)
+            finite_max = torch.where(raised == -torch.inf, 0.0, raised)
+            probs = (256 * torch.exp(part - finite_max[..., None])).float().to(FLOAT8).double() / 256
+            rescale = torch.exp(top - finite_max)
             acc, total, top = acc * rescale[..., None] + probs @ values, total * rescale + probs.sum(-1), raised
         shift, sinks = _own(call.tensors.shift, of_rows), _own(call.tensors.sinks, slice(None))
         top = top + (0.0 if shift is None else shift * p.softmax_scale)

@@ -13,9 +13,7 @@ from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 NAMES = BACKENDS
-# Up to this head_dim one backend computes all gradients if it can, that of the bias included.
-# H200, 2026-11-23: at d32, 96 x 384 tokens, dq, dk and dv take either backend 155 us, and portable adds dbias along the
-# way; at d64, 16 x 1024 tokens, all gradients take 1,103 us by portable and 1,010 by both.
+# Up to this head_dim one backend computes all gradients if it can, that of the bias included: docs/tuning-notes.md.
 MOST_TOGETHER = 32
 # Directions besides the forward and the backward -> the calls that run them, and in the singular.
 _CALLS: dict[Direction, str] = {"decode": "cached calls", "quantized": "quantized calls"}

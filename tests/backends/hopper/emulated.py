@@ -44,7 +44,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.widen: lambda x: x.to(tl.float32),
     inline_ptx.rescale: lambda acc, factor, width: acc * factor[:, None],
     inline_ptx.least_integers: lambda numbers, signs: functools.reduce(elementwise(torch.minimum), numbers),
-    # Turns decide who is first, not what comes out.
+    # Ping-pong barriers decide who is first, not what comes out.
     inline_ptx.pingpong_wait: lambda x, group: x,
     inline_ptx.pingpong_arrive: lambda x, group: x,
     tma_add: emulator.reduce_out,

@@ -38,7 +38,7 @@ def _usual(dim: int, dim_v: int | None = None) -> KernelBuild:
 
 # Every gradient, then some: each at one head_dim, and slow at others.
 SOME = [build for build in SWEEPS if "only" in str(build.config.get("features"))]
-# To float32, and added to it: one of each. Turns would be atomics too.
+# To float32, and added to it: one of each. The semaphores of dq_order would be atomics too.
 WIDE = [b for b in SWEEPS if "float32" in str(b.config.get("features")) and "dq_order_ptr" in b.constexprs]
 CHIEF = [
     *map(_usual, (64, 96, 128, 256)),

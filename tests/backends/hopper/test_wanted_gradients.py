@@ -84,6 +84,6 @@ def test_memory_for_dq_is_for_dq(names: tuple[str, ...]) -> None:
     tensors = described_tensors(problem)
     work = Workspace.of(problem, config.choose(problem), tensors)
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-    # Two float32 a row, and the counter of tiles; with dq its sums, and a turn for each row block.
+    # Two float32 a row, and the counter of tiles; with dq its sums, and a semaphore for each row block.
     extra = rows * 128 + work.blocks if "q" in names else 0
     assert work.floats == 2 * rows + 4 + extra

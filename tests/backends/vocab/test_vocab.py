@@ -46,8 +46,8 @@ def test_online_softmax(sink: float) -> None:
     probs = torch.nan_to_num(torch.softmax(logits, dim=1), nan=0.0)[:, :keys]
     torch.testing.assert_close(out[0].double(), probs @ torch.arange(keys, dtype=torch.float64), rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(out[1].double(), lse, rtol=1e-5, atol=1e-5)
-    origin = torch.where(lse == -torch.inf, torch.inf, lse / torch.log(torch.tensor(2.0, dtype=torch.float64)))
-    torch.testing.assert_close(out[2].double(), origin, rtol=1e-5, atol=1e-5)
+    lse_log2 = torch.where(lse == -torch.inf, torch.inf, lse / torch.log(torch.tensor(2.0, dtype=torch.float64)))
+    torch.testing.assert_close(out[2].double(), lse_log2, rtol=1e-5, atol=1e-5)
 
 
 @triton.jit

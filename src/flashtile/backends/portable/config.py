@@ -212,12 +212,8 @@ def is_featured(problem: Problem) -> bool:
     return transformed or problem.mask or problem.dropout_p > 0
 
 
-# float32 on sm_90 (H100, Triton 3.6.0, 2026-11-25). Us of forward, dkdv and dq with six products of bfloat16 in these
-# tiles, and with IEEE products in 32 x 32 before: head_dim 32, 4 x 2048, 16 heads: 870, 1281, 937 and 3100, 5867, 5216;
-# 64, the same shape: 1225, 2182, 1512 and 6280, 11477, 10196; 128, 2 x 2048: 1261, 3865, 1798 and 7241, 15029, 14432;
-# 256, 1 x 2048, 8 heads: 2000, 8023, 2362 and, in 16 x 16, 5455, 21034, 19668. Three products of tf32 in their best
-# tiles took 0.93 to 1.08 times as long at 32, 1.2 to 1.9 at 64 and 128, more at 256. dbias is by compiler reports: no
-# spill at 64, 240 bytes at 128.
+# float32 on sm_90, with six products of bfloat16, a third to a tenth of IEEE's time: docs/tuning-notes.md. dbias is by
+# compiler reports: no spill at 64, 240 bytes at 128.
 _FLOAT32_SM_90 = {
     "forward": {128: Config(64, 64, 4, 1), 256: Config(64, 16, 4, 1)},
     "dkdv": {64: Config(64, 64, 4, 1), 128: Config(32, 32, 4, 2), 256: Config(16, 64, 4, 1)},

@@ -18,13 +18,8 @@ from flashtile.call.problem import Problem
 class Splitting:
     """The rule that cuts keys into splits.
 
-    Measured on an H200 (bf16, 32 heads over 8, head_dim 128, CUDA graphs; 2026-11): 1 x 32k take 43 us with at most
-    2048 keys to a split and 40 with 1024; 8 x 8k take 71 with 132 programs and 83 with 264, as more states are stored.
-    Splits of 64 keys at the least against 128: 1 x 1k 7.8 and 8.6 us, 8 x 1k 16.6 and 15.2. With 16 heads over 2,
-    1 x 32k take 28.0 us with at most 32 splits and 23.7 with 64; with 32 over 8, 42.6 and 49.2: folds take longer.
-
-    A split's state travels through memory, head_dim_v + 2 floats for each row; so splits are as many as fill a device
-    with this one sequence, and long enough for that traffic to be small beside their keys.
+    A split's state goes through memory, head_dim_v + 2 floats for each row; so splits are as many as fill a device with
+    this one sequence, and long enough for that traffic to be small beside their keys. Measured: docs/tuning-notes.md.
 
     Attributes:
         programs: Work items that fill a device.
@@ -124,8 +119,7 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered)
     if block_m == 32 and dim <= 128:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
-    # Registers and shared memory hold one program, or two of 64 rows at head_dim 64: 8 x 8k of 71 heads over one take
-    # 19.5 us and not 27.1. At 128 they take 29.8, and 36.0 with runs of 4 splits.
+    # Registers and shared memory hold one program, or two of 64 rows at head_dim 64, and runs of 2 splits.
     wide = dim <= 128 and 64 < hopper_rows(problem) <= 128
     rule = Splitting(fewest_keys=256 if wide or block_m == 128 else 128, most_splits=16, run=2 if wide else 4)
     per_sm = 2 if wide and block_m == 64 else 1

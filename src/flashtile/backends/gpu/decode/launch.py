@@ -195,11 +195,11 @@ def attention_launch(
     p, t = problem, tensors
     bounds, bits = Bounds(p, t, config), _decodes_bits(p)
     rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
-    # A build for each number of sequences would be compiled while a server runs; 32 are as quick as 2.
+    # At least 32: a build for each small batch would be compiled while a server runs, and 32 are as quick as 2.
     search = 1 if p.batch + p.varlen == 1 else max(32, _power_of_two(p.batch + p.varlen))
     slots, run = bounds.slots, config.splitting.run
     fold_rows = min(_power_of_two(rows), 4)
-    # States that are loaded at once: whole runs. Over more Triton takes long; of many rows, programs do some each.
+    # States loaded at once, whole runs. More would make Triton compile slowly; many rows are split among programs.
     most = 16 if rows <= 4 or 64 < hopper_rows(p) <= 128 else 8
     ahead = max(min(most, 8192 // (fold_rows * padded(p.head_dim_v))) // run, 1) * run
     most_programs = num_sms * config.programs_per_sm

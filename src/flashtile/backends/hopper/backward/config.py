@@ -1,4 +1,4 @@
-"""Tile sizes of the Hopper backward: what they must fit into, which are chosen, and why."""
+"""Tile sizes of the Hopper backward: what they must fit into, and which are chosen. Measured: docs/tuning-notes.md."""
 
 from __future__ import annotations
 
@@ -104,30 +104,28 @@ class Config:
         return f"tiles {self.block_m} x {self.block_n}, head_dim {dims}, {self.stages} stages"
 
 
-# 128 queries: a product's left operand, read from shared memory, then serves 128 columns and not 64.
+# 128 queries: a left operand read from shared memory then serves 128 columns and not 64.
 WIDE_64 = Config(block_d=64, block_dv=64, block_m=128, v_stages=2)
 NARROW_64 = Config(block_d=64, block_dv=64, block_m=64, stages=3, v_stages=2, dq_width=32)
-# A third warpgroup for dq has few registers: with 64, head_dim 256 took 13% less time than with 80. In parts of 64
-# and 32, head_dim 96 took 6 to 12% less than in 128 columns, and 20 to 25% less than with a gradient a warpgroup; with
-# a third buffer of dscores 2% less.
+# A third warpgroup for dq needs few registers: 64 were faster than 80. Head_dim 96 takes less time in parts of 64 and
+# 32 than in 128 columns or with a gradient a warpgroup.
 BASE_96 = Config(block_d=96, block_dv=96, stages=3, ds_stages=3, registers=208, dq_registers=64)
 BASE_128 = Config(block_d=128, block_dv=128)
 BY_GRADIENT_128 = replace(BASE_128, by_gradient=True, stages=3, v_stages=2, registers=208, dq_registers=64)
 BASE_160 = replace(BY_GRADIENT_128, block_d=160, block_dv=160, v_stages=1)
-# A second buffer for keys took up to 5% less time than a third one for queries, 192 registers 1 to 2% less than 208.
+# A second buffer for keys is worth more than a third one for queries.
 BASE_192 = replace(BASE_160, block_d=192, block_dv=192, stages=2, registers=192)
 BASE_192_128 = replace(BASE_160, block_d=192, block_dv=128)
-# Twice the keys a tile add half as often to dq, which bounds the kernels with 64: without adding they took 26 to 34%
-# less. 16 to 21% less time under a causal mask, 1% less without, but in a fixed order then 7% more (H200, 2026-11-23).
+# Twice the keys a tile add half as often to dq, which bounds the kernels with 64: 16 to 21% less time under a causal
+# mask, but more in a fixed order without one.
 KEYS_192_128 = Config(block_d=192, block_dv=128, k_stages=1, dq_width=32)
 BASE_256 = replace(BASE_192, block_d=256, block_dv=256, k_stages=1, registers=208)
-# Bias and mask take registers of the first warpgroup, which has what the others leave.
+# Bias and mask take registers in the first warpgroup, which has what the others leave.
 SCORES_256 = replace(BASE_256, registers=192)
 THREE_STAGES_128 = replace(BASE_128, stages=3, k_stages=1)
 BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
-# Up to this length a tile has few steps, so that loading the next tile's keys under it is worth most; beyond it, a
-# third buffer of queries is, and under a causal mask and where sequences are packed, that adds to dq leave the
-# registers at once, by TMA (H200, bf16: 611 against 589, 631 against 559, and 595 against 532 TFLOPS).
+# Up to this length a tile has few steps, and loading the next tile's keys under it is worth most. Beyond it a third
+# buffer of queries is; under a causal mask and for packed sequences, adding to dq by TMA, which frees registers early.
 SHORT = 1024
 
 # What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
@@ -151,7 +149,7 @@ VARIANTS = {
 
 
 def in_chain(config: Config) -> Config:
-    """What calls of a chain use in its place: of 8k rows and 16 heads this took 9% less time (H200, bf16)."""
+    """The configuration of a chain's calls in its place, which take less time with it."""
     return THREE_STAGES_128 if config == BY_TMA_128 else config
 
 

@@ -42,10 +42,7 @@ def choose(problem: Problem, tensors: CacheTensors) -> Config:
 def tiles(problem: Problem) -> Config:
     """The tiles of a call that the kernel covers.
 
-    Measured (H200, bf16, 2026-11-23), ours and FA3's us, 71 heads over 1: head_dim 128, 64 x 4k 50.4 and 49.0, 8 x 8k
-    21.6 and 22.4, 1 x 1k 12.1 and 13.3; 64: 34.6 and 40.9, 16.2 and 22.7, 9.3 and 12.9; 256: 103 and 88, 34.1 and 37.8,
-    13.3 and 15.4. With 16 splits of a sequence, head_dim 128: 64 x 4k 54.6, 1 x 4k 13.9 and not 17.4. One of
-    128k takes 45.7 in 64 splits and 69.8 in 32, one of 32k 22.1 and 26.5; but 64 of 32k 302 and 282.
+    Measured: docs/tuning-notes.md. Above long_keys 64 splits beat 32 for one sequence and lose for many.
     """
     dim, block_m = problem.head_dim, 64 if hopper_rows(problem) <= 64 else 128
     block_n, stages, run = {64: (128, 4, 4), 128: (64, 5, 4), 256: (64, 2, 1)}[dim]

@@ -40,7 +40,7 @@ class CachedPlan(DecodePlan):
 def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
     """The launch of the attention, as ``attention_launch``."""
     plain = attention_launch(problem, tensors, config, num_sms)
-    # Of all threads at the start; of a consumer, and of the warps that do not compute.
+    # Registers a thread: of all at the start; of a consumer; of the other warps.
     is_wide = problem.head_dim > 128
     most, consumer, few = (232, 248, 216) if config.block_m == 64 else (168, 232, 40) if is_wide else (168, 224, 56)
     names = {each[0] for each in parameters_of(wide_cache_attention)}
@@ -51,7 +51,7 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
 
     sizes = {name: value for name, value in plain.sizes.items() if name in names}
     for name, cache in (("k", tensors.k_cache), ("v", tensors.v_cache)):
-        # Of pages smaller than a block boxes are 64 wide.
+        # Boxes of pages smaller than a block are 64 columns wide.
         rows = min(config.block_n, problem.keys.page_size or config.block_n)
         cols = problem.head_dim if rows == config.block_n else 64
         sizes[f"{name}_desc"] = tensor_maps.entries_map(cache, rows, cols)

@@ -1,7 +1,7 @@
 """Tiles of any multiple of 32 columns: tensors have powers of two, so a tile consists of parts, the widest first.
 
 192 columns are parts of 128 and 64, 96 are 64 and 32, and 128 are one part. A channel of such tiles is a tuple of
-rings, one a part, which share their barriers: the first one speaks for all. A tensor's descriptor moves boxes as wide
+rings, one a part, which share the first one's barriers. A tensor's descriptor moves boxes as wide
 as the narrowest part, several into a wider one, so that one descriptor and one swizzle serve all parts.
 """
 
@@ -77,7 +77,7 @@ def load(desc, rings, use, strips, COLS: gl.constexpr):
     """Starts the load of a tile into a channel: of as many rows from each of ((``HeadRows``, first row), ...)."""
     BYTES: gl.constexpr = rings[0].buffers.dtype.primitive_bitwidth // 8
     ROWS: gl.constexpr = rings[0].buffers.shape[1] // len(strips)
-    # Boxes of 64 columns are of one piece in shared memory, whatever rows they have.
+    # A box of at most 64 columns is contiguous in shared memory, for any number of rows.
     most: gl.constexpr = 256 if len(strips) == 1 else 64
     full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * BYTES)
     tiles = tiles_at(rings, use)

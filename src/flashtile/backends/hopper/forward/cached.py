@@ -35,15 +35,15 @@ def can_read(tensors: CacheTensors) -> bool:
     t = tensors
     read = (t.k_cache, t.v_cache, t.out, *(() if t.rotary_cos is not None else (t.q,)))
     entries, entry, row = t.v_cache.shape[0], *t.v_cache.stride()[:2]
-    # Entries of values are read as rows of one tensor, which are counted in 32 bits.
+    # All entries of v are read as rows of one tensor, counted in 32 bits.
     is_one = row > 0 and entry % row == 0 and entries * entry // row < 2**30
     return t.cache_leftpad is None and is_one and all(x.numel() and tensor_maps.is_readable(x) for x in read)
 
 
 def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None = None) -> Launch:
-    """The launch of a call; it leaves sequences of (packed rows a key head at most, more keys than) to another one.
+    """The launch of a call; ``leaves``: (most packed rows a key head, keys above which) sequences go to another one.
 
-    Of operands as ``DecodePlan`` has them: its k and v are the caches, its counters the tile counter.
+    Operands are ``DecodePlan``'s: k and v are the caches, counters the tile counter.
     """
     p, t = problem, tensors
     q = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
@@ -73,10 +73,10 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
 
 
 def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> dict[str, TensorMap]:
-    """Of keys a map of entries or pages; of values one of rows as if packed, which fills with zeros where keys end."""
+    """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
-    # Of several boxes of rows a block, each has 64 columns at most.
+    # A block of several boxes needs boxes of at most 64 columns: see ``head_dim_parts.load``.
     most = 256 if rows == config.block_n else 64
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return {

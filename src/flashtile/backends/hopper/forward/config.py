@@ -1,4 +1,4 @@
-"""Tile sizes of the Hopper kernels: what they must fit into, which are chosen, and why."""
+"""Tile sizes of the Hopper kernels: what they must fit into, and which are chosen. Measured: docs/tuning-notes.md."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Config:
             zeros.
         block_dv: The same of head_dim_v, for values and the output.
         block_m: Rows per warpgroup.
-        strip: Rows of one head that lie together; fewer than block_m where the heads of a group share tiles.
+        strip: Neighbouring rows of one head in a tile; fewer than block_m with pack_gqa.
         block_n: Keys per block.
         num_warpgroups: Warpgroups that compute, so a tile has ``num_warpgroups * block_m`` rows.
         stages: Buffers each for keys and values.
         q_stages: Buffers for queries.
         tile_stages: How many tiles a program finds ahead of working on them.
-        dynamic: Whether programs take tiles from a shared counter, not from an order fixed beforehand.
+        dynamic: Whether programs take tiles from a shared counter, not in a static order.
         overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
-        pingpong: Whether warpgroups take turns in starting a step's products.
+        pingpong: Whether a barrier makes warpgroups start a step's products one after another.
         out_cols: Columns of the pieces in which the output leaves.
         out_stages: Buffers for such pieces.
         registers: What setmaxnreg gives a computing warpgroup's threads.
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
-        score_stages: Buffers for biases and masks; none if each thread loads what it needs of them.
-        score_bytes: Bytes of an element, added up over biases and masks with rows of their own and over those with one.
+        score_stages: Buffers for bias and mask tiles; 0 if each thread loads its elements from global memory.
+        score_bytes: Bytes of an element of bias and mask together: of those with rows of their own, and with one row.
     """
 
     block_d: int
@@ -73,7 +73,7 @@ class Config:
         if self.num_warpgroups * self.registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
-            raise ValueError(f"tiles are shared in whole strips, whose boxes have 64 columns at most: {self}")
+            raise ValueError(f"pack_gqa needs whole strips, whose boxes have 64 columns at most: {self}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
 
@@ -87,9 +87,11 @@ class Config:
         """Shared memory of the tiles and of what else needs any."""
         keys = self.stages * self.block_n * (self.block_d + self.block_dv)
         rows = self.num_warpgroups * self.block_m
-        pairs = self.score_stages * buffer_bytes(self.block_n, rows, self.score_bytes)
+        score_tensors = self.score_stages * buffer_bytes(self.block_n, rows, self.score_bytes)
         return (
-            pairs + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)) + OTHER_BYTES
+            score_tensors
+            + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols))
+            + OTHER_BYTES
         )
 
     def __str__(self) -> str:
@@ -111,7 +113,7 @@ def narrowest(width: int) -> int:
 
 
 def buffer_bytes(block_n: int, rows: int, score_bytes: tuple[int, int]) -> int:
-    """A block of biases and masks in shared memory, where what all rows share takes eight."""
+    """Bytes of a block of bias and mask tiles in shared memory; one row for all takes eight."""
     return block_n * (score_bytes[0] * rows + score_bytes[1] * 8)
 
 
@@ -121,21 +123,20 @@ def two_warpgroups(
 ) -> Config:
     """Two warpgroups of 64 rows, of which registers allow no third where a row is long.
 
-    By the emulator's clock the first thing worth its shared memory is the overlap of tiles, then buffers for all of the
-    output, then a third and fourth stage. Blocks of 64 keys leave room for the overlap where a row is long, and
-    registers where an output is. What an H200 made of them: ``benchmarks/tuning``.
+    Shared memory goes to the overlap of tiles first, then to buffers for all of the output, then to a third and fourth
+    stage. Blocks of 64 keys leave room for the overlap where q and k are wide, and registers where v is.
     """
     block_n = block_n or (128 if max(block_d, block_dv) <= 128 else 64)
-    pairs = buffer_bytes(block_n, 128, score_bytes)
-    # An output that leaves in narrow pieces, through one buffer, makes room for pairs.
-    out_cols = min(narrowest(block_dv), 64 if pairs else 128)
-    most = 1 if pairs else block_dv // out_cols
-    # Measured (H200, 2026-11-22): a second buffer of pairs is worth more than the overlap, which few leave room for.
-    ways = [(not score_bytes[0], 2), (False, 2), (False, 1)] if pairs else []
+    score_tensors = buffer_bytes(block_n, 128, score_bytes)
+    # An output that leaves in narrow pieces, through one buffer, makes room for bias and mask tiles.
+    out_cols = min(narrowest(block_dv), 64 if score_tensors else 128)
+    most = 1 if score_tensors else block_dv // out_cols
+    # A second buffer of such tiles is worth more than the overlap, for which there is rarely room too.
+    ways = [(not score_bytes[0], 2), (False, 2), (False, 1)] if score_tensors else []
     ways += [(True, 0), (False, 0)]
     for (overlap, score_stages), out_stages in itertools.product(ways, range(most, 0, -1)):
         q_stages = 2 if overlap else 1
-        rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols) + score_stages * pairs
+        rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols) + score_stages * score_tensors
         stages = (SHARED_BYTES - OTHER_BYTES - rows) // (2 * block_n * (block_d + block_dv))
         if stages >= 2:
             return Config(
@@ -147,10 +148,10 @@ def two_warpgroups(
 
 
 TWO_WARPGROUPS = {(block_d, block_dv): two_warpgroups(block_d, block_dv) for block_d in WIDTHS for block_dv in WIDTHS}
-# Here 128 keys a block are worth more than the overlap (H200, full, 4096 keys: 12 and 15% more TFLOPS).
+# Here 128 keys a block are worth more than the overlap.
 TWO_WARPGROUPS[192, 128] = replace(TWO_WARPGROUPS[192, 128], block_n=128, q_stages=1, overlap=False, out_cols=64)
 TWO_WARPGROUPS[160, 160] = replace(TWO_WARPGROUPS[160, 160], block_n=128, q_stages=1, overlap=False, out_stages=1)
-# With blocks of 64 keys a step is short, and its products are most of it: in turns 1 to 5% more.
+# With blocks of 64 keys a step is short, and its products are most of it: ping-pong pays.
 TWO_WARPGROUPS |= {dims: replace(TWO_WARPGROUPS[dims], pingpong=True) for dims in ((192, 192), (256, 256))}
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_WARPGROUPS_64 = Config(
@@ -166,8 +167,8 @@ def three_warpgroups_64(score_bytes: tuple[int, int]) -> Config:
     return replace(THREE_WARPGROUPS_64, score_stages=2, score_bytes=score_bytes)
 
 
-# A band's tiles are of uneven length, and of sequences up to this length there are many: the end of a launch, when the
-# last of them run alone, costs less if programs draw tiles one by one. Beyond it an order fixed beforehand costs less.
+# A band's tiles differ in length. Up to this sequence length there are many, and a tile counter shortens the tail of a
+# launch, when the last tiles run alone; beyond it a static order is faster.
 SHORT = 1024
 
 
@@ -185,24 +186,23 @@ def block_d(head_dim: int) -> int:
 def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """Columns of a problem's tiles of queries or keys, and of values."""
     block_dv = width(head_dim_v)
-    # A part of 32 columns makes products at half the rate: 128 columns of values took 3 to 6% less time than 96.
+    # A part of 32 columns makes products at half the rate, so 128 columns of values take less time than 96.
     return width(head_dim), 128 if block_dv == 96 else block_dv
 
 
-# What tiles cost beside their rows, by times of 76 shapes (H200, 2026-11-24, ``benchmarks/tuning``): the loads and the
-# store of a strip, in blocks of keys; the time of a row of three warpgroups' tiles over that of two, and what is added
-# to it, divided by a tile's blocks of keys. Over a cache that is more: 16 prompts of 500 rows took 165 us with three,
-# 149 with two, and 4 x 2048 rows after 4096 keys 1448 and 1647 (H100, 2026-11-25, pages of 64, 64 heads over 8).
+# The cost of tiles beside their rows, fitted to times of 76 shapes: the loads and the store of a strip, in blocks of
+# keys; the time of a row of three warpgroups' tiles over that of two, and what is added to it, divided by a tile's
+# blocks of keys; that over a cache.
 _STRIP_BLOCKS, _THIRD_WARPGROUP, _THIRD_WARPGROUP_BLOCKS, _THIRD_WARPGROUP_CACHED_BLOCKS = 5 / 64, 0.87, 0.25, 0.6
-# Tiles are shared where that promises to take so much less time, in strips of two lengths, each of which takes a
-# build: of packed sequences in the longer ones, and at head_dim 256, where the producer would spill with eight a
+# pack_gqa is used where its estimated cost is below this share of the other's. Each of the two strips takes a build;
+# packed sequences use the longer one, and so does head_dim 256, where the producer would spill with eight strips a
 # warpgroup.
-_WORTH_SHARING = 0.97
+_WORTH_PACKING = 0.97
 _STRIPS = (32, 8)
 
 
 def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, float]:
-    """The strip with which tiles cost least, and an estimate of that: rows which two warpgroups of a head compute.
+    """The cheapest strip, and its estimated cost in rows of two warpgroups' tiles of one head.
 
     Args:
         problem: A call.
@@ -228,22 +228,22 @@ def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, fl
 
     alone = rows_of(1, 1) * group
     has_score_tensors = problem.mask or problem.bias_dtype is not None or problem.alibi
-    # Positions times heads are counted in 32 bits, and an output in float32 leaves from registers, row by row.
+    # Positions times heads are counted in 32 bits, and a float32 output leaves from registers, row by row.
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
     if group == 1 or has_score_tensors or is_far or problem.out_dtype == torch.float32:
         return config.block_m, alone
-    # A server's packed queries are single rows for the most part, of which strips of 32 would leave most empty.
+    # A server's packed queries are mostly single rows, which would leave most of a strip of 32 empty.
     is_packed = varlen and not problem.keys.used
     costs = {
         strip: rows_of(strip, group) * (1 + _STRIP_BLOCKS * config.block_m / strip / blocks)
         for strip in (_STRIPS[:1] if is_packed or max(config.block_d, config.block_dv) > 192 else _STRIPS)
     }
     best = min(costs, key=costs.__getitem__)
-    return (best, costs[best]) if costs[best] < _WORTH_SHARING * alone else (config.block_m, alone)
+    return (best, costs[best]) if costs[best] < _WORTH_PACKING * alone else (config.block_m, alone)
 
 
 def with_pack_gqa(config: Config, strip: int) -> Config:
-    """The configuration with tiles that the heads of a group share, in boxes of 64 columns."""
+    """The configuration with pack_gqa, in boxes of 64 columns."""
     cols = min(config.out_cols, 64)
     return _variant(config, strip=strip, out_cols=cols, out_stages=config.out_stages * config.out_cols // cols)
 
@@ -254,7 +254,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     A row's result depends on the widths, ``block_m`` and ``block_n`` alone, the same for all calls of two head_dims
     with the same of bias and mask: each row meets the same blocks of keys in the same order, and one that is masked for
     all of a row adds exact zeros. So the choice may differ between a sequence alone and in a batch, packed or dense,
-    and the bits do not. All by times on an H200 in bf16 (``benchmarks/tuning``).
+    and the bits do not.
 
     Args:
         problem: A call.
@@ -268,10 +268,9 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     config = TWO_WARPGROUPS[dims]
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
     if problem.mask or bias_bytes:
-        # What a thread holds of them takes registers: by the compiler, one leaves room for 128 keys, two for 64.
+        # Their elements take registers: one of them leaves room for 128 keys a block, both for 64.
         block_n = 64 if max(dims) > 128 or (problem.mask and bias_bytes) else 128
         score_bytes = (bias_bytes + problem.mask, 0) if score_bytes is None else score_bytes
-        # Measured (H200, 2026-11-23): at head_dim 256, 698 TFLOPS with a bias, against 647 without turns.
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None
@@ -279,8 +278,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     ways = []
     if dims == (64, 64):
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
-        # A bias leaves them room for one buffer: 16 x 1024 rows took 212 us, with two warpgroups and two buffers 191; 4
-        # causal sequences of 4096 rows 409 and 386 (H200, 2026-11-23).
+        # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
         if not wide:
@@ -293,23 +291,21 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     if strip < config.block_m:
         config = with_pack_gqa(config, strip)
     if is_causal and is_short and dims == (64, 64) and not problem.keys.used:
-        # One tile's first scores under another's end: with few blocks a tile, both warpgroups then wait on each other.
-        # Over a cache those 16 prompts took 149 us so, and 156 one after the other.
+        # With few blocks a tile, the overlap makes both warpgroups wait on each other; over a cache it pays even so.
         config = _variant(config, overlap=False)
     if problem.varlen:
-        # Beside these, the warp that finds packed tiles has no registers for a counter.
+        # With these, the scheduler has no registers for a counter (see ``kernel``).
         is_fixed = has_left or problem.softcap > 0
     else:
-        # Long causal tiles of wide rows are few and uneven: an order fixed beforehand balances them better.
+        # Long causal tiles of wide rows are few and uneven: a static order balances them better.
         is_fixed = is_causal and not is_short and not has_left and dims != (64, 64) and not problem.keys.used
     if not is_fixed:
-        # A tile drawn ahead is one that nobody else can take. But the shortest take less time than finding one does:
-        # full calls of 197 and 256 keys took 8 to 13% less with 4 than with 2 (H200, head_dims 64 to 128).
+        # A tile found ahead is one that no idle program can take. But the shortest take less time than finding one.
         if problem.seqlen_q <= SHORT // 2 and max(dims) <= 128:
             ahead = 4
             is_plain = config.num_warpgroups == 2 and not (problem.varlen or config.score_stages)
             if dims == (64, 64) and problem.band.unbounded and is_plain:
-                config = _variant(config, q_stages=3)  # 1 to 5% less time up to 384 keys
+                config = _variant(config, q_stages=3)
         else:
             ahead = 3 if is_causal and is_short and dims == (128, 128) else 2
         config = _variant(config, dynamic=True, tile_stages=ahead)

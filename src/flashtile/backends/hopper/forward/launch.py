@@ -117,11 +117,11 @@ def forward_launch(
     if p.varlen:
         blocks = num_packed_tiles(rows_q, p.batch, rows, heads, unit - 1)
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
-    # Where a cache ends among a block's keys, nobody knows beforehand.
+    # Only the device knows where in a block the keys of a cache end.
     has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
 
-    pairs = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.score_stages else ()
-    maps = {f"{name}_desc": tensor_maps.score_map(each, config.block_m, config.block_n) for name, each in pairs}
+    score_tensors = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.score_stages else ()
+    maps = {f"{name}_desc": tensor_maps.score_map(each, config.block_m, config.block_n) for name, each in score_tensors}
 
     def others() -> dict[str, Any]:
         return {
@@ -145,7 +145,7 @@ def forward_launch(
             "STRIP": config.strip,
             "SCORE_STAGES": config.score_stages,
             "HAS_EDGES": has_edges,
-            # Nothing else is read or written column by column, and one build serves several.
+            # Only such outputs are addressed by column; else one build serves several widths.
             "HEAD_DIM_V": p.head_dim_v if is_wide or is_joined else None,
             **(NOT_CACHED if cached is None else cached[1]),
         }
@@ -189,9 +189,9 @@ def _maps_of_keys(problem: Problem, tensors: Tensors, config: Config) -> dict[st
 def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
     """Whether a warpgroup may meet an edge of the band after the first block of keys that it works on.
 
-    It goes through keys from above, so only the first block is cut by the right edge if the last keys of all its rows
-    lie in one. They are ``block_m`` keys in a row, and a block is a whole number of such pieces: they do if they begin
-    where a piece begins. Where heads share tiles they are fewer, and may begin anywhere unless a power of two share.
+    Keys are visited from the last block down. The right edges of a warpgroup's rows are ``block_m`` neighbouring keys:
+    aligned to ``block_m`` they lie in one block, the first one visited. With pack_gqa they are fewer, and aligned only
+    if the group size is a power of two.
 
     Args:
         problem: A call.
@@ -242,7 +242,7 @@ def scales(problem: Problem) -> dict[str, float]:
 
 
 def is_same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether both are one, as when a packed sequence attends to itself: nobody reads them to find out."""
+    """Whether both are one tensor, by address: comparing values would synchronise."""
     if a is b or a is None or b is None:
         return a is b
     return not a.is_meta and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
@@ -252,9 +252,9 @@ _counters: dict[tuple[int | None, int], Tensor] = {}
 
 
 def counter(device: torch.device) -> Tensor:
-    """A zero that the kernel counts tiles with and leaves zero: one for all launches of a stream, which take turns.
+    """The tile counter, 0 before and after a launch: one a stream, whose launches run one after another.
 
-    A captured launch may be replayed on any stream, beside others: it gets a counter of its own.
+    A captured launch may be replayed on any stream beside others, so it gets a counter of its own.
     """
     stream = 0
     if device.type == "cuda":

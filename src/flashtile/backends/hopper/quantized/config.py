@@ -1,4 +1,4 @@
-"""Tiles of the Hopper forward of 8-bit tensors."""
+"""Tiles of the Hopper forward of 8-bit tensors. Measured: docs/tuning-notes.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Config(forward.Config):
 
     Attributes:
         width: Columns of values of one product.
-        behind: Whether a product with values runs behind the next block's scores; takes registers.
+        behind: Whether a product with values is issued after the next block's scores; takes registers.
     """
 
     width: int
@@ -31,11 +31,7 @@ class Config(forward.Config):
 
 
 _TWO = functools.partial(Config, stages=4)
-# On an H200, 16k tokens, TFLOPS (2026-11-23, run 8 and the lease before). Head_dim 128 full 913 and causal
-# 889 (bf16 745 and 740, cuDNN 961 and 880); full 900 and 846 where a turn ends after 56 and 46 of 64 exponentials, 853
-# with half of a product under the exponentials, 704 to 802 without turns. At 64 three warpgroups make 603 (bf16 607,
-# cuDNN 587), 552 in turns, two 571. At 256 full 1023 (cuDNN 1039), 951 with products of 64 columns, 883 without turns;
-# causal 965 (909), 980 with four buffers for the output.
+# Ping-pong pays at 128 and 256, not at 64, where three warpgroups are faster than two.
 _128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, behind=True, pingpong=True)
 _64 = _TWO(block_d=64, block_dv=64, out_cols=64, width=64, num_warpgroups=3, registers=160, max_registers=128)
 _256 = _TWO(block_d=256, block_dv=256, out_cols=32, out_stages=4, width=32, stages=2, pingpong=True)

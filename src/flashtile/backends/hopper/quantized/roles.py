@@ -24,10 +24,10 @@ _NOWHERE = gl.constexpr(2**30)
 class State:
     """The online softmax of a warpgroup's rows between two blocks of keys.
 
-    ``words`` are the last block's probabilities (``softmax_step.packed``), still to be multiplied with its values;
-    ``accs`` [block_m, WIDTH] are due for ``factor`` before that product is added, and then in units of ``unit``, the
-    block's v_scale. They and ``row_sum`` [block_m, 4], each thread's share, are 2^8 times too large. ``row_max`` is in
-    base 2. ``next_score`` and ``next_unit`` are the next block's scales, loaded ahead.
+    ``words`` are the last block's probabilities (``inline_ptx.packed``), not yet multiplied with its values; ``accs``
+    [block_m, WIDTH] must be multiplied by ``factor`` before that product is added, and are then in units of ``unit``,
+    the block's v_scale. They and ``row_sum`` [block_m, 4], each thread's partial sum, are scaled by 2^8. ``row_max`` is
+    in base 2. ``next_score`` and ``next_unit`` are the next block's scales, loaded ahead.
     """
 
     words: gl.tensor

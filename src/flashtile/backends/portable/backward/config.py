@@ -15,9 +15,7 @@ from flashtile.call.problem import Problem
 # Enough programs for a GPU of some 130 multiprocessors. Not by the device's own number: sums are split by it, and their
 # bits would change from device to device.
 PROGRAMS = 256
-# Float32 numbers of dbias, 24 MB: more do not stay in an H200's L2 among all else, and adds would read and write main
-# memory. (H200, 2026-11-23, all gradients, dbias by the kernel of dq and by its own: 2.4 MB 219 and 286 us, 19 MB 390
-# and 426, 67 MB 1,472 and 1,113.)
+# Float32 numbers of dbias, 24 MB: more do not stay in L2, and adds would read and write main memory.
 MOST_SUMS = 6 * 2**20
 # dkdv computes dk and dv; a table may have the kernels dk and dv in its place, which compute one each.
 Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias"]
@@ -68,19 +66,12 @@ def heads_per_split(problem: Problem) -> int | None:
 
 # Measured and chosen like the forward's (see there), and:
 # - dk and dv at d 256 are separate by measurements of similar kernels, not their own: dk is like dq, and dv like the
-#   forward, with rows and keys exchanged (8192 keys: 3.8 and 2.1 ms, together 6.0, against 6.9 for both at once). In
-#   one loop ptxas serialises the WGMMA of both at once, with a wait after each.
+#   forward, with rows and keys exchanged. Both in one loop, ptxas serialises the WGMMA, with a wait after each.
 # - Under a band, one loop instead of three takes the spills out of dkdv's hot loop: 87 reloads at d 128 become 1. With
 #   168 registers three programs of dq share a multiprocessor; without that limit Triton 3.6.0 takes 188 under a window.
 # - Packed: masked blocks load by pointers, which takes registers: the banded tiles that do not spill (dkdv at d 128
 #   would spill 1888 bytes), else the next best.
-# - Widths between, groups, d 32 and packed: suite models of the benchmarks (2026-11-22), each the best of four: against
-#   the tiles of the next width dq 1.38 times as fast at 192, 1.41 at 160 and 1.19 at 96, dk 1.14 at 192, dkdv 1.45 at
-#   160 and 1.03 at 96 (1.17 full); packed dkdv 1.07 at 128 and 1.10 at 64. Under a band of grouped
-#   heads three loops are 1.14 times as fast as one at 128, though the compiler reports more bytes spilled.
-# - Featured at 32: calls with a bias (H200, 2026-11-23): 4096 x 49 tokens dkdv 1.18 and dq 1.23 times as fast; 96 x 384
-#   dkdv 1.05 with a stage more and dq 1.19 without descriptors, 1.29 where it adds to dbias; with both of these, 2048 x
-#   49 tokens took 322 us in all, without 281.
+# - Grouped heads under a band: three loops are faster than one at 128, though the compiler reports more bytes spilled.
 # - dbias from compiler reports, not timings (Triton 3.7.1): with descriptors 100, 168, 127 and 157 registers at 32 to
 #   256 and no spills. From 128 on eight warps, as a multiprocessor holds too few of four. On sm_80 the tiles are the
 #   largest without spills.

@@ -105,8 +105,7 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, head, queries, MASKE
         if visit.full_start is not None:
             edge = (m < visit.full_start) | (m >= visit.full_stop)
         q = load_rows(Rows(call.q, head.h, queries), first, BLOCK_M, MASKED)
-        # Rows past the end have lse_log2 +inf, so probability 0. prepare_rows has stored that for dense sequences; a
-        # select sets it for packed ones.
+        # Rows past the end have lse_log2 +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
         lse_log2 = tl.load(given.lse_log2_ptr + row_at + first + tl.arange(0, BLOCK_M))
         delta = tl.load(given.delta_ptr + row_at + first + tl.arange(0, BLOCK_M))
         if MASKED and call.q.layout.cu_seqlens_ptr is not None:

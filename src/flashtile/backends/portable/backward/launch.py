@@ -40,7 +40,7 @@ from flashtile.call.problem import Problem, Tensors
 
 _PREPARE_ROWS = 32
 _MAX_TILE = 128
-# Float32 numbers, 1 MB: sequences that run at once add to different copies. A quarter or four times as many: within 2%.
+# Float32 numbers, 1 MB: sequences that run at once add to different copies.
 _FEWEST_SUMS = 2**18
 _OPERANDS = (
     "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
@@ -130,7 +130,7 @@ def _num_rows(problem: Problem, tensors: Tensors) -> int:
 
 
 def _places(problem: Problem, tensors: Tensors) -> tuple[int, int, int, int]:
-    """Where lse_log2, dk in splits and dv in splits begin in the workspace, and its size, in float32 numbers."""
+    """Where lse_log2, dk by split and dv by split begin in the workspace, and its size, in float32 numbers."""
     rows, splits = _num_rows(problem, tensors), gqa_splits(problem)
     dk, dv = (-(-x.numel() * splits // 4) * 4 if splits > 1 else 0 for x in (tensors.k, tensors.v))
     return rows, 2 * rows, 2 * rows + dk, 2 * rows + dk + dv
@@ -311,7 +311,7 @@ def _bias_shape(problem: Problem, bias: Tensor | None) -> dict[str, Any]:
 
 
 def bias_parts(problem: Problem, bias: Tensor) -> int:
-    """Parts of a batch that splits a bias of few tiles, each of which has sums of its own: for some 256 programs."""
+    """Parts of a batch that shares a bias of few tiles, each of which has sums of its own: for some 256 programs."""
     programs, is_shared = _bias_tiles(problem, bias), _bias_batch(bias) == 1
     return max(1, min(problem.batch, PROGRAMS // max(1, programs))) if is_shared else 1
 

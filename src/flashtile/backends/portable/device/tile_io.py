@@ -164,7 +164,7 @@ def store_part(rows, first, part, START: tl.constexpr, ADDS: tl.constexpr):
         exists = exists & (col < rows.tensor.DIM)
     at = sequence.addresses(rows, first, row, col)
     if ADDS:
-        # Not loaded, which would take as many registers as the tile has.
+        # An atomic add, as a load and an add would need the tile's registers twice.
         tl.atomic_add(at, part.to(ptr.dtype.element_ty), mask=exists, sem="relaxed")
     else:
         tl.store(at, part.to(ptr.dtype.element_ty), mask=exists)

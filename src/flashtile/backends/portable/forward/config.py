@@ -12,23 +12,19 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
     return select(problem, "forward", TABLES, arch)
 
 
-# Measured on an H200 (sm_90, Triton 3.6.0, bf16, 16k tokens of hidden size 2048, lengths 512, 2048 and 8192; 2026-11),
-# against the flash kernel of PyTorch's SDPA in the same rounds; a row is the best over the three lengths together.
+# Measured on sm_90, see docs/tuning-notes.md; a row is the best over lengths 512, 2048 and 8192 together.
 # - Four warps over 64 rows beat eight over 128: two or three programs share a multiprocessor, so one computes
 #   exponentials while another multiplies; within a program these do not overlap.
 # - Descriptors free the registers that held addresses, but are slower where tiles are small.
 # - Under a band, smaller query tiles waste less of the diagonal.
 # - Short: at head_dim 256 one program fills a multiprocessor, so nothing hides the latency of its first loads: with so
-#   few key blocks per tile, two smaller programs without a pipeline are faster (512 keys, causal: 150 against 153 us).
+#   few key blocks per tile, two smaller programs without a pipeline are faster.
 # - Packed: descriptors check only the end of the whole packed tensor, so masked blocks load by pointers. At 128 a third
-#   stage would leave room for one program on a multiprocessor, by 24 bytes (1.18 times as fast without it).
-# Widths between (in parts, so without descriptors; suite models of the benchmarks, 2026-11-22; each the best of six):
-# 96 full (d 72) 1.05 times as fast as with 128's, 192 causal 1.06 times as fast as with 256's, 160 (192 keys, 128
-# values) 1.16. At 32, full, 1.12; sequences of one tile 1.7.
-# Featured (transforms, masks, bias and dropout take registers of their own): chosen from compiler reports, not timings:
-# two programs share a multiprocessor where registers allow it. But at 32: rows of a bias or mask that do not begin on
-# 16 bytes change threads through shared memory in tiles of 64 keys, with spills (H200, 2026-11-23, us): 4096 x 49
-# tokens with a bias 726 and 172, 32 x 700 416 and 147; 96 x 384, on 16 bytes, 122 and 137.
+#   stage would leave room for one program on a multiprocessor, by 24 bytes.
+# - Widths between are in parts, so without descriptors.
+# - Featured (transforms, masks, bias and dropout take registers of their own): chosen from compiler reports, not
+#   timings: two programs share a multiprocessor where registers allow it. But at 32, in tiles of 64 keys, rows of a
+#   bias or mask that do not begin on 16 bytes change threads through shared memory, with spills: measured.
 _BANDED = {
     64: Config(64, 64, 4, 3),
     128: Config(64, 64, 4, 3, tma=True),

@@ -45,7 +45,7 @@ class Quantized(NamedTuple):
         q_scale: ``Scale``.
         k_scale: ``Scale``.
         v_scale: ``Scale``.
-        shift_ptr: Like lse: what the scores of a row lack before softmax_scale; None for nothing.
+        shift_ptr: Like lse: ``q . mean(k)`` of each row if the keys' mean was subtracted, else None.
         out_ptr: Contiguous (batch, rows, num_heads_q, head_dim_v).
         lse_ptr: Contiguous (batch, num_heads_q, rows) float32.
         sinks_ptr: (num_heads_q,), or None.
@@ -96,8 +96,8 @@ def in_order_of_values(probs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def rounded(probs):
     """Probabilities up to 2^8 rounded to the nearest e4m3 numbers, in float32.
 
-    By bits and sums, so that nothing is converted back from e4m3: ptxas 12.8 and 12.9 fuse two conversions that make
-    one operand of a product, and what else reads the second one's result gets a register that was never written.
+    On the float32 bits, with no conversion back from e4m3, which ptxas 12.8 and 12.9 miscompile: they fuse the two
+    conversions of a product's operand, and other readers of the second one get a register that was never written.
     """
     bits = probs.to(tl.uint32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
