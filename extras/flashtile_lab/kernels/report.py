@@ -77,7 +77,7 @@ class KernelReport:
         instructions: How often each kind of instruction occurs in the code, zeros omitted. It counts the text (PTX, AMD
             assembly), not executed instructions: a loop's body counts once.
         spill_limit: Most spill_bytes that the backend allows, None for no limit.
-        unknown_launch: Why ``backends.host`` would launch it through Triton on an NVIDIA GPU, None if it would not.
+        unknown_launch: Why ``gpu.host`` would launch it through Triton on an NVIDIA GPU, None if it would not.
     """
 
     name: str

@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 class OfRows(NamedTuple):
-    """What the backward needs of the rows, contiguous; see ``backends.base.Backward``."""
+    """What the backward needs of the rows, contiguous; see ``call.backend.Backward``."""
 
     out: Tensor
     lse: Tensor

@@ -51,7 +51,7 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
         options: The call's options.
 
     Returns:
-        lse, as in ``backends.base.Decode``.
+        lse, as in ``call.backend.Decode``.
     """
     if ops.is_watched(t.q, t.k_cache, t.v_cache):
         name = ATTEND if t.k is None else APPEND

@@ -68,7 +68,7 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
         with_lse: Whether the caller uses lse; if not, autograd does not track it.
 
     Returns:
-        out and lse, as in ``backends.base.Forward``; without ``with_lse`` lse may be None.
+        out and lse, as in ``call.backend.Forward``; without ``with_lse`` lse may be None.
     """
     if is_watched(tensors.q, tensors.k, tensors.v):
         return torch.ops.flashtile.attention_forward(*flatten(_readable(tensors), options))

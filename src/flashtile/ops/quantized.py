@@ -38,7 +38,7 @@ def attend(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tens
     """Runs a quantized call: through its operator, or directly where the dispatcher is not needed.
 
     Returns:
-        out and lse, as in ``backends.base.QuantizedForward``.
+        out and lse, as in ``call.backend.QuantizedForward``.
     """
     if ops.is_watched(t.q, t.k, t.v):
         found: tuple[Tensor, Tensor] = ops.overload(OPERATOR)(*flatten(t, options))

@@ -64,7 +64,7 @@ def backward(
     dlse: Tensor | None,
     sums: Gradients | None = None,
 ) -> Gradients:
-    """See ``backends.base.Backward``."""
+    """See ``call.backend.Backward``."""
     t, grads = tensors, problem.grads
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
     dsinks = _zeros_like(problem, t.sinks) if grads.sinks else None

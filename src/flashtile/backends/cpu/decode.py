@@ -41,7 +41,7 @@ def single(problem: Problem) -> Problem:
 
 
 def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
-    """See ``backends.base.Decode``; ``one`` is ``single(problem)``."""
+    """See ``call.backend.Decode``; ``one`` is ``single(problem)``."""
     old, new = lengths_of(t, problem.batch)
     firsts = old if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
     if t.k is not None:

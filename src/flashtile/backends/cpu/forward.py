@@ -18,7 +18,7 @@ State = tuple[Tensor, Tensor]
 
 
 def forward(problem: Problem, tensors: Tensors, partial: Partial | None = None) -> State:
-    """See ``backends.base.Forward``."""
+    """See ``call.backend.Forward``."""
     if partial is None and problem.out_dtype == problem.dtype:
         return _forward(problem, tensors)
     # PyTorch's kernel rounds its results to the inputs' dtype.

@@ -20,7 +20,7 @@ def describe(problem: Problem) -> str:
 
 
 def quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
-    """See ``backends.base.QuantizedForward``."""
+    """See ``call.backend.QuantizedForward``."""
     scales = t.q_scale, t.k_scale, t.v_scale
     record = Quantized(t.q, t.k, t.v, *scales, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
     q, k, v = record.dequantized()
