@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile import autocast, dispatch, flops, ops, sharding, states, transforms
+from flashtile import autocast, dispatch, flops, ops, sharding, states, transforms, watched
 from flashtile.arguments import Grads, Options, Tensors, check_tensor, flag, read, wanting, without_data
 from flashtile.backends.base import Build, directions_of
 from flashtile.errors import InvalidInputError, shown
@@ -23,8 +23,7 @@ from flashtile.quantization import ops as quantized_ops  # noqa: F401  # registe
 from flashtile.quantization.record import Quantized
 
 transforms.register()
-sharding.register()
-flops.register()
+watched.REGISTERS += [flops.register, sharding.register]
 
 
 def attention(

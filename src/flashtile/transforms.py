@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flashtile import ops
+from flashtile import ops, watched
 from flashtile.arguments import (
     GRADIENTS,
     OPTIONS,
@@ -42,6 +42,7 @@ class _Below:
     """
 
     def __init__(self, name: str, keyset: Any) -> None:
+        watched.register()  # before what counts or shards sees the operator, whoever calls it
         self.operator, self.keyset = ops.overload(name), keyset & torch._C._after_autograd_keyset
 
     def __call__(self, *args: Any) -> Any:
@@ -246,6 +247,7 @@ def register_without_derivative(name: str, rows: Mapping[str, Argument], what: s
     """
 
     def kernel(keyset: Any, *args: Any) -> Any:
+        watched.register()
         if torch.is_grad_enabled():
             refuse_gradients(rows, args[: len(rows)], what)
         refuse_tangents(rows, args, what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from flashtile import arguments, dispatch, flops, ops, settings, transforms
 from flashtile.backends.base import QuantizedForward
 from flashtile.families import Family
-from flashtile.late import when_imported
 from flashtile.problem import Problem, SequenceLayout
 from flashtile.quantization.arguments import (
     OPTIONS,
@@ -128,11 +126,7 @@ def flops_of(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * flops.kept_pairs(shapes.q, shapes.k, options) * (shapes.q[-1] + shapes.v[-2])
 
 
-def _register(counter: ModuleType) -> None:
-    counter.register_flop_formula(torch.ops.flashtile.attention_quantized)(flops_of)
-
-
-when_imported("torch.utils.flop_counter", _register)
+flops.FORMULAS["attention_quantized"] = flops_of
 torch.library.impl(OPERATOR, ("cpu", "cuda"))(_attend)
 torch.library.register_fake(OPERATOR)(_fake)
 transforms.register_without_derivative(OPERATOR, TENSORS, _CALL)
