@@ -166,18 +166,28 @@ LATER = """
 import sys
 import flashtile, torch, torch.distributed as dist
 assert "torch.distributed.tensor" not in sys.modules
-finders = len(sys.meta_path)
+x = torch.randn(1, 3, 2, 8)
+torch.func.vmap(flashtile.attention)(x[None], x[None], x[None])  # a call that is watched, but not by DTensor
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-assert len(sys.meta_path) == finders - 1
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-q = distribute_tensor(torch.randn(1, 3, 2, 8), init_device_mesh("cpu", (1,)), [Shard(2)])
-assert flashtile.attention(q, q, q).placements == (Shard(2),)
+q = distribute_tensor(x, init_device_mesh("cpu", (1,)), [Shard(2)])
+call = {call}
+assert call(q, q, q).placements == (Shard(2),)
 """
 
 
 @pytest.mark.long
-def test_dtensor_may_be_imported_after_flashtile() -> None:
-    subprocess.run([sys.executable, "-c", LATER], check=True, timeout=120)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "flashtile.attention",
+        "torch.inference_mode()(flashtile.attention)",
+        "torch.compile(flashtile.attention, fullgraph=True, backend='aot_eager')",
+        "torch.no_grad()(torch.compile(flashtile.attention, fullgraph=True, backend='aot_eager'))",
+    ],
+)
+def test_dtensor_may_be_imported_after_flashtile(call: str) -> None:
+    subprocess.run([sys.executable, "-c", LATER.format(call=call)], check=True, timeout=120)
 
 
 @pytest.fixture

@@ -278,23 +278,60 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 COUNTED = """
-import sys, torch
+import torch
 if {first}: import torch.utils.flop_counter
 import flashtile
-from torch.utils.flop_counter import FlopCounterMode
 q = torch.randn(1, 4, 2, 8)
-with FlopCounterMode(display=False) as counter:
-    flashtile.attention(q, q, q)
-print(counter.get_total_flops())
+call = {call}
+from torch.utils.flop_counter import FlopCounterMode
+one, other = FlopCounterMode(display=False), FlopCounterMode(display=False)  # each made before the first watched call
+for counter in (one, other):
+    with {mode}, counter:
+        call(q, q, q)
+print(one.get_total_flops(), other.get_total_flops())
 """
+EXPORTED = """torch.export.export(type("M", (torch.nn.Module,), {
+    "forward": lambda self, q, k, v: flashtile.attention(q, k, v)
+})(), (q, q, q)).module()"""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", [True, False])
-def test_flops_are_counted_whichever_is_imported_first(first: bool) -> None:
-    script = COUNTED.format(first=first)
+@pytest.mark.parametrize(
+    ("first", "mode", "call"),
+    [
+        (True, "torch.no_grad()", "flashtile.attention"),
+        (False, "torch.no_grad()", "flashtile.attention"),
+        (False, "torch.inference_mode()", "flashtile.attention"),
+        (False, "torch.enable_grad()", EXPORTED),
+        (False, "torch.inference_mode()", "torch.compile(flashtile.attention, backend='aot_eager')"),
+    ],
+)
+def test_flops_are_counted_wherever_the_first_call_is(first: bool, mode: str, call: str) -> None:
+    script = COUNTED.format(first=first, mode=mode, call=call)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == 2 * 16 * 4 * 8
+    assert list(map(int, done.stdout.split())) == [2 * 16 * 4 * 8] * 2
+
+
+def test_a_formula_of_the_users_own_stays() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    own = {torch.ops.flashtile.attention_forward: lambda *args, **kwargs: 7}
+    with FlopCounterMode(display=False, custom_mapping=own) as counter:
+        flashtile.attention(q, q, q)
+    assert counter.get_total_flops() == 7
+
+
+def test_flops_of_a_backward_alone_are_counted() -> None:
+    script = """
+import torch, flashtile
+q = torch.randn(1, 4, 2, 8, requires_grad=True)
+out = flashtile.attention(q, q, q).sum()
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    out.backward()
+print(counter.get_total_flops())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 5 * 2 * 16 * 2 * 8
 
 
 @pytest.mark.parametrize("backend", ["hopper", "cpu"])

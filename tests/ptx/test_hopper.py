@@ -262,7 +262,9 @@ def test_what_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch, pattern: s
         (r"(atom\.global\.)gpu(\.release\.add\.u32)", r"\1cta\2"),
     ], lambda each: "release(" in each[0]),
 )  # fmt: skip
-def test_a_dq_order_that_orders_nothing_is_missed(monkeypatch: pytest.MonkeyPatch, pattern: str, replacement: str) -> None:
+def test_a_dq_order_that_orders_nothing_is_missed(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, replacement: str
+) -> None:
     case = Case("causal", batch=1, seqlen_q=70, seqlen_k=270, head_dim=128, heads=1, kv_heads=1, causal=True)
     with hopper.on_cpu(Options(ordered_sums=True), 3):
         call = build(case, torch.bfloat16)

@@ -21,13 +21,12 @@ from flashtile.call.problem import Problem, check_values, compute_capability, gp
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.ops import dispatch, flops, sharding, transforms
+from flashtile.ops import dispatch, flops, sharding, transforms, watched
 from flashtile.ops import operators as ops
 from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
 
 transforms.register()
-sharding.register()
-flops.register()
+watched.REGISTERS += [flops.register, sharding.register]
 
 
 def attention(

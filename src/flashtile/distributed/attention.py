@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import LAYOUTS, Layout
-from flashtile.late import when_imported
 from flashtile.ops import operators as ops
 
 
@@ -98,11 +98,23 @@ def attention(
     Source: Liu et al. 2023, arXiv:2310.01889; Brandon et al. 2023, arXiv:2311.09431 (striped); Jacobs et al. 2023,
     arXiv:2309.14509 (ulysses).
     """
-    return _call(locals())
+    given = locals()
+    return _opaque()(given)
+
+
+def _opaque() -> Any:
+    """``_call``, into which torch.compile does not look: what it traces before and after stays whole."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_call)
+    # It takes seconds to import.
+    return _disabled(_call) if "torch._dynamo" in sys.modules else _call
+
+
+_disabled = functools.cache(torch.compiler.disable)
 
 
 def _call(given: dict[str, Any]) -> Any:
-    """The call of these arguments. torch.compile does not look into it: what it traces before and after stays whole."""
+    """The call of these arguments."""
     q, k, v, mesh = (given[name] for name in ("q", "k", "v", "mesh"))
     if any(map(dtensors.is_one, (q, k, v))):
         return dtensors.run(attention, **given)
@@ -127,14 +139,6 @@ def _call(given: dict[str, Any]) -> Any:
         ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, given["return_lse"]
     )
     return _run(_kind(spec, tensors), tensors)
-
-
-def _be_opaque(dynamo: ModuleType) -> None:
-    global _call
-    _call = dynamo.disable(_call)
-
-
-when_imported("torch._dynamo", _be_opaque)
 
 
 def _kind(spec: Spec, t: Tensors) -> Kind:

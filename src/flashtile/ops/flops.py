@@ -1,19 +1,20 @@
 """FLOP formulas of the operators, for ``torch.utils.flop_counter.FlopCounterMode``.
 
-That module imports Triton and takes as long to import as all of flashtile, so the formulas are registered when the
-program itself imports it.
+That module imports Triton and takes as long to import as all of flashtile, so the formulas are registered at calls that
+it may count.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from flashtile.call.arguments import Options, unflatten
 from flashtile.core.masks import Band
-from flashtile.late import when_imported
 
 
 def kept_pairs(q_shape: Any, k_shape: Any, options: Any) -> int:
@@ -59,12 +60,25 @@ def jvp_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * pairs * ((1 + dq + dk) * shapes.q[-1] + ((dq or dk or dbias) + dv) * shapes.v[-1])
 
 
-def _register(counter: ModuleType) -> None:
-    counter.register_flop_formula(torch.ops.flashtile.attention_forward)(forward_flops)
-    counter.register_flop_formula(torch.ops.flashtile.attention_backward)(backward_flops)
-    counter.register_flop_formula(torch.ops.flashtile.attention_jvp)(jvp_flops)
+# By the operators' names.
+FORMULAS: dict[str, Callable[..., int]] = {
+    "attention_forward": forward_flops,
+    "attention_backward": backward_flops,
+    "attention_jvp": jvp_flops,
+}
 
 
 def register() -> None:
-    """Registers the formulas, as soon as the counter is imported."""
-    when_imported("torch.utils.flop_counter", _register)
+    """Registers the formulas where they are missing: for new counters, and with those that count now."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    mode = getattr(counter, "_FlopCounterMode", None)  # its last name: it may be half imported
+    if counter is None or mode is None:
+        return
+    # Each counter has a copy of what was registered when it was made.
+    counting = [each.counter.flop_registry for each in _get_current_dispatch_mode_stack() if isinstance(each, mode)]
+    for name, formula in FORMULAS.items():
+        operator = getattr(torch.ops.flashtile, name)
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator)(formula)
+        for registry in counting:
+            registry.setdefault(operator, counter.flop_registry[operator])

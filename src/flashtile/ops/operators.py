@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
 
 from flashtile.call.arguments import (
     GRADIENTS,
@@ -34,6 +33,7 @@ from flashtile.call.problem import Problem, Tensors, check_values
 from flashtile.core import settings
 from flashtile.ops import dispatch
 from flashtile.ops.families import Family, family_of
+from flashtile.ops.watched import is_watched as is_watched
 
 FORWARD, BACKWARD, JVP = (f"flashtile::attention_{name}" for name in ("forward", "backward", "jvp"))
 torch.library.define(FORWARD, f"({SCHEMA}) -> (Tensor, Tensor)")
@@ -97,26 +97,8 @@ def attention_again(options: Options, t: Tensors) -> Tensor:
     return found
 
 
-def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the dispatcher is needed. Bypassing it where possible saves as much time as a kernel launch takes.
-
-    It is needed during tracing, under a dispatch mode (FakeTensor, FLOP counter), a functorch transform, forward-mode
-    differentiation or the profiler, and for tensors of a subclass or without data.
-    """
-    return not (
-        type(q) is type(k) is type(v) is Tensor
-        and not q.is_meta
-        and not _is_compiling()
-        and _num_modes() == 0
-        and _transform() is None
-        and forward_ad._current_level < 0
-        and not profiler._is_profiler_enabled
-    )
-
-
-# By names of this module: each object more that another thread has used too costs the backward's thread.
-_is_compiling, _num_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
-_transform, _is_batch = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.is_legacy_batchedtensor
+# By a name of this module: each object more that another thread has used too costs the backward's thread.
+_is_batch = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _is_special(dout: Tensor | None) -> bool:

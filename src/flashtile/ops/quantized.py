@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from flashtile.call.quantized_arguments import (
 )
 from flashtile.call.quantized_problem import check_values, problem_of
 from flashtile.core import settings
-from flashtile.late import when_imported
 from flashtile.ops import dispatch, flops, transforms
 from flashtile.ops import operators as ops
 from flashtile.ops.families import Family
@@ -131,11 +129,7 @@ def flops_of(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * flops.kept_pairs(shapes.q, shapes.k, options) * (shapes.q[-1] + shapes.v[-2])
 
 
-def _register(counter: ModuleType) -> None:
-    counter.register_flop_formula(torch.ops.flashtile.attention_quantized)(flops_of)
-
-
-when_imported("torch.utils.flop_counter", _register)
+flops.FORMULAS["attention_quantized"] = flops_of
 torch.library.impl(OPERATOR, ("cpu", "cuda"))(_attend)
 torch.library.register_fake(OPERATOR)(_fake)
 transforms.register_without_derivative(OPERATOR, TENSORS, _CALL)

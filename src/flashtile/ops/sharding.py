@@ -7,15 +7,16 @@ tensors that arrive in another way.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from flashtile.call.arguments import GRADIENTS, OPTIONS, TENSORS
 from flashtile.core.errors import UnsupportedError
-from flashtile.late import when_imported
 from flashtile.ops import operators as ops
 
 # Output, or gradient or tangent -> the tensor that it is like.
@@ -103,13 +104,6 @@ def _shardings(tensor: ModuleType, operator: str) -> Callable[..., list[tuple[li
     return acceptable
 
 
-def _register(tensor: ModuleType) -> None:
-    from torch.distributed.tensor.experimental import register_sharding
-
-    for operator in _OUTPUTS:
-        register_sharding(ops.overload(operator))(_shardings(tensor, operator))
-
-
 def refuse_dropout(q: Any) -> None:
     """Raises for a DTensor.
 
@@ -120,5 +114,15 @@ def refuse_dropout(q: Any) -> None:
 
 
 def register() -> None:
-    """Tells DTensor about the operators, as soon as it is imported."""
-    when_imported("torch.distributed.tensor", _register)
+    """Tells DTensor about the operators, once it has been imported."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None:
+        _register(tensor)
+
+
+@functools.cache
+def _register(tensor: ModuleType) -> None:
+    from torch.distributed.tensor.experimental import register_sharding
+
+    for operator in _OUTPUTS:
+        register_sharding(ops.overload(operator))(_shardings(tensor, operator))

@@ -30,6 +30,7 @@ from flashtile.call.arguments import (
 )
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import operators as ops
+from flashtile.ops import watched
 
 _LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
 _SECOND = "attention has no second derivative: its {} cannot be differentiated"
@@ -42,6 +43,7 @@ class _Below:
     """
 
     def __init__(self, name: str, keyset: Any) -> None:
+        watched.register()  # before what counts or shards sees the operator, whoever calls it
         self.operator, self.keyset = ops.overload(name), keyset & torch._C._after_autograd_keyset
 
     def __call__(self, *args: Any) -> Any:
@@ -246,6 +248,7 @@ def register_without_derivative(name: str, rows: Mapping[str, Argument], what: s
     """
 
     def kernel(keyset: Any, *args: Any) -> Any:
+        watched.register()
         if torch.is_grad_enabled():
             refuse_gradients(rows, args[: len(rows)], what)
         refuse_tangents(rows, args, what)
