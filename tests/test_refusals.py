@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -236,6 +238,12 @@ def test_what_switches_a_setting_on(value: str, enabled: bool, monkeypatch: pyte
 def test_an_explicit_backend_never_falls_back() -> None:
     with pytest.raises(UnsupportedError, match="(?s)cannot run.*hopper: ."):
         flashtile.attention(Q, K, K, backend="hopper")
+
+
+def test_backends_is_the_function_and_not_the_package() -> None:
+    code = "import flashtile, flashtile.backends.cpu.plan; print(flashtile.backends())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{flashtile.backends()}\n"
 
 
 def test_nobody_supports_it() -> None:

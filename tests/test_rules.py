@@ -181,5 +181,6 @@ def test_importing_loads_little() -> None:
     """With PyTorch there already, the package's own records and checks, and no kernel's host code."""
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
     new = done.stdout.split()
-    assert "flashtile.ops.operators" in new and len(new) <= 31
-    assert not [name for name in new if name.startswith("flashtile.backends.") and name != "flashtile.call.backend"]
+    # Of these, five are packages with nothing in them.
+    assert "flashtile.ops.operators" in new and len(new) <= 33
+    assert not [name for name in new if name.startswith("flashtile.backends.")]

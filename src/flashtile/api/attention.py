@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Loaded later, the package would take the place of ``flashtile.backends``, the function.
+import flashtile.backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
 from flashtile.call import autocast
 from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, flag, read, wanting, without_data
