@@ -118,12 +118,12 @@ def test_design_names_what_exists() -> None:
     here = {path.relative_to(ROOT).as_posix() for tree in trees for path in (ROOT / tree).rglob("*")}
     assert {name for name in files if not any(f"/{path}".endswith(f"/{name}") for path in here)} == set()
     places = {
-        "api": "api.attention", "arguments": "call.arguments", "base": "call.backend", "dispatch": "ops.dispatch",
+        "api": "api.attention", "arguments": "call.arguments", "backend": "call.backend", "dispatch": "ops.dispatch",
         "driver": "backends.gpu.driver", "host": "backends.gpu.host", "launch": "backends.gpu.launch",
         "ops": "ops.operators", "states": "core.states",
     }  # fmt: skip
     for module, name in re.findall(
-        r"`(?:backends\.)?(api|arguments|ops|dispatch|host|driver|launch|base|states)\.(\w+)", text
+        r"`(?:backends\.|call\.|gpu\.)?(api|arguments|ops|dispatch|host|driver|launch|backend|states)\.(\w+)", text
     ):
         if name != "py":
             assert hasattr(importlib.import_module(f"flashtile.{places[module]}"), name), f"{module}.{name}"

@@ -1,8 +1,8 @@
 """``python tools/same_code.py BASE``: whether this working tree's kernels compile to the machine code that BASE's have.
 
-The builds that each tree lists itself, as ``flashtile kernels`` shows them, are compiled by that tree's own sources,
-without a GPU, and compared by name. What counts is the code alone: of a binary's sections those with instructions and
-constants, so that names of files, functions and lines do not.
+The builds that each tree lists itself, as ``flashtile-lab kernels`` shows them, are compiled by that tree's own
+sources, without a GPU, and compared by name. What counts is the code alone: of a binary's sections those with
+instructions and constants, so that names of files, functions and lines do not.
 
 Exits with 1 if the code, the registers, the spilled bytes or the shared memory of a kernel differ, if one no longer
 builds, or if one of BASE's is not built here. With ``--counts``, for changes after which the code cannot be the same,

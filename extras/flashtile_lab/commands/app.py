@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from flashtile import __version__
-from flashtile.cli.run import examples
+from flashtile.cli.run import examples, new_app
 from flashtile_lab.commands import analyze, explore, kernels, reproduce
 from flashtile_lab.commands.demo.command import demo
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=examples(
+app = new_app(
+    "What attention costs, how it works, and what flashtile's kernels become.",
+    examples(
         "Start here",
         "flashtile-lab demo                exactness, memory, time and a trained model",
         "flashtile-lab analyze memory      what attention costs, and why",
@@ -47,15 +40,3 @@ app.command(
     short_help="What the compiler makes of GPU kernels.",
     epilog=examples("Examples", "flashtile-lab kernels --arch sm_90a --quick"),
 )(kernels.kernels)
-
-
-@app.callback(invoke_without_command=True)
-def _flashtile_lab(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and leave.")] = False,
-) -> None:
-    """What attention costs, how it works, and what flashtile's kernels become."""
-    if version:
-        typer.echo(__version__)
-    elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())

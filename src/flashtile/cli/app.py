@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from flashtile import __version__
 from flashtile.cli import explain, info, tune
-from flashtile.cli.run import examples
+from flashtile.cli.run import examples, new_app
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=examples(
+app = new_app(
+    "Exact attention in pure Python, on any machine.",
+    examples(
         "Start here",
         "flashtile info                    what this machine can run",
         "flashtile explain --seqlen 4096   which backend and tiles a call would take",
@@ -43,15 +36,3 @@ app.command(
         "flashtile tune --list",
     ),
 )(tune.tune)
-
-
-@app.callback(invoke_without_command=True)
-def _flashtile(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and leave.")] = False,
-) -> None:
-    """Exact attention in pure Python, on any machine."""
-    if version:
-        typer.echo(__version__)
-    elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())

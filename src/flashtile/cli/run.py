@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 
+from flashtile import __version__
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 # Typer's exception for a wrong command line. Its base class is click's or Typer's own copy of it, so it is taken from a
 # class that every version exports.
 _UsageError: Any = typer.BadParameter.__base__
 _CommandError: Any = _UsageError.__base__
+
+
+def new_app(summary: str, epilog: str) -> typer.Typer:
+    """A command without commands, which prints its help, or with ``--version`` the version."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=epilog,
+    )
+
+    @app.callback(invoke_without_command=True, help=summary)
+    def alone(
+        context: typer.Context,
+        version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and leave.")] = False,
+    ) -> None:
+        if version:
+            typer.echo(__version__)
+        elif context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    return app
 
 
 def examples(title: str, *lines: str) -> str:

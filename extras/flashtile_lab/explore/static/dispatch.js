@@ -1,5 +1,5 @@
 "use strict";
-/* Which backend runs a call: flashtile.backends.base.Capabilities as data, and its rules. The declarations, labels
+/* Which backend runs a call: flashtile.call.backend.Capabilities as data, and its rules. The declarations, labels
    and tiles
    come from Python when the page is made; a test compares the text with what flashtile explain prints. */
 

@@ -289,7 +289,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         if other_cost < least:
             config, strip, least = other, other_strip, other_cost
         elif problem.keys.used:
-            strip = other_strip  # over a cache two warpgroups were measured with the strips of three
+            # Timed so: over a cache two warpgroups have run only with the strip that suits three.
+            strip = other_strip
     if strip < config.block_m:
         config = with_pack_gqa(config, strip)
     if is_causal and is_short and dims == (64, 64) and not problem.keys.used:
