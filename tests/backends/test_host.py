@@ -6,7 +6,7 @@ import ctypes
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,16 +19,51 @@ from triton.backends.compiler import GPUTarget
 
 from flashtile.backends.gpu import driver, host, launch
 from flashtile.backends.gpu.host import Step
-from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap
+from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 
 
-@triton.jit(do_not_specialize=["rows"])
-def scaled_copy(x_source, x_ptr, out_ptr, flag_ptr, rows, stride, scale, BLOCK: tl.constexpr):
-    """Uses every argument, so that none is dropped."""
-    at = tl.arange(0, BLOCK)
-    tile = x_source.load([0, 0])
-    x = tl.load(x_ptr + at * stride, mask=at < rows, other=0.0)
-    tl.store(out_ptr + at, x * scale + tl.sum(tile.to(tl.float32), 1)[:, None].sum(0))
+class Matrix(NamedTuple):
+    """A record with a leaf of every kind but a number of 16 bits."""
+
+    desc: Any
+    ptr: Any
+    rows: Any
+    stride_row: Any
+    flag: Any
+    BLOCK: Any
+
+
+class Copy(NamedTuple):
+    x: Any
+    scales: Any
+    function: Any
+
+
+@triton.jit
+def doubled(x, scales):
+    return x * 2.0 * scales[0]
+
+
+@triton.jit
+def scaled_copy(copy, out_ptr, SUM: tl.constexpr):
+    """Uses every leaf, so that none is dropped."""
+    at = tl.arange(0, copy.x.BLOCK)
+    tile = copy.x.desc.load([0, 0])
+    x = tl.load(copy.x.ptr + at * copy.x.stride_row, mask=at < copy.x.rows, other=0.0)
+    if SUM:
+        x = copy.function(x, copy.scales) + tl.sum(tile.to(tl.float32), 1)[:, None].sum(0)
+    if copy.x.flag is None:
+        tl.store(out_ptr + at, x)
+
+
+class Compiled:
+    """Stands for Triton's compiled kernel, loaded; keeps what Triton is asked to launch."""
+
+    def __init__(self, compiled: Any, driver: Driver) -> None:
+        self.metadata, self.asm, self.function, self._driver = compiled.metadata, compiled.asm, 77, driver
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *leaves, stream: self._driver.by_triton.append((grid, leaves, stream))
 
 
 class Driver:
@@ -36,6 +71,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.launched: list[dict[str, Any]] = []
+        self.by_triton: list[Any] = []
         self.sizes: list[int] = []
         self.status = 0
 
@@ -71,7 +107,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     def load(made_of: Launch, what: launch.Specialisation, device: int) -> Any:
         compiled = launch.compile_kernel(made_of.kernel, what, made_of.options, GPUTarget("cuda", 90, 32))
         made.sizes = driver.parameter_sizes(compiled.asm["ptx"])
-        return SimpleNamespace(metadata=compiled.metadata, asm=compiled.asm, function=77)
+        return Compiled(compiled, made)
 
     monkeypatch.setattr(host, "load", load)
     driver.tensor_map.cache_clear()
@@ -79,26 +115,20 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def _launch(x: torch.Tensor, rows: int = 17) -> Launch:
-    arguments = {
-        "x_source": TensorMap(x.dtype, tuple(x.shape), x.stride(), (64, 64)),
-        "x_ptr": x,
-        "out_ptr": Pointer(torch.float32),
-        "flag_ptr": None,
-        "rows": rows,
-        "stride": x.stride(0),
-        "scale": 0.25,
-        "BLOCK": 64,
-    }
-    return Launch(scaled_copy, 5, arguments, {"num_warps": 8})
+def _launch(x: torch.Tensor, rows: int = 17, stride: int = 0, offset: int = 0) -> Launch:
+    source = TensorMap(x.dtype, tuple(x.shape), x.stride(), (64, 64), None, "x")
+    matrix = Matrix(source, pointer(x, "x"), rows, stride or x.stride(0), None, 64)
+    copy = Copy(matrix, (0.25, Const(3)), doubled)
+    arguments = {"copy": copy, "out_ptr": Pointer(torch.float32, "out", offset), "SUM": True}
+    return Launch(scaled_copy, 5 + offset // 16, arguments, {"num_warps": 8})
 
 
 def test_the_driver_finds_every_parameter_where_the_kernel_wants_it(fake: Driver) -> None:
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    step = Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0))
+    step = Step(_launch(x), ("out", "x"), torch.device("cuda", 0))
     assert step._spare is step._build.layout.spare
     out = torch.zeros(64)
-    host.run([step], (out, x, None))
+    host.run([step], (out, x))
     (seen,) = fake.launched
     assert seen["sizes"][:3] == [5, 1, 1] and seen["sizes"][3] == 256 and seen["sizes"][4:6] == [1, 1]
     assert (seen["stream"], seen["attributes"], seen["function"]) == (0x1234_5678_9ABC, (0, 0), 77)
@@ -106,95 +136,100 @@ def test_the_driver_finds_every_parameter_where_the_kernel_wants_it(fake: Driver
     assert values[0][:8] == struct.pack("<Q", x.data_ptr()) and values[0][12:16] == struct.pack("<I", 2)
     assert seen["places"][0] % 64 == 0
     assert values[1:5] == [struct.pack("<i", 64)] * 2 + [struct.pack("<q", 64), struct.pack("<q", 1)]
-    numbers = [struct.pack("<QQ", x.data_ptr(), out.data_ptr()), struct.pack("<iif", 17, 64, 0.25), bytes(16)]
+    numbers = [struct.pack("<Qiif", x.data_ptr(), 17, 64, 0.25), struct.pack("<Q", out.data_ptr()), bytes(16)]
     assert b"".join(values[5:]) == b"".join(numbers)
 
 
 def test_other_memory_and_other_threads_blocks(fake: Driver) -> None:
     x, y = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
     out = torch.zeros(64)
-    step = Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0))
+    step = Step(_launch(x), ("out", "x"), torch.device("cuda", 0))
     spare = step._spare.pop() if step._spare else step._build.layout.block()
-    host.run([step], (out, y, None))
+    host.run([step], (out, y))
     step._spare.append(spare)
-    host.run([step], (out, x, None))
+    host.run([step], (out, x))
     addresses = [struct.unpack("<Q", seen["values"][0][:8])[0] for seen in fake.launched]
     assert addresses == [y.data_ptr(), x.data_ptr()]
     assert fake.launched[0]["values"][5:] != fake.launched[1]["values"][5:]
 
 
-def test_lengths_need_no_build_and_dtypes_do(fake: Driver) -> None:
-    device = torch.device("cuda", 0)
-    for rows in (17, 18, 1, 16, 4096):
-        Step(_launch(torch.zeros(64 + rows, 64, dtype=torch.bfloat16), rows), ("out", "x", "flag"), device)
+def test_names_and_types_of_leaves(fake: Driver) -> None:
+    what = launch.specialise(_launch(torch.zeros(65, 64, dtype=torch.bfloat16)[1:]))
+    assert what.signature == {
+        "copy.x.desc": "tensordesc<bf16[64, 64]>", "copy.x.ptr": "*bf16", "copy.x.rows": "i32",
+        "copy.x.stride_row": "i32", "copy.scales.0": "fp32", "out_ptr": "*fp32",
+    }  # fmt: skip
+    assert what.constexprs == {
+        "copy.x.flag": None, "copy.x.BLOCK": 64, "copy.scales.1": 3, "copy.function": doubled, "SUM": True,
+    }  # fmt: skip
+    assert what.divisible == ("copy.x.ptr", "copy.x.stride_row", "out_ptr")
+    assert what.tree["copy"].x.rows == "copy.x.rows" and what.tree["copy"].scales[1] == "copy.scales.1"
+
+
+def test_lengths_need_no_build_and_dtypes_strides_and_addresses_do(fake: Driver) -> None:
+    device, wide = torch.device("cuda", 0), torch.zeros(200, 64, dtype=torch.bfloat16)
+    for rows in (17, 18, 1, 16, 4096, 2**31 - 1):
+        Step(_launch(wide[: 64 + rows % 7], rows), ("out", "x"), device)
     assert len(host._builds) == 1
-    Step(_launch(torch.zeros(64, 64, dtype=torch.float16)), ("out", "x", "flag"), device)
-    assert len(host._builds) == 2
+    others = [
+        _launch(wide.half()), _launch(wide, 2**31), _launch(wide, stride=72), _launch(wide, stride=1),
+        _launch(wide, stride=2**32), _launch(wide.flatten()[1:65].view(1, 64)),
+        _launch(wide)._replace(options={"num_warps": 4}),
+    ]  # fmt: skip
+    for other in others:
+        Step(other, ("out", "x"), device)
+    # Strides of 72 and 1 are both no multiples of 16, and neither is a constant.
+    assert len(host._builds) == len(others)
 
 
-def _sized(rows: int, stride: int = 64, offset: int = 0) -> Launch:
-    """A launch whose sizes are those that ``_launch`` has no fixed value for."""
-    # A view of one row: a stride of 2^32 elements needs no memory.
-    x = torch.zeros(64, dtype=torch.bfloat16).as_strided((1, 64), (stride, 1))
-    whole = _launch(x, rows).arguments
-    out = Pointer(torch.float32, "out", offset)
-    source = TensorMap(x.dtype, (min(rows, 2**20), 64), (stride, 1), (64, 64))
-    sizes = {"x_source": source, "rows": rows, "stride": stride, "flag_ptr": None, "out_ptr": out}
-    others = {name: value for name, value in whole.items() if name not in sizes}
-    return Launch(scaled_copy, 5 + rows % 7, sizes, {"num_warps": 8}, lambda: others, 64)
-
-
-def test_a_step_like_another_lays_out_what_a_new_one_would(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, operands, known = torch.device("cuda", 0), ("out", "x", "flag"), {}
-    made: list[Launch] = []
-    find_build = host.find_build
-    monkeypatch.setattr(host, "find_build", lambda launch, device: (made.append(launch), find_build(launch, device))[1])
-    sizes = [(n, 64, 16 * (n % 3)) for n in (17, 18, 1, 16, 4096, 2**31, 2**32)] + [(9, 72, 0), (10, 2**32, 0)]
-    for rows, stride, offset in sizes * 2:
-        launch_ = _sized(rows, stride, offset)
-        step = Step(launch_, operands, device, known)
-        fresh = Step(launch_, operands, device)
-        assert (step._content, sorted(step._addresses)) == (fresh._content, sorted(fresh._addresses))
-        assert step._build is fresh._build and made.pop() is launch_
-    # Each of: lengths of 32 bits; of 64 bits; a stride that is no multiple of 16, and one of 64 bits.
-    assert len(known) == len(made) == 4 and len(host._builds) == 4
+def test_equal_keys_are_equal_specialisations(fake: Driver) -> None:
+    wide = torch.zeros(200, 64, dtype=torch.bfloat16)
+    launches = [
+        _launch(wide[: 64 + n], rows, stride, offset)
+        for n in (0, 1) for rows in (1, 16, 2**31) for stride in (1, 16, 72, 2**32) for offset in (0, 16)
+    ]  # fmt: skip
+    by_key: dict[Any, Any] = {}
+    for each in launches:
+        what = launch.specialise(each)
+        assert by_key.setdefault(launch.lower(each)[0], what) == what
+    assert len(by_key) == len({repr(what) for what in by_key.values()}) == 6
 
 
 def test_steps_of_other_lengths_in_other_threads(fake: Driver) -> None:
     """They share blocks: what the driver reads is of one step, whole."""
-    device, operands, known, at_once = torch.device("cuda", 0), ("out", "x", "flag"), {}, 4
-    steps = [Step(_sized(rows), operands, device, known) for rows in range(100, 100 + at_once)]
-    tensors = [(torch.zeros(64), torch.zeros(64, 64, dtype=torch.bfloat16), None) for _ in steps]
+    device, operands, at_once = torch.device("cuda", 0), ("out", "x"), 4
+    wide = torch.zeros(200, 64, dtype=torch.bfloat16)
+    steps = [Step(_launch(wide, rows, 64, 16 * (rows % 3)), operands, device) for rows in range(100, 100 + at_once)]
+    tensors = [(torch.zeros(64), torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in steps]
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(lambda n: host.run([steps[n % at_once]], tensors[n % at_once]), range(400)))
-    assert len(known) == 1 and len(fake.launched) == 400 and len(steps[0]._build.layout.spare) <= at_once
-    for n, (step, (out, x, _)) in enumerate(zip(steps, tensors, strict=True)):
-        mine = [seen for seen in fake.launched if seen["values"][7] == struct.pack("<i", 100 + n)]
+    assert len(host._builds) == 1 and len(fake.launched) == 400 and len(steps[0]._build.layout.spare) <= at_once
+    for n, (step, (out, x)) in enumerate(zip(steps, tensors, strict=True)):
+        mine = [seen for seen in fake.launched if seen["values"][6] == struct.pack("<i", 100 + n)]
         assert len(mine) == 100
         for seen in mine:
-            addresses = seen["values"][0][:8] + seen["values"][5] + seen["values"][6]
-            assert addresses == struct.pack("<QQQ", x.data_ptr(), x.data_ptr(), out.data_ptr())
-            assert seen["sizes"][0] == step.programs and seen["values"][1] == struct.pack("<i", 100 + n)
+            addresses = seen["values"][0][:8] + seen["values"][5] + seen["values"][9]
+            offset = 16 * ((100 + n) % 3)
+            assert addresses == struct.pack("<QQQ", x.data_ptr(), x.data_ptr(), out.data_ptr() + offset)
+            assert seen["sizes"][0] == step.programs
 
 
 def test_a_refusal_of_the_driver_has_its_name(fake: Driver) -> None:
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    step = Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0))
+    step = Step(_launch(x), ("out", "x"), torch.device("cuda", 0))
     fake.status = 700
     with pytest.raises(driver.DriverError, match=r"launch of scaled_copy: CUDA_ERROR_OF_THE_TEST \(700\)"):
-        host.run([step], (torch.zeros(64), x, None))
+        host.run([step], (torch.zeros(64), x))
 
 
 def test_an_unknown_kernel_interface_is_left_to_triton(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "layout", lambda signature: {"x": "Q"})
-    seen: list[Any] = []
-    monkeypatch.setattr(host, "launch_by_triton", lambda *arguments: seen.append(arguments))
     x, out = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64)
-    host.run([Step(_launch(x), ("out", "x", "flag"), torch.device("cuda", 0))], (out, x, None))
-    ((kernel, programs, arguments, options),) = seen
-    assert (kernel, programs, options) == (scaled_copy, 5, {"num_warps": 8})
-    assert arguments["x_ptr"] is x and arguments["out_ptr"] is out and arguments["rows"] == 17
-    assert arguments["x_source"].base is x and fake.launched == []
+    host.run([Step(_launch(x, offset=16), ("out", "x"), torch.device("cuda", 0))], (out, x))
+    ((grid, (desc, *leaves, behind), stream),) = fake.by_triton
+    assert grid == (6, 1, 1) and stream == 0x1234_5678_9ABC and fake.launched == []
+    assert desc.base is x and leaves[0] is x and leaves[1:] == [17, 64, 0.25]
+    assert behind.data_ptr() == out.data_ptr() + 16 and behind.dtype == torch.float32
 
 
 def test_parameter_sizes_are_read_from_the_program() -> None:
@@ -211,5 +246,5 @@ def test_parameter_sizes_are_read_from_the_program() -> None:
 def test_scratch_memory_is_left_to_triton() -> None:
     about = SimpleNamespace(tensordesc_meta=[], global_scratch_size=128, profile_scratch_size=0, num_ctas=1,
                             launch_cooperative_grid=False, launch_pdl=False)  # fmt: skip
-    what = launch.Specialisation({"x_ptr": "*fp32"}, {}, ())
+    what = launch.Specialisation({"x_ptr": "*fp32"}, {}, (), {"x_ptr": "x_ptr"})
     assert host.why_unknown(what, SimpleNamespace(metadata=about, asm={})) == "it needs scratch memory"

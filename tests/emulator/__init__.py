@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from flashtile.backends.gpu.launch import Const, Launch, mapped
 from tests.emulator.language import Language
 from tests.emulator.machine import Machine
 from tests.emulator.values import Descriptor, Pointer, SharedMemory, Value, value_of
@@ -80,13 +81,16 @@ def run_on(
     """Runs some programs of a grid on a machine."""
     binding = _Binding(Language(machine, tuple(int(n) for n in grid)), replacements)
     function = binding.of(kernel)
-    constants = {name for name, each in zip(kernel.arg_names, kernel.params, strict=True) if each.is_constexpr}
-    given = [
-        value if name in constants else _argument(value)
-        for name, value in zip(kernel.arg_names, arguments, strict=True)
-    ]
+    leaves = []
+
+    def leaf(_: str, value: Any, is_constant: bool) -> Any:
+        leaves.append(value.value if isinstance(value, Const) else value if is_constant else _argument(value))
+        return leaves[-1]
+
+    launch = Launch(kernel, 1, dict(zip(kernel.arg_names, arguments, strict=True)), {})
+    given = list(mapped(launch, leaf).values())
     # Of boxes of rows, (..., rows, 1, columns).
-    sides = [each.block_shape[-3:] for each in given if isinstance(each, Descriptor) and len(each.block_shape) > 3]
+    sides = [each.block_shape[-3:] for each in leaves if isinstance(each, Descriptor) and len(each.block_shape) > 3]
     sides = [(rows, cols) for rows, one, cols in sides if one == 1 and rows > 1]
     machine.box = (min(rows for rows, _ in sides), min(cols for _, cols in sides)) if sides else (0, 0)
     threads = torch.get_num_threads()

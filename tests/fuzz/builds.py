@@ -10,10 +10,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashtile.backends.gpu.launch import specialise
 from flashtile_lab.kernels import hopper as hopper
 from flashtile_lab.kernels import report as builds
 from flashtile_lab.kernels.build import ARCHS, KernelBuild
+from flashtile_lab.kernels.build import build_of as described_build
 from tests.fuzz.drawn import Drawn
 from tests.fuzz.launches import Started, started
 
@@ -66,14 +66,9 @@ def distinct(calls: Sequence[Drawn], arch: str) -> tuple[list[Found], list[Failu
 
 def build_of(each: Started) -> KernelBuild:
     """The build of a launch."""
-    launch = each.launch
-    what, name = specialise(launch), launch.kernel.__name__
-    tiles = [str(launch.arguments[key]) for key in ("BLOCK_M", "BLOCK_N", "STAGES") if key in launch.arguments]
-    return KernelBuild(
-        name=name, backend=each.backend, direction=each.direction,
-        config=each.about | {"tiles": "x".join(tiles), **launch.options}, kernel=launch.kernel,
-        signature=what.signature, constexprs=what.constexprs, divisible=what.divisible, options=launch.options,
-        spill_limit=_limit(each),
+    return described_build(
+        each.launch, name=each.launch.kernel.__name__, backend=each.backend, direction=each.direction,
+        config=each.about, spill_limit=_limit(each),
     )  # fmt: skip
 
 
@@ -167,9 +162,9 @@ def fuzz(
 
 def weight(found: Found) -> int:
     """Roughly, numbers of a kernel's tiles: those that are most likely not to fit are compiled first."""
-    given = found.build.constexprs
-    rows, keys = given.get("BLOCK_M", 1), given.get("BLOCK_N", 1)
-    return rows * keys + (rows + keys) * sum(given.get(name, 0) or 0 for name in ("BLOCK_D", "BLOCK_DV"))
+    of = found.build.constant
+    rows, keys, columns = of("BLOCK_M") or 1, of("BLOCK_N") or 1, of("BLOCK_DIM") or of("BLOCK_D") or 0
+    return rows * keys + (rows + keys) * columns
 
 
 def spread(todo: Sequence[Found], most: int | None, turn: float = 0.0) -> list[Found]:

@@ -9,6 +9,7 @@ source, does what was meant.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,9 @@ from unittest import mock
 
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, code_generator, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.compiler import code_generator, make_backend
 
+from flashtile.backends.gpu.launch import source_of
 from flashtile_lab.kernels.build import ARCHS, KernelBuild
 
 Place = tuple[str, int, str, tuple[str, ...]]
@@ -36,13 +37,7 @@ def not_carried(build: KernelBuild, arch: str) -> set[Place]:
     target = ARCHS[arch]
     gpu = GPUTarget(target.backend, target.capability, target.warp_size)
     backend = make_backend(gpu)
-    names = build.kernel.arg_names
-    source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
-        build.kernel,
-        {name: build.signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in build.constexprs.items()},
-        attrs={},
-    )
+    source = source_of(build.kernel, dataclasses.replace(build.what, divisible=()), amd=False)
     options = backend.parse_options(dict(build.options))
     context = ir.context()
     ir.load_dialects(context)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.forward import config as forward_config
 from tests.backends.hopper.emulated import with_kernels
@@ -24,8 +24,8 @@ def on_cpu(
 ) -> Iterator[None]:
     """``emulated.with_kernels`` as the compiler makes them; ``machine`` says how the machine behaves."""
 
-    def run(kernel: Any, programs: int, arguments: dict[str, Any], options: Mapping[str, int]) -> None:
-        _KERNELS.launch(kernel, (programs,), arguments, dict(options), machine)
+    def run(launch: Launch) -> None:
+        _KERNELS.launch(launch.kernel, (launch.programs,), launch.arguments, dict(launch.options), machine)
 
     with with_kernels(run, num_sms, forward, backward):
         yield

@@ -19,6 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import create_function_from_signature
 
+from flashtile.backends.gpu.launch import Launch, TensorMap, lower, mapped, pointer, source_of, specialise
 from tests.ptx import access, arithmetic, barriers, bulk, moving, products
 from tests.ptx.decode import PARAM_BASE, PARAM_STEP, Decoder
 from tests.ptx.machine import Machine, Options
@@ -65,29 +66,55 @@ class Kernels:
     def build(
         self, kernel: Any, arguments: Sequence[Any] | Mapping[str, Any], options: dict[str, Any]
     ) -> tuple[Build, list[Any]]:
-        """The build that these arguments need, and its arguments, constants among them, in order."""
+        """The build that these arguments need, and its arguments in order.
+
+        By name they are those of a ``Launch``, built as the library does; in order, Triton's own launcher decides.
+        """
+        if isinstance(arguments, Mapping):
+            return self._build_launch(Launch(kernel, 1, arguments, options))
         binder = self._binders.get(id(kernel))
         if binder is None:
             binder = create_function_from_signature(kernel.signature, kernel.params, self._backend)
             self._binders[id(kernel)] = binder
         options = {"debug": False, **options}
-        named = arguments if isinstance(arguments, Mapping) else {}
-        bound, specialization, left = binder(*(() if named else arguments), **named, **options)
+        bound, specialization, left = binder(*arguments, **options)
         key = (id(kernel), str(specialization), str(left))
         if key not in self._builds:
             parsed, signature, constexprs, attributes = kernel._pack_args(
-                self._backend, {**named, **options}, bound, specialization, left
+                self._backend, options, bound, specialization, left
             )
             source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
-            compiled = self._compile(source, parsed.__dict__)
-            if compiled.metadata.global_scratch_size:
-                raise PtxError("a kernel with scratch memory")
-            text = compiled.asm["ptx"]
-            metadata = compiled.metadata
-            self._builds[key] = Build(
-                Decoder(parse(text)), signature, list(metadata.tensordesc_meta or []), metadata.shared, text
-            )
+            self._builds[key] = self._decoded(source, signature, parsed.__dict__)
         return self._builds[key], list(bound.values())
+
+    def _build_launch(self, given: Launch) -> tuple[Build, list[Any]]:
+        values: list[Any] = []
+
+        def described(_: str, value: Any, is_constant: bool) -> Any:
+            if is_constant:
+                return value
+            values.append(value)
+            if isinstance(value, torch.Tensor):
+                return pointer(value)
+            if not hasattr(value, "block_shape"):
+                return value
+            shape, layout = value.block_shape, getattr(value, "layout", None)
+            return TensorMap(value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(shape), layout)
+
+        launch = given._replace(arguments=mapped(given, described))
+        key = lower(launch)[0]
+        if key not in self._builds:
+            what = specialise(launch)
+            source = source_of(launch.kernel, what, amd=False)
+            self._builds[key] = self._decoded(source, what.signature, dict(launch.options))
+        return self._builds[key], values
+
+    def _decoded(self, source: Any, signature: dict[str, str], options: dict[str, Any]) -> Build:
+        compiled = self._compile(source, options)
+        metadata, text = compiled.metadata, compiled.asm["ptx"]
+        if metadata.global_scratch_size:
+            raise PtxError("a kernel with scratch memory")
+        return Build(Decoder(parse(text)), signature, list(metadata.tensordesc_meta or []), metadata.shared, text)
 
     def _compile(self, source: ASTSource, options: dict[str, Any]) -> Any:
         """As far as PTX: without the assembler, and in Triton's cache under a key of its own."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from flashtile.backends import portable
 from flashtile.backends.gpu import host
+from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable import config as tiles
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
@@ -26,8 +27,8 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
     capability = {"sm_90": 90, "sm_89": 89, "sm_80": 80}[arch]
     kernels = _KERNELS.setdefault(capability, Kernels(capability))
 
-    def run(kernel: Any, programs: int, arguments: dict[str, Any], options: Mapping[str, int]) -> None:
-        kernels.launch(kernel, (programs,), arguments, dict(options), machine)
+    def run(launch: Launch) -> None:
+        kernels.launch(launch.kernel, (launch.programs,), launch.arguments, dict(launch.options), machine)
 
     patches: list[tuple[Any, str, Any]] = [
         (portable, "_CAPABILITIES", dataclasses.replace(
@@ -38,7 +39,7 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
             portable._QUANTIZED, device_types=("cpu",), min_compute_capability=None)),
         (portable, "_needs_widening", lambda problem: False),
         (tiles, "arch_of", lambda problem: "sm_86" if arch == "sm_89" else arch),
-        (host, "launch_by_triton", run),
+        (host, "interpret", run),
     ]  # fmt: skip
     ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
     dispatch._first.cache_clear()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu.launch import Launch, specialise
+from flashtile.backends.gpu.launch import Launch, Specialisation, leaf_names, specialise
 from flashtile.call.problem import Problem
 
 
@@ -65,13 +65,13 @@ class KernelBuild:
         direction: ``"forward"``, ``"backward"``, or another purpose, e.g. ``"backward preprocess"``.
         config: Values that identify this row among the kernel's, ready for JSON: dtype, head_dim, mask, tiles, warps.
         kernel: The ``@triton.jit`` or ``@gluon.jit`` function.
-        signature: Type of each run-time argument by name, as Triton spells it: ``"*bf16"``, ``"i32"``, ``"fp32"``,
-            ``"tensordesc<bf16[64, 128],NVMMASharedLayout(...)>"``. A launch turns an integer of 1 into a compile-time
-            value: to build that case, put the argument into ``constexprs`` instead.
-        constexprs: Value of each compile-time argument by name. None is a value too: an absent pointer. With
-            ``signature`` it covers the kernel's arguments, each once.
-        divisible: Names of run-time arguments to compile as divisible by 16: pointers, strides, sizes. On AMD such a
-            pointer is also compiled as reaching less than 2 GiB, which is so for most tensors.
+        signature: Type of each run-time leaf by name, ``"call.q.ptr"``, as Triton spells it: ``"*bf16"``, ``"i32"``,
+            ``"fp32"``, ``"tensordesc<bf16[64, 128],NVMMASharedLayout(...)>"``.
+        constexprs: Value of each constant leaf by name. None is a value too: an absent pointer. With ``signature`` it
+            covers the leaves of the kernel's arguments, each once.
+        divisible: Names of run-time leaves to compile as divisible by 16: pointers and strides. On AMD such a pointer
+            is also compiled as reaching less than 2 GiB, which is so for most tensors.
+        tree: As in ``Specialisation``; without it each argument is a leaf.
         options: Compiler options: ``num_warps``, ``num_stages``, ``maxnreg``, ``waves_per_eu``.
         spill_limit: Most bytes of registers a thread may spill, enforced by the tests; None for no limit.
     """
@@ -84,6 +84,7 @@ class KernelBuild:
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
     divisible: tuple[str, ...] = ()
+    tree: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     spill_limit: int | None = None
 
@@ -91,6 +92,35 @@ class KernelBuild:
     def label(self) -> str:
         """Name and configuration in one line, e.g. ``portable/attention_forward dtype=bf16 head_dim=64``."""
         return " ".join([f"{self.backend}/{self.name}", *(f"{key}={value}" for key, value in self.config.items())])
+
+    @property
+    def what(self) -> Specialisation:
+        """What it is compiled for; leaves in the order of the kernel's arguments, whatever theirs here is."""
+        tree = dict(self.tree) or {name: name for name in self.kernel.arg_names}
+        signature = {name: self.signature[name] for name in leaf_names(tree) if name in self.signature}
+        return Specialisation(signature, dict(self.constexprs), self.divisible, tree)
+
+    def constant(self, field: str) -> Any:
+        """The constant in a field of the arguments, None if there is no such constant."""
+        return constant_in(self.constexprs, field)
+
+
+def constant_in(constexprs: Mapping[str, Any], field: str) -> Any:
+    """The first constant in a field of this name, None if there is none."""
+    found = (value for name, value in constexprs.items() if name.rpartition(".")[2] == field)
+    return next(found, None)
+
+
+def build_of(launch: Launch, **about: Any) -> KernelBuild:
+    """The build of a launch; ``about``: fields that do not follow from it, of config only what the tiles are not."""
+    what = specialise(launch)
+    sides = (constant_in(what.constexprs, name) for name in ("BLOCK_M", "BLOCK_N", "STAGES"))
+    tiles = {"tiles": "x".join(str(side) for side in sides if side is not None)}
+    about["config"] = {**about["config"], **tiles, **launch.options}
+    return KernelBuild(
+        kernel=launch.kernel, signature=what.signature, constexprs=what.constexprs, divisible=what.divisible,
+        tree=what.tree, options=launch.options, **about,
+    )  # fmt: skip
 
 
 def kernel_builds(
@@ -111,25 +141,13 @@ def kernel_builds(
         spill_limits: By kernel name; None for no limits.
         more: Features of the launches that the problem does not name.
     """
-    made = []
-    for name, launch in launches.items():
-        what = specialise(launch)
-        tiles = {key: value for key, value in launch.arguments.items() if key in ("BLOCK_M", "BLOCK_N", "STAGES")}
-        made.append(
-            KernelBuild(
-                name=name,
-                backend=backend,
-                direction=direction,
-                config=traits(problem, more) | {"tiles": "x".join(map(str, tiles.values())), **launch.options},
-                kernel=launch.kernel,
-                signature=what.signature,
-                constexprs=what.constexprs,
-                divisible=what.divisible,
-                options=launch.options,
-                spill_limit=(spill_limits or {}).get(name),
-            )
+    return [
+        build_of(
+            launch, name=name, backend=backend, direction=direction, config=traits(problem, more),
+            spill_limit=(spill_limits or {}).get(name),
         )
-    return made
+        for name, launch in launches.items()
+    ]  # fmt: skip
 
 
 def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu.launch import specialise
 from flashtile.backends.portable.rounding.launch import launches
 from flashtile.call.quantized import Choices, Inputs
-from flashtile_lab.kernels.build import KernelBuild
+from flashtile_lab.kernels.build import KernelBuild, build_of
 
 
 def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild]:
@@ -44,16 +43,9 @@ def _builds(
     about: dict[str, object] = {"dtype": "bf16", "head_dim": head_dim, **choices}
     about |= {"packed": True} if packed else {}
     about |= {"rotary_dim": rotary_dim} if rotary_dim else {}
-    made = []
-    for name, launch in launches(
-        Inputs(q, kv, kv, bounds, bounds, angles, angles), Choices(**choices), capability
-    ).items():
-        what = specialise(launch)
-        made.append(
-            KernelBuild(
-                name=name, backend=backend, direction="quantize", config={**about, **launch.options},
-                kernel=launch.kernel, signature=what.signature, constexprs=what.constexprs, divisible=what.divisible,
-                options=launch.options, spill_limit=128 if capability == (9, 0) and head_dim <= 128 else None,
-            )
-        )  # fmt: skip
-    return made
+    limit = 128 if capability == (9, 0) and head_dim <= 128 else None
+    made = launches(Inputs(q, kv, kv, bounds, bounds, angles, angles), Choices(**choices), capability)
+    return [
+        build_of(launch, name=name, backend=backend, direction="quantize", config=about, spill_limit=limit)
+        for name, launch in made.items()
+    ]

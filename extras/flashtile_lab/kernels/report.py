@@ -242,9 +242,7 @@ def compile_build(build: KernelBuild, arch: str) -> KernelReport:
     _check_arguments(build)
     target = ARCHS[arch]
     amd = target.backend == "hip"
-    # The compiler goes by position; the backend may list the arguments in any order.
-    signature = {name: build.signature[name] for name in build.kernel.arg_names if name in build.signature}
-    what = launch.Specialisation(signature, dict(build.constexprs), build.divisible)
+    what = build.what
     gpu = GPUTarget(target.backend, target.capability, target.warp_size)
     compiled = launch.compile_kernel(build.kernel, what, build.options, gpu)
     resources = amd_resources(compiled.asm["amdgcn"]) if amd else nvidia_resources(compiled.asm["cubin"])
@@ -317,8 +315,9 @@ def _run_job(job: Job) -> Outcome:
 def _check_arguments(build: KernelBuild) -> None:
     named = Counter([*build.signature, *build.constexprs])
     twice = [name for name, times in named.items() if times > 1]
-    missing = [name for name in build.kernel.arg_names if name not in named]
-    unknown = [name for name in named if name not in build.kernel.arg_names]
+    wanted = list(launch.leaf_names(build.what.tree))
+    missing = [name for name in wanted if name not in named]
+    unknown = [name for name in named if name not in wanted]
     unknown += [name for name in build.divisible if name not in build.signature]
     for what, names in (("twice", twice), ("missing", missing), ("unknown", unknown)):
         if names:

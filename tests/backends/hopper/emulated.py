@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from flashtile.backends import hopper
 from flashtile.backends.gpu import host
+from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.device import inline_ptx
@@ -57,7 +58,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 }
 
 # Runs a kernel: (kernel, programs, arguments by name, compiler options).
-Run = Callable[[Any, int, dict[str, Any], Mapping[str, int]], None]
+Run = Callable[[Launch], None]
 
 
 def forget_plans() -> None:
@@ -91,7 +92,7 @@ def with_kernels(
         (hopper, "_QUANTIZED", dataclasses.replace(hopper._QUANTIZED, **here)),
         (hopper, "_DECODE", dataclasses.replace(hopper._DECODE, **here)),
         (torch.cuda, "get_device_properties", lambda device: properties),
-        (host, "launch_by_triton", run),
+        (host, "interpret", run),
     ]
     if forward is not None:
         patches.append((forward_config, "choose", lambda problem, *_: forward))
@@ -115,9 +116,12 @@ def on_cpu(
 ) -> Iterator[None]:
     """``with_kernels`` of the emulator; ``seed`` draws the order of events, ``ordered_sums`` as for ``launch``."""
 
-    def run(kernel: Any, programs: int, arguments: dict[str, Any], options: Mapping[str, int]) -> None:
-        in_order = [arguments[name] for name in kernel.arg_names]
-        emulator.launch(kernel, (programs,), in_order, replacements=REPLACEMENTS, seed=seed, ordered_sums=ordered_sums)
+    def run(launch: Launch) -> None:
+        in_order = [launch.arguments[name] for name in launch.kernel.arg_names]
+        emulator.launch(
+            launch.kernel, (launch.programs,), in_order, replacements=REPLACEMENTS, seed=seed,
+            ordered_sums=ordered_sums,
+        )  # fmt: skip
 
     with with_kernels(run, num_sms, forward, backward):
         yield

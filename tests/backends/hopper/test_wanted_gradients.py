@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 from flashtile.backends import hopper
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.described import described_tensors
+from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.call.arguments import GRADIENTS, Grads
@@ -54,13 +54,13 @@ def test_sinks_alone_need_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("varlen", batch=2, lengths=((30, 40), (9, 0)), head_dim=64, sinks=True, spare=3, lse_grad=True)
     started = []
     with on_cpu():
-        run = host.launch_by_triton
+        run = host.interpret
 
-        def note(kernel: Any, *rest: Any) -> None:
-            started.append(kernel.__name__)
-            run(kernel, *rest)
+        def note(launch: Launch) -> None:
+            started.append(launch.kernel.__name__)
+            run(launch)
 
-        monkeypatch.setattr(host, "launch_by_triton", note)
+        monkeypatch.setattr(host, "interpret", note)
         judge(build(case, torch.bfloat16).wanting(["sinks"]), "hopper")
     assert started == ["attention_forward", "prepare_rows"]
 

@@ -11,11 +11,11 @@ import torch
 from flashtile import merge_states, reference
 from flashtile.backends import portable
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.portable.arguments import common_arguments
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.backward import launch as backward_launch
 from flashtile.backends.portable.backward.launch import gqa_splits, launches
 from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.forward.launch import forward_launch
 from flashtile.call.arguments import Grads
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.core.masks import Band
@@ -106,7 +106,8 @@ def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: 
         wide = torch.cat([x.detach()[0], behind[: x.shape[1]].to(x.dtype)], 2)[..., :seqlen_k]
         setattr(call.tensors, name, wide)
     problem, tensors = call.problem, call.tensors
-    assert common_arguments(problem, tensors, Config(16, 16, 4, 1))["SCORE_UNIT"] == unit
+    terms = forward_launch(problem, tensors, Config(16, 16, 4, 1)).arguments["call"].terms
+    assert terms.score_mods[2].operands.UNIT == terms.mask_mods[0].operands.UNIT == unit
     out, lse = plans.forward(problem, tensors)
     assert_forward_right(call, out, lse)
     grads = plans.backward(problem, tensors, out, lse, torch.randn_like(out))
@@ -168,7 +169,8 @@ def test_programs_share_the_heads_of_a_group(
 def test_strides_are_taken_for_multiples_of_16_bytes_only_where_they_are(columns: int) -> None:
     q, k, v = (torch.randn(1, 20, 2, columns)[..., :24] for _ in range(3))
     problem = Problem.build(Tensors(q, k, v), Band())
-    assert common_arguments(problem, Tensors(q, k, v), Config(16, 16, 4, 1))["UNIT"] == (4 if columns == 24 else 1)
+    call = forward_launch(problem, Tensors(q, k, v), Config(16, 16, 4, 1)).arguments["call"]
+    assert call.q.UNIT == call.k.UNIT == call.v.UNIT == (4 if columns == 24 else 1)
     out = plans.forward(problem, Tensors(q, k, v))[0]
     same = Tensors(q.contiguous(), k.contiguous(), v.contiguous())
     assert torch.equal(out, plans.forward(problem, same)[0])

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, dropout, mask, scheduler, scores, sequence, softmax
+from flashtile.backends.gpu.device import blocks, dropout, mask, records, scheduler, scores, sequence, softmax
 from flashtile.core import philox, states
 from flashtile.core.masks import Band
 
@@ -161,9 +161,8 @@ def _pairs_kernel(x_ptr, bias_ptr, mask_ptr, slopes_ptr, out_ptr, stride_b, stri
             ),
             mask.Band(None, 0),
             (
-                mask.MaskMod(mask.select_band, None, mask.Band(None, 0), True),
                 mask.MaskMod(None if mask_ptr is None else mask.select_tensor, mask.tensor_of_head,
-                             mask.ScoreTensor(mask_ptr, stride_b, stride_head, stride_row, 1), False),
+                             mask.ScoreTensor(mask_ptr, stride_b, stride_head, stride_row, 1)),
             ),
             None,
         ),
@@ -281,7 +280,7 @@ def test_score_transforms() -> None:
 def _tiles_kernel(cu_ptr, out_ptr, num_sequences, total, rows_per_token, BLOCK: tl.constexpr, SPARE: tl.constexpr):
     tile = tl.program_id(0)
     b, block = scheduler.packed_tile(cu_ptr, num_sequences, tile, BLOCK, rows_per_token, SPARE)
-    seq = sequence.sequence_of(sequence.SequenceLayout(cu_ptr, num_sequences, total), b)
+    seq = sequence.sequence_of(records.Sequences(cu_ptr, num_sequences, total), b)
     start, length = seq.batch_index + seq.start, seq.length
     tl.store(out_ptr + tile * 4, b)
     tl.store(out_ptr + tile * 4 + 1, block)

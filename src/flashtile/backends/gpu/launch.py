@@ -1,9 +1,15 @@
-"""A launch as data: a kernel, its arguments by name, and the specialisation that the compiler derives from them."""
+"""A launch as data: a kernel, its arguments as trees of records, and the specialisation that they ask for.
+
+An argument is a leaf or a record, a NamedTuple of leaves and records. The field's name says what a leaf is to the
+compiler: one in capitals is a constant, one that begins with ``stride`` a number whose divisibility by 16 is looked at,
+any other a number of which only the size counts, 32 bits or 64. So other lengths need no other build. None and
+functions are constants wherever they are.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,17 +31,24 @@ TYPES = {
 
 
 class Pointer(NamedTuple):
-    """A tensor that a launch reads or writes by address: newly allocated, so 16-byte aligned.
+    """A tensor that a launch reads or writes by address.
 
     Attributes:
         dtype: Of its elements.
         operand: The step's operand that contains it; by default the one that the argument is named after.
         offset: Bytes from the operand's first element, a multiple of 16.
+        aligned: Whether the address is a multiple of 16, as that of newly allocated memory is.
     """
 
     dtype: torch.dtype
     operand: str = ""
     offset: int = 0
+    aligned: bool = True
+
+
+def pointer(tensor: Tensor | None, operand: str = "") -> Pointer | None:
+    """The ``Pointer`` to a tensor of a layout, None for an absent one."""
+    return None if tensor is None else Pointer(tensor.dtype, operand, 0, tensor.data_ptr() % 16 == 0)
 
 
 class TensorMap(NamedTuple):
@@ -76,34 +89,27 @@ class TensorMap(NamedTuple):
         return GluonDescriptor(base, list(self.shape), list(self.strides), list(self.box), self.layout)
 
 
+class Const(NamedTuple):
+    """A number that the code is compiled for, in a field that elsewhere is one of run time."""
+
+    value: Any
+
+
 class Launch(NamedTuple):
     """A kernel with its grid, arguments and options.
-
-    Calls of a family, as ``families.family_of`` has it, differ in lengths, batch and strides alone. Such values, and
-    whatever follows from them, are in ``sizes``. All others follow from the family and ``key``, and are computed by
-    ``others`` only if no launch with that key has been laid out.
 
     Attributes:
         kernel: The ``@triton.jit`` or ``@gluon.jit`` function.
         programs: Size of the one-dimensional grid; nothing is launched for 0.
-        sizes: Arguments by name: a tensor that gives its layout, ``Pointer`` or ``TensorMap``; numbers; None for an
-            absent one.
+        arguments: By name, trees whose leaves are ``Pointer`` or ``TensorMap``, numbers, constants, and None for what
+            is absent.
         options: The compiler's: warps, stages, registers.
-        others: Makes the other arguments by name, compile-time ones included.
-        key: What options and the other arguments depend on, besides the family: the tiles, above all.
     """
 
     kernel: Any
     programs: int
-    sizes: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     options: Mapping[str, int]
-    others: Callable[[], Mapping[str, Any]] = dict
-    key: Hashable = None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """All arguments by name."""
-        return {**self.others(), **self.sizes}
 
 
 def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
@@ -113,33 +119,109 @@ def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_stride_b": batch, f"{name}_stride_row": row, f"{name}_stride_head": head}
 
 
+def named(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that are leaves, memory among them with its operand: "q" for q_ptr and q_desc."""
+    return {name: _named(name.rpartition("_")[0], value) for name, value in arguments.items()}
+
+
+def _named(operand: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return pointer(value, operand)
+    return value._replace(operand=value.operand or operand) if isinstance(value, (Pointer, TensorMap)) else value
+
+
+# What a leaf's field says of it.
+_NUMBER, _STRIDE, _CONSTANT = range(3)
+_LEAVES = (Pointer, TensorMap, Const)
+
+
+def _rule(name: str) -> int:
+    return _CONSTANT if name.isupper() else _STRIDE if name.startswith("stride") or "_stride_" in name else _NUMBER
+
+
+@functools.cache
+def _rules_of(record: type) -> tuple[int, ...]:
+    return tuple(map(_rule, record._fields))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def parameters_of(kernel: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The names of a kernel's parameters, and what each says of a leaf."""
+    return tuple(kernel.arg_names), tuple(map(_rule, kernel.arg_names))
+
+
+def lower(launch: Launch) -> tuple[tuple[Any, ...], list[Any]]:
+    """What a launch's build depends on, and the leaves that it takes at run time, in order."""
+    names, rules = parameters_of(launch.kernel)
+    key: list[Any] = [launch.kernel, *launch.options.items()]
+    leaves: list[Any] = []
+    arguments = launch.arguments
+    _lower([arguments[name] for name in names], rules, key, leaves)
+    return tuple(key), leaves
+
+
+def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any]) -> None:
+    for value, rule in zip(values, rules, strict=True):
+        kind = type(value)
+        if rule == _CONSTANT or value is None:
+            key.append(value)
+        elif kind is int:
+            fits = -(2**31) <= value < 2**31  # fits_32_bits, but a call takes longer
+            key.append((fits, value % 16 == 0) if rule == _STRIDE else fits)
+            leaves.append(value)
+        elif kind is Pointer:
+            key.append((value.dtype, value.aligned))
+            leaves.append(value)
+        elif kind is float:
+            key.append(float)
+            leaves.append(value)
+        elif kind is TensorMap:
+            key.append((value.dtype, value.box, id(value.layout)))
+            leaves.append(value)
+        elif kind is Const:
+            key.append(value.value)
+        elif isinstance(value, tuple):
+            key.append(kind)
+            _lower(value, _rules_of(kind) if kind is not tuple else (rule,) * len(value), key, leaves)
+        else:
+            key.append(value)
+
+
+def mapped(launch: Launch, leaf: Callable[[str, Any, bool], Any]) -> dict[str, Any]:
+    """The arguments with ``leaf(name, value, is_constant)`` in place of each leaf, named like ``call.q.ptr``."""
+    names, rules = parameters_of(launch.kernel)
+    return {name: _mapped(name, launch.arguments[name], rule, leaf) for name, rule in zip(names, rules, strict=True)}
+
+
+def _mapped(name: str, value: Any, rule: int, leaf: Callable[[str, Any, bool], Any]) -> Any:
+    if rule == _CONSTANT or not isinstance(value, tuple):
+        is_memory = isinstance(value, Tensor) or hasattr(value, "base")  # once a step has put them in their places
+        return leaf(name, value, rule == _CONSTANT or not (is_memory or type(value) in (int, float)))
+    if isinstance(value, _LEAVES):
+        return leaf(name, value, isinstance(value, Const))
+    kind = type(value)
+    fields = [(str(n), rule) for n in range(len(value))]
+    if kind is not tuple:
+        fields = list(zip(kind._fields, _rules_of(kind), strict=True))  # type: ignore[attr-defined]
+    made = [_mapped(f"{name}.{field}", each, of, leaf) for (field, of), each in zip(fields, value, strict=True)]
+    return kind(*made) if kind is not tuple else tuple(made)
+
+
 @dataclass(frozen=True)
 class Specialisation:
-    """The part of a launch that the compiled code depends on.
+    """The part of a launch that the compiled code depends on; leaves are named like ``call.q.ptr``.
 
     Attributes:
-        signature: Type of each run-time argument, in order.
-        constexprs: Value of each compile-time argument; None, and an integer of 1, are compile-time values too.
-        divisible: Run-time arguments that the compiler may assume to be multiples of 16.
+        signature: Type of each run-time leaf, in order.
+        constexprs: Value of each constant leaf.
+        divisible: Run-time leaves that the compiler may assume to be multiples of 16.
+        tree: By parameter of the kernel, in order, its record with each leaf's name in the leaf's place.
     """
 
     signature: dict[str, str]
     constexprs: dict[str, Any]
     divisible: tuple[str, ...]
-
-
-@functools.cache
-def parameters_of(kernel: Any) -> list[tuple[str, bool, bool, bool]]:
-    """Each argument's name, whether it is a compile-time argument, and whether the build may depend on its value.
-
-    The last says whether a 1 is a compile-time value too: not for strides between rows, heads or sequences, which are 1
-    only where head_dim is, and which Triton 3.6 would lose in a record.
-    """
-    outer = ("_stride_b", "_stride_head", "_stride_row")
-    return [
-        (each.name, each.is_constexpr, not each.do_not_specialize, not each.name.endswith(outer))
-        for each in kernel.params
-    ]
+    tree: dict[str, Any]
 
 
 def specialise(launch: Launch) -> Specialisation:
@@ -147,39 +229,26 @@ def specialise(launch: Launch) -> Specialisation:
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}
     divisible: list[str] = []
-    arguments = launch.arguments
-    for name, is_constexpr, is_looked_at, may_be_constant in parameters_of(launch.kernel):
-        value = arguments[name]
-        if is_constexpr or value is None:
-            constexprs[name] = value
-        elif isinstance(value, (Tensor, Pointer)):
-            signature[name] = f"*{TYPES[value.dtype]}"
-            if is_looked_at and is_on_16_bytes(value):
-                divisible.append(name)
+
+    def leaf(name: str, value: Any, is_constant: bool) -> str:
+        if is_constant:
+            constexprs[name] = value.value if isinstance(value, Const) else value
         elif isinstance(value, TensorMap):
             signature[name] = value.type
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif value == 1 and is_looked_at and may_be_constant:
-            constexprs[name] = value
-        else:
+        elif isinstance(value, int):
             signature[name] = "i32" if fits_32_bits(value) else "i64"
-            if is_looked_at and value % 16 == 0:
+            if _rule(name.rpartition(".")[2]) == _STRIDE and value % 16 == 0:
                 divisible.append(name)
-    return Specialisation(signature, constexprs, tuple(divisible))
+        else:
+            signature[name] = f"*{TYPES[value.dtype]}"
+            if value.aligned:
+                divisible.append(name)
+        return name
 
-
-def is_memory(value: Any) -> bool:
-    """Whether an argument is an address, not a number; the tensor test comes last because it is the slowest."""
-    return type(value) not in _NUMBERS and isinstance(value, (Pointer, TensorMap, Tensor))
-
-
-_NUMBERS = (int, float, bool, type(None))
-
-
-def is_on_16_bytes(value: Tensor | Pointer) -> bool:
-    """Whether it is 16-byte aligned, so that loads may be 16 bytes wide."""
-    return isinstance(value, Pointer) or value.data_ptr() % 16 == 0
+    tree = mapped(launch, leaf)
+    return Specialisation(signature, constexprs, tuple(divisible), tree)
 
 
 def fits_32_bits(value: int) -> bool:
@@ -190,20 +259,43 @@ def fits_32_bits(value: int) -> bool:
 def compile_kernel(kernel: Any, what: Specialisation, options: Mapping[str, object], target: Any) -> Any:
     """Triton's compiled kernel for a ``GPUTarget``, which need not be the machine's."""
     import triton
+
+    return triton.compile(source_of(kernel, what, target.backend == "hip"), target=target, options=dict(options))
+
+
+def source_of(kernel: Any, what: Specialisation, amd: bool) -> Any:
+    """What Triton compiles, for a GPU of AMD or another."""
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    position = kernel.arg_names.index
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+    paths = {name: path for number, each in enumerate(what.tree.values()) for name, path in _paths(each, (number,))}
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
-        {name: what.signature.get(name, "constexpr") for name in kernel.arg_names},
-        constexprs={(position(name),): value for name, value in what.constexprs.items()},
-        attrs={
-            (position(name),): _divisible_by_16(what.signature[name], target.backend == "hip")
-            for name in what.divisible
-        },
+        {name: _types(each, what.signature) for name, each in what.tree.items()},
+        constexprs={paths[name]: value for name, value in what.constexprs.items()},
+        attrs={paths[name]: _divisible_by_16(what.signature[name], amd) for name in what.divisible},
     )
-    return triton.compile(source, target=target, options=dict(options))
+
+
+def leaf_names(tree: Mapping[str, Any]) -> list[str]:
+    """The names of a ``Specialisation.tree``, in order."""
+    return [name for each in tree.values() for name, _ in _paths(each, ())]
+
+
+def _paths(tree: Any, path: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name of each leaf and where it is."""
+    if isinstance(tree, str):
+        yield tree, path
+    else:
+        for number, each in enumerate(tree):
+            yield from _paths(each, (*path, number))
+
+
+def _types(tree: Any, signature: Mapping[str, str]) -> Any:
+    if isinstance(tree, str):
+        return signature.get(tree, "constexpr")
+    made = [_types(each, signature) for each in tree]
+    return type(tree)(*made) if type(tree) is not tuple else tuple(made)
 
 
 def _divisible_by_16(kind: str, amd: bool) -> list[list[object]]:

@@ -523,7 +523,7 @@ def cache_attention(
                     ScoreMod(None, None, None, None),
                 ),
                 Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-                (MaskMod(None, None, None, None), MaskMod(None, None, None, None)),
+                (MaskMod(None, None, None),),
                 None,
             ),
         )

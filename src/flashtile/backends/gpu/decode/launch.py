@@ -13,7 +13,7 @@ from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, ch
 from flashtile.backends.gpu.decode.kernel import cache_attention
 from flashtile.backends.gpu.device import scores
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer, row_strides
+from flashtile.backends.gpu.launch import Launch, Pointer, named, row_strides
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.backend import Known
 from flashtile.call.cached_arguments import CacheTensors
@@ -48,7 +48,7 @@ class DecodePlan:
         self._append: tuple[Step] | None = None
         if t.k is not None:
             launch = append_launch(problem, t)
-            self._append = (Step(launch, _APPEND_OPERANDS, t.q.device, known),)
+            self._append = (Step(launch, _APPEND_OPERANDS, t.q.device),)
         self._steps: dict[Config | None, tuple[tuple[Step, ...], int, int]] = {}
 
     def __call__(self, tensors: CacheTensors) -> Tensor:
@@ -77,7 +77,7 @@ class DecodePlan:
 
     def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], int, int]:
         launches = self._launches(t)
-        steps = tuple(Step(launch, _OPERANDS, t.q.device, self._known) for launch, _, _ in launches)
+        steps = tuple(Step(launch, _OPERANDS, t.q.device) for launch, _, _ in launches)
         # One launch after the other uses the workspace, and leaves the counters at 0.
         return steps, max(floats for _, floats, _ in launches), max(counters for _, _, counters in launches)
 
@@ -237,8 +237,7 @@ def attention_launch(
             "ABOVE_KEYS": LONG_KEYS if few else None,
         }
 
-    key = ("attend", config, search, fold_rows, ahead, lanes, slots > 0, few)
-    return Launch(cache_attention, programs, sizes, config.options(), others, key)
+    return Launch(cache_attention, programs, named({**others(), **sizes}), config.options())
 
 
 def _attention_tensors(t: CacheTensors, *, is_split: bool) -> dict[str, Any]:
@@ -349,7 +348,7 @@ def append_launch(problem: Problem, tensors: CacheTensors) -> Launch:
     head_blocks, q_blocks = (-(-n // _HEADS_AT_ONCE) for n in (p.num_heads_kv, p.num_heads_q))
     rows_q = t.q.shape[0] if p.varlen else t.q.shape[0] * t.q.shape[1]
     programs = num_tokens * head_blocks + (rows_q * q_blocks if rotates else 0)
-    return Launch(cache_append, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, ("append", search))
+    return Launch(cache_append, programs, named({**others(), **sizes}), {"num_warps": 4, "num_stages": 1})
 
 
 def _append_tensors(t: CacheTensors) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.gpu.host import Step, run
-from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, named
 
 _ROWS, _OPERANDS = 16, ("a", "lse_a", "b", "lse_b", "out", "lse")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -78,5 +78,5 @@ def _step(shape: torch.Size, dtype_a: torch.dtype, dtype_b: torch.dtype, device:
         "BLOCK_DIM": max(16, 1 << (dim - 1).bit_length()),
         "ROWS": _ROWS,
     }
-    launch = Launch(merge_states, -(-rows // _ROWS), arguments, {"num_warps": 4, "num_stages": 1})
+    launch = Launch(merge_states, -(-rows // _ROWS), named(arguments), {"num_warps": 4, "num_stages": 1})
     return Step(launch, _OPERANDS, device)

@@ -17,20 +17,18 @@ class Dropout(NamedTuple):
         rng_state_ptr: As ``keep`` takes it, None without dropout.
         threshold: As ``keep`` takes it.
         keep_scale: Factor of the probabilities that are kept.
-        num_heads: Query heads.
         origins_ptr: (num_sequences, 6) int32, ``masks.Origin`` of each sequence, None where none is part of another.
     """
 
     rng_state_ptr: Any
     threshold: Any
     keep_scale: Any
-    num_heads: Any
     origins_ptr: Any
 
 
 @triton.jit
-def keep_tile(dropout, b, h, rows, first_key_block, BLOCK_N: tl.constexpr):
-    """``keep`` for one head of one sequence: BLOCK_N keys starting at key ``4 * first_key_block``."""
+def keep_tile(dropout, b, h, num_heads, rows, first_key_block, BLOCK_N: tl.constexpr):
+    """``keep`` for one of num_heads heads of a sequence: BLOCK_N keys starting at key ``4 * first_key_block``."""
     if dropout.origins_ptr is not None:
         at = dropout.origins_ptr + b * 6
         keys = tl.load(at + 3) + tl.load(at + 4) * (first_key_block * 4 + tl.arange(0, BLOCK_N)[None, :])
@@ -42,7 +40,7 @@ def keep_tile(dropout, b, h, rows, first_key_block, BLOCK_N: tl.constexpr):
         kept = tl.where(place < 2, low, high) >= dropout.threshold.to(tl.uint32, bitcast=True)
     else:
         key_blocks = first_key_block + tl.arange(0, BLOCK_N // 4)[None, :]
-        kept = keep(dropout.rng_state_ptr, dropout.threshold, b * dropout.num_heads + h, rows, key_blocks)
+        kept = keep(dropout.rng_state_ptr, dropout.threshold, b * num_heads + h, rows, key_blocks)
     return kept
 
 

@@ -4,8 +4,8 @@ A row is at key position ``i = row + seqlen_k - seqlen_q``; a band keeps the key
 end of the keys and the band's right side fold into one number per row, so a masked score costs one comparison and one
 select for each bounded side.
 
-A ``MaskMod`` is one mask, a ``@triton.jit`` function ``function(x, operands, head, i, j, fill)``, which returns x where
-the row keeps the key and fill elsewhere; head is ``scores.Head``.
+A ``MaskMod`` is a further mask, a ``@triton.jit`` function ``function(x, operands, head, i, j, fill)``, which returns x
+where the row keeps the key and fill elsewhere; head is ``scores.Head``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ class MaskMod(NamedTuple):
         of_head: ``of_head(operands, b, h, seqlen_q, seqlen_k)`` reads once per head what function takes as operands;
             None where those are the same for all heads.
         operands: The argument of of_head; without of_head, the function's own.
-        EDGES: Whether only blocks at the edge of the band or of the keys need it.
     """
 
     function: Any
     of_head: Any
     operands: Any
-    EDGES: Any
 
 
 class ScoreTensor(NamedTuple):
@@ -86,7 +84,7 @@ def last_key(i, seqlen_k, right, HAS_RIGHT: tl.constexpr):
 
 @triton.jit
 def select_band(x, band, head, i, j, fill):
-    """``MaskMod.function`` of a ``Band`` and the end of the keys.
+    """x, or fill where a row's band or the end of the keys excludes the key.
 
     Selects are chained instead of joining booleans: packing and unpacking those costs more than a select.
     """

@@ -20,7 +20,7 @@ from flashtile.backends.gpu.device import mask, softmax
 
 # Slots per call, empty ones included. Triton 3.6 has no len() of a tuple that holds None.
 NUM_SCORE_MODS = tl.constexpr(3)
-NUM_MASK_MODS = tl.constexpr(2)
+NUM_MASK_MODS = tl.constexpr(1)
 
 
 class ScoreMod(NamedTuple):
@@ -65,8 +65,8 @@ class Terms(NamedTuple):
             with a scale that is not positive; otherwise the scale is folded into the exponential's argument.
         INPUT_PRECISION: That of the matrix products.
         score_mods: Tuple of ``ScoreMod``, in their order.
-        band: ``mask.Band``.
-        mask_mods: Tuple of ``mask.MaskMod``: the band's, applied to edge blocks alone, and one applied to all blocks.
+        band: ``mask.Band``, applied to edge blocks alone.
+        mask_mods: Tuple of ``mask.MaskMod``, applied to all blocks.
         dropout: ``dropout.Dropout``.
     """
 
@@ -173,10 +173,7 @@ def head_of(terms, b, h, seqlen_q, seqlen_k):
         _operands(terms.score_mods[1], b, h, seqlen_q, seqlen_k),
         _operands(terms.score_mods[2], b, h, seqlen_q, seqlen_k),
     )
-    mask_operands = (
-        _operands(terms.mask_mods[0], b, h, seqlen_q, seqlen_k),
-        _operands(terms.mask_mods[1], b, h, seqlen_q, seqlen_k),
-    )
+    mask_operands = (_operands(terms.mask_mods[0], b, h, seqlen_q, seqlen_k),)
     return Head(b, h, seqlen_k - seqlen_q, seqlen_k, score_operands, mask_operands)
 
 
@@ -222,14 +219,15 @@ def transform(product, pairs, i, j, WITH_DERIVATIVE: tl.constexpr):
 
 @triton.jit
 def select(x, pairs, i, j, fill, edge):
-    """x, or fill where a mask excludes the pair; EDGES masks apply only if ``edge`` (constexpr or not)."""
+    """x, or fill where a mask excludes the pair, the band's only if ``edge``, a constant or not."""
+    if edge:
+        x = mask.select_band(x, pairs.terms.band, pairs.head, i, j, fill)
     for n in tl.static_range(NUM_MASK_MODS):
         if pairs.terms.mask_mods[n].function is not None:
             operands = pairs.terms.mask_mods[n].operands
             if pairs.terms.mask_mods[n].of_head is not None:
                 operands = pairs.head.mask_operands[n]
-            if not pairs.terms.mask_mods[n].EDGES or edge:
-                x = pairs.terms.mask_mods[n].function(x, operands, pairs.head, i, j, fill)
+            x = pairs.terms.mask_mods[n].function(x, operands, pairs.head, i, j, fill)
     return x
 
 
@@ -240,6 +238,6 @@ def score_gradient(probs, dprobs, delta, derivative, pairs, edge):
     With masks, 0 wherever the probability is 0: a masked pair's derivative may be infinite. edge as for ``select``.
     """
     dscores = probs * (dprobs - delta) * derivative
-    if pairs.terms.mask_mods[1].function is not None or edge:
+    if pairs.terms.mask_mods[0].function is not None or edge:
         dscores = tl.where(probs == 0.0, 0.0, dscores)
     return dscores

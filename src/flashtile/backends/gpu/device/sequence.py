@@ -1,7 +1,7 @@
 """Where a sequence's rows begin, how many it has, and 64-bit addressing, for dense and packed tensors.
 
 A dense tensor starts every sequence at row 0 of its batch entry. A packed one has a single entry, in which sequence b
-starts at row ``cu_seqlens[b]``; its batch stride is never used. Queries and keys each have a layout of their own.
+starts at row ``cu_seqlens[b]``; its batch stride is never used.
 """
 
 from __future__ import annotations
@@ -12,20 +12,6 @@ import triton
 import triton.language as tl
 
 
-class SequenceLayout(NamedTuple):
-    """The memory layout of the sequences of the queries or of the keys.
-
-    Attributes:
-        cu_seqlens_ptr: (num_sequences + 1,) int32 for packed sequences, None for dense ones.
-        num_sequences: How many there are.
-        total: Rows of a packed tensor, or the common length of dense sequences.
-    """
-
-    cu_seqlens_ptr: Any
-    num_sequences: Any
-    total: Any
-
-
 class Sequence(NamedTuple):
     """One sequence: its entry of the batch (0 if packed), its first row there, and how many rows it has."""
 
@@ -34,37 +20,10 @@ class Sequence(NamedTuple):
     length: Any
 
 
-class Strided(NamedTuple):
-    """A tensor (batch, rows, heads, dim) as a kernel receives it: strides in elements, dim's is 1.
+class HeadRows(NamedTuple):
+    """The rows of one head of one ``Sequence`` of ``records.Rows``; only passed on, never assigned."""
 
-    ptr is None for a result that is not needed; source is a tensor descriptor of it, or None.
-    """
-
-    ptr: Any
-    source: Any
-    stride_b: Any
-    stride_row: Any
-    stride_head: Any
-
-
-class Operand(NamedTuple):
-    """A tensor, ``Strided``, and the ``SequenceLayout`` of its rows, DIM columns wide in tiles of BLOCK_DIM.
-
-    Its strides are multiples of UNIT, which the compiler sees by itself only of multiples of 16. It holds constants, so
-    it is only passed as an argument, never assigned.
-    """
-
-    data: Any
-    layout: Any
-    DIM: Any
-    BLOCK_DIM: Any
-    UNIT: Any = 1
-
-
-class Rows(NamedTuple):
-    """The rows of one head of one ``Sequence`` of an ``Operand``."""
-
-    tensor: Any
+    rows: Any
     head: Any
     sequence: Any
 
@@ -92,10 +51,10 @@ def sequence(cu_seqlens_ptr, b, num_sequences, total, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(layout, b):
-    """Sequence b of a ``SequenceLayout``; ``num_sequences`` means the rows past the last one of a packed tensor."""
-    PACKED: tl.constexpr = layout.cu_seqlens_ptr is not None
-    start, length = sequence(layout.cu_seqlens_ptr, b, layout.num_sequences, layout.total, PACKED)
+def sequence_of(sequences, b):
+    """Sequence b of ``records.Sequences``; ``count`` means the rows past the last one of a packed tensor."""
+    PACKED: tl.constexpr = sequences.cu_seqlens is not None
+    start, length = sequence(sequences.cu_seqlens, b, sequences.count, sequences.length, PACKED)
     batch_index = b
     if PACKED:
         batch_index = 0
@@ -110,20 +69,20 @@ def base(ptr, b, start, head, stride_b, stride_row, stride_head):
 
 
 @triton.jit
-def addresses(rows, first, row, col):
-    """Addresses of elements of ``Rows``.
+def addresses(of, first, row, col):
+    """Addresses of elements of ``HeadRows``.
 
     Args:
-        rows: The rows.
+        of: The rows.
         first: Added to every row.
         row: Rows of the sequence, counted from ``first``.
         col: Columns, broadcastable against row.
     """
-    data, seq = rows.tensor.data, rows.sequence
-    stride_b, stride_row, stride_head = data.stride_b, data.stride_row, data.stride_head
-    if rows.tensor.UNIT > 1:
-        stride_b = stride_b // rows.tensor.UNIT * rows.tensor.UNIT
-        stride_row = stride_row // rows.tensor.UNIT * rows.tensor.UNIT
-        stride_head = stride_head // rows.tensor.UNIT * rows.tensor.UNIT
-    start = base(data.ptr, seq.batch_index, seq.start, rows.head, stride_b, stride_row, stride_head)
+    seq = of.sequence
+    stride_b, stride_row, stride_head = of.rows.stride_b, of.rows.stride_row, of.rows.stride_head
+    if of.rows.UNIT > 1:
+        stride_b = stride_b // of.rows.UNIT * of.rows.UNIT
+        stride_row = stride_row // of.rows.UNIT * of.rows.UNIT
+        stride_head = stride_head // of.rows.UNIT * of.rows.UNIT
+    start = base(of.rows.ptr, seq.batch_index, seq.start, of.head, stride_b, stride_row, stride_head)
     return start + tl.cast(first, tl.int64) * stride_row + (row.to(tl.int64) * stride_row + col)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device import scheduler
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, row_strides
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, named, row_strides
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward.config import Config
@@ -114,7 +114,7 @@ class BackwardPlan:
         steps = self._steps.get(sums is not None)
         if steps is None:
             made = launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
-            steps = [Step(each, _OPERANDS, t.q.device, self._known) for each in made if each is not None]
+            steps = [Step(each, _OPERANDS, t.q.device) for each in made if each is not None]
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
@@ -143,7 +143,7 @@ class BackwardPlan:
         steps = self._steps.get(kind)
         if steps is None:
             made = chain_launches(self._problem, t, dout, dlse, self._in_chain, *kind)
-            steps = self._steps[kind] = [Step(each, _OPERANDS, t.q.device, self._known) for each in made if each]
+            steps = self._steps[kind] = [Step(each, _OPERANDS, t.q.device) for each in made if each]
         if chain.work is None:
             layout = self._of_chain = self._of_chain or _chain_workspace(self._problem, self._in_chain, t)
             work, counter = chain.work = t.q.new_empty(layout.floats, dtype=torch.float32), layout.counter_at // 4
@@ -250,7 +250,7 @@ def _preprocess_launch(
             "VARLEN": p.varlen,
         }
 
-    return Launch(prepare_rows, work.blocks, sizes, {"num_warps": 8}, others, (config, dout.dtype, skips, p.varlen))
+    return Launch(prepare_rows, work.blocks, named({**others(), **sizes}), {"num_warps": 8})
 
 
 def _finish_launch(
@@ -284,8 +284,7 @@ def _finish_launch(
         "seqlen": (t.q if is_dq else t.k).shape[-3],
         "sums": 1 if is_dq else work.sum_heads,
     }
-    key = (config, p.grad_dtype, adds, p.varlen, name)
-    return Launch(finish_gradient, blocks * (block_m // _ROWS), sizes, {"num_warps": 4}, others, key)
+    return Launch(finish_gradient, blocks * (block_m // _ROWS), named({**others(), **sizes}), {"num_warps": 4})
 
 
 def _main_launch(
@@ -332,8 +331,7 @@ def _main_launch(
         blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
     programs = min(num_sms, blocks * heads * work.gqa_splits)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    key = (config, dout.dtype, p.grad_dtype, adds, chained is not None, splits_gqa)
-    return Launch(attention_backward, programs, sizes, options, others, key)
+    return Launch(attention_backward, programs, named({**others(), **sizes}), options)
 
 
 def _tensor_maps(

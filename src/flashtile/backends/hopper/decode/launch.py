@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode.config import Config
 from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_launch, multiprocessors
-from flashtile.backends.gpu.launch import Launch, parameters_of
+from flashtile.backends.gpu.launch import Launch, named, parameters_of
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
@@ -43,18 +41,15 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
     # Registers a thread: of all at the start; of a consumer; of the other warps.
     is_wide = problem.head_dim > 128
     most, consumer, few = (232, 248, 216) if config.block_m == 64 else (168, 232, 40) if is_wide else (168, 224, 56)
-    names = {each[0] for each in parameters_of(wide_cache_attention)}
-
-    def others() -> dict[str, Any]:
-        found = {**plain.others(), "STAGES": config.num_stages, "REGISTERS": consumer, "FEW": few}
-        return {name: value for name, value in found.items() if name in names}
-
-    sizes = {name: value for name, value in plain.sizes.items() if name in names}
+    plain_names, added = (
+        parameters_of(wide_cache_attention)[0],
+        {"STAGES": config.num_stages, "REGISTERS": consumer, "FEW": few},
+    )
+    arguments = {name: value for name, value in plain.arguments.items() if name in plain_names} | added
     for name, cache in (("k", tensors.k_cache), ("v", tensors.v_cache)):
         # Boxes of pages smaller than a block are 64 columns wide.
         rows = min(config.block_n, problem.keys.page_size or config.block_n)
         cols = problem.head_dim if rows == config.block_n else 64
-        sizes[f"{name}_desc"] = tensor_maps.entries_map(cache, rows, cols)
-        sizes[f"{name}_entry_rows"] = cache.stride(0) // cache.stride(1)
-    options = {"num_warps": 4, "maxnreg": most}
-    return Launch(wide_cache_attention, plain.programs, sizes, options, others, ("wide", plain.key))
+        arguments[f"{name}_desc"] = tensor_maps.entries_map(cache, rows, cols)
+        arguments[f"{name}_entry_rows"] = cache.stride(0) // cache.stride(1)
+    return Launch(wide_cache_attention, plain.programs, named(arguments), {"num_warps": 4, "maxnreg": most})

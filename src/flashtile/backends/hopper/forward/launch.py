@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.scheduler import num_packed_tiles
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, named
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
@@ -56,7 +56,7 @@ class ForwardPlan:
         self._config = config or configs.choose(problem, tensor_maps.score_bytes(tensors), q.shape[-3])
         self._is_dynamic = self._config.dynamic
         self._device = q.device
-        self._steps = (Step(forward_launch(problem, tensors, self._config), _OPERANDS, q.device, known),)
+        self._steps = (Step(forward_launch(problem, tensors, self._config), _OPERANDS, q.device),)
         self._joining: tuple[Step] | None = None
 
     def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
@@ -154,8 +154,7 @@ def forward_launch(
     sizes = {**_maps_of_rows(p, t, config), **maps, "seqlen_q": rows_q, "batch": p.batch, **of_keys}
     programs = min(tensor_maps.num_sms(t.q.device), blocks * (p.num_heads_q // heads))
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    key = (config, has_edges, is_wide, is_joined, cached is not None)
-    return Launch(attention_forward, programs, sizes, options, others, key)
+    return Launch(attention_forward, programs, named({**others(), **sizes}), options)
 
 
 # What calls without a cache have of ``scheduler.Cache``.

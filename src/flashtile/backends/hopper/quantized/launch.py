@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, named
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.quantized import config as configs
@@ -42,7 +42,7 @@ class QuantizedPlan:
             return
         config = configs.choose(problem)
         self._is_dynamic, self._device = config.dynamic, q.device
-        self._steps = (Step(quantized_launch(problem, tensors, config), _OPERANDS, q.device, known),)
+        self._steps = (Step(quantized_launch(problem, tensors, config), _OPERANDS, q.device),)
 
     def __call__(self, tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp."""
@@ -106,4 +106,4 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
         sizes |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
     programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_q)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_quantized, programs, sizes, options, others, (config, has_edges, p.out_dtype))
+    return Launch(attention_quantized, programs, named({**others(), **sizes}), options)

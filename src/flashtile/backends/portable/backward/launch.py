@@ -10,17 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device import scores
+from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer, row_strides
+from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.trial import on_trial
-from flashtile.backends.portable.arguments import (
-    common_arguments,
-    common_sizes,
-    descriptors,
-    heads_at_once,
-    num_programs,
-)
 from flashtile.backends.portable.backward.config import (
     MOST_SUMS,
     PROGRAMS,
@@ -30,10 +23,17 @@ from flashtile.backends.portable.backward.config import (
     key_kernels,
     may_add_bias,
 )
-from flashtile.backends.portable.backward.dbias import attention_backward_dbias
-from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq
-from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_gqa_splits
-from flashtile.backends.portable.config import Config, padded, tile_dims
+from flashtile.backends.portable.backward.dbias import BiasGradient, attention_backward_dbias
+from flashtile.backends.portable.backward.kernel import (
+    BiasSums,
+    Given,
+    KeyGradients,
+    attention_backward_dkdv,
+    attention_backward_dq,
+)
+from flashtile.backends.portable.backward.preprocess import ForwardResults, prepare_rows, sum_gqa_splits
+from flashtile.backends.portable.config import padded
+from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, rows_of, tiles_of
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.backend import Gradients, Known
 from flashtile.call.problem import Problem, Tensors
@@ -111,7 +111,7 @@ class BackwardPlan:
 
     def _make(self, t: Tensors, dout: Tensor, dlse: Tensor | None, adds: bool) -> list[Step]:
         made = launches(self._problem, t, dout, dlse, adds=adds).values()
-        return [Step(each, _OPERANDS, t.q.device, self._known) for each in made]
+        return [Step(each, _OPERANDS, t.q.device) for each in made]
 
 
 def row_pitch(rows: int, varlen: bool) -> int:
@@ -151,127 +151,87 @@ def launches(
 ) -> dict[str, Launch]:
     """The launches by kernel name, in order, for plans and for builds; ``adds``: dq, dk and dv to what is there."""
     p, wanted = problem, problem.grads
-    rows = {
-        "dout_ptr": dout,
-        "delta_ptr": Pointer(torch.float32, "rows"),
-        "lse_log2_ptr": Pointer(torch.float32, "rows", 4 * _places(p, tensors)[0]),
-        "row_pitch": row_pitch(tensors.q.shape[-3], p.varlen),
-        **row_strides("dout", dout),
-    }
-    sizes = {**common_sizes(p, tensors), **rows}
-    made = {"prepare_rows": _prepare_launch(p, dout, dlse, rows)}
+    made = {"prepare_rows": _prepare_launch(p, tensors, dout, dlse)}
     for name in key_kernels(p):
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
         if with_dk or with_dv:
-            made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds), sizes)
+            made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds))
     if gqa_splits(p) > 1:
         places = _places(p, tensors)
         for name, x, place in (("dk", tensors.k, places[1]), ("dv", tensors.v, places[2])):
             if (wanted.k, wanted.v)[name == "dv"]:
                 made[f"sum_gqa_splits_{name}"] = _sum_launch(p, name, x, place, adds)
     if wanted.q:
-        made["attention_backward_dq"] = _dq_launch(p, tensors, dout, sizes, adds)
+        made["attention_backward_dq"] = _dq_launch(p, tensors, dout, adds)
     if wanted.bias and not adds_bias(p, tensors.attn_bias):
-        made["attention_backward_dbias"] = _dbias_launch(p, tensors, dout, sizes)
+        made["attention_backward_dbias"] = _dbias_launch(p, tensors, dout)
     return made
 
 
-def _prepare_launch(problem: Problem, dout: Tensor, dlse: Tensor | None, rows: dict[str, Any]) -> Launch:
+def _prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Launch:
     """Computes delta and lse_log2 from the forward's results and their gradients."""
     packed = dout.dim() == 3
-    batch = 1 if packed else dout.shape[0]
-    dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if packed else dlse.stride()
-    sizes = {
-        **rows,
-        "dlse_ptr": dlse,
-        "dlse_stride_b": dlse_strides[0],
-        "dlse_stride_head": dlse_strides[1],
-        "dlse_stride_row": dlse_strides[2],
-        "batch": batch,
-        "seqlen_q": dout.shape[-3],
-    }
-
-    def others() -> dict[str, Any]:
-        return {
-            "out_ptr": Pointer(dout.dtype),
-            "lse_ptr": Pointer(torch.float32),
-            "num_heads_q": problem.num_heads_q,
-            "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_M": _PREPARE_ROWS,
-            "BLOCK_DV": padded(problem.head_dim_v),
-        }
-
-    programs = batch * problem.num_heads_q * (rows["row_pitch"] // _PREPARE_ROWS)
-    return Launch(prepare_rows, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, dout.dtype)
+    batch, block_dv = 1 if packed else dout.shape[0], padded(problem.head_dim_v)
+    strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if packed else dlse.stride()
+    results = ForwardResults(
+        Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"), pointer(dlse, "dlse"), *strides, batch,
+        dout.shape[-3], problem.num_heads_q,
+    )  # fmt: skip
+    given = _given(problem, tensors, rows_of("dout", dout, problem.head_dim_v, block_dv))
+    programs = batch * problem.num_heads_q * (given.stride_head // _PREPARE_ROWS)
+    arguments = {"results": results, "given": given, "BLOCK_M": _PREPARE_ROWS}
+    return Launch(prepare_rows, programs, arguments, {"num_warps": 4, "num_stages": 1})
 
 
-def _loop_arguments(problem: Problem, tensors: Tensors, dout: Tensor, config: Config) -> dict[str, Any]:
-    """Shared by the kernels that loop over queries or keys."""
-    derivative = scores.softcap_derivative if problem.softcap > 0 else None
-    loop = {"ONE_LOOP": config.one_loop, "MASK_ALL": config.mask_all, "DERIVATIVE": derivative}
-    return common_arguments(problem, tensors, config, dout) | loop
+def _given(problem: Problem, tensors: Tensors, dout: Rows | None) -> Given:
+    places = _places(problem, tensors)
+    return Given(
+        dout, Pointer(torch.float32, "rows", 4 * places[0]), Pointer(torch.float32, "rows"),
+        row_pitch(tensors.q.shape[-3], problem.varlen),
+    )  # fmt: skip
 
 
 def _dkdv_launch(
-    problem: Problem,
-    tensors: Tensors,
-    dout: Tensor,
-    name: Kernel,
-    wanted: tuple[bool, bool, bool],
-    sizes: dict[str, Any],
+    problem: Problem, tensors: Tensors, dout: Tensor, name: Kernel, wanted: tuple[bool, bool, bool]
 ) -> Launch:
     """``wanted``: whether dk, whether dv, and whether to add them."""
-    config, (block_d, block_dv) = choose(problem, name), tile_dims(problem.head_dim, problem.head_dim_v)
-    sources = {"q": (tensors.q, config.block_m, block_d), "dout": (dout, config.block_m, block_dv)}
-    sizes = sizes | descriptors(sources, config)
-    sizes["heads_at_once"] = heads_at_once(problem, tensors.q, dout)
-
-    splits, places = gqa_splits(problem), _places(problem, tensors)
-    sizes["heads_per_split"] = heads_per_split(problem)
-    for gradient, is_wanted, place in zip(("dk", "dv"), wanted, places[1:], strict=False):
-        pointer = Pointer(problem.grad_dtype) if splits == 1 else Pointer(torch.float32, "rows", 4 * place)
-        sizes[f"{gradient}_ptr"] = pointer if is_wanted else None
-
-    def others() -> dict[str, Any]:
-        return {**_loop_arguments(problem, tensors, dout, config), "ADDS": wanted[2] and splits == 1}
-
+    config, splits, places = choose(problem, name), gqa_splits(problem), _places(problem, tensors)
+    call, rows = call_of(problem, tensors, config, ("q", "dout"), dout)
+    pointers = (
+        (Pointer(problem.grad_dtype, grad) if splits == 1 else Pointer(torch.float32, "rows", 4 * place)) if is_wanted
+        else None for grad, is_wanted, place in zip(("dk", "dv"), wanted, places[1:], strict=False)
+    )  # fmt: skip
+    grads = KeyGradients(*pointers, heads_per_split(problem), wanted[2] and splits == 1)
+    tiles = tiles_of(config, heads_at_once(problem, tensors.q, dout))
+    arguments = {"call": call, "given": _given(problem, tensors, rows), "grads": grads, "tiles": tiles}
     programs = num_programs(problem, tensors, config.block_n, over_keys=True) * splits
-    key = (config, wanted, problem.grad_dtype, splits > 1)
-    return Launch(attention_backward_dkdv, programs, sizes, config.options(), others, key)
+    return Launch(attention_backward_dkdv, programs, arguments, config.options())
 
 
 def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) -> Launch:
     """``x``: k or v; ``place``: of its gradient by split in the workspace."""
-    sizes = {"splits_ptr": Pointer(torch.float32, "rows", 4 * place), "total": x.numel(), "splits": gqa_splits(problem)}
-
-    def others() -> dict[str, Any]:
-        return {"sum_ptr": Pointer(problem.grad_dtype, name), "DIM": x.shape[-1], "ADDS": adds, "BLOCK": 1024}
-
-    programs, key = -(-x.numel() // 1024), (problem.grad_dtype, name, x.shape[-1], adds)
-    return Launch(sum_gqa_splits, programs, sizes, {"num_warps": 4, "num_stages": 1}, others, key)
+    arguments = {
+        "splits_ptr": Pointer(torch.float32, "rows", 4 * place), "sum_ptr": Pointer(problem.grad_dtype, name),
+        "total": x.numel(), "splits": gqa_splits(problem), "DIM": x.shape[-1], "ADDS": adds, "BLOCK": 1024,
+    }  # fmt: skip
+    return Launch(sum_gqa_splits, -(-x.numel() // 1024), arguments, {"num_warps": 4, "num_stages": 1})
 
 
-def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str, Any], adds: bool) -> Launch:
-    config, (block_d, block_dv) = choose(problem, "dq"), tile_dims(problem.head_dim, problem.head_dim_v)
-    sources = {"k": (tensors.k, config.block_n, block_d), "v": (tensors.v, config.block_n, block_dv)}
-    sizes = sizes | descriptors(sources, config)
-    sizes["heads_at_once"] = heads_at_once(problem, tensors.k, tensors.v)
+def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> Launch:
+    config = choose(problem, "dq")
+    call, rows = call_of(problem, tensors, config, ("k", "v"), dout)
     bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
-
-    def others() -> dict[str, Any]:
-        return {
-            **_loop_arguments(problem, tensors, dout, config),
-            "dq_ptr": Pointer(problem.grad_dtype),
-            "ADDS": adds,
-            # Calls with a bias are of no family, so these need not be in sizes.
-            "dbias_ptr": None if bias is None else Pointer(torch.float32),
-            "entries": 0 if bias is None else bias_entries(problem, bias),
-            **_bias_shape(problem, bias),
-        }
-
-    programs = num_programs(problem, tensors, config.block_m)
-    key = (config, problem.grad_dtype, adds)
-    return Launch(attention_backward_dq, programs, sizes, config.options(), others, key)
+    sums: Any = BiasSums(None, None, None, None, None, None, None, None, None)
+    if bias is not None:
+        shape, is_summed = _bias_shape(problem, bias)
+        unit = call.terms.score_mods[2].operands.UNIT
+        sums = BiasSums(Pointer(torch.float32, "dbias"), bias_entries(problem, bias), *shape, unit, *is_summed)
+    tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
+    arguments = {
+        "call": call, "given": _given(problem, tensors, rows), "dq_ptr": Pointer(problem.grad_dtype, "dq"),
+        "ADDS": adds, "bias_sums": sums, "tiles": tiles,
+    }  # fmt: skip
+    return Launch(attention_backward_dq, num_programs(problem, tensors, config.block_m), arguments, config.options())
 
 
 def adds_bias(problem: Problem, bias: Tensor | None) -> bool:
@@ -299,15 +259,10 @@ def bias_entries(problem: Problem, bias: Tensor) -> int:
     return sequences if sequences > 1 else max(1, min(problem.batch, _FEWEST_SUMS // max(1, bias.numel())))
 
 
-def _bias_shape(problem: Problem, bias: Tensor | None) -> dict[str, Any]:
-    """A bias's sizes, 0 without one, and along which dimensions it broadcasts."""
-    full = (problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
-    shape = (0, 0, 0) if bias is None else (1, 1, *bias.shape)[-3:]
-    sums = [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
-    return {
-        **dict(zip(("bias_heads", "bias_rows", "bias_cols"), shape, strict=True)),
-        **dict(zip(("SUM_HEADS", "SUM_ROWS", "SUM_COLS"), sums, strict=True)),
-    }
+def _bias_shape(problem: Problem, bias: Tensor) -> tuple[tuple[int, ...], list[bool]]:
+    """A bias's heads, rows and keys, and along which of them it broadcasts."""
+    full, shape = (problem.num_heads_q, problem.seqlen_q, problem.seqlen_k), (1, 1, *bias.shape)[-3:]
+    return shape, [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
 
 
 def bias_parts(problem: Problem, bias: Tensor) -> int:
@@ -321,21 +276,19 @@ def _bias_tiles(problem: Problem, bias: Tensor) -> int:
     return math.prod(bias.shape[:-2]) * -(-shape[2] // config.block_m) * -(-shape[3] // config.block_n)
 
 
-def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor, sizes: dict[str, Any]) -> Launch:
+def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
     config, bias = choose(problem, "dbias"), tensors.attn_bias
     assert bias is not None
-    block_d, block_dv = tile_dims(problem.head_dim, problem.head_dim_v)
-    sources = {"q": (tensors.q, config.block_m, block_d), "dout": (dout, config.block_m, block_dv)}
-    sources |= {"k": (tensors.k, config.block_n, block_d), "v": (tensors.v, config.block_n, block_dv)}
-    sizes = sizes | descriptors(sources, config)
-    parts = bias_parts(problem, bias)
-    arguments = common_arguments(problem, tensors, config, dout)
-    arguments |= {"dbias_ptr": Pointer(bias.dtype if parts == 1 else torch.float32), "parts": parts}
-    arguments |= _bias_shape(problem, bias)
-    arguments |= {"SUM_BATCH": _bias_batch(bias) == 1 and problem.batch != 1}
-    arguments |= {"max_rows": problem.seqlen_q, "max_cols": problem.seqlen_k}
+    parts, (shape, is_summed) = bias_parts(problem, bias), _bias_shape(problem, bias)
+    sums_batch = _bias_batch(bias) == 1 and problem.batch != 1
+    call, rows = call_of(problem, tensors, config, ("q", "k", "v", "dout"), dout, (sums_batch, is_summed[0]))
+    dbias = BiasGradient(
+        Pointer(bias.dtype if parts == 1 else torch.float32, "dbias"), *shape, problem.seqlen_q, problem.seqlen_k,
+        parts, sums_batch, *is_summed,
+    )  # fmt: skip
+    arguments = {"call": call, "given": _given(problem, tensors, rows), "dbias": dbias, "tiles": tiles_of(config)}
     programs = _bias_tiles(problem, bias) * parts
-    return Launch(attention_backward_dbias, programs, sizes, config.options(), lambda: arguments, config)
+    return Launch(attention_backward_dbias, programs, arguments, config.options())
 
 
 def _sinks_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import sequence
+from flashtile.backends.gpu.device import records, sequence
 
 
 @triton.constexpr_function
@@ -82,62 +82,62 @@ def add_product(tile, x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, first, BLOCK: tl.constexpr, CHECK: tl.constexpr):
-    """A tile [BLOCK, BLOCK_DIM] of ``sequence.Rows`` starting at row ``first``; columns past DIM are 0.
+def load_rows(of, first, BLOCK: tl.constexpr, CHECK: tl.constexpr):
+    """A tile [BLOCK, BLOCK_DIM] of ``sequence.HeadRows`` starting at row ``first``; columns past DIM are 0.
 
     Args:
-        rows: Where to load from, through the tensor's descriptor if it has one.
+        of: Where to load from, through the tensor's descriptor if it has one.
         first: First row of the tile.
         BLOCK: Rows of the tile.
         CHECK: Whether the tile may reach past the sequence's end; its rows there are 0. A descriptor checks only the
             end of the whole tensor, so such tiles of packed tensors are loaded by pointers.
     """
     parts = ()
-    for p in tl.static_range(num_parts(rows.tensor.BLOCK_DIM)):
-        parts = also(parts, load_part(rows, first, p, BLOCK, CHECK))
+    for p in tl.static_range(num_parts(of.rows.BLOCK_DIM)):
+        parts = also(parts, load_part(of, first, p, BLOCK, CHECK))
     return parts
 
 
 @triton.jit
-def load_part(rows, first, PART: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr):
+def load_part(of, first, PART: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr):
     """One part of ``load_rows``."""
-    PACKED: tl.constexpr = rows.tensor.layout.cu_seqlens_ptr is not None
-    START: tl.constexpr = start_of(rows.tensor.BLOCK_DIM, PART)
-    WIDTH: tl.constexpr = width_of(rows.tensor.BLOCK_DIM, PART)
-    if rows.tensor.data.source is not None and not (CHECK and PACKED):
-        seq = rows.sequence
-        tile = rows.tensor.data.source.load([seq.batch_index, seq.start + first, rows.head, START]).reshape(
-            BLOCK, WIDTH
-        )
+    START: tl.constexpr = start_of(of.rows.BLOCK_DIM, PART)
+    WIDTH: tl.constexpr = width_of(of.rows.BLOCK_DIM, PART)
+    if of.rows.desc is not None and not (CHECK and of.rows.PACKED):
+        seq = of.sequence
+        tile = of.rows.desc.load([seq.batch_index, seq.start + first, of.head, START]).reshape(BLOCK, WIDTH)
     else:
         row = tl.arange(0, BLOCK)[:, None]
         col = START + tl.arange(0, WIDTH)[None, :]
-        at = sequence.addresses(rows, first, row, col)
+        at = sequence.addresses(of, first, row, col)
         if CHECK:
-            if rows.tensor.DIM >= START + WIDTH:
-                tile = tl.load(at, mask=first + row < rows.sequence.length, other=0.0)
+            if of.rows.DIM >= START + WIDTH:
+                tile = tl.load(at, mask=first + row < of.sequence.length, other=0.0)
             else:
-                tile = tl.load(at, mask=(first + row < rows.sequence.length) & (col < rows.tensor.DIM), other=0.0)
-        elif rows.tensor.DIM >= START + WIDTH:
+                tile = tl.load(at, mask=(first + row < of.sequence.length) & (col < of.rows.DIM), other=0.0)
+        elif of.rows.DIM >= START + WIDTH:
             tile = tl.load(at)
         else:
-            tile = tl.load(at, mask=col < rows.tensor.DIM, other=0.0)
+            tile = tl.load(at, mask=col < of.rows.DIM, other=0.0)
     return tile
 
 
 @triton.jit
 def load_contiguous(
-    ptr, layout, num_heads, head, seq, first, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+    ptr, sequences, num_heads, head, seq, first, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):  # fmt: skip
     """``load_rows``, with CHECK, of a sequence and head of a contiguous tensor (batch, rows, num_heads, DIM)."""
     pitch = num_heads * DIM
-    data = sequence.Strided(ptr, None, tl.cast(layout.total, tl.int64) * pitch, pitch, DIM)
-    return load_rows(sequence.Rows(sequence.Operand(data, layout, DIM, BLOCK_DIM), head, seq), first, BLOCK, True)
+    entry = tl.cast(sequences.length, tl.int64) * pitch
+    return load_rows(
+        sequence.HeadRows(records.Rows(ptr, None, entry, pitch, DIM, DIM, BLOCK_DIM, 1, False), head, seq),
+        first, BLOCK, True,
+    )  # fmt: skip
 
 
 @triton.jit
 def store_contiguous(
-    ptr, layout, num_heads, head, seq, first, tile, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    ptr, sequences, num_heads, head, seq, first, tile, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ADDS: tl.constexpr = False,
 ):  # fmt: skip
     """Stores the rows of a tile [BLOCK, BLOCK_DIM] inside the sequence, from row ``first``; arguments as above.
@@ -145,24 +145,24 @@ def store_contiguous(
     ADDS: to what is there, which no other program may touch.
     """
     pitch = num_heads * DIM
-    data = sequence.Strided(ptr, None, tl.cast(layout.total, tl.int64) * pitch, pitch, DIM)
+    entry = tl.cast(sequences.length, tl.int64) * pitch
     for p in tl.static_range(len(tile)):
         store_part(
-            sequence.Rows(sequence.Operand(data, layout, DIM, BLOCK_DIM), head, seq), first, tile[p],
-            start_of(BLOCK_DIM, p), ADDS,
+            sequence.HeadRows(records.Rows(ptr, None, entry, pitch, DIM, DIM, BLOCK_DIM, 1, False), head, seq),
+            first, tile[p], start_of(BLOCK_DIM, p), ADDS,
         )  # fmt: skip
 
 
 @triton.jit
-def store_part(rows, first, part, START: tl.constexpr, ADDS: tl.constexpr):
+def store_part(of, first, part, START: tl.constexpr, ADDS: tl.constexpr):
     """One part of ``store_contiguous``."""
-    ptr = rows.tensor.data.ptr
+    ptr = of.rows.ptr
     row = tl.arange(0, part.shape[0])[:, None]
     col = START + tl.arange(0, part.shape[1])[None, :]
-    exists = first + row < rows.sequence.length
-    if START + part.shape[1] > rows.tensor.DIM:
-        exists = exists & (col < rows.tensor.DIM)
-    at = sequence.addresses(rows, first, row, col)
+    exists = first + row < of.sequence.length
+    if START + part.shape[1] > of.rows.DIM:
+        exists = exists & (col < of.rows.DIM)
+    at = sequence.addresses(of, first, row, col)
     if ADDS:
         # An atomic add, as a load and an add would need the tile's registers twice.
         tl.atomic_add(at, part.to(ptr.dtype.element_ty), mask=exists, sem="relaxed")

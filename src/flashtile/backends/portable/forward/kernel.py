@@ -7,18 +7,14 @@ docs/algorithm.md. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import blocks, scores, softmax
 from flashtile.backends.gpu.device.blocks import Visit
-from flashtile.backends.gpu.device.dropout import Dropout, keep_tile
-from flashtile.backends.gpu.device.mask import Band, ScoreTensor
-from flashtile.backends.gpu.device.scores import Alibi, Pairs, ScoreMod
-from flashtile.backends.gpu.device.sequence import Rows, Strided
-from flashtile.backends.portable.device.call import locate, with_call
+from flashtile.backends.gpu.device.dropout import keep_tile
+from flashtile.backends.gpu.device.scores import Pairs
+from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import (
     add_product,
     also,
@@ -29,33 +25,16 @@ from flashtile.backends.portable.device.tile_io import (
     times_transposed,
     zeros,
 )
-
-
-class Results(NamedTuple):
-    """Where the forward stores its results, and what it merges into them.
-
-    Attributes:
-        out_ptr: Contiguous (batch, rows, num_heads_q, head_dim_v), of any float dtype.
-        lse_ptr: Contiguous (batch, num_heads_q, rows) float32.
-        sinks_ptr: (num_heads_q,), or None.
-        partial_out_ptr: Like out: the output over other keys, or None.
-        partial_lse_ptr: Like lse: the lse over those keys.
-    """
-
-    out_ptr: Any
-    lse_ptr: Any
-    sinks_ptr: Any
-    partial_out_ptr: Any
-    partial_lse_ptr: Any
+from flashtile.backends.portable.device.tiles import locate
 
 
 @triton.jit
-def attend(acc, row_max, row_sum, q, rows, visit, call, head, keys, MASKED: tl.constexpr):
+def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys, MASKED: tl.constexpr):
     """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows.
 
     Without MASKED every row keeps every key.
     """
-    BLOCK_N: tl.constexpr = call.BLOCK_N
+    BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
     dropout = call.terms.dropout
     head_kv = head.h // call.group_size
@@ -63,7 +42,7 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, head, keys, MASKED: tl.c
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
+        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
         edge = MASKED
@@ -72,9 +51,9 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, head, keys, MASKED: tl.c
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
         if dropout.rng_state_ptr is not None:
-            kept = keep_tile(dropout, head.b, head.h, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            kept = keep_tile(dropout, head.b, head.h, call.num_heads_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
-        v = load_rows(Rows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
+        v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
         acc = add_product(scaled(acc, rescale[:, None]), probs.to(v[0].dtype), v, INPUT_PRECISION)
     return acc, row_max, row_sum
 
@@ -111,13 +90,19 @@ def merged(tile, lse, more, more_lse):
 
 
 @triton.jit
-def forward_tile(call, results):
-    """The output and lse of BLOCK_M rows of one head."""
-    BLOCK_M: tl.constexpr = call.BLOCK_M
-    BLOCK_N: tl.constexpr = call.BLOCK_N
-    ONE_LOOP: tl.constexpr = call.ONE_LOOP
-    BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, None)
+def attention_forward(call, output, tiles):
+    """The output and lse of BLOCK_M rows of one head.
+
+    Args:
+        call: ``records.Call``; for packed sequences its lengths are the rows of the packed tensors.
+        output: ``records.Output``.
+        tiles: ``tiles.Tiles``.
+    """
+    BLOCK_M: tl.constexpr = tiles.BLOCK_M
+    BLOCK_N: tl.constexpr = tiles.BLOCK_N
+    ONE_LOOP: tl.constexpr = tiles.ONE_LOOP
+    BRANCH: tl.constexpr = ONE_LOOP and not tiles.MASK_ALL
+    place = locate(call, tiles, None)
     h, queries, keys = place.head, place.queries, place.keys
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
@@ -126,7 +111,7 @@ def forward_tile(call, results):
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
     # Not by descriptor, here and in the backward: a descriptor load before a loop keeps its values in registers
     # throughout.
-    q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)
+    q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
     left, right = call.terms.band.left, call.terms.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
@@ -141,72 +126,19 @@ def forward_tile(call, results):
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, rows,
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
-            call, head, keys, phase != 1,
+            call, tiles, head, keys, phase != 1,
         )  # fmt: skip
-    in_sequence, keep_scale = place.b < call.q.layout.num_sequences, call.terms.dropout.keep_scale
-    out, lse = finish(acc, row_max, row_sum, results.sinks_ptr, h, in_sequence, keep_scale)
-    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads + h) * call.q.layout.total + queries.start
-    if results.partial_out_ptr is not None:
+    in_sequence, keep_scale = place.b < call.queries.count, call.terms.dropout.keep_scale
+    out, lse = finish(acc, row_max, row_sum, call.sinks, h, in_sequence, keep_scale)
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads_q + h) * call.queries.length + queries.start
+    if output.partial_out is not None:
         more_out = load_contiguous(
-            results.partial_out_ptr, call.q.layout, call.num_heads, h, queries, m_first, BLOCK_M,
+            output.partial_out, call.queries, call.num_heads_q, h, queries, m_first, BLOCK_M,
             call.v.DIM, call.v.BLOCK_DIM,
         )  # fmt: skip
-        more_lse = tl.load(results.partial_lse_ptr + lse_at + rows, mask=rows < queries.length, other=float("-inf"))
+        more_lse = tl.load(output.partial_lse + lse_at + rows, mask=rows < queries.length, other=float("-inf"))
         out, lse = merged(out, lse, more_out, more_lse)
     store_contiguous(
-        results.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+        output.out, call.queries, call.num_heads_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip
-    tl.store(results.lse_ptr + lse_at + rows, lse, mask=rows < queries.length)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "seqlen_q",
-        "seqlen_k",
-        "num_heads_q",
-        "heads_at_once",
-        "left",
-        "right",
-        "dropout_threshold",
-    ]
-)
-def attention_forward(
-    q_ptr, k_ptr, v_ptr, k_source, v_source, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr,
-    alibi_ptr, mask_ptr, bias_ptr, sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rng_state_ptr, origins_ptr,
-    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
-    v_stride_b, v_stride_row, v_stride_head, alibi_stride_b,
-    mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col,
-    bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col,
-    batch, seqlen_q, seqlen_k, num_heads_q, group_size, heads_at_once, left, right, scale, param, dropout_threshold,
-    keep_scale, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SCORE_UNIT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    ONE_LOOP: tl.constexpr, MASK_ALL: tl.constexpr,
-):  # fmt: skip
-    """The forward, one tile per program.
-
-    For packed sequences seqlen_q and seqlen_k are the rows of the packed tensors. k_source and v_source are descriptors
-    of k and v, or None.
-    """
-    with_call(
-        (
-            Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
-            Strided(k_ptr, k_source, k_stride_b, k_stride_row, k_stride_head),
-            Strided(v_ptr, v_source, v_stride_b, v_stride_row, v_stride_head),
-        ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UNIT),
-        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
-        (scale, SCALE_FIRST, INPUT_PRECISION),
-        (
-            ScoreMod(SCORE_MOD, None, None, param), Alibi(alibi_ptr, alibi_stride_b),
-            ScoreTensor(bias_ptr, bias_stride_b, bias_stride_head, bias_stride_row, bias_stride_col, SCORE_UNIT),
-        ),
-        (
-            Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-            ScoreTensor(mask_ptr, mask_stride_b, mask_stride_head, mask_stride_row, mask_stride_col, SCORE_UNIT),
-        ),
-        Dropout(rng_state_ptr, dropout_threshold, keep_scale, num_heads_q, origins_ptr),
-        (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), forward_tile,
-        Results(out_ptr, lse_ptr, sinks_ptr, partial_out_ptr, partial_lse_ptr),
-    )  # fmt: skip
+    tl.store(output.lse + lse_at + rows, lse, mask=rows < queries.length)

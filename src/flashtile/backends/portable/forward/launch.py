@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.device.records import Output
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.trial import on_trial
-from flashtile.backends.portable.arguments import (
-    common_arguments,
-    common_sizes,
-    descriptors,
-    heads_at_once,
-    num_programs,
-)
-from flashtile.backends.portable.config import Config, tile_dims
+from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
+from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, tiles_of
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.backend import Known
 from flashtile.call.problem import Problem, Tensors
@@ -68,7 +61,7 @@ class ForwardPlan:
 
     def _step(self, t: Tensors, is_joined: bool) -> Step:
         launch = forward_launch(self._problem, t, choose(self._problem), is_joined=is_joined)
-        return Step(launch, _OPERANDS, t.q.device, self._known)
+        return Step(launch, _OPERANDS, t.q.device)
 
 
 def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
@@ -80,25 +73,10 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
     """
-    block_d, block_dv = tile_dims(problem.head_dim, problem.head_dim_v)
-    sizes = {
-        **common_sizes(problem, tensors),
-        **descriptors({"k": (tensors.k, config.block_n, block_d), "v": (tensors.v, config.block_n, block_dv)}, config),
-        "heads_at_once": heads_at_once(problem, tensors.k, tensors.v),
-    }
-
-    def others() -> dict[str, Any]:
-        floats = Pointer(torch.float32)
-        return {
-            **common_arguments(problem, tensors, config),
-            "out_ptr": Pointer(problem.out_dtype),
-            "lse_ptr": floats,
-            "sinks_ptr": tensors.sinks,
-            "partial_out_ptr": floats if is_joined else None,
-            "partial_lse_ptr": floats if is_joined else None,
-            "ONE_LOOP": config.one_loop,
-            "MASK_ALL": config.mask_all,
-        }
-
-    programs, key = num_programs(problem, tensors, config.block_m), (config, problem.out_dtype, is_joined)
-    return Launch(attention_forward, programs, sizes, config.options(), others, key)
+    call, _ = call_of(problem, tensors, config, ("k", "v"))
+    partial = [Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")]
+    output = Output(Pointer(problem.out_dtype, "out"), Pointer(torch.float32, "lse"), *partial)
+    tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
+    programs = num_programs(problem, tensors, config.block_m)
+    arguments = {"call": call, "output": output, "tiles": tiles}
+    return Launch(attention_forward, programs, arguments, config.options())

@@ -15,12 +15,10 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device import blocks, scores, sequence, softmax
 from flashtile.backends.gpu.device.blocks import Visit
-from flashtile.backends.gpu.device.dropout import Dropout
-from flashtile.backends.gpu.device.mask import Band, ScoreTensor
-from flashtile.backends.gpu.device.scores import Alibi, Pairs, ScoreMod
-from flashtile.backends.gpu.device.sequence import Rows, Strided
-from flashtile.backends.portable.device.call import locate, with_call
+from flashtile.backends.gpu.device.scores import Pairs
+from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
+from flashtile.backends.portable.device.tiles import locate
 from flashtile.backends.portable.forward.kernel import finish
 
 # Keys, or queries, that share a scale.
@@ -38,33 +36,27 @@ class Scale(NamedTuple):
     stride_block: Any
 
 
-class Quantized(NamedTuple):
-    """What a call of 8-bit tensors has besides ``Call``.
+class Scales(NamedTuple):
+    """What a call of 8-bit tensors has besides ``records.Call``.
 
     Attributes:
-        q_scale: ``Scale``.
-        k_scale: ``Scale``.
-        v_scale: ``Scale``.
-        shift_ptr: Like lse: ``q . mean(k)`` of each row if the keys' mean was subtracted, else None.
-        out_ptr: Contiguous (batch, rows, num_heads_q, head_dim_v).
-        lse_ptr: Contiguous (batch, num_heads_q, rows) float32.
-        sinks_ptr: (num_heads_q,), or None.
+        q: ``Scale``.
+        k: ``Scale``.
+        v: ``Scale``.
+        shift: Like lse: ``q . mean(k)`` of each row if the keys' mean was subtracted, else None.
     """
 
-    q_scale: Any
-    k_scale: Any
-    v_scale: Any
-    shift_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    sinks_ptr: Any
+    q: Any
+    k: Any
+    v: Any
+    shift: Any
 
 
 @triton.jit
-def block_of(layout, seq, b, first):
+def block_of(sequences, seq, b, first):
     """The number of the scale of row ``first`` of sequence b."""
     block = first // SCALE_BLOCK
-    if layout.cu_seqlens_ptr is not None:
+    if sequences.cu_seqlens is not None:
         block += seq.start // SCALE_BLOCK + b
     return block
 
@@ -80,8 +72,8 @@ def load_scale(scale, b, head, block, exists):
 def load_values(v, b, head, first, BLOCK_N: tl.constexpr):
     """A tile [BLOCK_DIM, BLOCK_N] of v's columns from ``first``, all of which exist; 0 past DIM."""
     row, col = tl.arange(0, v.BLOCK_DIM)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    at = sequence.base(v.data.ptr, b, 0, head, v.data.stride_b, v.data.stride_row, v.data.stride_head) + first
-    at = at + (row.to(tl.int64) * v.data.stride_row + col)
+    at = sequence.base(v.ptr, b, 0, head, v.stride_b, v.stride_row, v.stride_head) + first
+    at = at + (row.to(tl.int64) * v.stride_row + col)
     return tl.load(at) if v.DIM == v.BLOCK_DIM else tl.load(at, mask=row < v.DIM, other=0.0)
 
 
@@ -105,22 +97,22 @@ def rounded(probs):
 
 
 @triton.jit
-def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, more, MASKED: tl.constexpr):
+def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, head, keys, MASKED: tl.constexpr):
     """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
 
     row_sum and acc are 2^PROBS_LOG2 times those there.
     """
-    BLOCK_N: tl.constexpr = call.BLOCK_N
+    BLOCK_N: tl.constexpr = tiles.BLOCK_N
     SCALE_FIRST: tl.constexpr = call.terms.SCALE_FIRST
     head_kv = head.h // call.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        block = block_of(call.k.layout, keys, head.b, first)
-        k = load_rows(Rows(call.k, head_kv, keys), first, BLOCK_N, MASKED)[0]
+        block = block_of(call.keys, keys, head.b, first)
+        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, MASKED)[0]
         product = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N] float32
-        scale = q_scale * load_scale(more.k_scale, keys.batch_index, head_kv, block, True)
+        scale = q_scale * load_scale(scales.k, keys.batch_index, head_kv, block, True)
         if SCALE_FIRST:
             product = product * scale
         x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
@@ -135,32 +127,35 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, head, keys, mor
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         column = tl.multiple_of(block * SCALE_BLOCK + first % SCALE_BLOCK, 16)
         v = load_values(call.v, keys.batch_index, head_kv, column, BLOCK_N)
-        v_scale = load_scale(more.v_scale, keys.batch_index, head_kv, block, True)
+        v_scale = load_scale(scales.v, keys.batch_index, head_kv, block, True)
         acc = (
             acc * rescale[:, None]
-            + tl.dot(in_order_of_values(probs.to(q.dtype), call.BLOCK_M, BLOCK_N), tl.trans(v)) * v_scale
+            + tl.dot(in_order_of_values(probs.to(q.dtype), tiles.BLOCK_M, BLOCK_N), tl.trans(v)) * v_scale
         )
     return acc, row_max, row_sum
 
 
 @triton.jit
-def quantized_tile(call, more):
-    """The output and lse of BLOCK_M rows of one head."""
-    BLOCK_M: tl.constexpr = call.BLOCK_M
-    BLOCK_N: tl.constexpr = call.BLOCK_N
-    ONE_LOOP: tl.constexpr = call.ONE_LOOP
-    BRANCH: tl.constexpr = ONE_LOOP and not call.MASK_ALL
-    place = locate(call, None)
+def attention_quantized(call, scales, output, tiles):
+    """The output and lse of BLOCK_M rows of one head; arguments as of ``attention_forward``, and ``Scales``.
+
+    v's rows are its dimensions, of which each is contiguous over the columns.
+    """
+    BLOCK_M: tl.constexpr = tiles.BLOCK_M
+    BLOCK_N: tl.constexpr = tiles.BLOCK_N
+    ONE_LOOP: tl.constexpr = tiles.ONE_LOOP
+    BRANCH: tl.constexpr = ONE_LOOP and not tiles.MASK_ALL
+    place = locate(call, tiles, None)
     h, queries, keys = place.head, place.queries, place.keys
     m_first = place.block * BLOCK_M
     if m_first >= queries.length:
         return
     rows = m_first + tl.arange(0, BLOCK_M)
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
-    in_sequence = place.b < call.q.layout.num_sequences
-    q = load_rows(Rows(call.q, h, queries), m_first, BLOCK_M, True)[0]
-    q_block = block_of(call.q.layout, queries, place.b, m_first)
-    q_scale = load_scale(more.q_scale, queries.batch_index, h, q_block, in_sequence)
+    in_sequence = place.b < call.queries.count
+    q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)[0]
+    q_block = block_of(call.queries, queries, place.b, m_first)
+    q_scale = load_scale(scales.q, queries.batch_index, h, q_block, in_sequence)
     left, right = call.terms.band.left, call.terms.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
@@ -175,67 +170,16 @@ def quantized_tile(call, more):
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, q_scale, rows,
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
-            call, head, keys, more, phase != 1,
+            call, scales, tiles, head, keys, phase != 1,
         )  # fmt: skip
     exists = rows < queries.length
-    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads + h) * call.q.layout.total + queries.start
-    if more.shift_ptr is not None:
-        shift = tl.load(more.shift_ptr + lse_at + rows, mask=exists & in_sequence, other=0.0)
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads_q + h) * call.queries.length + queries.start
+    if scales.shift is not None:
+        shift = tl.load(scales.shift + lse_at + rows, mask=exists & in_sequence, other=0.0)
         row_max += shift * call.terms.scale * softmax.LOG2_E
     down = 0.00390625  # 2^-PROBS_LOG2
-    out, lse = finish((acc * down,), row_max, row_sum * down, more.sinks_ptr, h, in_sequence, 1.0)
+    out, lse = finish((acc * down,), row_max, row_sum * down, call.sinks, h, in_sequence, 1.0)
     store_contiguous(
-        more.out_ptr, call.q.layout, call.num_heads, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+        output.out, call.queries, call.num_heads_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip
-    tl.store(more.lse_ptr + lse_at + rows, lse, mask=exists)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "seqlen_q",
-        "seqlen_k",
-        "num_heads_q",
-        "heads_at_once",
-        "left",
-        "right",
-        "q_scale_stride_block",
-        "k_scale_stride_block",
-        "v_scale_stride_block",
-    ]
-)
-def attention_quantized(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr, sinks_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row,
-    k_stride_head, v_stride_b, v_stride_dim, v_stride_head, q_scale_stride_b, q_scale_stride_head,
-    q_scale_stride_block, k_scale_stride_b, k_scale_stride_head, k_scale_stride_block, v_scale_stride_b,
-    v_scale_stride_head, v_scale_stride_block, batch, seqlen_q, seqlen_k, num_heads_q, group_size, heads_at_once,
-    left, right, scale, param, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, ONE_LOOP: tl.constexpr,
-    MASK_ALL: tl.constexpr,
-):  # fmt: skip
-    """The quantized forward, one tile per program; arguments as in ``attention_forward``.
-
-    v's rows are its dimensions, of which each is contiguous over the columns.
-    """
-    with_call(
-        (
-            Strided(q_ptr, None, q_stride_b, q_stride_row, q_stride_head),
-            Strided(k_ptr, None, k_stride_b, k_stride_row, k_stride_head),
-            Strided(v_ptr, None, v_stride_b, v_stride_dim, v_stride_head),
-        ),
-        (HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, 1),
-        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, seqlen_q, seqlen_k, group_size),
-        (scale, SCALE_FIRST, None),
-        (ScoreMod(SCORE_MOD, None, None, param), Alibi(None, 0), ScoreTensor(None, 0, 0, 0, 0)),
-        (Band(left if HAS_LEFT else None, right if HAS_RIGHT else None), ScoreTensor(None, 0, 0, 0, 0)),
-        Dropout(None, 0, 1.0, num_heads_q, None),
-        (heads_at_once, BLOCK_M, BLOCK_N, ONE_LOOP, MASK_ALL), quantized_tile,
-        Quantized(
-            Scale(q_scale_ptr, q_scale_stride_b, q_scale_stride_head, q_scale_stride_block),
-            Scale(k_scale_ptr, k_scale_stride_b, k_scale_stride_head, k_scale_stride_block),
-            Scale(v_scale_ptr, v_scale_stride_b, v_scale_stride_head, v_scale_stride_block),
-            shift_ptr, out_ptr, lse_ptr, sinks_ptr,
-        ),
-    )  # fmt: skip
+    tl.store(output.lse + lse_at + rows, lse, mask=exists)

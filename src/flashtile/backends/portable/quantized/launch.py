@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.device.records import Call, Output, Rows
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.trial import on_trial
-from flashtile.backends.portable.arguments import band_sizes, heads_at_once, num_programs, tile_arguments
 from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.portable.quantized.config import choose
-from flashtile.backends.portable.quantized.kernel import attention_quantized
+from flashtile.backends.portable.quantized.kernel import Scale, Scales, attention_quantized
+from flashtile.backends.portable.records import (
+    group_size,
+    heads_at_once,
+    num_programs,
+    plain_terms,
+    rows_of,
+    sequences_of,
+    tiles_of,
+)
 from flashtile.call.backend import Known
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
@@ -22,6 +29,7 @@ from flashtile.call.quantized_problem import scale_strides
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "q_scale", "k_scale", "v_scale", "shift", "sinks", "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
+_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 class QuantizedPlan:
@@ -43,7 +51,7 @@ class QuantizedPlan:
         steps = self._steps.get(on_trial())
         if steps is None:
             launch = quantized_launch(self._problem, t, choose(self._problem))
-            steps = self._steps[on_trial()] = (Step(launch, _OPERANDS, t.q.device, self._known),)
+            steps = self._steps[on_trial()] = (Step(launch, _OPERANDS, t.q.device),)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.q_scale, t.k_scale, t.v_scale, t.shift, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
         ))  # fmt: skip
@@ -52,33 +60,21 @@ class QuantizedPlan:
 
 def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:
     """The launch: what a plan repeats and what a build compiles."""
-    t = tensors
-    head, dim = t.v.stride()[-3:-1]
-    sizes: dict[str, Any] = {
-        **band_sizes(problem, t.q, t.k),
-        "v_stride_b": t.v.stride(0) if t.v.dim() == 4 else 0,
-        "v_stride_dim": dim,
-        "v_stride_head": head,
-        "heads_at_once": heads_at_once(problem, t.k, t.k),
-    }
-    for name in ("q_scale", "k_scale", "v_scale"):
-        strides = zip(("b", "head", "block"), scale_strides(getattr(t, name)), strict=True)
-        sizes |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
-
+    p, t = problem, tensors
     # 8-bit products are over 32 numbers at least.
-    block_d, block_dv = padded_dims(max(problem.head_dim, 32), max(problem.head_dim_v, 32))
-
-    def others() -> dict[str, Any]:
-        return {
-            **{f"{name}_ptr": getattr(t, name) for name in _OPERANDS if name not in ("out", "lse")},
-            "out_ptr": Pointer(problem.out_dtype),
-            "lse_ptr": Pointer(torch.float32),
-            **tile_arguments(problem, config),
-            "ONE_LOOP": config.one_loop,
-            "MASK_ALL": config.mask_all,
-            "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
-        }
-
-    programs, key = num_programs(problem, t, config.block_m), (config, problem.out_dtype)
-    return Launch(attention_quantized, programs, sizes, config.options(), others, key)
+    block_d, block_dv = padded_dims(max(p.head_dim, 32), max(p.head_dim_v, 32))
+    batch, head, dim = t.v.stride()[:3] if t.v.dim() == 4 else (0, *t.v.stride()[:2])
+    call = Call(
+        rows_of("q", t.q, p.head_dim, block_d), rows_of("k", t.k, p.head_dim, block_d),
+        Rows(pointer(t.v, "v"), None, batch, dim, head, p.head_dim_v, block_dv, 1, t.v.dim() == 3),
+        *sequences_of(p, t), p.num_heads_q, group_size(p), plain_terms(p, t.q.shape[-3] + t.k.shape[-3]),
+        pointer(t.sinks, "sinks"),
+    )  # fmt: skip
+    scales = Scales(
+        *(Scale(pointer(getattr(t, name), name), *scale_strides(getattr(t, name))) for name in _SCALES),
+        pointer(t.shift, "shift"),
+    )
+    output = Output(Pointer(p.out_dtype, "out"), Pointer(torch.float32, "lse"), None, None)
+    tiles = tiles_of(config, heads_at_once(p, t.k, t.k))
+    arguments = {"call": call, "scales": scales, "output": output, "tiles": tiles}
+    return Launch(attention_quantized, num_programs(p, t, config.block_m), arguments, config.options())

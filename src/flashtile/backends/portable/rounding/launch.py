@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.host import Step, run
-from flashtile.backends.gpu.launch import Launch, Pointer, row_strides
+from flashtile.backends.gpu.launch import Launch, Pointer, named, row_strides
 from flashtile.backends.portable.rounding.kernels import (
     SPLITS,
     mean_of_keys,
@@ -117,14 +117,19 @@ def mean_launches(side: Side) -> dict[str, Launch]:
     sizes = {**row_strides("x", side.x), "length": side.x.shape[-3], "turns": _positions(side)}
     return {
         "sum_keys": Launch(
-            sum_keys, side.batch * heads * int(SPLITS), sizes, {"num_warps": 4, "num_stages": 3, **_registers(side)},
-            lambda: {**common, **_angles(side), "x_ptr": side.x, "sums_ptr": sums, "WIDTH": side.width, "ROWS": 64},
-            side.key("sum"),
+            sum_keys, side.batch * heads * int(SPLITS),
+            named({
+                **sizes, **common, **_angles(side), "x_ptr": side.x, "sums_ptr": sums, "WIDTH": side.width, "ROWS": 64,
+            }),
+            {"num_warps": 4, "num_stages": 3, **_registers(side)},
         ),
         "mean_of_keys": Launch(
-            mean_of_keys, side.batch * heads, {"length": side.x.shape[-3]}, {"num_warps": 4, "num_stages": 1},
-            lambda: {**common, "sums_ptr": sums, "mean_ptr": Pointer(torch.float32), "BLOCK_DIM": _padded(width)},
-            side.key("mean"),
+            mean_of_keys, side.batch * heads,
+            named({
+                **common, "length": side.x.shape[-3], "sums_ptr": sums, "mean_ptr": Pointer(torch.float32),
+                "BLOCK_DIM": _padded(width),
+            }),
+            {"num_warps": 4, "num_stages": 1},
         ),
     }  # fmt: skip
 
@@ -181,7 +186,7 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
     warps = max(4, _padded(width) // 16)
     options = {"num_warps": warps if is_v else min(warps, 8), "num_stages": 1, **_registers(side)}
     kernel = quantize_columns if is_v else quantize_rows
-    return Launch(kernel, side.programs, sizes, options, others, side.key("finds" if finds else "rounds"))
+    return Launch(kernel, side.programs, named({**others(), **sizes}), options)
 
 
 def _of_rows(side: Side, finds: bool) -> dict[str, Any]:
@@ -227,7 +232,7 @@ class QuantizePlan:
         sides = [Side.of(name, given, choices, capability) for name in ("q", "k", "v")]
         made = launches(given, choices, capability)
         self._choices, self._device = choices, device
-        steps = {name: Step(launch, _OPERANDS, device, _STEPS) for name, launch in made.items()}
+        steps = {name: Step(launch, _OPERANDS, device) for name, launch in made.items()}
         self._mean_steps = [step for name, step in steps.items() if name in ("sum_keys", "mean_of_keys")]
         self._steps = {
             side.name: [step for name, step in steps.items() if name[-2:] == f"_{side.name}"] for side in sides

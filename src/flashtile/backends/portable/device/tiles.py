@@ -1,0 +1,76 @@
+"""The portable kernels' tiles, and which of them a program works on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.device import scheduler, sequence
+
+
+class Tiles(NamedTuple):
+    """The last argument of the portable kernels.
+
+    Attributes:
+        heads_at_once: Heads whose tiles run at the same time.
+        BLOCK_M: As in ``portable.config.Config``, like the constants that follow.
+    """
+
+    heads_at_once: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    ONE_LOOP: Any
+    MASK_ALL: Any
+
+
+class Place(NamedTuple):
+    """A tile: a block of one head of one sequence, with the ``sequence.Sequence`` of its queries and of its keys.
+
+    ``b == batch`` means rows past the last packed sequence, which have no keys (or keys that have no rows).
+    """
+
+    b: Any
+    head: Any
+    block: Any
+    queries: Any
+    keys: Any
+
+
+@triton.jit
+def locate(call, tiles, splits):
+    """The ``Place`` of this program's tile: of query rows, or, given ``splits``, of keys for one split of a group.
+
+    Programs of packed sequences are numbered by block first, then by head. Dense ones process heads_at_once heads
+    (counted over all sequences) at a time, which share the cache; of those, the longest blocks of all heads first.
+    """
+    sequences, num_heads = call.queries, call.num_heads_q
+    OVER_KEYS: tl.constexpr = splits is not None
+    BLOCK: tl.constexpr = tiles.BLOCK_N if OVER_KEYS else tiles.BLOCK_M
+    if OVER_KEYS:
+        sequences, num_heads = call.keys, call.num_heads_q // call.group_size * splits
+    PACKED: tl.constexpr = sequences.cu_seqlens is not None
+    pid = tl.program_id(0)
+    if PACKED:
+        num_tiles = sequences.length // BLOCK + sequences.count + 1
+        b, block = scheduler.packed_tile(sequences.cu_seqlens, sequences.count, pid % num_tiles, BLOCK)
+        head = pid // num_tiles
+    else:
+        num_tiles = (sequences.length + BLOCK - 1) // BLOCK
+        block, head = scheduler.grouped_tile(pid, num_tiles, sequences.count * num_heads, tiles.heads_at_once)
+        b = head // num_heads
+        head = head % num_heads
+    queries, keys = sequence.sequence_of(call.queries, b), sequence.sequence_of(call.keys, b)
+    if PACKED:
+        # Rows past the last query sequence see no keys; keys past the last key sequence see no rows.
+        within = b < sequences.count
+        if OVER_KEYS:
+            queries = sequence.Sequence(queries.batch_index, queries.start, tl.where(within, queries.length, 0))
+        else:
+            keys = sequence.Sequence(keys.batch_index, keys.start, tl.where(within, keys.length, 0))
+    if call.terms.band.right is not None and not OVER_KEYS:
+        # A tile past the end of a packed sequence keeps its block number.
+        num_blocks = (queries.length + BLOCK - 1) // BLOCK
+        block = tl.where(block < num_blocks, scheduler.longest_first(block, num_blocks, True), block)
+    return Place(b, head, block, queries, keys)

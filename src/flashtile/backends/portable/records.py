@@ -1,0 +1,234 @@
+"""The portable kernels' arguments from a ``Problem``, for launches and for builds without a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.device import dropout, mask, scheduler, scores
+from flashtile.backends.gpu.device.dropout import Dropout
+from flashtile.backends.gpu.device.mask import Band, MaskMod, ScoreTensor
+from flashtile.backends.gpu.device.records import Call, Rows, Sequences
+from flashtile.backends.gpu.device.scores import Alibi, ScoreMod, Terms
+from flashtile.backends.gpu.launch import Const, TensorMap, pointer
+from flashtile.backends.portable import config as tables
+from flashtile.backends.portable.config import Config, tile_dims
+from flashtile.backends.portable.device.tiles import Tiles
+from flashtile.call.problem import Problem, Tensors, is_aligned
+from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.core import philox
+
+# Bytes of keys and values of heads that run together, the same for all chips, as it changes no result. Far below L2,
+# which rows and results pass through as well; measured: docs/tuning-notes.md.
+_CACHE_BYTES = 4 * 1024 * 1024
+_NO_MOD = ScoreMod(None, None, None, None)
+
+
+def num_programs(problem: Problem, tensors: Tensors | QuantizedTensors, block: int, *, over_keys: bool = False) -> int:
+    """Size of a grid over blocks of rows (or keys), heads and sequences."""
+    tensor, cu_seqlens = (tensors.k, tensors.cu_seqlens_k) if over_keys else (tensors.q, tensors.cu_seqlens_q)
+    heads = problem.num_heads_kv if over_keys else problem.num_heads_q
+    rows = tensor.shape[-3]
+    if rows == 0:
+        return 0
+    if cu_seqlens is not None:
+        return scheduler.num_packed_tiles(rows, problem.batch, block) * heads
+    return -(-rows // block) * heads * problem.batch
+
+
+def call_of(
+    problem: Problem,
+    t: Tensors,
+    config: Config,
+    described: Sequence[str] = (),
+    dout: Tensor | None = None,
+    bias_sums: tuple[bool, bool] = (False, False),
+) -> tuple[Call, Rows | None]:
+    """A kernel's ``Call``, and its rows of dout.
+
+    Args:
+        problem: The call.
+        t: Its tensors.
+        config: The kernel's tiles.
+        described: Those of q, k, v and dout that its loop loads: by descriptors if all of them can be.
+        dout: The output's gradient, in the backward.
+        bias_sums: Whether a kernel's program sums over sequences, and over heads, that share a bias.
+    """
+    p = problem
+    block_d, block_dv = tile_dims(p.head_dim, p.head_dim_v)
+    tensors = {"q": (t.q, config.block_m, block_d), "k": (t.k, config.block_n, block_d),
+               "v": (t.v, config.block_n, block_dv), "dout": (dout, config.block_m, block_dv)}  # fmt: skip
+    unit = _unit((p.head_dim, p.head_dim_v), [x for x, _, _ in tensors.values() if x is not None])
+    maps = descriptors({name: tensors[name] for name in described}, config)
+
+    def rows(name: str, tensor: Tensor, dim: int, block_dim: int) -> Rows:
+        return rows_of(name, tensor, dim, block_dim, maps.get(name), unit)
+
+    call = Call(
+        rows("q", t.q, p.head_dim, block_d), rows("k", t.k, p.head_dim, block_d),
+        rows("v", t.v, p.head_dim_v, block_dv), *sequences_of(p, t), p.num_heads_q, group_size(p),
+        _terms(p, t, bias_sums), pointer(t.sinks, "sinks") if dout is None else None,
+    )  # fmt: skip
+    return call, None if dout is None else rows("dout", dout, p.head_dim_v, block_dv)
+
+
+def rows_of(name: str, tensor: Tensor, dim: int, block_dim: int, desc: TensorMap | None = None, unit: int = 1) -> Rows:
+    """The record of a tensor, whose operand has its name."""
+    strides = tensor.stride()
+    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
+    return Rows(pointer(tensor, name), desc, batch, row, head, dim, block_dim, unit, len(strides) == 3)
+
+
+def sequences_of(problem: Problem, t: Tensors | QuantizedTensors) -> tuple[Sequences, Sequences]:
+    """Those of the queries and of the keys."""
+    return (
+        Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3]),
+        Sequences(pointer(t.cu_seqlens_k, "cu_seqlens_k"), problem.batch, t.k.shape[-3]),
+    )
+
+
+def group_size(problem: Problem) -> Any:
+    """``Call.group_size``."""
+    # Divisions by 1 go away where the compiler knows of it.
+    return Const(1) if problem.group_size == 1 else problem.group_size
+
+
+def _terms(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool]) -> Terms:
+    """The score mods, in their order, masks and dropout of a call."""
+    p, unit, alibi, origins = problem, _score_unit(problem, t), _NO_MOD, pointer(t.origins, "origins")
+    if t.alibi_slopes is not None:
+        slopes: Any = Alibi(pointer(t.alibi_slopes, "alibi"), p.num_heads_q if t.alibi_slopes.dim() == 2 else 0)
+        alibi = ScoreMod(scores.alibi, None, scores.slope_of_head, slopes)
+        if origins is not None:
+            alibi = ScoreMod(scores.alibi_of_part, None, scores.slope_of_part, (slopes, origins, p.batch))
+    bias = _NO_MOD
+    if t.attn_bias is not None:
+        tensor = _score_tensor("bias", t.attn_bias, unit)
+        tensor = tensor._replace(
+            stride_b=Const(0) if bias_sums[0] else tensor.stride_b,
+            stride_head=Const(0) if bias_sums[1] else tensor.stride_head,
+        )
+        bias = ScoreMod(scores.bias, None, mask.tensor_of_head, tensor)
+    masks = MaskMod(None, None, None)
+    if t.attn_mask is not None:
+        tensor = _score_tensor("mask", t.attn_mask.view(torch.uint8), unit)
+        masks = MaskMod(mask.select_tensor, mask.tensor_of_head, tensor)
+    threshold = dropout.threshold_bits(philox.threshold(p.dropout_p))
+    drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
+    return Terms(
+        p.softmax_scale, scales_first(p), input_precision(p), (softcap_of(p), alibi, bias),
+        band_of(p, t.q.shape[-3] + t.k.shape[-3]), (masks,), drops,
+    )  # fmt: skip
+
+
+def plain_terms(problem: Problem, span: int) -> Terms:
+    """``Terms`` of a call that has no other terms than a softcap and a band; span: of ``band_of``."""
+    no_dropout = Dropout(None, None, 1.0, None)
+    return Terms(
+        problem.softmax_scale, scales_first(problem), None, (softcap_of(problem), _NO_MOD, _NO_MOD),
+        band_of(problem, span), (MaskMod(None, None, None),), no_dropout,
+    )  # fmt: skip
+
+
+def softcap_of(problem: Problem) -> ScoreMod:
+    """The score mod of a softcap."""
+    if problem.softcap == 0:
+        return _NO_MOD
+    return ScoreMod(scores.softcap, scores.softcap_derivative, None, problem.softcap)
+
+
+def scales_first(problem: Problem) -> bool:
+    """``scores.Terms.SCALE_FIRST`` of a call."""
+    p = problem
+    return p.softcap > 0 or p.alibi or p.bias_dtype is not None or p.softmax_scale <= 0
+
+
+def band_of(problem: Problem, span: int) -> Band:
+    """The band's sides, cut to the number of rows and keys: a larger one has the same effect and could overflow."""
+    return Band(
+        *(None if side is None else max(-span, min(span, side)) for side in (problem.band.left, problem.band.right))
+    )
+
+
+def _score_tensor(name: str, tensor: Tensor, unit: int) -> ScoreTensor:
+    """Strides over (batch, head, row, key) are 0 where the tensor broadcasts."""
+    *strides, column = _score_strides(tensor)
+    return ScoreTensor(pointer(tensor, name), *strides, Const(1) if column == 1 else column, unit)
+
+
+def _score_strides(tensor: Tensor) -> list[int]:
+    strides = [0, 0, 0, 0]
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True), 4 - tensor.dim()):
+        strides[axis] = 0 if size == 1 else stride
+    return strides
+
+
+def _unit(dims: tuple[int, int], tensors: Sequence[Tensor]) -> int:
+    """The stride divisor that the kernel may assume where Triton finds no 16: 16 bytes, in elements; else 1."""
+    unit = 16 // tensors[0].element_size()
+    odd = all(dim % unit == 0 for dim in dims) and any(dim % 16 for dim in dims)
+    return unit if odd and all(map(is_aligned, tensors)) else 1
+
+
+def _score_unit(problem: Problem, tensors: Tensors) -> int:
+    """``mask.ScoreTensor.UNIT`` of a call's mask and bias; a packed sequence may have any number of keys."""
+    given = [x for x in (tensors.attn_mask, tensors.attn_bias) if x is not None]
+    if problem.varlen or not given:
+        return 1
+    return math.gcd(16, problem.seqlen_k, *(stride for x in given for stride in _score_strides(x)[:3]))
+
+
+def tiles_of(config: Config, together: int = 1) -> Tiles:
+    """A kernel's last argument; together: of ``heads_at_once``."""
+    return Tiles(together, config.block_m, config.block_n, config.one_loop, config.mask_all)
+
+
+def heads_at_once(problem: Problem, first: Tensor, second: Tensor) -> int:
+    """How many heads to process together so that their inner-loop tensors (batch, rows, heads, dim) fit in L2.
+
+    1 if all blocks of a head cost the same: neighbouring programs then read the same rows at the same time.
+    """
+    if problem.band.unbounded:
+        return 1
+    rows = first.shape[-3]
+    a_head = rows * (first.shape[-1] + second.shape[-1]) * first.element_size()
+    return max(1, _CACHE_BYTES // max(1, a_head))
+
+
+def input_precision(problem: Problem) -> str:
+    """How float32 is multiplied on an NVIDIA GPU: as six products of bfloat16, or as tf32 if torch's own setting asks.
+
+    A number is the sum of three of bfloat16, so what is left out is below float32's own rounding, and tensor cores take
+    a fifth of the time of IEEE products. AMD's matrix units multiply float32 themselves, and 16 bits have one way.
+    """
+    if problem.dtype != torch.float32 or tables.arch_of(problem) in ("interpreter", "gfx942"):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
+
+
+def describable(tensor: Tensor) -> bool:
+    """Whether a tensor descriptor can read it: not empty, 16-byte aligned, and no dimension expanded."""
+    unit = 16 // tensor.element_size()
+    strides = [stride for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in strides)
+
+
+def descriptors(tensors: dict[str, Any], config: Config) -> dict[str, TensorMap]:
+    """Descriptors of tensors, given with a tile's rows and columns, that a loop loads: of all of them or none."""
+    if not config.tma or not all(
+        describable(tensor) and not (tensor.dim() == 3 and config.one_loop) for tensor, _, _ in tensors.values()
+    ):
+        return {}
+    return {name: descriptor(name, *given) for name, given in tensors.items()}
+
+
+def descriptor(name: str, tensor: Tensor, rows: int, columns: int) -> TensorMap:
+    """A tensor map over (batch, rows, heads, dim) whose box is ``rows`` by ``columns`` of one head."""
+    whole = tensor if tensor.dim() == 4 else tensor[None]
+    # The stride of a dimension of size 1 is never used, but must be legal.
+    strides = [s if n > 1 else 16 for s, n in zip(whole.stride()[:-1], whole.shape[:-1], strict=True)]
+    return TensorMap(tensor.dtype, tuple(whole.shape), (*strides, 1), (1, rows, 1, columns), None, name)
