@@ -161,16 +161,18 @@ def lower(launch: Launch) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any]) -> None:
-    for value, rule in zip(values, rules, strict=True):
-        kind = type(value)
+    # Of some hundred leaves, once for each new length: written for speed, the most frequent first.
+    for value, rule in zip(values, rules, strict=False):
         if rule == _CONSTANT or value is None:
             key.append(value)
-        elif kind is int:
+            continue
+        kind = type(value)
+        if kind is int:
             fits = -(2**31) <= value < 2**31  # fits_32_bits, but a call takes longer
             key.append((fits, value % 16 == 0) if rule == _STRIDE else fits)
             leaves.append(value)
         elif kind is Pointer:
-            key.append((value.dtype, value.aligned))
+            key += value.dtype, value.aligned
             leaves.append(value)
         elif kind is float:
             key.append(float)
