@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from flashtile.backends.gpu.launch import leaf_names
 from flashtile_lab.kernels.build import ARCHS
 from tests.cases import Case
 from tests.fuzz import builds
@@ -33,7 +34,8 @@ def test_every_drawn_call_is_laid_out_on_every_architecture(arch: str) -> None:
     assert not wrong and len(found) > 50
     assert len({builds.key_of(each.build) for each in found}) == len(found)
     for each in found:
-        assert {*each.build.signature, *each.build.constexprs} == set(each.build.kernel.arg_names)
+        assert [*each.build.tree] == each.build.kernel.arg_names
+        assert sorted([*each.build.signature, *each.build.constexprs]) == sorted(leaf_names(each.build.tree))
 
 
 def test_faults_are_failures_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,5 +94,5 @@ def test_partial_results_in_parts_of_columns_build() -> None:
     """Hopper's forward from a partial result, where the output's tile has two parts."""
     case = Case("parts", seqlen_q=100, seqlen_k=100, head_dim=64, head_dim_v=160, wanted="")
     todo, _ = builds.distinct([Drawn(0, "pieces", case, pieces=Pieces())], "sm_90a")
-    joining = [each for each in todo if "partial_out_ptr" in each.build.signature and each.build.backend == "hopper"]
+    joining = [each for each in todo if "output.partial_out" in each.build.signature and each.build.backend == "hopper"]
     assert len(joining) == 2 and not any(builds.compiled(each, "sm_90a").faults for each in joining)

@@ -271,10 +271,12 @@ def source_of(kernel: Any, what: Specialisation, amd: bool) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     paths = {name: path for number, each in enumerate(what.tree.values()) for name, path in _paths(each, (number,))}
+    # The innermost first: Triton 3.6 learns of a record's constants when it is given one of the record around it.
+    constexprs = sorted(what.constexprs.items(), key=lambda each: -len(paths[each[0]]))
     return (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {name: _types(each, what.signature) for name, each in what.tree.items()},
-        constexprs={paths[name]: value for name, value in what.constexprs.items()},
+        constexprs={paths[name]: value for name, value in constexprs},
         attrs={paths[name]: _divisible_by_16(what.signature[name], amd) for name in what.divisible},
     )
 

@@ -37,7 +37,7 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys, MASKE
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
     dropout = call.terms.dropout
-    head_kv = head.h // call.group_size
+    head_kv = head.h // call.heads.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
@@ -51,7 +51,7 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys, MASKE
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
         if dropout.rng_state_ptr is not None:
-            kept = keep_tile(dropout, head.b, head.h, call.num_heads_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
         v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
         acc = add_product(scaled(acc, rescale[:, None]), probs.to(v[0].dtype), v, INPUT_PRECISION)
@@ -129,16 +129,16 @@ def attention_forward(call, output, tiles):
             call, tiles, head, keys, phase != 1,
         )  # fmt: skip
     in_sequence, keep_scale = place.b < call.queries.count, call.terms.dropout.keep_scale
-    out, lse = finish(acc, row_max, row_sum, call.sinks, h, in_sequence, keep_scale)
-    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads_q + h) * call.queries.length + queries.start
+    out, lse = finish(acc, row_max, row_sum, call.terms.sinks, h, in_sequence, keep_scale)
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
     if output.partial_out is not None:
         more_out = load_contiguous(
-            output.partial_out, call.queries, call.num_heads_q, h, queries, m_first, BLOCK_M,
+            output.partial_out, call.queries, call.heads.num_q, h, queries, m_first, BLOCK_M,
             call.v.DIM, call.v.BLOCK_DIM,
         )  # fmt: skip
         more_lse = tl.load(output.partial_lse + lse_at + rows, mask=rows < queries.length, other=float("-inf"))
         out, lse = merged(out, lse, more_out, more_lse)
     store_contiguous(
-        output.out, call.queries, call.num_heads_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+        output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip
     tl.store(output.lse + lse_at + rows, lse, mask=rows < queries.length)

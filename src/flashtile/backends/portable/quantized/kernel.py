@@ -104,7 +104,7 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, 
     """
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     SCALE_FIRST: tl.constexpr = call.terms.SCALE_FIRST
-    head_kv = head.h // call.group_size
+    head_kv = head.h // call.heads.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
@@ -173,13 +173,13 @@ def attention_quantized(call, scales, output, tiles):
             call, scales, tiles, head, keys, phase != 1,
         )  # fmt: skip
     exists = rows < queries.length
-    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads_q + h) * call.queries.length + queries.start
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
     if scales.shift is not None:
         shift = tl.load(scales.shift + lse_at + rows, mask=exists & in_sequence, other=0.0)
         row_max += shift * call.terms.scale * softmax.LOG2_E
     down = 0.00390625  # 2^-PROBS_LOG2
-    out, lse = finish((acc * down,), row_max, row_sum * down, call.sinks, h, in_sequence, 1.0)
+    out, lse = finish((acc * down,), row_max, row_sum * down, call.terms.sinks, h, in_sequence, 1.0)
     store_contiguous(
-        output.out, call.queries, call.num_heads_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+        output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip
     tl.store(output.lse + lse_at + rows, lse, mask=exists)
