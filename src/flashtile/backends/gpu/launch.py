@@ -168,8 +168,8 @@ def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any
             continue
         kind = type(value)
         if kind is int:
-            fits = -(2**31) <= value < 2**31  # fits_32_bits, but a call takes longer
-            key.append((fits, value % 16 == 0) if rule == _STRIDE else fits)
+            kind = "i32" if -(2**31) <= value < 2**31 else "i64"  # as fits_32_bits has it, but a call takes longer
+            key.append((kind, value % 16 == 0) if rule == _STRIDE else kind)
             leaves.append(value)
         elif kind is Pointer:
             key += value.dtype, value.aligned
@@ -181,7 +181,7 @@ def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any
             key.append((value.dtype, value.box, id(value.layout)))
             leaves.append(value)
         elif kind is Const:
-            key.append(value.value)
+            key.append(value)
         elif isinstance(value, tuple):
             key.append(kind)
             _lower(value, _rules_of(kind) if kind is not tuple else (rule,) * len(value), key, leaves)
