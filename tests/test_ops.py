@@ -165,7 +165,7 @@ def test_gradients_are_those_asked_for(wanted: tuple[bool, ...], softcap: float)
     plain = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(leaves, wanted, strict=True)]
     q, k, v, bias, sinks = plain
     problem = Problem.of(tensors, asked)
-    run = dispatch.backend("cpu").plan_backward(problem, tensors, dout, None)
+    run = dispatch.backend("cpu").plan("backward", problem, tensors, (dout, None))
     with torch.no_grad():
         gradients = vars(run(tensors, out, lse, dout, None)).values()
     assert [x is not None for x in gradients] == list(wanted), "nothing is computed that nobody asked for"

@@ -359,7 +359,8 @@ def warm_up(
             wanted += [("quantization", "quantize", build) for build in rounding]
         for problem, shapes, direction in calls:
             chosen = dispatch.select(problem, direction, backend)
-            wanted += [(chosen.name, direction, build) for build in chosen.builds(problem, shapes, direction)]
+            for each, share in dispatch.shares(chosen, problem, direction):
+                wanted += [(chosen.name, direction, build) for build in each.builds(share, shapes, direction)]
     # Compilers run in their own processes, so threads are enough to build kernels in parallel.
     with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
         return list(pool.map(_make, wanted))

@@ -83,7 +83,7 @@ class CallPlan:
             problem = problem.but(out_dtype=problem.dtype if self._is_last else problem.lse_dtype)
             known = self._known(given, problem, "forward")
             chosen = dispatch.select(problem, "forward", self.options.backend)
-            self._forward = chosen.plan_forward(problem, given, known)
+            self._forward = chosen.plan("forward", problem, given, known=known)
         return Partial(*self._forward(given, state))
 
     def backward(
@@ -100,7 +100,7 @@ class CallPlan:
             problem = problem.but(grad_dtype=problem.dtype if self.rounds else problem.lse_dtype)
             known = self._known(given, problem, "backward")
             chosen = dispatch.select(problem, "backward", self.options.backend)
-            run = self._backwards[key] = chosen.plan_backward(problem, given, rows.dout, rows.dlse, known)
+            run = self._backwards[key] = chosen.plan("backward", problem, given, (rows.dout, rows.dlse), known)
         return run(given, *rows, sums) if chain is None else run.in_chain(given, *rows, sums, chain, heads)
 
     def may_chain(self, t: Tensors) -> bool:

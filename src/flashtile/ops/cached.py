@@ -150,7 +150,7 @@ def _plan(t: CacheTensors, options: CacheOptions) -> _Plan:
     backend = family.backends.get("decode")
     if backend is None:
         backend = family.backends["decode"] = dispatch.select(problem, "decode", options.backend)
-    return _Plan(problem, backend.plan_decode(problem, t, family.known["decode"]))
+    return _Plan(problem, backend.plan("decode", problem, t, known=family.known["decode"]))
 
 
 def _family(problem: Problem, t: CacheTensors, options: CacheOptions) -> Family:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from flashtile.call.arguments import Options, is_plain, option_values
-from flashtile.call.backend import DIRECTIONS, Backend, directions_of
+from flashtile.call.backend import DIRECTIONS, Backend, Direction, Given, Gradients, Known, Plan, directions_of
 from flashtile.call.problem import TINY, Problem, Tensors, is_aligned
 from flashtile.ops import dispatch
 
@@ -36,6 +37,26 @@ class Family:
             self.backends[direction] = dispatch.select(problem, direction, options.backend)
         self.problem = problem
         return problem
+
+
+def plan(
+    chosen: Backend, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
+) -> Plan:
+    """The chosen backend's plan; with another's after it where that computes the gradient of the bias.
+
+    Calls with a bias are of no family, so nothing is known of those.
+    """
+    main, *others = (
+        backend.plan(direction, share, like, given, known)
+        for backend, share in dispatch.shares(chosen, problem, direction)
+    )
+    if not others:
+        return main
+
+    def both(*call: Any) -> Gradients:
+        return dataclasses.replace(main(*call), dbias=others[0](*call[:5]).dbias)
+
+    return both
 
 
 def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:

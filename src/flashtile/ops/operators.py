@@ -32,7 +32,7 @@ from flashtile.call.backend import Backward, Forward
 from flashtile.call.problem import Problem, Tensors, check_values
 from flashtile.core import settings
 from flashtile.ops import dispatch
-from flashtile.ops.families import Family, family_of
+from flashtile.ops.families import Family, family_of, plan
 from flashtile.ops.watched import is_watched as is_watched
 
 FORWARD, BACKWARD, JVP = (f"flashtile::attention_{name}" for name in ("forward", "backward", "jvp"))
@@ -151,7 +151,7 @@ class _Kind:
     def _plan(self, t: Tensors) -> tuple[Tensor, Tensor]:
         family = self.family
         problem = self.problem = family.problem_of(t, self.options)
-        run = family.backends["forward"].plan_forward(problem, t, family.known["forward"])
+        run = family.backends["forward"].plan("forward", problem, t, known=family.known["forward"])
         self.run = functools.partial(_checked_forward, problem, run) if problem.varlen else run
         return self.run(t)
 
@@ -160,8 +160,10 @@ class _Kind:
         family, problem = self.family, self.problem
         if problem is None or "backward" not in family.backends or _key(t, self.options) != self.key:
             problem = Problem.of(t, self.options)
-            return dispatch.select(problem, "backward", self.options.backend).plan_backward(problem, t, dout, dlse)
-        return family.backends["backward"].plan_backward(problem, t, dout, dlse, family.known["backward"])
+            family, backend = Family(), dispatch.select(problem, "backward", self.options.backend)
+        else:
+            backend = family.backends["backward"]
+        return plan(backend, "backward", problem, t, (dout, dlse), family.known["backward"])
 
 
 # Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call. Those of cached

@@ -96,7 +96,7 @@ def _plan(t: QuantizedTensors, options: QuantizedOptions) -> _Plan:
     backend = family.backends.get("quantized")
     if backend is None:
         backend = family.backends["quantized"] = dispatch.select(problem, "quantized", options.backend)
-    return _Plan(problem, backend.plan_quantized(problem, t, family.known["quantized"]))
+    return _Plan(problem, backend.plan("quantized", problem, t, known=family.known["quantized"]))
 
 
 def _family(problem: Problem, t: QuantizedTensors, options: QuantizedOptions) -> Family:

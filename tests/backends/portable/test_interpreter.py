@@ -277,7 +277,7 @@ def test_a_chain_of_partial_results_is_the_whole(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("case", "cuts"), slow_but(CHAINS, lambda each: each in (CHAINS[1], CHAINS[5])), ids=str)
 def test_a_chain_of_pieces_at_offsets_of_the_band(case: Case, cuts: tuple[int, ...]) -> None:
     with poisoned_memory(), torch.no_grad():
-        judge_chain(portable.BACKEND.plan_forward, case, cuts, torch.float16)
+        judge_chain(portable.BACKEND, case, cuts, torch.float16)
 
 
 def test_a_partial_result_in_low_precision_is_rounded_once() -> None:
