@@ -14,7 +14,7 @@ from flashtile.call.arguments import Grads
 from flashtile.call.backend import Backend, Capabilities, Direction, Gradients
 from flashtile.call.problem import Problem, described
 from flashtile.ops import dispatch
-from flashtile.ops.families import plan
+from flashtile.ops.plans import plan
 from tests.cases import Case, build
 
 EVERY = Grads(True, True, True, True)

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 import flashtile
 from flashtile import InvalidInputError
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors, flatten, read
-from flashtile.ops import operators as ops
+from flashtile.ops import plans
 from tests.kvcache.cases import CASES, CacheCase, build
 
 Q, CACHE, NEW = torch.randn(2, 3, 4, 8), torch.randn(3, 16, 2, 8), torch.randn(2, 3, 2, 8)
@@ -216,16 +216,16 @@ def test_an_int_is_a_length_for_all() -> None:
 
 
 def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = type(ops._KNOWN)()
-    monkeypatch.setattr(ops, "_KNOWN", known)
+    known = type(plans.kinds)()
+    monkeypatch.setattr(plans, "kinds", known)
     base = dict(q=Q, k_cache=CACHE, v_cache=CACHE, cache_seqlens=LENGTHS)
 
-    def plans(**changes: Any) -> int:
+    def count_with(**changes: Any) -> int:
         flashtile.attention_with_kvcache(**base | changes)
         return len(known)
 
-    assert plans() == plans() == 1
-    assert plans(cache_seqlens=LENGTHS + 1) == 1, "values are no part of a plan"
+    assert count_with() == count_with() == 1
+    assert count_with(cache_seqlens=LENGTHS + 1) == 1, "values are no part of a plan"
     moved = torch.zeros(CACHE.numel() + 1)[1:].view_as(CACHE).copy_(CACHE)
     odd = torch.zeros(3, dtype=torch.int32)[1:].copy_(LENGTHS)
     for count, changes in enumerate((
@@ -237,10 +237,10 @@ def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPat
         dict(out=torch.empty(2, 3, 5, 8)[:, :, 1:]), dict(k=NEW, v=NEW, k_cache=CACHE.clone(), v_cache=CACHE.clone()),
         dict(k=NEW[:, :2], v=NEW[:, :2], k_cache=CACHE.clone(), v_cache=CACHE.clone()), dict(backend="cpu"),
     )):  # fmt: skip
-        assert plans(**changes) == plans(**changes) == count + 2, changes
+        assert count_with(**changes) == count_with(**changes) == count + 2, changes
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
     with pytest.raises(flashtile.UnsupportedError, match="hopper"):
-        plans()
+        count_with()
 
 
 def test_values_are_checked_in_every_call_on_a_cpu_and_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

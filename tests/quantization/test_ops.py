@@ -17,8 +17,7 @@ from flashtile.call.backend import Build, Direction
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import FLOAT8, TENSORS, flatten, tensor_values
 from flashtile.compat import flash_attn_3 as fa3
-from flashtile.ops import dispatch
-from flashtile.ops import operators as ops
+from flashtile.ops import dispatch, plans
 from flashtile.ops import quantized as quantized
 from tests.quantization.cases import CASES, QuantizedCall, build
 
@@ -161,8 +160,8 @@ def test_the_profiler_and_the_flop_counter_know_the_operator() -> None:
 
 
 def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = type(ops._KNOWN)()
-    monkeypatch.setattr(ops, "_KNOWN", known)
+    known = type(plans.kinds)()
+    monkeypatch.setattr(plans, "kinds", known)
     q, k, v = inputs()
     base = flashtile.quantize(q, k, v)
     count = 0

@@ -268,7 +268,7 @@ class Backend(Protocol):
     shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of the same
     layouts, so it must not keep those. It may be called from several threads at once.
 
-    ``known`` is one dictionary for all plans of a direction of a family, see ``families.family_of``, or None. There a
+    ``known`` is one dictionary for all plans of a direction of a family, see ``plans.family_of``, or None. There a
     backend keeps what it need not make again for other lengths, under keys that say what it depends on besides the
     family. So whether a backend can run a call must not depend on lengths, batch or strides; whether it is chosen
     depends on lengths by ``Problem.tiny`` alone.

@@ -17,9 +17,8 @@ from flashtile.core import settings
 from flashtile.core.masks import Origin
 from flashtile.core.states import Partial
 from flashtile.distributed.plan import Call
-from flashtile.ops import dispatch
-from flashtile.ops import operators as ops
-from flashtile.ops.families import family_of
+from flashtile.ops import dispatch, plans
+from flashtile.ops.plans import family_of
 
 # Keys and values of a shard.
 Keys = tuple[Tensor, Tensor]
@@ -120,8 +119,8 @@ class CallPlan:
         common = family_of(t, self.options)
         if common is None:
             return None
-        kind = problem.out_dtype, problem.grad_dtype, settings.BACKEND.raw(), ops.products(t.q)
-        return ops.shared_family((*common, *kind)).known[direction]
+        kind = problem.out_dtype, problem.grad_dtype, settings.BACKEND.raw(), plans.products(t.q)
+        return plans.family((*common, *kind)).known[direction]
 
 
 def _int32(values: Sequence[Any], device: torch.device) -> Tensor:

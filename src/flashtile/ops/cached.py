@@ -26,9 +26,9 @@ from flashtile.call.cached_problem import check_values, problem_of
 from flashtile.call.problem import Problem, SequenceLayout
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError
-from flashtile.ops import dispatch, transforms
+from flashtile.ops import dispatch, plans, transforms
 from flashtile.ops import operators as ops
-from flashtile.ops.families import Family
+from flashtile.ops.plans import Family
 
 ATTEND, APPEND = "flashtile::attention_with_kvcache", "flashtile::append_attention_with_kvcache"
 _MUTABLE = {
@@ -93,13 +93,13 @@ def _run(t: CacheTensors, options: CacheOptions) -> Tensor:
     except (RuntimeError, AttributeError):
         problem_of(t, options)  # names what is no tensor, or the nested or sparse one, which has no strides
         raise
-    plan = ops.known(key)
+    plan = plans.kinds.get(key)
     if plan is None:
         readable = _readable(t)
         if readable is not t:
             return _run(readable, options)
         plan = _plan(t, options)
-        ops.remember(key, plan)
+        plans.keep(key, plan)
     lse: Tensor = plan(t)
     return lse
 
@@ -112,12 +112,12 @@ def _key(t: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
     # Written out for speed, as in ``flashtile.ops.operators``.
     pointers = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | lengths.data_ptr()
     return (
-        options, settings.BACKEND.raw(), ops.products(q),
+        options, settings.BACKEND.raw(), plans.products(q),
         out.shape, out.stride(), out.dtype, out.device, q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
         lengths.shape, lengths.stride(), lengths.dtype, lengths.device,
         pointers % 16 and tuple(x.data_ptr() % 16 for x in (out, q, k, v, lengths)),
-        *[None if x is None else ops.layout(x) for x in _others(t)],
+        *[None if x is None else plans.layout(x) for x in _others(t)],
     )  # fmt: skip
 
 
@@ -162,8 +162,8 @@ def _family(problem: Problem, t: CacheTensors, options: CacheOptions) -> Family:
     )
     width = None if t.rotary_cos is None else t.rotary_cos.shape[-1]
     without_longest = dataclasses.replace(options, max_seqlen_q=None)
-    return ops.shared_family(
-        (alike, option_values(without_longest), width, *others, settings.BACKEND.raw(), ops.products(t.q))
+    return plans.family(
+        (alike, option_values(without_longest), width, *others, settings.BACKEND.raw(), plans.products(t.q))
     )
 
 

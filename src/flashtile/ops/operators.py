@@ -6,11 +6,9 @@ graphs see opaque operators whose shapes they can infer; neither operator synchr
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +29,8 @@ from flashtile.call.arguments import Options as Options
 from flashtile.call.backend import Backward, Forward
 from flashtile.call.problem import Problem, Tensors, check_values
 from flashtile.core import settings
-from flashtile.ops import dispatch
-from flashtile.ops.families import Family, family_of, plan
+from flashtile.ops import dispatch, plans
+from flashtile.ops.plans import Family, family_of, layout, plan, products
 from flashtile.ops.watched import is_watched as is_watched
 
 FORWARD, BACKWARD, JVP = (f"flashtile::attention_{name}" for name in ("forward", "backward", "jvp"))
@@ -87,7 +85,7 @@ def attention_again(options: Options, t: Tensors) -> Tensor:
     except RuntimeError:
         return attention(t, options, False)[0]  # names what has no layout
     kind = options.kinds.get(layouts)
-    if kind is None or kind.home is not _KNOWN:
+    if kind is None or kind.home is not plans.kinds:
         t, kind = _kind(t, options, (options, layouts))
         if len(options.kinds) == _MOST_AGAIN:
             options.kinds.clear()
@@ -143,7 +141,7 @@ class _Kind:
     __slots__ = ("backwards", "family", "home", "key", "options", "problem", "run")
 
     def __init__(self, key: tuple[Any, ...], options: Options, family: Family) -> None:
-        self.key, self.options, self.family, self.home = key, options, family, _KNOWN
+        self.key, self.options, self.family, self.home = key, options, family, plans.kinds
         self.problem: Problem | None = None
         self.run: Callable[[Tensors], tuple[Tensor, Tensor]] = self._plan
         self.backwards: dict[Any, Backward] = {}
@@ -166,23 +164,8 @@ class _Kind:
         return plan(backend, "backward", problem, t, (dout, dlse), family.known["backward"])
 
 
-# Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call. Those of cached
-# calls are among them. Only single operations on the dictionary, so that threads need no lock.
-_KNOWN: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-_FAMILIES: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
-# In all, and beside one ``Options``.
-_MOST_KNOWN, _MOST_AGAIN = 4096, 256
-
-
-@contextlib.contextmanager
-def own_plans(plans: OrderedDict[tuple[Any, ...], Any]) -> Iterator[None]:
-    """Keeps the plans of calls inside in ``plans``: for tuning, since the keys do not include tiles on trial."""
-    global _KNOWN, _FAMILIES
-    before, _KNOWN, _FAMILIES = (_KNOWN, _FAMILIES), plans, OrderedDict()
-    try:
-        yield
-    finally:
-        _KNOWN, _FAMILIES = before
+# Beside one ``Options``.
+_MOST_AGAIN = 256
 
 
 def _kind(t: Tensors, options: Options, key: tuple[Any, ...] | None = None) -> tuple[Tensors, _Kind]:
@@ -192,48 +175,21 @@ def _kind(t: Tensors, options: Options, key: tuple[Any, ...] | None = None) -> t
     except RuntimeError:
         Problem.of(t, options)  # names the nested or sparse tensor, which has no strides or no address
         raise
-    kind = _KNOWN.get(key)
+    kind = plans.kinds.get(key)
     if kind is None:
         readable = _readable(t)
         if readable is not t:
             return _kind(readable, options)
         kind = _Kind(key, options, _family(t, options))
-        remember(key, kind)
+        plans.keep(key, kind)
     return t, kind
-
-
-def known(key: tuple[Any, ...]) -> Any:
-    """What was remembered under a key, or None."""
-    return _KNOWN.get(key)
-
-
-def remember(key: tuple[Any, ...], value: object) -> None:
-    """Keeps what was made for calls of a key; the oldest is forgotten."""
-    _KNOWN[key] = value
-    if len(_KNOWN) > _MOST_KNOWN:
-        _KNOWN.popitem(last=False)
 
 
 def _family(t: Tensors, options: Options) -> Family:
     common = family_of(t, options)
     if common is None:
         return Family()
-    return shared_family((*common, settings.BACKEND.raw(), products(t.q)))
-
-
-def shared_family(key: tuple[Any, ...]) -> Family:
-    """The family of a key; the oldest is forgotten."""
-    family = _FAMILIES.get(key)
-    if family is None:
-        family = _FAMILIES[key] = Family()
-        if len(_FAMILIES) > _MOST_KNOWN:
-            _FAMILIES.popitem(last=False)
-    return family
-
-
-def products(q: Tensor) -> object:
-    """PyTorch's setting of how float32 numbers are multiplied, where that is the dtype."""
-    return q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
+    return plans.family((*common, settings.BACKEND.raw(), products(t.q)))
 
 
 def _key(t: Tensors, options: Options) -> tuple[Any, ...]:
@@ -256,11 +212,6 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
     # Kernels specialise on packed sequences that attend to themselves.
     is_self = bounds_q is not None and bounds_k is not None and bounds_q.data_ptr() == bounds_k.data_ptr()
     return *(None if x is None else layout(x) for x in other_tensors(t)), is_self
-
-
-def layout(x: Tensor) -> tuple[Any, ...]:
-    """All that checks and launches depend on of a tensor."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
 def _checked_forward(problem: Problem, run: Forward, t: Tensors) -> tuple[Tensor, Tensor]:

@@ -23,9 +23,9 @@ from flashtile.call.quantized_arguments import (
 )
 from flashtile.call.quantized_problem import check_values, problem_of
 from flashtile.core import settings
-from flashtile.ops import dispatch, flops, transforms
+from flashtile.ops import dispatch, flops, plans, transforms
 from flashtile.ops import operators as ops
-from flashtile.ops.families import Family
+from flashtile.ops.plans import Family
 
 OPERATOR = "flashtile::attention_quantized"
 torch.library.define(OPERATOR, f"({arguments.schema(TENSORS, OPTIONS)}) -> (Tensor, Tensor)")
@@ -59,18 +59,18 @@ def _readable(t: QuantizedTensors) -> QuantizedTensors:
 
 def _run(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tensor]:
     try:
-        layouts = [None if x is None else ops.layout(x) for x in tensor_values(t)]
+        layouts = [None if x is None else plans.layout(x) for x in tensor_values(t)]
     except (RuntimeError, AttributeError):
         problem_of(t, options)  # names what is no tensor, or the nested or sparse one, which has no strides
         raise
     key = (options, settings.BACKEND.raw(), *layouts)
-    plan = ops.known(key)
+    plan = plans.kinds.get(key)
     if plan is None:
         readable = _readable(t)
         if readable is not t:
             return _run(readable, options)
         plan = _plan(t, options)
-        ops.remember(key, plan)
+        plans.keep(key, plan)
     found: tuple[Tensor, Tensor] = plan(t)
     return found
 
@@ -108,7 +108,7 @@ def _family(problem: Problem, t: QuantizedTensors, options: QuantizedOptions) ->
         for x in tensor_values(t)
     )
     without_longest = dataclasses.replace(options, max_seqlen_q=None, max_seqlen_k=None)
-    return ops.shared_family((alike, option_values(without_longest), *others, settings.BACKEND.raw()))
+    return plans.family((alike, option_values(without_longest), *others, settings.BACKEND.raw()))
 
 
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,18 @@
-"""Families: calls that differ in lengths, batch and strides alone, and what plans of one take over from another."""
+"""The caches of plans: by all that checks and launches look at, and by families of calls of other lengths.
+
+Only single operations on the dictionaries, so that threads need no lock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from flashtile.call.arguments import Options, is_plain, option_values
 from flashtile.call.backend import DIRECTIONS, Backend, Direction, Given, Gradients, Known, Plan, directions_of
@@ -57,6 +66,51 @@ def plan(
         return dataclasses.replace(main(*call), dbias=others[0](*call[:5]).dbias)
 
     return both
+
+
+# Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call.
+kinds: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
+MOST = 4096
+
+
+@contextlib.contextmanager
+def own_plans(of_kinds: OrderedDict[tuple[Any, ...], Any] | None = None) -> Iterator[None]:
+    """Keeps the plans of calls inside elsewhere: for tuning, since the keys do not include tiles on trial."""
+    global kinds, families
+    before = kinds, families
+    kinds, families = OrderedDict() if of_kinds is None else of_kinds, OrderedDict()
+    try:
+        yield
+    finally:
+        kinds, families = before
+
+
+def keep(key: tuple[Any, ...], value: object) -> None:
+    """Keeps what was made for calls of a key in ``kinds``; the oldest is forgotten."""
+    kinds[key] = value
+    if len(kinds) > MOST:
+        kinds.popitem(last=False)
+
+
+def family(key: tuple[Any, ...]) -> Family:
+    """The family of a key; the oldest is forgotten."""
+    found = families.get(key)
+    if found is None:
+        found = families[key] = Family()
+        if len(families) > MOST:
+            families.popitem(last=False)
+    return found
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """All that checks and launches depend on of a tensor."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+
+
+def products(q: Tensor) -> object:
+    """PyTorch's setting of how float32 numbers are multiplied, where that is the dtype."""
+    return q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
 
 
 def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
