@@ -48,7 +48,7 @@ def _call(case: Case) -> tuple[Tensors, Options]:
     if case.lengths and case.say_longest:
         lengths = (call.problem.seqlen_q, call.problem.seqlen_k)
     plain = (case.scale, case.softcap, case.dropout, False, None)
-    return ops._readable(t), read(t, case.causal, case.window, False, plain, lengths)
+    return ops.REGULAR.readable(t), read(t, case.causal, case.window, False, plain, lengths)
 
 
 def _is_short(name: str) -> bool:

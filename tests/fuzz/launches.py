@@ -128,7 +128,7 @@ Parts = Iterator[tuple[str, str, dict[str, object], Problem | None]]
 def _of_plain(call: Drawn, capability: Capability) -> Parts:
     assert isinstance(call.case, Case)
     made = build(call.case, call.dtype, "meta")
-    problem, t = _on(made.problem, capability), ops._readable(made.tensors)
+    problem, t = _on(made.problem, capability), ops.REGULAR.readable(made.tensors)
     if not _is_able(problem, "forward"):
         return
     for backend in _backends(problem, "forward"):
@@ -154,7 +154,7 @@ def _of_pieces(call: Drawn, capability: Capability) -> Parts:
         mask=None if origins else call.case.mask, bias=None if origins else call.case.bias,
     )  # fmt: skip
     made = build(case, call.dtype, "meta")
-    problem, t = _on(made.problem, capability), ops._readable(made.tensors)
+    problem, t = _on(made.problem, capability), ops.REGULAR.readable(made.tensors)
     if origins:
         problem = replace(problem, origins=True)
         t = replace(t, origins=empty(problem.batch, len(Origin._fields), dtype=torch.int32))
@@ -193,7 +193,7 @@ def _of_cached(call: Drawn, capability: Capability) -> Parts:
     case, t = call.case, laid_out(call.case, call.dtype)
     options = read(case.causal, case.window, True, (_longest(case), case.scale, case.softcap, case.interleaved, None))
     problem = _on(cached_problem(t, options), capability)
-    t = cached_ops._readable(t)
+    t = cached_ops.CACHED.readable(t)
     if not _is_able(problem, "decode"):
         return
     for backend in _backends(problem, "decode"):

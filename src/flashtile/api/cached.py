@@ -14,6 +14,7 @@ from flashtile.call.cached_arguments import TENSORS, CacheTensors, read, tensor_
 from flashtile.call.cached_problem import check_length
 from flashtile.core.errors import InvalidInputError
 from flashtile.ops import cached as ops
+from flashtile.ops.operation import refuse_gradients
 
 
 def attention_with_kvcache(
@@ -134,7 +135,7 @@ def _check_types(t: CacheTensors) -> None:
         return
     arguments.given(t, TENSORS)  # names what is no tensor, and not of a subclass either
     if gradients:
-        ops.refuse_gradients(tensor_values(t))
+        refuse_gradients(TENSORS, tensor_values(t), ops.CACHED.what)
 
 
 def _empty_out(q: Tensor, v_cache: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, Qua
 from flashtile.call.quantized_problem import problem_of
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import quantized as ops
-from flashtile.ops import training, transforms
+from flashtile.ops import training
+from flashtile.ops.operation import refuse_tangents
 from flashtile.ops.training import of_record, rounded
 
 
@@ -82,7 +83,7 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
         raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
     if tensors is given:
         if forward_ad._current_level >= 0:
-            transforms.refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
+            refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
         if autocast.is_on():
             tensors = autocast.cast(tensors, tensors.q.device.type)
         if tensors.q.dtype not in OUT_DTYPES:
