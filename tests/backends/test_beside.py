@@ -14,7 +14,7 @@ from flashtile.call.arguments import Grads
 from flashtile.call.backend import Backend, Capabilities, Direction, Gradients
 from flashtile.call.problem import Problem, described
 from flashtile.ops import dispatch
-from flashtile.ops.plans import plan
+from flashtile.ops.plans import Family
 from tests.cases import Case, build
 
 EVERY = Grads(True, True, True, True)
@@ -81,7 +81,9 @@ def test_each_computes_its_part() -> None:
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
 
     def gradients(backend: Backend) -> Gradients:
-        found: Gradients = plan(backend, "backward", call.problem, t, (dout, dlse))(t, out, lse, dout, dlse)
+        family = Family()
+        family.backends["backward"] = backend
+        found: Gradients = family.plan("backward", call.problem, t, (dout, dlse))(t, out, lse, dout, dlse)
         return found
 
     assert len(dispatch.shares(Biasless(), call.problem, "backward")) == 2

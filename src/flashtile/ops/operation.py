@@ -20,7 +20,7 @@ from flashtile.call.backend import Direction, Given, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError
-from flashtile.ops import dispatch, plans
+from flashtile.ops import plans
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -106,7 +106,7 @@ class Operation(Generic[T, S]):
         problem_of: Checks the tensors against one another and makes the problem.
         check_values: Checks what tensors contain: on CPUs, or with ``FLASHTILE_CHECK``.
         key: Everything that checks and launches depend on.
-        prepare: Makes a call's problem and its family, with a backend in it; see ``in_family``.
+        prepare: Finds a call's problem, with other values of some fields, and its family; see ``in_family``.
         has_values: Whether there is something for ``check_values``.
         written: The tensors that a call writes.
     """
@@ -118,7 +118,7 @@ class Operation(Generic[T, S]):
     problem_of: Callable[[T, S], Problem]
     check_values: Callable[[Problem, T], None]
     key: Callable[[T, S], tuple[Any, ...]]
-    prepare: Callable[[T, S], tuple[Problem, plans.Family]]
+    prepare: Callable[..., tuple[Problem, plans.Family]]
     has_values: Callable[[Problem], bool] = lambda problem: True
     written: Callable[[T], tuple[Tensor, ...]] | None = None
 
@@ -230,9 +230,12 @@ class Operation(Generic[T, S]):
         family = plans.family(
             (alike, dataclasses.replace(o, **lengths), *tensors, *besides, settings.BACKEND.raw(), plans.products(t.q))
         )
-        if self.direction not in family.backends:
-            family.backends[self.direction] = dispatch.select(problem, self.direction, o.backend)
         return problem, family
+
+    def plan(self, direction: Direction, t: T, o: S, given: Given = (), **but: Any) -> Plan:
+        """A plan of a direction that is not kept here, of a problem with other values of some fields."""
+        problem, family = self.prepare(t, o, **but)
+        return family.plan(direction, problem, t, given, o.backend)  # type: ignore[attr-defined]
 
     def guarded(self, problem: Problem, run: Plan) -> Plan:
         """A backend's plan with what every backend's needs around it."""
@@ -295,9 +298,8 @@ class Kind:
         return self.run(t)
 
     def plan(self, direction: Direction, t: Any, given: Given = ()) -> Plan:
-        """A plan of a direction that the family has."""
-        family = self.family
-        return plans.plan(family.backends[direction], direction, self.problem, t, given, family.known[direction])
+        """A plan of a direction for tensors of these layouts."""
+        return self.family.plan(direction, self.problem, t, given, self.options.backend)
 
 
 def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> None:

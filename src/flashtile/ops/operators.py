@@ -14,7 +14,7 @@ from flashtile.call.arguments import GRADIENTS, Options, Tensors, differentiable
 from flashtile.call.backend import Given, Plan
 from flashtile.call.problem import Problem, check_values
 from flashtile.core import settings
-from flashtile.ops import dispatch, flops, plans
+from flashtile.ops import flops, plans
 from flashtile.ops.operation import Kind, Operation, is_watched
 
 
@@ -92,10 +92,10 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
     return *(None if x is None else plans.layout(x) for x in other_tensors(t)), is_self
 
 
-def _prepare(t: Tensors, options: Options) -> tuple[Problem, plans.Family]:
-    common = plans.family_of(t, options)
-    family = plans.Family() if common is None else plans.family((*common, settings.BACKEND.raw(), plans.products(t.q)))
-    return family.problem_of(t, options), family
+def _prepare(t: Tensors, options: Options, **but: Any) -> tuple[Problem, plans.Family]:
+    common, others = plans.family_of(t, options), (settings.BACKEND.raw(), plans.products(t.q), *but.items())
+    family = plans.Family() if common is None else plans.family((*common, *others))
+    return family.problem_of(t, options, **but), family
 
 
 REGULAR = Operation(
@@ -129,11 +129,9 @@ _gradient_values = fields_of(GRADIENTS.values())
 
 def _plan_backward(kind: Kind, t: Tensors, given: Given) -> Plan:
     """A plan of the backward for tensors that saved-tensor hooks may have laid out anew."""
-    options = kind.options
-    if "backward" in kind.family.backends and _key(t, options) == kind.key:
+    if _key(t, kind.options) == kind.key:
         return kind.plan("backward", t, given)
-    problem = Problem.of(t, options)
-    return plans.plan(dispatch.select(problem, "backward", options.backend), "backward", problem, t, given)
+    return REGULAR.plan("backward", t, kind.options, given)
 
 
 def watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> tuple[Tensor | None, ...]:

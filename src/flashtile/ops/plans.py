@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call.arguments import Options, is_plain, option_values
-from flashtile.call.backend import DIRECTIONS, Backend, Direction, Given, Gradients, Known, Plan, directions_of
+from flashtile.call.backend import DIRECTIONS, Backend, Direction, Given, Gradients, Plan, directions_of
 from flashtile.call.problem import TINY, Problem, Tensors, is_aligned
 from flashtile.ops import dispatch
 
@@ -25,7 +25,7 @@ class Family:
 
     Attributes:
         problem: Of one of them; None until one has been planned.
-        backends: Of the forward, and of the backward if a gradient is needed.
+        backends: By direction.
         known: By direction, what the plans of a backend share.
     """
 
@@ -36,36 +36,36 @@ class Family:
         self.backends: dict[str, Backend] = {}
         self.known: dict[str, dict[Any, Any]] = {name: {} for name in DIRECTIONS}
 
-    def problem_of(self, t: Tensors, options: Options) -> Problem:
-        """The problem of a call, whose backends are then in ``backends``."""
+    def problem_of(self, t: Tensors, options: Options, **but: Any) -> Problem:
+        """The problem of a regular call, with other values of some fields, whose backends are then in ``backends``."""
         if self.problem is not None:
             return self.problem.resized(t, options)
-        problem = Problem.of(t, options)
+        problem = Problem.of(t, options).but(**but)
         # First the backward, so that a call whose backward cannot run is refused now.
         for direction in reversed(directions_of(problem)):
-            self.backends[direction] = dispatch.select(problem, direction, options.backend)
+            self.backend(direction, problem, options.backend)
         self.problem = problem
         return problem
 
+    def backend(self, direction: Direction, problem: Problem, name: str) -> Backend:
+        """The backend of a direction; ``name`` is an explicit choice, or empty."""
+        chosen = self.backends.get(direction)
+        if chosen is None:
+            chosen = self.backends[direction] = dispatch.select(problem, direction, name)
+        return chosen
 
-def plan(
-    chosen: Backend, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
-) -> Plan:
-    """The chosen backend's plan; with another's after it where that computes the gradient of the bias.
+    def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = (), name: str = "") -> Plan:
+        """A backend's plan; with another's after it where that computes the gradient of the bias."""
+        chosen, known = self.backend(direction, problem, name), self.known[direction]
+        shares = dispatch.shares(chosen, problem, direction)
+        main, *others = (backend.plan(direction, share, like, given, known) for backend, share in shares)
+        if not others:
+            return main
 
-    Calls with a bias are of no family, so nothing is known of those.
-    """
-    main, *others = (
-        backend.plan(direction, share, like, given, known)
-        for backend, share in dispatch.shares(chosen, problem, direction)
-    )
-    if not others:
-        return main
+        def both(*call: Any) -> Gradients:
+            return dataclasses.replace(main(*call), dbias=others[0](*call[:5]).dbias)
 
-    def both(*call: Any) -> Gradients:
-        return dataclasses.replace(main(*call), dbias=others[0](*call[:5]).dbias)
-
-    return both
+        return both
 
 
 # Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call.
