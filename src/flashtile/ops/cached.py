@@ -15,6 +15,7 @@ from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError
 from flashtile.ops import plans
 from flashtile.ops.operation import Operation, is_watched
+from flashtile.ops.plans import layout
 
 
 def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
@@ -31,7 +32,8 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
         operator = ATTEND if t.k is None else APPEND
         watched: Tensor = operator.overload(*CACHED.flatten(CACHED.readable(t), options))
         return watched
-    found: Tensor = CACHED(t, options)
+    t, kind = CACHED.kind(t, options)
+    found: Tensor = kind.run(t)
     return found
 
 
@@ -40,12 +42,12 @@ def _key(t: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
     # Written out for speed, as in ``flashtile.ops.operators``.
     pointers = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | lengths.data_ptr()
     return (
-        options, settings.BACKEND.raw(), plans.products(q),
+        options, settings.BACKEND.raw(), q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         out.shape, out.stride(), out.dtype, out.device, q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
         lengths.shape, lengths.stride(), lengths.dtype, lengths.device,
         pointers % 16 and tuple(x.data_ptr() % 16 for x in (out, q, k, v, lengths)),
-        *[None if x is None else plans.layout(x) for x in _others(t)],
+        *[None if x is None else layout(x) for x in _others(t)],
     )  # fmt: skip
 
 
@@ -75,7 +77,8 @@ def _checked(appends: bool, t: CacheTensors, options: CacheOptions) -> Tensor:
     if appends != (t.k is not None):
         other = "append_attention_with_kvcache" if t.k is not None else "attention_with_kvcache"
         raise InvalidInputError("k", f"is {'given' if t.k is not None else 'None'}: the operator is {other}")
-    lse: Tensor = CACHED(t, options)
+    t, kind = CACHED.kind(t, options)
+    lse: Tensor = kind.run(t)
     return lse
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from flashtile.call.arguments import both_ways, fields_of, table
+from flashtile.call.arguments import both_ways, fields_of, given, table
 from flashtile.call.backend import Direction, Given, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
@@ -106,7 +106,7 @@ class Operation(Generic[T, S]):
         problem_of: Checks the tensors against one another and makes the problem.
         check_values: Checks what tensors contain: on CPUs, or with ``FLASHTILE_CHECK``.
         key: Everything that checks and launches depend on.
-        prepare: Finds a call's problem, with other values of some fields, and its family; see ``in_family``.
+        prepare: Finds a call's problem and its family; see ``in_family``. That of regular calls takes fields of it.
         has_values: Whether there is something for ``check_values``.
         written: The tensors that a call writes.
     """
@@ -173,11 +173,7 @@ class Operation(Generic[T, S]):
 
     def run(self, *args: Any) -> Any:
         """A kernel for ``define``: runs the call of these arguments."""
-        return self(*self.unflatten(args))
-
-    def __call__(self, t: T, o: S) -> Any:
-        """Runs a call past the dispatcher; returns what its plan returns."""
-        t, kind = self.kind(t, o)
+        t, kind = self.kind(*self.unflatten(args))
         return kind.run(t)
 
     def kind(self, t: T, o: S, key: tuple[Any, ...] | None = None) -> tuple[T, Kind]:
@@ -212,6 +208,18 @@ class Operation(Generic[T, S]):
                 copies[name] = x.contiguous()
         return dataclasses.replace(t, **copies) if copies else t  # type: ignore[type-var]
 
+    def check_types(self, t: T) -> None:
+        """Raises for what is no tensor and, where gradients are enabled, for the first tensor that requires grad."""
+        gradients = torch.is_grad_enabled()
+        for x in self.values(t):
+            if x is not None and (type(x) is not Tensor or (gradients and x.requires_grad)):
+                break
+        else:
+            return
+        given(t, self.rows)  # names what is no tensor, and not of a subclass either
+        if gradients:
+            refuse_gradients(self.rows, self.values(t), self.what)
+
     def in_family(self, t: Any, o: Any, *besides: Any) -> tuple[Problem, plans.Family]:
         """A call's problem, and what it shares with calls that differ in lengths, batch and strides alone.
 
@@ -233,7 +241,7 @@ class Operation(Generic[T, S]):
         return problem, family
 
     def plan(self, direction: Direction, t: T, o: S, given: Given = (), **but: Any) -> Plan:
-        """A plan of a direction that is not kept here, of a problem with other values of some fields."""
+        """A plan of a direction that is not kept here; ``but`` are fields of its problem: ``prepare``."""
         problem, family = self.prepare(t, o, **but)
         return family.plan(direction, problem, t, given, o.backend)  # type: ignore[attr-defined]
 

@@ -16,6 +16,7 @@ from flashtile.call.problem import Problem, check_values
 from flashtile.core import settings
 from flashtile.ops import flops, plans
 from flashtile.ops.operation import Kind, Operation, is_watched
+from flashtile.ops.plans import layout
 
 
 def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
@@ -89,7 +90,7 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
     bounds_q, bounds_k = t.cu_seqlens_q, t.cu_seqlens_k
     # Kernels specialise on packed sequences that attend to themselves.
     is_self = bounds_q is not None and bounds_k is not None and bounds_q.data_ptr() == bounds_k.data_ptr()
-    return *(None if x is None else plans.layout(x) for x in other_tensors(t)), is_self
+    return *(None if x is None else layout(x) for x in other_tensors(t)), is_self
 
 
 def _prepare(t: Tensors, options: Options, **but: Any) -> tuple[Problem, plans.Family]:
@@ -117,7 +118,7 @@ def _gradients(
     is_dense = q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and dout.is_contiguous()
     if not is_dense or dlse is not None or (results | given) % 16 or not is_plain(t):
         layouts = ((*x.stride(), x.data_ptr() % 16) for x in (q, k, v, dout))
-        key = key, results % 16, *layouts, None if dlse is None else plans.layout(dlse), *_other_layouts(t)
+        key = key, results % 16, *layouts, None if dlse is None else layout(dlse), *_other_layouts(t)
     run = kind.backwards.get(key)
     if run is None:
         run = kind.backwards[key] = _plan_backward(kind, t, (dout, dlse))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flashtile.call import arguments
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedOptions, QuantizedTensors
 from flashtile.call.quantized_problem import check_values, problem_of
 from flashtile.core import settings
 from flashtile.ops import flops, plans
-from flashtile.ops.operation import Operation, is_watched, refuse_gradients
+from flashtile.ops.operation import Operation, is_watched
+from flashtile.ops.plans import layout
 
 
 def attend(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tensor]:
@@ -26,18 +25,14 @@ def attend(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tens
     if is_watched(t.q, t.k, t.v):
         found = OPERATOR.overload(*QUANTIZED.flatten(t, options))
         return found
-    for x in QUANTIZED.values(t):
-        if x is not None and (type(x) is not Tensor or x.requires_grad):
-            arguments.given(t, QUANTIZED.rows)  # names what is no tensor, and not of a subclass either
-            if torch.is_grad_enabled():
-                refuse_gradients(QUANTIZED.rows, QUANTIZED.values(t), QUANTIZED.what)
-            break
-    found = QUANTIZED(t, options)
+    QUANTIZED.check_types(t)
+    t, kind = QUANTIZED.kind(t, options)
+    found = kind.run(t)
     return found
 
 
 def _key(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Any, ...]:
-    return (options, settings.BACKEND.raw(), *[None if x is None else plans.layout(x) for x in QUANTIZED.values(t)])
+    return (options, settings.BACKEND.raw(), *[None if x is None else layout(x) for x in QUANTIZED.values(t)])
 
 
 def _prepare(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Problem, plans.Family]:
