@@ -10,10 +10,8 @@ from torch import Tensor
 from flashtile.call.arguments import fields_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.cached_problem import check_values, problem_of
-from flashtile.call.problem import Problem
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError
-from flashtile.ops import plans
 from flashtile.ops.operation import Operation, is_watched
 from flashtile.ops.plans import layout
 
@@ -51,8 +49,8 @@ def _key(t: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _prepare(t: CacheTensors, options: CacheOptions) -> tuple[Problem, plans.Family]:
-    return CACHED.in_family(t, options, None if t.rotary_cos is None else t.rotary_cos.shape[-1])
+def _rotary_width(t: CacheTensors) -> int | None:
+    return None if t.rotary_cos is None else t.rotary_cos.shape[-1]
 
 
 def _written(t: CacheTensors) -> tuple[Tensor, ...]:
@@ -60,8 +58,9 @@ def _written(t: CacheTensors) -> tuple[Tensor, ...]:
 
 
 CACHED = Operation(
-    "a cached call", "decode", CacheTensors, CacheOptions, problem_of, check_values, _key, _prepare, written=_written
-)
+    "a cached call", "decode", CacheTensors, CacheOptions, problem_of, check_values, _key, besides=_rotary_width,
+    written=_written,
+)  # fmt: skip
 _others = fields_of(list(CACHED.rows)[5:])
 
 

@@ -70,8 +70,8 @@ def without_bias(problem: Problem) -> Problem:
 
 def shares(chosen: Backend, problem: Problem, direction: Direction) -> list[tuple[Backend, Problem]]:
     """The backends that run a direction, and what each computes: two where the first has no gradient of the bias."""
-    can = chosen.capabilities(direction)
-    if direction != "backward" or not problem.bias_grad or (can is not None and can.bias_grad):
+    can = chosen.capabilities(direction) if direction == "backward" and problem.grads.bias else None
+    if can is None or can.bias_grad:
         return [(chosen, problem)]
     bias = problem.but(grads=Grads(bias=True))
     return [(chosen, without_bias(problem)), (select(bias, direction), bias)]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from flashtile.call.arguments import both_ways, fields_of, given, table
+from flashtile.call import arguments
+from flashtile.call.arguments import both_ways, fields_of, table
 from flashtile.call.backend import Direction, Given, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
@@ -106,8 +107,8 @@ class Operation(Generic[T, S]):
         problem_of: Checks the tensors against one another and makes the problem.
         check_values: Checks what tensors contain: on CPUs, or with ``FLASHTILE_CHECK``.
         key: Everything that checks and launches depend on.
-        prepare: Finds a call's problem and its family; see ``in_family``. That of regular calls takes fields of it.
         has_values: Whether there is something for ``check_values``.
+        besides: What plans depend on that neither the problem nor the tensors' dtypes say.
         written: The tensors that a call writes.
     """
 
@@ -118,19 +119,17 @@ class Operation(Generic[T, S]):
     problem_of: Callable[[T, S], Problem]
     check_values: Callable[[Problem, T], None]
     key: Callable[[T, S], tuple[Any, ...]]
-    prepare: Callable[..., tuple[Problem, plans.Family]]
     has_values: Callable[[Problem], bool] = lambda problem: True
+    besides: Callable[[T], object] = lambda t: None
     written: Callable[[T], tuple[Tensor, ...]] | None = None
 
     def __post_init__(self) -> None:
         self.rows, self.option_rows = table(self.tensors), table(self.options)
         self.values = fields_of(self.rows)
         self.flatten, self.unflatten = both_ways(self.tensors, self.options)
-        of_layout = {
-            layout: tuple(name for name, row in self.rows.items() if row.layout == layout)
-            for layout in ("rows", "whole")
-        }
-        self.in_rows, self.whole = of_layout["rows"], of_layout["whole"]
+        self.in_rows, self.whole = (
+            [name for name, row in self.rows.items() if row.layout == layout] for layout in ("rows", "whole")
+        )
 
     def define(
         self,
@@ -197,6 +196,11 @@ class Operation(Generic[T, S]):
 
         Called before autograd saves the tensors, so that a training step copies once.
         """
+        for x in self.values(t):
+            if x is not None and not x.is_contiguous():
+                break
+        else:
+            return t
         copies = {}
         for name in self.in_rows:
             x = getattr(t, name)
@@ -216,32 +220,25 @@ class Operation(Generic[T, S]):
                 break
         else:
             return
-        given(t, self.rows)  # names what is no tensor, and not of a subclass either
+        arguments.given(t, self.rows)  # names what is no tensor, and not of a subclass either
         if gradients:
             refuse_gradients(self.rows, self.values(t), self.what)
 
-    def in_family(self, t: Any, o: Any, *besides: Any) -> tuple[Problem, plans.Family]:
-        """A call's problem, and what it shares with calls that differ in lengths, batch and strides alone.
-
-        Args:
-            t: The call's tensors.
-            o: The call's options.
-            besides: What plans depend on that neither the problem nor the tensors' dtypes say.
-        """
+    def prepare(self, t: Any, o: Any, **but: Any) -> tuple[Problem, plans.Family]:
+        """A call's problem with other values of some fields, and its family."""
         problem = self.problem_of(t, o)
+        problem = problem.but(**but) if but else problem
         alike = problem.but(batch=0, seqlen_q=0, seqlen_k=0)
         lengths = {name: None for name in ("max_seqlen_q", "max_seqlen_k") if name in self.option_rows}
         tensors = (
             None if x is None else (x.dim(), x.dtype, x.device, x.data_ptr() % 16 if not x.is_meta else 0)
             for x in self.values(t)
         )
-        family = plans.family(
-            (alike, dataclasses.replace(o, **lengths), *tensors, *besides, settings.BACKEND.raw(), plans.products(t.q))
-        )
-        return problem, family
+        about = self.besides(t), settings.BACKEND.raw(), plans.products(t.q)
+        return problem, plans.family((alike, dataclasses.replace(o, **lengths), *about, *tensors))
 
     def plan(self, direction: Direction, t: T, o: S, given: Given = (), **but: Any) -> Plan:
-        """A plan of a direction that is not kept here; ``but`` are fields of its problem: ``prepare``."""
+        """A plan of a direction that is not kept here, of a problem with other values of some fields."""
         problem, family = self.prepare(t, o, **but)
         return family.plan(direction, problem, t, given, o.backend)  # type: ignore[attr-defined]
 
@@ -302,12 +299,10 @@ class Kind:
         self.backwards: dict[Any, Plan] = {}
 
     def _plan(self, t: Any) -> Any:
-        self.run = self.operation.guarded(self.problem, self.plan(self.operation.direction, t))
+        operation, problem = self.operation, self.problem
+        run = self.family.plan(operation.direction, problem, t, (), self.options.backend)
+        self.run = operation.guarded(problem, run)
         return self.run(t)
-
-    def plan(self, direction: Direction, t: Any, given: Given = ()) -> Plan:
-        """A plan of a direction for tensors of these layouts."""
-        return self.family.plan(direction, self.problem, t, given, self.options.backend)
 
 
 def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> None:

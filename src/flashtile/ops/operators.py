@@ -93,16 +93,17 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
     return *(None if x is None else layout(x) for x in other_tensors(t)), is_self
 
 
-def _prepare(t: Tensors, options: Options, **but: Any) -> tuple[Problem, plans.Family]:
-    common, others = plans.family_of(t, options), (settings.BACKEND.raw(), plans.products(t.q), *but.items())
-    family = plans.Family() if common is None else plans.family((*common, *others))
-    return family.problem_of(t, options, **but), family
+class _Regular(Operation[Tensors, Options]):
+    def prepare(self, t: Tensors, o: Options, **but: Any) -> tuple[Problem, plans.Family]:
+        """As ``Operation.prepare``; a call of a known family needs no checks."""
+        common, others = plans.family_of(t, o), (settings.BACKEND.raw(), plans.products(t.q), *but.items())
+        family = plans.Family() if common is None else plans.family((*common, *others))
+        return family.problem_of(t, o, **but), family
 
 
-REGULAR = Operation(
-    "a regular call", "forward", Tensors, Options, Problem.of, check_values, _key, _prepare,
-    has_values=lambda problem: problem.varlen,
-)  # fmt: skip
+REGULAR = _Regular(
+    "a regular call", "forward", Tensors, Options, Problem.of, check_values, _key, lambda problem: problem.varlen
+)
 
 
 def _gradients(
@@ -131,7 +132,7 @@ _gradient_values = fields_of(GRADIENTS.values())
 def _plan_backward(kind: Kind, t: Tensors, given: Given) -> Plan:
     """A plan of the backward for tensors that saved-tensor hooks may have laid out anew."""
     if _key(t, kind.options) == kind.key:
-        return kind.plan("backward", t, given)
+        return kind.family.plan("backward", kind.problem, t, given, kind.options.backend)
     return REGULAR.plan("backward", t, kind.options, given)
 
 

@@ -40,7 +40,8 @@ class Family:
         """The problem of a regular call, with other values of some fields, whose backends are then in ``backends``."""
         if self.problem is not None:
             return self.problem.resized(t, options)
-        problem = Problem.of(t, options).but(**but)
+        problem = Problem.of(t, options)
+        problem = problem.but(**but) if but else problem
         # First the backward, so that a call whose backward cannot run is refused now.
         for direction in reversed(directions_of(problem)):
             self.backend(direction, problem, options.backend)
@@ -58,12 +59,12 @@ class Family:
         """A backend's plan; with another's after it where that computes the gradient of the bias."""
         chosen, known = self.backend(direction, problem, name), self.known[direction]
         shares = dispatch.shares(chosen, problem, direction)
-        main, *others = (backend.plan(direction, share, like, given, known) for backend, share in shares)
-        if not others:
-            return main
+        if len(shares) == 1:
+            return chosen.plan(direction, problem, like, given, known)
+        main, bias = (backend.plan(direction, share, like, given) for backend, share in shares)
 
         def both(*call: Any) -> Gradients:
-            return dataclasses.replace(main(*call), dbias=others[0](*call[:5]).dbias)
+            return dataclasses.replace(main(*call), dbias=bias(*call[:5]).dbias)
 
         return both
 

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedOptions, QuantizedTensors
 from flashtile.call.quantized_problem import check_values, problem_of
 from flashtile.core import settings
-from flashtile.ops import flops, plans
+from flashtile.ops import flops
 from flashtile.ops.operation import Operation, is_watched
 from flashtile.ops.plans import layout
 
@@ -35,12 +34,8 @@ def _key(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Any, ...]:
     return (options, settings.BACKEND.raw(), *[None if x is None else layout(x) for x in QUANTIZED.values(t)])
 
 
-def _prepare(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Problem, plans.Family]:
-    return QUANTIZED.in_family(t, options)
-
-
 QUANTIZED = Operation(
-    "a quantized call", "quantized", QuantizedTensors, QuantizedOptions, problem_of, check_values, _key, _prepare
+    "a quantized call", "quantized", QuantizedTensors, QuantizedOptions, problem_of, check_values, _key
 )
 
 
