@@ -94,6 +94,11 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
 
 
 class _Regular(Operation[Tensors, Options]):
+    def readable(self, t: Tensors) -> Tensors:
+        """As ``Operation.readable``; most calls need no copy."""
+        dense = is_plain(t) and t.q.is_contiguous() and t.k.is_contiguous() and t.v.is_contiguous()
+        return t if dense else super().readable(t)
+
     def prepare(self, t: Tensors, o: Options, **but: Any) -> tuple[Problem, plans.Family]:
         """As ``Operation.prepare``; a call of a known family needs no checks."""
         common, others = plans.family_of(t, o), (settings.BACKEND.raw(), plans.products(t.q), *but.items())

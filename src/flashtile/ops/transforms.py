@@ -14,14 +14,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flashtile.call.arguments import (
-    GRADIENTS,
-    TENSORS,
-    Grads,
-    Options,
-    Tensors,
-    differentiable,
-)
+from flashtile.call.arguments import GRADIENTS, TENSORS, Grads, Options, Tensors, differentiable
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import operation
 from flashtile.ops import operators as ops
