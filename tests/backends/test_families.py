@@ -22,9 +22,9 @@ from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, 
 from flashtile.call.backend import FEATURES
 from flashtile.call.problem import Problem, _Short
 from flashtile.core.masks import Band
-from flashtile.ops import dispatch
+from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops
-from flashtile.ops.families import family_of
+from flashtile.ops.plans import family_of
 from flashtile_lab.kernels import hopper as hopper_builds
 from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu
@@ -48,7 +48,7 @@ def _call(case: Case) -> tuple[Tensors, Options]:
     if case.lengths and case.say_longest:
         lengths = (call.problem.seqlen_q, call.problem.seqlen_k)
     plain = (case.scale, case.softcap, case.dropout, False, None)
-    return ops._readable(t), read(t, case.causal, case.window, False, plain, lengths)
+    return ops.REGULAR.readable(t), read(t, case.causal, case.window, False, plain, lengths)
 
 
 def _is_short(name: str) -> bool:
@@ -230,7 +230,7 @@ def test_many_lengths_of_one_family(case: Case, monkeypatch: pytest.MonkeyPatch)
             if "varlen" in case.name:
                 sizes = {"lengths": ((seqlen_q, seqlen_k), (7, 12), (0, n))[: n % 3 + 1], "batch": n % 3 + 1}
             judge(build(dataclasses.replace(case, **sizes), torch.bfloat16), "hopper")
-        assert len(ops._FAMILIES) == 1 and len(ops._KNOWN) == len(LENGTHS)
+        assert len(plans.families) == 1 and len(plans.kinds) == len(LENGTHS)
     assert counts["select"] == 2 and counts["resized"] == len(LENGTHS) - 1
     # At most two kinds of edges forward, the backward has none.
     assert counts["constants"] <= 3
@@ -238,8 +238,8 @@ def test_many_lengths_of_one_family(case: Case, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other settings, options, layouts and gradients, and what is refused, between calls of one family."""
-    monkeypatch.setattr(ops, "_KNOWN", type(ops._KNOWN)())
-    monkeypatch.setattr(ops, "_FAMILIES", type(ops._FAMILIES)())
+    monkeypatch.setattr(plans, "kinds", type(plans.kinds)())
+    monkeypatch.setattr(plans, "families", type(plans.families)())
 
     def run(n: int, **keywords: Any) -> Tensor:
         q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -253,7 +253,7 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
 
     run(5)
     run(6)
-    assert len(ops._FAMILIES) == 1
+    assert len(plans.families) == 1
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
     with pytest.raises(flashtile.UnsupportedError):
         run(7)
@@ -263,7 +263,7 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
     run(7)
     with torch.no_grad():
         run(8)
-    assert len(ops._FAMILIES) == 3
+    assert len(plans.families) == 3
     q, k = torch.randn(1, 9, 2, 8, dtype=torch.float64), torch.randn(1, 11, 2, 8, dtype=torch.float64)
     for _ in range(2):
         with pytest.raises(InvalidInputError, match="^v: "):

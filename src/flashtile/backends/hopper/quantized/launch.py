@@ -28,7 +28,7 @@ _OPERANDS = (
 
 
 class QuantizedPlan:
-    """The forward of quantized calls of one kind; see ``Backend.plan_quantized``."""
+    """The forward of quantized calls of one kind; see ``call.backend.QuantizedForward``."""
 
     def __init__(self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None) -> None:
         """As ``forward.launch.ForwardPlan``."""

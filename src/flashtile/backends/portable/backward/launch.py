@@ -48,7 +48,7 @@ _OPERANDS = (
 
 
 class BackwardPlan:
-    """The backward of calls with the same layouts and options; see ``Backend.plan_backward``.
+    """The backward of calls with the same layouts and options; see ``call.backend.Backward``.
 
     Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, dk and dv by split.
     """

@@ -33,7 +33,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 class QuantizedPlan:
-    """The forward of quantized calls with the same layouts and options; see ``Backend.plan_quantized``."""
+    """The forward of quantized calls with the same layouts and options; see ``call.backend.QuantizedForward``."""
 
     def __init__(self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None) -> None:
         """As ``ForwardPlan``."""
