@@ -186,7 +186,8 @@ def test_equal_keys_are_equal_specialisations(fake: Driver) -> None:
     wide = torch.zeros(200, 64, dtype=torch.bfloat16)
     launches = [
         _launch(wide[: 64 + n], rows, stride, offset)
-        for n in (0, 1) for rows in (1, 16, 2**31, Const(1), Const(0)) for stride in (1, 16, 72, 2**32) for offset in (0, 16)
+        for n in (0, 1) for rows in (1, 16, 2**31, Const(1), Const(0)) for stride in (1, 16, 72, 2**32)
+        for offset in (0, 16)
     ]  # fmt: skip
     by_key: dict[Any, Any] = {}
     for each in launches:
