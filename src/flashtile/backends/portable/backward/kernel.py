@@ -94,29 +94,29 @@ def probabilities(product, lse_log2, i, cols, edge, pairs, WITH_DERIVATIVE: tl.c
 
 
 @triton.jit
-def over_queries(dk, dv, k, v, n_first, visit, call, douts, of_rows, grads, tiles, head, queries, MASKED: tl.constexpr):
+def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
     """Adds the contribution of one head's query blocks, those of ``blocks.Visit``, to dk and dv, where needed.
 
-    The scores' first dimension is the keys. Without MASKED no block needs a mask.
+    The scores' first dimension is the keys.
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    dropout = call.terms.dropout
+    dropout, queries, n_first = call.terms.dropout, place.queries, place.block * BLOCK_N
     row_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + head.h) * of_rows.stride_head + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
     for m in tl.range(visit.start, visit.stop):
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         i = rows[None, :] + head.shift
-        edge = MASKED
+        edge = visit.MASKED
         if visit.full_start is not None:
             edge = (m < visit.full_start) | (m >= visit.full_stop)
-        q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, MASKED)
+        q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
         # Rows past the end have lse_log2 +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
         lse_log2 = tl.load(of_rows.lse_log2 + row_at + first + tl.arange(0, BLOCK_M))
         delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
-        if MASKED and call.queries.cu_seqlens is not None:
+        if visit.MASKED and call.queries.cu_seqlens is not None:
             lse_log2 = tl.where(rows < queries.length, lse_log2, float("inf"))
             delta = tl.where(rows < queries.length, delta, 0.0)
         product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
@@ -125,7 +125,7 @@ def over_queries(dk, dv, k, v, n_first, visit, call, douts, of_rows, grads, tile
             HeadRows(douts, head.h, queries),
             first,
             BLOCK_M,
-            MASKED,
+            visit.MASKED,
         )
         dprobs = times_transposed(v, dout, INPUT_PRECISION)
         kept_probs = probs
@@ -188,9 +188,9 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
         for phase in tl.static_range(2 if ONE_LOOP else 0 if right is not None else 1, 3):
             m_start, m_stop = blocks.phase_blocks(phase, m_min, m_full_min, m_full_max, m_max, ONE_LOOP)
             dk, dv = over_queries(
-                dk, dv, k, v, n_first,
-                Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None),
-                call, douts, of_rows, grads, tiles, head, queries, phase != 1,
+                dk, dv, k, v,
+                Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None, phase != 1),
+                call, douts, of_rows, grads, tiles, head, place,
             )  # fmt: skip
     num_heads, head = call.heads.num_q // call.heads.group_size * splits, place.head
     dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.dropout.keep_scale)
@@ -219,8 +219,8 @@ def add_to_bias(sums, dscores, head, rows, cols, num_rows):
 
 
 @triton.jit
-def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, place, sums, MASKED: tl.constexpr):
-    """Adds the contribution of the key blocks of ``blocks.Visit`` to dq and sums; MASKED as for ``over_queries``."""
+def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, place, sums):
+    """Adds the contribution of the key blocks of ``blocks.Visit`` to dq and sums."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
     dropout, keys = call.terms.dropout, place.keys
@@ -229,13 +229,13 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        edge = MASKED
+        edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
-        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
+        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         probs, derivative = probabilities(product, lse_log2[:, None], i, cols, edge, Pairs(call.terms, head), True)
-        v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
+        v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if dropout.rng_state_ptr is not None:
             kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
@@ -295,8 +295,8 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
             dq, q, dout, lse_log2, delta, rows,
-            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
-            call, tiles, head, place, bias_sums, phase != 1,
+            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
+            call, tiles, head, place, bias_sums,
         )  # fmt: skip
     dq = scaled(dq, call.terms.scale)
     store_contiguous(

@@ -97,7 +97,7 @@ def rounded(probs):
 
 
 @triton.jit
-def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, head, keys, MASKED: tl.constexpr):
+def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, head, keys):
     """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
 
     row_sum and acc are 2^PROBS_LOG2 times those there.
@@ -110,7 +110,7 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, 
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         block = block_of(call.keys, keys, head.b, first)
-        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, MASKED)[0]
+        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)[0]
         product = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N] float32
         scale = q_scale * load_scale(scales.k, keys.batch_index, head_kv, block, True)
         if SCALE_FIRST:
@@ -118,7 +118,7 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, 
         x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
         if not SCALE_FIRST:
             scale_log2 = scale_log2 * scale
-        edge = MASKED
+        edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
@@ -169,8 +169,8 @@ def attention_quantized(call, scales, output, tiles):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, q_scale, rows,
-            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
-            call, scales, tiles, head, keys, phase != 1,
+            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
+            call, scales, tiles, head, keys,
         )  # fmt: skip
     exists = rows < queries.length
     lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
