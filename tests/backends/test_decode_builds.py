@@ -7,10 +7,9 @@ import itertools
 import pytest
 import torch
 
-from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode.config import choose
 from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
-from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.launch import Launch, lower
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Precision, SequenceLayout, described
 from flashtile.core.masks import Band
@@ -40,8 +39,8 @@ def launches(batch: int, rows: int, pages: int, heads: int) -> tuple[Launch, Lau
 def test_steps_of_a_server_share_builds(heads: int) -> None:
     steps = itertools.product((1, 2, 7, 16, 31), (40, 64, 512), (1, 4, 13, 32))
     made = [launches(*step, heads) for step in steps]
-    append, attend = ({host._build_key(each, 0) for each in kernel} for kernel in zip(*made, strict=True))
+    append, attend = ({lower(each)[0] for each in kernel} for kernel in zip(*made, strict=True))
     assert len(append) == 1
-    tiles = {each.key[1] for _, each in made}
+    tiles = {(each.arguments["call"].schedule.BLOCK_M, *each.options.values()) for _, each in made}
     assert len(tiles) == 2
     assert len(attend) == 2 * len(tiles)  # with splits and, where there are few pages, without

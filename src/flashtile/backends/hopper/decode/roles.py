@@ -96,7 +96,8 @@ def scheduler(records, call):
             publish(records, parts, (
                 1, b, entry, h_kv, first, shape.num_rows, shape.high, state, stop_state, shape.num_states,
                 shape.state_splits, shape.item_states, shape.chunk // call.schedule.BLOCK_N, first_block,
-                gl.maximum(stop_block, first_block + 1), slots.to(gl.int32), tiles, (at >= stop).to(gl.int32), shape.first_row,
+                gl.maximum(stop_block, first_block + 1), slots.to(gl.int32), tiles,
+                (at >= stop).to(gl.int32), shape.first_row,
             ))  # fmt: skip
             parts += 1
     publish(records, parts, (0,))
