@@ -56,7 +56,9 @@ def store(at, x, mask, scale, LIKE: tl.constexpr):
 
 
 @triton.jit
-def move(source, target, position, exists, scale, rotation, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def move(
+    source, target, position, exists, scale, rotation, ROTATED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Moves rows of new tokens, rotated by the angles of their position.
 
     Args:
@@ -65,12 +67,12 @@ def move(source, target, position, exists, scale, rotation, DIM: tl.constexpr, B
         position: Of the token.
         exists: [HEADS, 1].
         scale: [HEADS, 1] float32, of 8-bit numbers.
-        rotation: ``Rotation``, or None.
+        rotation: ``Rotation``.
+        ROTATED: Features that are rotated; 0 for none.
         DIM: Features of a row.
         BLOCK: A power of two, at least DIM.
     """
     LIKE: tl.constexpr = source.dtype.element_ty
-    ROTATED: tl.constexpr = 0 if rotation is None else rotation.DIM
     if ROTATED > 0:
         pair = tl.arange(0, rotation.BLOCK)[None, :]
         first, second = pair, pair + ROTATED // 2
@@ -113,25 +115,25 @@ def append_token(token, h, cache, new, rotation):
     valid = b < cache.new.count
     b = tl.minimum(b, cache.new.count - 1)
     cached, position = tl.load(cache.cached + b), i
-    if rotation is not None:
+    if rotation.starts is not None:
         position += tl.load(rotation.starts + b)
     at = cached + i
     valid = valid & (cached >= 0) & (at < cache.capacity)
     entry, row = tl.cast(b, tl.int64), at
     if cache.entries is not None:
         entry = tl.load(cache.entries + b).to(tl.int64)
-    if cache.pages.ptr is not None:
-        SIZE: tl.constexpr = cache.pages.SIZE
-        entry = tl.load(cache.pages.ptr + entry * cache.pages.pitch + at // SIZE, mask=valid, other=0).to(tl.int64)
+    if cache.pages is not None:
+        SIZE: tl.constexpr = cache.PAGE_SIZE
+        entry = tl.load(cache.pages + entry * cache.pages_pitch + at // SIZE, mask=valid, other=0).to(tl.int64)
         row = at % SIZE
     exists = valid & (h < new.num_heads_kv)
     move(
         at_heads(new.k, b, token, i, h), at_heads(cache.k, entry, 0, row, h), position, exists,
-        scales_of(cache.scales.k, entry, h, exists), rotation, new.k.DIM, new.k.BLOCK_DIM,
+        scales_of(cache.scales.k, entry, h, exists), rotation, rotation.DIM, new.k.DIM, new.k.BLOCK_DIM,
     )  # fmt: skip
     move(
         at_heads(new.v, b, token, i, h), at_heads(cache.v, entry, 0, row, h), position, exists,
-        scales_of(cache.scales.v, entry, h, exists), None, new.v.DIM, new.v.BLOCK_DIM,
+        scales_of(cache.scales.v, entry, h, exists), rotation, 0, new.v.DIM, new.v.BLOCK_DIM,
     )  # fmt: skip
 
 
@@ -146,7 +148,7 @@ def rotate_query(token, h, rotation, SEARCH: tl.constexpr):
     move(
         at_heads(rotation.q, b, token, i, h), at_heads(rotation.rotated, b, token, i, h), position,
         valid & (h < rotation.num_heads_q), tl.full(h.shape, 1.0, tl.float32),
-        rotation, rotation.q.DIM, rotation.q.BLOCK_DIM,
+        rotation, rotation.DIM, rotation.q.DIM, rotation.q.BLOCK_DIM,
     )  # fmt: skip
 
 
@@ -157,7 +159,7 @@ def cache_append(cache, new, rotation):
     Args:
         cache: ``call.Cache``.
         new: ``call.New``.
-        rotation: ``call.Rotation``, or None.
+        rotation: ``call.Rotation``.
     """
     HEADS: tl.constexpr = new.HEADS
     pid = tl.program_id(0)
@@ -165,7 +167,7 @@ def cache_append(cache, new, rotation):
     if pid < new.count * head_blocks:
         h = (pid % head_blocks * HEADS + tl.arange(0, HEADS))[:, None]
         append_token(pid // head_blocks, h, cache, new, rotation)
-    elif rotation is not None:
+    elif rotation.starts is not None:
         q_blocks = (rotation.num_heads_q + HEADS - 1) // HEADS
         at = pid - new.count * head_blocks
         h = (at % q_blocks * HEADS + tl.arange(0, HEADS))[:, None]

@@ -1,4 +1,8 @@
-"""The arguments of cached calls on the device; ``device.records`` says what to mind with those that hold constants."""
+"""The arguments of cached calls on the device; ``device.records`` says what to mind with those that hold constants.
+
+A record that has records and leaves ends with a constant: else Triton 3.6 takes the constants of the records in it for
+None where they are used in a loop or after a branch.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +39,6 @@ class Scales(NamedTuple):
     BY_PAGE: Any
 
 
-class Pages(NamedTuple):
-    """The table of pages.
-
-    Attributes:
-        ptr: (batch, pages) int32; None for a cache by sequence.
-        pitch: Elements from one sequence's pages to the next. No ``stride``: a server's table may have any width.
-        SIZE: Rows of a page.
-    """
-
-    ptr: Any
-    pitch: Any
-    SIZE: Any
-
-
 class Cache(NamedTuple):
     """A cache of keys and values, and how much of it each sequence has.
 
@@ -61,7 +51,9 @@ class Cache(NamedTuple):
         cached: (batch,) int32, keys before this call.
         entries: (batch,) int32, which entry is the sequence's; None for its own number.
         capacity: Keys that a sequence can have at most.
-        pages: ``Pages``.
+        pages: (batch, pages) int32, the table of pages; None for a cache by sequence.
+        pages_pitch: Elements from one sequence's pages to the next. No ``stride``: a server's table has any width.
+        PAGE_SIZE: Rows of a page.
     """
 
     k: Any
@@ -72,20 +64,20 @@ class Cache(NamedTuple):
     entries: Any
     capacity: Any
     pages: Any
+    pages_pitch: Any
+    PAGE_SIZE: Any
 
 
 class Results(NamedTuple):
-    """Where results go.
+    """Where results go beside the output.
 
     Attributes:
-        out: ``Rows`` like q, head_dim_v wide.
         lse: Contiguous (batch, num_heads_q, rows), or packed (num_heads_q, rows), float32.
         acc: float32 [slots, head_dim_v]: a row's sum of one split, unnormalised; None if nothing is ever split.
         stats: float32 [slots, 2]: its maximum, base 2, and its denominator.
         counters: int32, two for each tile, see ``kernel.share_tile``; the first is 0 between launches.
     """
 
-    out: Any
     lse: Any
     acc: Any
     stats: Any
@@ -139,27 +131,29 @@ class Call(NamedTuple):
 
     Attributes:
         q: ``Rows``.
-        queries: ``Sequences`` of q.
+        out: ``Rows`` like q, head_dim_v wide.
+        queries: ``Sequences`` of both.
         cache: ``Cache``.
-        leftpad: (batch,) int32, the first key that counts; None for 0.
-        num_heads_kv: Key heads.
-        GROUP: Query heads of each.
         terms: ``scores.Terms``.
-        sinks: (num_heads_q,), or None.
         results: ``Results``.
         schedule: ``Schedule``.
+        leftpad: (batch,) int32, the first key that counts; None for 0.
+        sinks: (num_heads_q,), or None.
+        num_heads_kv: Key heads.
+        GROUP: Query heads of each.
     """
 
     q: Any
+    out: Any
     queries: Any
     cache: Any
-    leftpad: Any
-    num_heads_kv: Any
-    GROUP: Any
     terms: Any
-    sinks: Any
     results: Any
     schedule: Any
+    leftpad: Any
+    sinks: Any
+    num_heads_kv: Any
+    GROUP: Any
 
 
 class New(NamedTuple):
@@ -183,7 +177,7 @@ class New(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What a launch rotates: the new keys and the queries.
+    """What a launch that appends rotates: the new keys and the queries; nothing without starts.
 
     Attributes:
         q: ``Rows`` that further programs rotate.

@@ -122,17 +122,17 @@ def load_block(cache, base, place, inside):
 
 
 @triton.jit
-def place_block(first, inside, b, pages, BLOCK_N: tl.constexpr):
+def place_block(first, inside, b, cache, BLOCK_N: tl.constexpr):
     """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's rows after that.
 
     The page is int64: [BLOCK_N], or a number where one page holds the whole block, 0 in a cache by sequence. The table
     is read only for keys inside: its other entries may hold anything.
     """
-    PAGE_SIZE: tl.constexpr = pages.SIZE
+    PAGE_SIZE: tl.constexpr = cache.PAGE_SIZE
     key = tl.arange(0, BLOCK_N)
     page, first_row, row = tl.full((), 0, tl.int64), tl.cast(first, tl.int64), key
-    if pages.ptr is not None:
-        table = pages.ptr + tl.cast(b, tl.int64) * pages.pitch
+    if cache.pages is not None:
+        table = cache.pages + tl.cast(b, tl.int64) * cache.pages_pitch
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
             first_row = tl.cast(first % PAGE_SIZE, tl.int64)
@@ -198,7 +198,7 @@ def read_keys(n, place, rows, pairs, call):
     BLOCK_N: tl.constexpr = call.schedule.BLOCK_N
     key = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (key >= rows.low) & (key < rows.high)
-    at = place_block(n * BLOCK_N, inside, place.b, call.cache.pages, BLOCK_N)
+    at = place_block(n * BLOCK_N, inside, place.b, call.cache, BLOCK_N)
     k = load_block(call.cache.k, address_of(call.cache.k, place), at, inside)
     x, scale_log2 = score_block(k, n * BLOCK_N, key, inside, at[0], place, rows, pairs, call)
     return x, scale_log2, at, inside
@@ -266,14 +266,14 @@ def attend(place, rows, part, pairs, call):
         if the part keeps them, else nothing of use: the state of each has been stored.
     """
     EIGHT_BIT: tl.constexpr = call.cache.scales.EIGHT_BIT
-    WIDE: tl.constexpr = call.results.out.BLOCK_DIM // 2 if EIGHT_BIT else call.results.out.BLOCK_DIM
+    WIDE: tl.constexpr = call.out.BLOCK_DIM // 2 if EIGHT_BIT else call.out.BLOCK_DIM
     ROWS: tl.constexpr = rows.q.shape[0]
     acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
     acc_odd, row_max = tl.zeros([ROWS, WIDE], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
-    run, run_sum = tl.zeros([ROWS, call.results.out.BLOCK_DIM], tl.float32), tl.zeros([ROWS], tl.float32)
+    run, run_sum = tl.zeros([ROWS, call.out.BLOCK_DIM], tl.float32), tl.zeros([ROWS], tl.float32)
     run_max = tl.full([ROWS], float("-inf"), tl.float32)
     # Separate tensors: Triton carries only the first of variables that are the same value before a loop.
-    total, total_sum = tl.zeros([ROWS, call.results.out.BLOCK_DIM], tl.float32), tl.zeros([ROWS], tl.float32)
+    total, total_sum = tl.zeros([ROWS, call.out.BLOCK_DIM], tl.float32), tl.zeros([ROWS], tl.float32)
     total_max = tl.full([ROWS], float("-inf"), tl.float32)
     slot, blocks_left, splits_left = part.slot, part.blocks, part.state_splits
     for n in tl.range(part.first_block, part.stop_block):
@@ -370,15 +370,15 @@ def finish(acc, row_max, row_sum, b, place, packed, col, shape, call):
     scale, lse = softmax.finalise(row_max, row_sum)
     out = tl.where(scale[:, None] == 0.0, 0.0, acc * scale[:, None])
     num_heads, row64, h64 = call.num_heads_kv * call.GROUP, row.to(tl.int64), h.to(tl.int64)
-    if not call.results.out.PACKED:
-        start = tl.cast(b, tl.int64) * call.results.out.stride_b
+    if not call.out.PACKED:
+        start = tl.cast(b, tl.int64) * call.out.stride_b
         lse_at = (tl.cast(b, tl.int64) * num_heads + h64) * call.queries.length + row64
     else:
-        start = shape.first_row.to(tl.int64) * call.results.out.stride_row
+        start = shape.first_row.to(tl.int64) * call.out.stride_row
         lse_at = h64 * call.queries.length + shape.first_row + row64
-    at = start + row64 * call.results.out.stride_row + h64 * call.results.out.stride_head
-    out = out.to(call.results.out.ptr.dtype.element_ty)
-    tl.store(call.results.out.ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.results.out.DIM))
+    at = start + row64 * call.out.stride_row + h64 * call.out.stride_head
+    out = out.to(call.out.ptr.dtype.element_ty)
+    tl.store(call.out.ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.out.DIM))
     tl.store(call.results.lse + lse_at, lse, mask=exists)
 
 
@@ -390,7 +390,7 @@ def share_tile(b, base, counter, place, shape, part, call):
     """
     folds, rank, step = states.arrive(
         counter, part.stop - part.first, part.first // shape.item_states, shape.num_states,
-        shape.num_states * part.count * call.results.out.DIM, part.waits, call.schedule.PATIENCE,
+        shape.num_states * part.count * call.out.DIM, part.waits, call.schedule.PATIENCE,
     )  # fmt: skip
     if folds:
         RUN: tl.constexpr = call.schedule.splitting.RUN
@@ -417,7 +417,7 @@ def fold_rows(
         acc, row_max, row_sum = states.fold_stored(
             base + first, part.pitch, shape, part.count - first, call, ROWS, RUNS, SPLITS
         )
-        packed, col = place.first + first + tl.arange(0, ROWS), tl.arange(0, call.results.out.BLOCK_DIM)[None, :]
+        packed, col = place.first + first + tl.arange(0, ROWS), tl.arange(0, call.out.BLOCK_DIM)[None, :]
         finish(acc, row_max, row_sum, b, place, packed, col, shape, call)
 
 
@@ -428,7 +428,7 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b, h_kv, first = place.b, place.h_kv, place.first
     place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first)
-    packed, col = first + tl.arange(0, BLOCK_M), tl.arange(0, call.results.out.BLOCK_DIM)[None, :]
+    packed, col = first + tl.arange(0, BLOCK_M), tl.arange(0, call.out.BLOCK_DIM)[None, :]
     row, h, _exists = work.rows_of_tile(packed, h_kv, shape.num_rows, call.GROUP)
     first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
     pitch = shape.num_rows * call.GROUP

@@ -11,7 +11,6 @@ from flashtile.backends.gpu.decode.call import (
     Cache,
     Call,
     New,
-    Pages,
     Results,
     Rotation,
     Scale,
@@ -50,17 +49,14 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
     block_d, block_dv = padded(p.head_dim, least), padded(p.head_dim_v, least)
     block_d, block_dv = max(block_d, min(block_dv, 64)), max(block_dv, min(block_d, 64))
     cache = cache_of(p, t, None if config.specialised else torch.int16, block_d, block_dv)
-    results = Results(
-        rows_of("out", t.out, block_dv), Pointer(torch.float32, "lse"),
-        *(
-            (Pointer(torch.float32, "acc"), Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v),
-             Pointer(torch.int32, "counters")) if slots else (None, None, None)
-        ),
-    )  # fmt: skip
+    results = Results(Pointer(torch.float32, "lse"), None, None, None)
+    if slots:
+        stats = Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v)
+        results = Results(results.lse, Pointer(torch.float32, "acc"), stats, Pointer(torch.int32, "counters"))
     return Call(
-        rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), _queries(p, t), cache,
-        pointer(t.cache_leftpad, "leftpad"), p.num_heads_kv, p.group_size, _terms(p, t), pointer(t.sinks, "sinks"),
-        results, _schedule(p, config, lanes, few),
+        rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
+        _queries(p, t), cache, _terms(p, t), results, _schedule(p, config, lanes, few),
+        pointer(t.cache_leftpad, "leftpad"), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
 
@@ -78,11 +74,10 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
     by_page = t.page_table is not None and bool(of_k.stride_b or of_v.stride_b)
     bounds = None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new")
     new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
-    pages = Pages(pointer(t.page_table, "pages"), t.page_table.stride(0) if t.page_table is not None else 0,
-                  p.keys.page_size)  # fmt: skip
     return Cache(
         k, v, Scales(of_k, of_v, is_8_bit, bits, by_page), new, pointer(t.cache_seqlens, "cached"),
-        pointer(t.cache_batch_idx, "entries"), p.keys.length, pages,
+        pointer(t.cache_batch_idx, "entries"), p.keys.length, pointer(t.page_table, "pages"),
+        0 if t.page_table is None else t.page_table.stride(0), p.keys.page_size,
     )  # fmt: skip
 
 
@@ -94,10 +89,10 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
     return New(k, v, count, p.num_heads_kv, HEADS_AT_ONCE, min(max(power_of_two(p.batch), 32), 1024))
 
 
-def rotation_of(problem: Problem, t: CacheTensors) -> Rotation | None:
+def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     """What the launch that appends rotates."""
     if t.rotary_cos is None:
-        return None
+        return Rotation(*[None] * 8, 0, None, None, None)
     p, (rows, pairs), block = problem, t.rotary_cos.shape, padded(problem.head_dim)
     starts = t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens
     return Rotation(

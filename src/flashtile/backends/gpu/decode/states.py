@@ -31,8 +31,8 @@ def store_state(acc, row_max, row_sum, slot, count, call):
     """Stores the softmax state of the first ``count`` rows of a tile, over a run or a split, from ``slot`` on."""
     slot, exists = slot + tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[0]) < count
     col = tl.arange(0, acc.shape[1])[None, :]
-    at = call.results.acc + slot[:, None] * call.results.out.DIM + col
-    tl.store(at, acc, mask=exists[:, None] & (col < call.results.out.DIM))
+    at = call.results.acc + slot[:, None] * call.out.DIM + col
+    tl.store(at, acc, mask=exists[:, None] & (col < call.out.DIM))
     at = call.results.stats + 2 * slot[:, None] + tl.arange(0, 2)[None, :]
     tl.store(at, tl.join(row_max, row_sum), mask=exists[:, None])
 
@@ -82,13 +82,13 @@ def fold_states(slot, pitch, num_states, exists, call, LOAD: tl.constexpr, RUN: 
 def load_state(slot, pitch, number, num_states, exists, call):
     """A stored state, (acc, row_max, row_sum); that of no keys past the last one."""
     at = slot + tl.cast(number, tl.int64) * pitch
-    col = tl.arange(0, call.results.out.BLOCK_DIM)[None, :]
+    col = tl.arange(0, call.out.BLOCK_DIM)[None, :]
     there = exists & (number < num_states)
     # .cg bypasses L1, which is not coherent with other multiprocessors' stores.
     stats = call.results.stats + 2 * at[:, None] + tl.arange(0, 2)[None, :]
     top, part_sum = tl.split(tl.load(stats, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"))
-    wide = there[:, None] & (col < call.results.out.DIM)
-    part = tl.load(call.results.acc + at[:, None] * call.results.out.DIM + col, wide, other=0.0, cache_modifier=".cg")
+    wide = there[:, None] & (col < call.out.DIM)
+    part = tl.load(call.results.acc + at[:, None] * call.out.DIM + col, wide, other=0.0, cache_modifier=".cg")
     # A row that sees none of the keys contributes nothing, whatever acc holds.
     empty = top == float("-inf")
     return tl.where(empty[:, None], 0.0, part), top, tl.where(empty, 0.0, part_sum)

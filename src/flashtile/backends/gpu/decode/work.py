@@ -250,7 +250,7 @@ def entry_of(b, call):
     entry = b
     if call.cache.entries is not None:
         entry = tl.load(call.cache.entries + b)
-    if call.cache.pages.ptr is not None:
+    if call.cache.pages is not None:
         entry = 0
     return entry
 

@@ -142,14 +142,14 @@ def load_block(desc, ring, use, records, parts, n, entry_rows, call):
     ROWS: gl.constexpr = desc.block_type.shape[2]
     COLS: gl.constexpr = desc.block_type.shape[4]
     NUM_BOXES: gl.constexpr = call.schedule.BLOCK_N // ROWS
-    PAGE_SIZE: gl.constexpr = call.cache.pages.SIZE
+    PAGE_SIZE: gl.constexpr = call.cache.PAGE_SIZE
     tile, h_kv, high = ring.at(use), records.get(parts, "h_kv"), records.get(parts, "high")
     first, boxes = n * call.schedule.BLOCK_N, ()
     for i in gl.static_range(NUM_BOXES):
         row, entry, length = first + i * ROWS, records.get(parts, "entry"), high
-        if call.cache.pages.ptr is not None:
+        if call.cache.pages is not None:
             # All page ids are loaded before one is used, and none past the last page that has keys.
-            table = call.cache.pages.ptr + records.get(parts, "b").to(gl.int64) * call.cache.pages.pitch
+            table = call.cache.pages + records.get(parts, "b").to(gl.int64) * call.cache.pages_pitch
             entry = gl.load(table + row // PAGE_SIZE, mask=row < high, other=0)
             length, row = gl.minimum(gl.maximum(high - row // PAGE_SIZE * PAGE_SIZE, 0), PAGE_SIZE), row % PAGE_SIZE
         boxes = also(boxes, (HeadRows(entry, h_kv, entry * entry_rows, length, True), row))
@@ -312,7 +312,7 @@ def end_part(
             runs > 0, total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP
         )
         row = first + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, run.type.layout))
-        col = gl.arange(0, call.results.out.BLOCK_DIM, gl.SliceLayout(0, run.type.layout))[None, :]
+        col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, run.type.layout))[None, :]
         finish(run, run_max, run_sum, place.b, place, row, col, shape, call)
     else:
         store_state(run, run_max, run_sum, slot, records, parts, call, WARPGROUP)
@@ -350,10 +350,10 @@ def masked(s, n, last_keys, clear_blocks, call):
 def store_state(acc, row_max, row_sum, slot, records, parts, call, WARPGROUP: gl.constexpr):
     """Stores the softmax state of a warpgroup's rows of a part, as ``states.store_state``."""
     row = gl.arange(0, 64, row_max.type.layout)
-    col = gl.arange(0, call.results.out.BLOCK_DIM, gl.SliceLayout(0, acc.type.layout))[None, :]
+    col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, acc.type.layout))[None, :]
     count = records.get(parts, "num_rows") * call.GROUP - records.get(parts, "first") - 64 * WARPGROUP
     exists, at = row < count, (slot + row).to(gl.int64)
-    gl.store(call.results.acc + at[:, None] * call.results.out.DIM + col, acc, mask=exists[:, None])
+    gl.store(call.results.acc + at[:, None] * call.out.DIM + col, acc, mask=exists[:, None])
     gl.store(call.results.stats + 2 * at, row_max, mask=exists)
     gl.store(call.results.stats + 2 * at + 1, row_sum, mask=exists)
 
@@ -365,9 +365,9 @@ def fold_to_stored(
     """Folds a run into the running total in global memory, if there is one; each thread reads its own stores."""
     if call.schedule.splitting.RUN > 1 and has_stored:
         row = gl.arange(0, 64, run_max.type.layout)
-        col = gl.arange(0, call.results.out.BLOCK_DIM, gl.SliceLayout(0, run.type.layout))[None, :]
+        col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, run.type.layout))[None, :]
         count = records.get(parts, "num_rows") * call.GROUP - records.get(parts, "first") - 64 * WARPGROUP
-        at = call.results.acc + (slot + row).to(gl.int64)[:, None] * call.results.out.DIM + col
+        at = call.results.acc + (slot + row).to(gl.int64)[:, None] * call.out.DIM + col
         total = gl.load(at, mask=(row < count)[:, None], other=0.0, cache_modifier=".cg")
         run, run_max, run_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum)
     return run, run_max, run_sum
@@ -376,13 +376,13 @@ def fold_to_stored(
 @gluon.jit
 def load_state(slot, pitch, number, num_states, exists, call):
     """A stored state, as ``states.load_state``."""
-    width: gl.constexpr = fold_width(call.results.out.BLOCK_DIM)
+    width: gl.constexpr = fold_width(call.out.BLOCK_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // width, width], [4, 1], [1, 0])
-    col = gl.arange(0, call.results.out.BLOCK_DIM, gl.SliceLayout(0, layout))[None, :]
+    col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, layout))[None, :]
     at, there = slot + gl.to_tensor(number).to(gl.int64) * pitch, exists & (number < num_states)
     top = gl.load(call.results.stats + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
     part_sum = gl.load(call.results.stats + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
-    at = call.results.acc + at[:, None] * call.results.out.DIM + col
+    at = call.results.acc + at[:, None] * call.out.DIM + col
     return gl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg"), top, part_sum
 
 
@@ -398,7 +398,7 @@ def share_tile(records, parts, place, shape, call, WARPGROUP: gl.constexpr):
     WARPGROUPS: gl.constexpr = call.schedule.BLOCK_M // 64
     RUN: gl.constexpr = call.schedule.splitting.RUN
     AHEAD: gl.constexpr = call.schedule.AHEAD
-    width: gl.constexpr = fold_width(call.results.out.BLOCK_DIM)
+    width: gl.constexpr = fold_width(call.out.BLOCK_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // width, width], [4, 1], [1, 0])
     ROWS: gl.constexpr = 4 * (32 // width)
     pitch = shape.num_rows * call.GROUP
@@ -408,11 +408,11 @@ def share_tile(records, parts, place, shape, call, WARPGROUP: gl.constexpr):
     member = state // records.get(parts, "item_states") * WARPGROUPS + WARPGROUP
     folds, rank, step = states.arrive(
         counter, records.get(parts, "stop_state") - state, member, shape.num_states * WARPGROUPS,
-        shape.num_states * count * call.results.out.DIM, records.get(parts, "waits") > 0, call.schedule.PATIENCE,
+        shape.num_states * count * call.out.DIM, records.get(parts, "waits") > 0, call.schedule.PATIENCE,
     )  # fmt: skip
     if folds:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        col = gl.arange(0, call.results.out.BLOCK_DIM, gl.SliceLayout(0, layout))[None, :]
+        col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, layout))[None, :]
         for group in range(rank, (count + ROWS - 1) // ROWS, step):
             first = group * ROWS
             slot, exists = (records.get(parts, "slot") + first + row).to(gl.int64), first + row < count
