@@ -11,6 +11,8 @@ import torch
 from flashtile.backends.gpu.decode.config import choose
 from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, lower
+from flashtile.backends.hopper.decode.config import tiles
+from flashtile.backends.hopper.decode.launch import wide_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Precision, SequenceLayout, described
 from flashtile.core.masks import Band
@@ -44,9 +46,9 @@ def test_steps_of_a_server_share_builds(heads: int) -> None:
     made = [launches(*step, heads) for step in steps]
     append, attend = ({lower(each)[0] for each in kernel} for kernel in zip(*made, strict=True))
     assert len(append) == 1
-    tiles = {(each.arguments["call"].schedule.BLOCK_M, *each.options.values()) for _, each in made}
-    assert len(tiles) == 2
-    assert len(attend) == 2 * len(tiles)  # with splits and, where there are few pages, without
+    rows = {(each.arguments["call"].schedule.BLOCK_M, *each.options.values()) for _, each in made}
+    assert len(rows) == 2
+    assert len(attend) == 2 * len(rows)  # with splits and, where there are few pages, without
 
 
 def keeps_constants(record: tuple[Any, ...]) -> bool:
@@ -69,6 +71,7 @@ def has_constants(record: tuple[Any, ...]) -> bool:
 
 @pytest.mark.parametrize("call", [{"appends": True}, {"softcap": 30.0, "alibi": True, "sinks": True, "page_size": 16}])
 def test_no_record_loses_constants(call: dict[str, Any]) -> None:
-    problem, tensors = described_call((9, 0), **call)
-    for launch in decode.launches(problem, tensors).values():
+    problem, tensors = described_call((9, 0), num_heads_q=568, **call)
+    wide = wide_launch(problem, tensors, tiles(problem), 132)
+    for launch in (*decode.launches(problem, tensors).values(), wide):
         assert all(map(keeps_constants, launch.arguments.values())), launch

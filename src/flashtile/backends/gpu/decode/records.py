@@ -23,7 +23,7 @@ from flashtile.backends.gpu.device import scores
 from flashtile.backends.gpu.device.mask import Band, MaskMod
 from flashtile.backends.gpu.device.records import Rows, Sequences
 from flashtile.backends.gpu.device.scores import Alibi, ScoreMod, Terms
-from flashtile.backends.gpu.launch import Pointer, TensorMap, pointer
+from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
@@ -90,7 +90,7 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
 
 
 def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
-    """What the launch that appends rotates."""
+    """The record of what the launch that appends rotates."""
     if t.rotary_cos is None:
         return Rotation(None, None, None, None, None, None, None, None, 0, None, None, None)
     p, (rows, pairs), block = problem, t.rotary_cos.shape, padded(problem.head_dim)
@@ -102,12 +102,12 @@ def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     )  # fmt: skip
 
 
-def rows_of(name: str, tensor: Tensor, block_dim: int, desc: TensorMap | None = None) -> Rows:
+def rows_of(name: str, tensor: Tensor, block_dim: int) -> Rows:
     """The record of a tensor, whose operand has its name."""
     strides = tensor.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     dim = tensor.shape[-1]
-    return Rows(pointer(tensor, name), desc, batch, row, head, dim, block_dim, 1, len(strides) == 3)
+    return Rows(pointer(tensor, name), None, batch, row, head, dim, block_dim, 1, len(strides) == 3)
 
 
 def _rotated(t: CacheTensors) -> Tensor:
