@@ -116,7 +116,7 @@ def test_the_sweep_has_calls_with_splits_and_without() -> None:
             for each in launches.started(call, (9, 0)):
                 # Prompts run on the forward, which splits nothing.
                 if "cache_attention" in each.launch.kernel.__name__:
-                    whole = "output.acc" in specialise(each.launch).constexprs
+                    whole = "call.results.acc" in specialise(each.launch).constexprs
                     found.add((each.launch.kernel.__name__, whole))
     assert found == {("cache_attention", False), ("cache_attention", True), ("wide_cache_attention", False)}
 

@@ -55,6 +55,15 @@ def test_the_number_of_programs_changes_no_bit(case: CacheCase) -> None:
         assert all(torch.equal(x, y) for x, y in zip(found, results[0], strict=True))
 
 
+def test_angles_that_turn_no_feature() -> None:
+    """The queries are copied where they would be rotated."""
+    case = CacheCase("none", ((20, 2, 2), (0, 2, 2)), head_dim=32, appends=True)
+    angles = torch.empty(40, 0)
+    found = build(case, torch.float16).run("portable", rotary_cos=angles, rotary_sin=angles)
+    for x, y in zip(found, build(case, torch.float16).run("portable"), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_splits_that_registers_fold_are_folded_in_runs() -> None:
     """One program has each tile whole, with splits too long for a run to be a state; seven share tiles."""
     case = CacheCase("long", ((5200, 1, 0), (40, 1, 0), (5100, 1, 0)), heads=2, kv_heads=1, head_dim=16)

@@ -10,7 +10,7 @@ interpreter runs the kernel.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -276,15 +276,27 @@ def _a_float(device: torch.device) -> Tensor:
 
 def interpret(launch: Launch) -> None:
     """Runs a launch on CPU tensors, which are in their places; tests put other interpreters of kernels here."""
-    from triton.language import constexpr
+    constant = _constant_to_interpret()
 
     def leaf(name: str, value: Any, is_constant: bool) -> Any:
         if isinstance(value, Const):
             return value.value
         # The interpreter makes tensors of the numbers in a record.
-        return constexpr(value) if is_constant and "." in name and isinstance(value, (int, str)) else value
+        return constant(value) if is_constant and "." in name and isinstance(value, (int, str)) else value
 
     launch.kernel[(launch.programs,)](**mapped(launch, leaf), **launch.options)
+
+
+@functools.cache
+def _constant_to_interpret() -> Any:
+    """Makes a constant of a record whose arithmetic is its value's: a plain one's with a tensor gives no tensor."""
+    from triton.language import constexpr
+
+    def method(name: str) -> Callable[[Any, Any], Any]:
+        return lambda x, y: getattr(x.value, name)(y.value if isinstance(y, constexpr) else y)
+
+    names = [f"__{side}{name}__" for side in ("", "r") for name in ("add", "sub", "mul", "floordiv", "mod")]
+    return type("Constant", (constexpr,), {name: method(name) for name in names})
 
 
 def builds(launches: Mapping[str, Launch]) -> list[base.Build]:

@@ -1,107 +1,91 @@
-"""The arguments of a cached call on the device, as records that hold constants: only passed on, never assigned."""
+"""The arguments of cached calls on the device; ``device.records`` says what to mind with those that hold constants.
+
+A record that has records and leaves ends with a constant: else Triton 3.6 takes the constants of the records in it for
+None where they are used in a loop or after a branch.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 
-class Queries(NamedTuple):
-    """The queries: (batch, rows, num_heads_q, DIM), or packed; holds constants, so it is only passed as an argument.
+class Scale(NamedTuple):
+    """Scales of 8-bit keys or values, float32 by head, or by entry and head.
 
     Attributes:
-        ptr: Their address.
-        stride_b: In elements, as the next two.
-        stride_row: Of rows.
-        stride_head: Of heads.
-        cu_seqlens_ptr: (batch + 1,) int32 if packed, else None.
-        length: Rows of a sequence, or of all packed ones together.
-        MOST_ROWS: Only sequences with so many packed rows a key head at most are computed; None for all.
-        ABOVE_KEYS: And with more keys than these.
+        ptr: None for 1.
+        stride_b: Of entries, 0 if they are by head alone.
     """
 
     ptr: Any
     stride_b: Any
-    stride_row: Any
-    stride_head: Any
-    cu_seqlens_ptr: Any
-    length: Any
-    MOST_ROWS: Any = None
-    ABOVE_KEYS: Any = None
 
 
-class Lengths(NamedTuple):
-    """What keys each sequence has, by (batch,) int32 tensors.
+class Scales(NamedTuple):
+    """What a cache's numbers are to be multiplied by.
 
     Attributes:
-        cached_ptr: Keys before this call.
-        leftpad_ptr: The first key that counts; None for 0.
-        cu_seqlens_new_ptr: Bounds of packed new keys, (batch + 1,), or None.
-        num_new: New keys of each sequence where they are not packed.
-        entries_ptr: Which entry of the cache is the sequence's; None for its own number.
+        k: ``Scale``, like v.
+        v: Of the values.
+        EIGHT_BIT: Whether it holds 8-bit numbers; others have no scales.
+        BITS: Whether the kernel decodes 8-bit numbers by their bits; then they are 2^-8 times their values.
+        BY_PAGE: Whether scales differ from page to page.
     """
 
-    cached_ptr: Any
-    leftpad_ptr: Any
-    cu_seqlens_new_ptr: Any
-    num_new: Any
-    entries_ptr: Any
+    k: Any
+    v: Any
+    EIGHT_BIT: Any
+    BITS: Any
+    BY_PAGE: Any
 
 
 class Cache(NamedTuple):
-    """Keys or values, (entries, rows, heads, DIM), with the scales of 8-bit ones.
+    """A cache of keys and values, and how much of it each sequence has.
 
     Attributes:
-        ptr: Their address; 8-bit ones are int16 pairs of columns.
-        stride_b: Of entries: sequences or pages; in elements, or in pairs, as the next two.
-        stride_row: Of rows.
-        stride_head: Of heads.
-        scale_ptr: float32 by head, or by entry and head; None for 1.
-        scale_stride_b: Of entries of the scales, 0 if they are by head alone.
+        k: ``Rows`` (entries, rows, heads, dim), entries being sequences or pages; 8-bit ones as bytes to the kernel
+            that appends, to others as int16 pairs of columns. None where they are read by TMA, like v.
+        v: Likewise.
+        scales: ``Scales``.
+        new: ``Sequences`` of the keys that the call appends.
+        cached: (batch,) int32, keys before this call.
+        entries: (batch,) int32, which entry is the sequence's; None for its own number.
+        capacity: Keys that a sequence can have at most.
+        pages: (batch, pages) int32, the table of pages; None for a cache by sequence.
+        pages_pitch: Elements from one sequence's pages to the next. No ``stride``: a server's table has any width.
+        PAGE_SIZE: Rows of a page.
     """
 
-    ptr: Any
-    stride_b: Any
-    stride_row: Any
-    stride_head: Any
-    scale_ptr: Any
-    scale_stride_b: Any
-
-
-class Pages(NamedTuple):
-    """The table of pages, (batch, pages) int32; ptr is None for a cache by sequence."""
-
-    ptr: Any
-    stride_b: Any
+    k: Any
+    v: Any
+    scales: Any
+    new: Any
+    cached: Any
+    entries: Any
+    capacity: Any
+    pages: Any
+    pages_pitch: Any
+    PAGE_SIZE: Any
 
 
 class Results(NamedTuple):
-    """Where results go.
+    """Where results go beside the output.
 
     Attributes:
-        out_ptr: Like q, head_dim_v wide, with the strides that follow.
-        stride_b: In elements, as the next two.
-        stride_row: Of rows.
-        stride_head: Of heads.
-        lse_ptr: Contiguous (batch, num_heads_q, rows), or packed (num_heads_q, rows), float32.
-        acc_ptr: float32 [slots, head_dim_v]: a row's sum of one split, unnormalised; None if nothing is ever split.
-        stats_ptr: float32 [slots, 2]: its maximum, base 2, and its denominator.
-        counters_ptr: int32, two for each tile, see ``kernel.share_tile``; the first is 0 between launches.
-        sinks_ptr: (num_heads_q,), or None.
+        lse: Contiguous (batch, num_heads_q, rows), or packed (num_heads_q, rows), float32.
+        acc: float32 [slots, head_dim_v]: a row's sum of one split, unnormalised; None if nothing is ever split.
+        stats: float32 [slots, 2]: its maximum, base 2, and its denominator.
+        counters: int32, two for each tile, see ``kernel.share_tile``; the first is 0 between launches.
     """
 
-    out_ptr: Any
-    stride_b: Any
-    stride_row: Any
-    stride_head: Any
-    lse_ptr: Any
-    acc_ptr: Any
-    stats_ptr: Any
-    counters_ptr: Any
-    sinks_ptr: Any
+    lse: Any
+    acc: Any
+    stats: Any
+    counters: Any
 
 
 class Splitting(NamedTuple):
-    """How keys are cut into splits, see ``config.Splitting``; constants, so it is only passed as an argument."""
+    """How keys are cut into splits, see ``config.Splitting``."""
 
     PROGRAMS: Any
     FEWEST_KEYS: Any
@@ -112,19 +96,10 @@ class Splitting(NamedTuple):
     LONG_KEYS: Any
 
 
-class Sizes(NamedTuple):
-    """Numbers of the call and its tiles; holds constants, so it is only passed as an argument, never assigned.
+class Schedule(NamedTuple):
+    """Tiles, and how they are shared among programs.
 
     Attributes:
-        batch: Sequences.
-        num_heads_kv: Key heads.
-        GROUP: Query heads of each.
-        capacity: Keys that a sequence can have at most.
-        PAGE_SIZE: Rows of a page.
-        DIM: head_dim, then of v, then of both as tiles have them.
-        DIM_V: See DIM.
-        BLOCK_D: See DIM.
-        BLOCK_DV: See DIM.
         BLOCK_M: Rows of a tile.
         BLOCK_N: Keys of a block.
         FOLD_ROWS: Rows whose stored states are folded at once, a power of two.
@@ -134,19 +109,10 @@ class Sizes(NamedTuple):
         splitting: ``Splitting``.
         SEARCH: Sequences whose work is summed at once, a power of two.
         KEEPS: Whether registers hold the fold of a tile's states beside the state of a run.
-        BITS: Whether the kernel decodes 8-bit numbers by their bits; then they are 2^-8 times their values.
-        BY_PAGE: Whether scales differ from page to page.
+        MOST_ROWS: Only sequences with so many packed rows a key head at most are computed; None for all.
+        ABOVE_KEYS: And with more keys than these.
     """
 
-    batch: Any
-    num_heads_kv: Any
-    GROUP: Any
-    capacity: Any
-    PAGE_SIZE: Any
-    DIM: Any
-    DIM_V: Any
-    BLOCK_D: Any
-    BLOCK_DV: Any
     BLOCK_M: Any
     BLOCK_N: Any
     FOLD_ROWS: Any
@@ -156,29 +122,87 @@ class Sizes(NamedTuple):
     splitting: Any
     SEARCH: Any
     KEEPS: Any
-    BITS: Any
-    BY_PAGE: Any
+    MOST_ROWS: Any
+    ABOVE_KEYS: Any
 
 
 class Call(NamedTuple):
-    """A cached call.
+    """Attention over a cache.
 
     Attributes:
-        queries: ``Queries``.
-        lengths: ``Lengths``.
-        k: ``Cache`` of the keys.
-        v: ``Cache`` of the values.
-        pages: ``Pages``.
-        results: ``Results``.
-        sizes: ``Sizes``.
+        q: ``Rows``.
+        out: ``Rows`` like q, head_dim_v wide.
+        queries: ``Sequences`` of both.
+        cache: ``Cache``.
         terms: ``scores.Terms``.
+        results: ``Results``.
+        schedule: ``Schedule``.
+        leftpad: (batch,) int32, the first key that counts; None for 0.
+        sinks: (num_heads_q,), or None.
+        num_heads_kv: Key heads.
+        GROUP: Query heads of each.
     """
 
+    q: Any
+    out: Any
     queries: Any
-    lengths: Any
+    cache: Any
+    terms: Any
+    results: Any
+    schedule: Any
+    leftpad: Any
+    sinks: Any
+    num_heads_kv: Any
+    GROUP: Any
+
+
+class New(NamedTuple):
+    """The keys and values that a launch appends.
+
+    Attributes:
+        k: ``Rows``, like v.
+        v: Values.
+        count: Tokens.
+        num_heads_kv: Key heads.
+        HEADS: Heads of one token that a program moves.
+        SEARCH: Sequences among which a token's is looked for at once, a power of two.
+    """
+
     k: Any
     v: Any
-    pages: Any
-    results: Any
-    sizes: Any
-    terms: Any
+    count: Any
+    num_heads_kv: Any
+    HEADS: Any
+    SEARCH: Any
+
+
+class Rotation(NamedTuple):
+    """What a launch that appends rotates: the new keys and the queries; nothing without starts.
+
+    Attributes:
+        q: ``Rows`` that further programs rotate.
+        rotated: ``Rows`` that they write.
+        queries: ``Sequences`` of q.
+        num_heads_q: Query heads.
+        starts: (batch,) int32, the position of each sequence's first new token.
+        cos: Contiguous (rows, DIM / 2).
+        sin: Likewise.
+        rows: Positions that there are angles of.
+        DIM: Features that are rotated, in pairs.
+        BLOCK: A power of two, at least as many as pairs.
+        INTERLEAVED: Whether pairs are neighbours.
+        EACH_ROW: Whether query i has the i-th position; else all have the first.
+    """
+
+    q: Any
+    rotated: Any
+    queries: Any
+    num_heads_q: Any
+    starts: Any
+    cos: Any
+    sin: Any
+    rows: Any
+    DIM: Any
+    BLOCK: Any
+    INTERLEAVED: Any
+    EACH_ROW: Any

@@ -15,7 +15,7 @@ def decoded(codes):
 
 @triton.jit
 def halves(pairs, BITS: tl.constexpr):
-    """The first and the second e4m3 number of int16 pairs, as float16; see ``Sizes.BITS``."""
+    """The first and the second e4m3 number of int16 pairs, as float16; see ``Scales.BITS``."""
     if BITS:
         codes = pairs.to(tl.uint16, bitcast=True)
         first, second = decoded(codes & 0xFF), decoded(codes >> 8)
@@ -59,20 +59,20 @@ def scaled(q, power):
 
 
 @triton.jit
-def scale_of(cache, place, call):
+def scale_of(scale, place, call):
     """The factor of all keys (or values) of an item, float32; scales that differ from page to page are left out."""
     factor = 1.0
-    if call.sizes.BITS:
+    if call.cache.scales.BITS:
         factor = 256.0
-    if cache.scale_ptr is not None and not call.sizes.BY_PAGE:
-        factor *= tl.load(cache.scale_ptr + tl.cast(place.entry, tl.int64) * cache.scale_stride_b + place.h_kv)
+    if scale.ptr is not None and not call.cache.scales.BY_PAGE:
+        factor *= tl.load(scale.ptr + tl.cast(place.entry, tl.int64) * scale.stride_b + place.h_kv)
     return factor
 
 
 @triton.jit
-def page_scales(cache, page, h_kv, inside):
+def page_scales(scale, page, h_kv, inside):
     """The scale of every key of a block, [BLOCK_N] float32; 0 for those not ``inside``."""
-    at = cache.scale_ptr + page * cache.scale_stride_b + h_kv + tl.zeros(inside.shape, tl.int64)
+    at = scale.ptr + page * scale.stride_b + h_kv + tl.zeros(inside.shape, tl.int64)
     return tl.load(at, mask=inside, other=0.0)
 
 

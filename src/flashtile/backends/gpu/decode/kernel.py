@@ -18,10 +18,8 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.decode import eight_bit, states, work
-from flashtile.backends.gpu.decode.call import Cache, Call, Lengths, Pages, Queries, Results, Sizes, Splitting
 from flashtile.backends.gpu.device import scores, softmax
-from flashtile.backends.gpu.device.mask import Band, MaskMod
-from flashtile.backends.gpu.device.scores import Alibi, Pairs, ScoreMod, Terms
+from flashtile.backends.gpu.device.scores import Pairs
 
 
 class Place(NamedTuple):
@@ -99,43 +97,42 @@ class Part(NamedTuple):
 
 
 @triton.jit
-def load_block(cache, base, place, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def load_block(cache, base, place, inside):
     """A block [BLOCK_N, BLOCK_DIM] of keys or values; what is not ``inside``, and columns past DIM, are 0.
 
     Args:
-        cache: ``Cache``.
+        cache: ``Rows``.
         base: Address of its entry and head.
         place: What ``place_block`` says.
         inside: [BLOCK_N].
-        DIM: Columns.
-        BLOCK_DIM: A power of two, at least DIM.
     """
     page, first_row, row = place
-    col = tl.arange(0, BLOCK_DIM)[None, :]
+    col = tl.arange(0, cache.BLOCK_DIM)[None, :]
     if len(page.shape) == 0:
         # One address for the block, and small offsets.
         base += page * cache.stride_b + first_row * cache.stride_row
         at = base + (row * cache.stride_row)[:, None] + col
     else:
         at = base + (page * cache.stride_b + row.to(tl.int64) * cache.stride_row)[:, None] + col
-    if DIM == BLOCK_DIM:
+    if cache.DIM == cache.BLOCK_DIM:
         tile = tl.load(at, mask=inside[:, None], other=0)
     else:
-        tile = tl.load(at, mask=inside[:, None] & (col < DIM), other=0)
+        tile = tl.load(at, mask=inside[:, None] & (col < cache.DIM), other=0)
     return tile
 
 
 @triton.jit
-def place_block(first, inside, b, pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def place_block(first, inside, b, cache, BLOCK_N: tl.constexpr):
     """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's rows after that.
 
     The page is int64: [BLOCK_N], or a number where one page holds the whole block, 0 in a cache by sequence. The table
     is read only for keys inside: its other entries may hold anything.
     """
+    PAGE_SIZE: tl.constexpr = cache.PAGE_SIZE
     key = tl.arange(0, BLOCK_N)
     page, first_row, row = tl.full((), 0, tl.int64), tl.cast(first, tl.int64), key
-    if pages.ptr is not None:
-        table = pages.ptr + tl.cast(b, tl.int64) * pages.stride_b
+    if cache.pages is not None:
+        table = cache.pages + tl.cast(b, tl.int64) * cache.pages_pitch
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
             first_row = tl.cast(first % PAGE_SIZE, tl.int64)
@@ -162,14 +159,14 @@ def score_block(k, first, key, inside, page, place, rows, pairs, call):
     """Scores [BLOCK_M, BLOCK_N] of a block, -inf where a row does not see a key; and the factor to base 2."""
     INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
     if k.dtype == tl.int16:
-        even, odd = eight_bit.halves(k, call.sizes.BITS)
+        even, odd = eight_bit.halves(k, call.cache.scales.BITS)
         product = tl.dot(rows.q, tl.trans(even.to(rows.q.dtype)), input_precision=INPUT_PRECISION)
         product = tl.dot(rows.q_odd, tl.trans(odd.to(rows.q.dtype)), product, input_precision=INPUT_PRECISION)
         product *= rows.q_scale[:, None]
     else:
         product = tl.dot(rows.q, tl.trans(k), input_precision=INPUT_PRECISION)
-    if call.sizes.BY_PAGE and call.k.scale_ptr is not None:
-        product *= eight_bit.page_scales(call.k, page, place.h_kv, inside)[None, :]
+    if call.cache.scales.BY_PAGE and call.cache.scales.k.ptr is not None:
+        product *= eight_bit.page_scales(call.cache.scales.k, page, place.h_kv, inside)[None, :]
     x, scale_log2, _derivative = scores.transform(product, pairs, rows.i, key[None, :], False)
     if x.shape[0] < 64:
         x = masked(x, key, rows)
@@ -198,12 +195,11 @@ def read_keys(n, place, rows, pairs, call):
     8-bit keys and values are loaded as pairs of neighbouring columns, which become two matrices: of even columns and of
     odd ones. So the tensor cores' operands are loaded from shared memory as 16-bit ones are.
     """
-    BLOCK_N: tl.constexpr = call.sizes.BLOCK_N
-    UNIT: tl.constexpr = 2 if call.k.ptr.dtype.element_ty == tl.int16 else 1
+    BLOCK_N: tl.constexpr = call.schedule.BLOCK_N
     key = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (key >= rows.low) & (key < rows.high)
-    at = place_block(n * BLOCK_N, inside, place.b, call.pages, call.sizes.PAGE_SIZE, BLOCK_N)
-    k = load_block(call.k, address_of(call.k, place), at, inside, call.sizes.DIM // UNIT, call.sizes.BLOCK_D // UNIT)
+    at = place_block(n * BLOCK_N, inside, place.b, call.cache, BLOCK_N)
+    k = load_block(call.cache.k, address_of(call.cache.k, place), at, inside)
     x, scale_log2 = score_block(k, n * BLOCK_N, key, inside, at[0], place, rows, pairs, call)
     return x, scale_log2, at, inside
 
@@ -211,20 +207,19 @@ def read_keys(n, place, rows, pairs, call):
 @triton.jit
 def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, pairs, call):
     """Adds a block of keys, as ``read_keys`` returns it, to the softmax state of a tile's rows."""
-    UNIT: tl.constexpr = 2 if call.v.ptr.dtype.element_ty == tl.int16 else 1
     INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
     LIKE: tl.constexpr = rows.q.dtype
     x, scale_log2, at, inside = keys
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-    v = load_block(call.v, address_of(call.v, place), at, inside, call.sizes.DIM_V // UNIT, call.sizes.BLOCK_DV // UNIT)
+    v = load_block(call.cache.v, address_of(call.cache.v, place), at, inside)
     acc *= rescale[:, None]
     if v.dtype == tl.int16:
         acc_odd *= rescale[:, None]
-        even, odd = eight_bit.halves(v, call.sizes.BITS)
+        even, odd = eight_bit.halves(v, call.cache.scales.BITS)
         even, odd = even.to(LIKE), odd.to(LIKE)
-        if call.sizes.BY_PAGE and call.v.scale_ptr is not None:
+        if call.cache.scales.BY_PAGE and call.cache.scales.v.ptr is not None:
             # Relative to the block's largest, so that float16 probabilities do not underflow.
-            scale = eight_bit.page_scales(call.v, at[0], place.h_kv, inside)
+            scale = eight_bit.page_scales(call.cache.scales.v, at[0], place.h_kv, inside)
             largest = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
             scaled = (probs * (scale / largest)[None, :]).to(LIKE)
             acc += tl.dot(scaled, even, input_precision=INPUT_PRECISION) * largest
@@ -255,7 +250,7 @@ def end_split(state, run, total, slot, splits_left, is_last, part, call):
     if (splits_left == 0) | is_last:
         if part.keeps == 0:
             states.store_state(run, run_max, run_sum, slot, part.count, call)
-        elif call.sizes.KEEPS:
+        elif call.schedule.KEEPS:
             total, total_max, total_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum)
         slot += part.pitch
         splits_left = part.state_splits
@@ -270,20 +265,20 @@ def attend(place, rows, part, pairs, call):
         acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] in base 2, and row_sum [BLOCK_M], all float32: the fold of its states
         if the part keeps them, else nothing of use: the state of each has been stored.
     """
-    EIGHT_BIT: tl.constexpr = call.k.ptr.dtype.element_ty == tl.int16
-    WIDE: tl.constexpr = call.sizes.BLOCK_DV // 2 if EIGHT_BIT else call.sizes.BLOCK_DV
+    EIGHT_BIT: tl.constexpr = call.cache.scales.EIGHT_BIT
+    WIDE: tl.constexpr = call.out.BLOCK_DIM // 2 if EIGHT_BIT else call.out.BLOCK_DIM
     ROWS: tl.constexpr = rows.q.shape[0]
     acc, row_sum = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS], tl.float32)
     acc_odd, row_max = tl.zeros([ROWS, WIDE], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
-    run, run_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
+    run, run_sum = tl.zeros([ROWS, call.out.BLOCK_DIM], tl.float32), tl.zeros([ROWS], tl.float32)
     run_max = tl.full([ROWS], float("-inf"), tl.float32)
     # Separate tensors: Triton carries only the first of variables that are the same value before a loop.
-    total, total_sum = tl.zeros([ROWS, call.sizes.BLOCK_DV], tl.float32), tl.zeros([ROWS], tl.float32)
+    total, total_sum = tl.zeros([ROWS, call.out.BLOCK_DIM], tl.float32), tl.zeros([ROWS], tl.float32)
     total_max = tl.full([ROWS], float("-inf"), tl.float32)
     slot, blocks_left, splits_left = part.slot, part.blocks, part.state_splits
     for n in tl.range(part.first_block, part.stop_block):
         keys = read_keys(n, place, rows, pairs, call)
-        if call.results.acc_ptr is not None:  # noqa: SIM102 a compile-time condition
+        if call.results.acc is not None:  # noqa: SIM102 a compile-time condition
             # Here, as the last block's product is complete. After this block's, ptxas would serialise its WGMMA.
             if blocks_left == 0:
                 run, run_max, run_sum, total, total_max, total_sum, slot, splits_left = end_split(
@@ -296,13 +291,13 @@ def attend(place, rows, part, pairs, call):
         acc, acc_odd, row_max, row_sum = add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, pairs, call)
         blocks_left -= 1
     state = (eight_bit.joined(acc, acc_odd, EIGHT_BIT), row_max, row_sum)
-    if call.results.acc_ptr is None:
+    if call.results.acc is None:
         total, total_max, total_sum = state
     elif part.first_block < part.stop_block:
         run, run_max, run_sum, total, total_max, total_sum, slot, splits_left = end_split(
             state, (run, run_max, run_sum), (total, total_max, total_sum), slot, splits_left, True, part, call
         )
-    if call.results.acc_ptr is not None and not call.sizes.KEEPS:
+    if call.results.acc is not None and not call.schedule.KEEPS:
         # Then a part keeps a state only if it is the tile's only one.
         total, total_max, total_sum = run, run_max, run_sum
     return total, total_max, total_sum
@@ -314,31 +309,30 @@ def load_queries(b, first_row, row, h, exists, call, FIRST: tl.constexpr, STEP: 
 
     [BLOCK_M, BLOCK_D / STEP]: every STEP-th column from FIRST on.
     """
-    queries = call.queries
-    col = FIRST + STEP * tl.arange(0, call.sizes.BLOCK_D // STEP)[None, :]
-    start = first_row.to(tl.int64) * queries.stride_row
-    if queries.cu_seqlens_ptr is None:
-        start = tl.cast(b, tl.int64) * queries.stride_b
-    at = start + row.to(tl.int64) * queries.stride_row + h.to(tl.int64) * queries.stride_head
-    return tl.load(queries.ptr + at[:, None] + col, mask=exists[:, None] & (col < call.sizes.DIM), other=0.0)
+    col = FIRST + STEP * tl.arange(0, call.q.BLOCK_DIM // STEP)[None, :]
+    start = first_row.to(tl.int64) * call.q.stride_row
+    if not call.q.PACKED:
+        start = tl.cast(b, tl.int64) * call.q.stride_b
+    at = start + row.to(tl.int64) * call.q.stride_row + h.to(tl.int64) * call.q.stride_head
+    return tl.load(call.q.ptr + at[:, None] + col, mask=exists[:, None] & (col < call.q.DIM), other=0.0)
 
 
 @triton.jit
 def attend_tile(place, shape, row, h, part, pairs, call):
     """``attend`` after loading the rows; the scales of 8-bit values are left to ``finish``."""
     exists, i = tl.arange(0, row.shape[0]) < part.count, (row + shape.high - shape.num_rows)[:, None]
-    band, shift, GROUP = call.terms.band, shape.high - shape.num_rows, call.sizes.GROUP
+    band, shift, GROUP = call.terms.band, shape.high - shape.num_rows, call.GROUP
     last, clear_last = i * 0 + shape.high - 1, shape.high - 1
     if band.right is not None:
         last = tl.minimum(last, i + band.right)
         clear_last = tl.minimum(clear_last, place.first // GROUP + shift + band.right)
     first, clear_first = None, shape.low
     if band.left is not None:
-        last_row = tl.minimum((place.first + call.sizes.BLOCK_M - 1) // GROUP, shape.num_rows - 1)
+        last_row = tl.minimum((place.first + call.schedule.BLOCK_M - 1) // GROUP, shape.num_rows - 1)
         first, clear_first = tl.maximum(i - band.left, shape.low), tl.maximum(clear_first, last_row + shift - band.left)
-    elif call.lengths.leftpad_ptr is not None:
+    elif call.leftpad is not None:
         first = i * 0 + shape.low
-    if call.k.ptr.dtype.element_ty != tl.int16:
+    if not call.cache.scales.EIGHT_BIT:
         q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 1)
         acc, row_max, row_sum = attend(
             place, Rows(q, q, None, i, shape.low, shape.high, first, last, clear_first, clear_last), part, pairs, call
@@ -346,7 +340,7 @@ def attend_tile(place, shape, row, h, part, pairs, call):
     else:
         q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 2)
         q_odd = load_queries(place.b, shape.first_row, row, h, exists, call, 1, 2)
-        k_scale = eight_bit.scale_of(call.k, place, call)
+        k_scale = eight_bit.scale_of(call.cache.scales.k, place, call)
         if q.dtype == tl.bfloat16:
             power = eight_bit.power_of_rows(q, q_odd)
             q, q_odd, power = eight_bit.scaled(q, power), eight_bit.scaled(q_odd, power), power * k_scale
@@ -365,28 +359,27 @@ def attend_tile(place, shape, row, h, part, pairs, call):
 @triton.jit
 def finish(acc, row_max, row_sum, b, place, packed, col, shape, call):
     """Normalises packed rows [ROWS], with columns ``col`` [1, BLOCK_DV], and stores them; sinks join here, once."""
-    queries, results = call.queries, call.results
-    row, h, exists = work.rows_of_tile(packed, place.h_kv, shape.num_rows, call.sizes.GROUP)
-    if call.v.ptr.dtype.element_ty == tl.int16:
-        acc *= eight_bit.scale_of(call.v, place, call)
-    if results.sinks_ptr is not None:
-        sink = tl.load(results.sinks_ptr + h).to(tl.float32)
-        sink = tl.where(b < call.sizes.batch, sink, float("-inf"))
+    row, h, exists = work.rows_of_tile(packed, place.h_kv, shape.num_rows, call.GROUP)
+    if call.cache.scales.EIGHT_BIT:
+        acc *= eight_bit.scale_of(call.cache.scales.v, place, call)
+    if call.sinks is not None:
+        sink = tl.load(call.sinks + h).to(tl.float32)
+        sink = tl.where(b < call.queries.count, sink, float("-inf"))
         rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink)
         acc = acc * rescale[:, None]
     scale, lse = softmax.finalise(row_max, row_sum)
     out = tl.where(scale[:, None] == 0.0, 0.0, acc * scale[:, None])
-    num_heads, row64, h64 = call.sizes.num_heads_kv * call.sizes.GROUP, row.to(tl.int64), h.to(tl.int64)
-    if queries.cu_seqlens_ptr is None:
-        start = tl.cast(b, tl.int64) * results.stride_b
-        lse_at = (tl.cast(b, tl.int64) * num_heads + h64) * queries.length + row64
+    num_heads, row64, h64 = call.num_heads_kv * call.GROUP, row.to(tl.int64), h.to(tl.int64)
+    if not call.out.PACKED:
+        start = tl.cast(b, tl.int64) * call.out.stride_b
+        lse_at = (tl.cast(b, tl.int64) * num_heads + h64) * call.queries.length + row64
     else:
-        start = shape.first_row.to(tl.int64) * results.stride_row
-        lse_at = h64 * queries.length + shape.first_row + row64
-    at = start + row64 * results.stride_row + h64 * results.stride_head
-    out = out.to(results.out_ptr.dtype.element_ty)
-    tl.store(results.out_ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.sizes.DIM_V))
-    tl.store(results.lse_ptr + lse_at, lse, mask=exists)
+        start = shape.first_row.to(tl.int64) * call.out.stride_row
+        lse_at = h64 * call.queries.length + shape.first_row + row64
+    at = start + row64 * call.out.stride_row + h64 * call.out.stride_head
+    out = out.to(call.out.ptr.dtype.element_ty)
+    tl.store(call.out.ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.out.DIM))
+    tl.store(call.results.lse + lse_at, lse, mask=exists)
 
 
 @triton.jit
@@ -397,16 +390,16 @@ def share_tile(b, base, counter, place, shape, part, call):
     """
     folds, rank, step = states.arrive(
         counter, part.stop - part.first, part.first // shape.item_states, shape.num_states,
-        shape.num_states * part.count * call.sizes.DIM_V, part.waits, call.sizes.PATIENCE,
+        shape.num_states * part.count * call.out.DIM, part.waits, call.schedule.PATIENCE,
     )  # fmt: skip
     if folds:
-        RUN: tl.constexpr = call.sizes.splitting.RUN
-        AHEAD: tl.constexpr = call.sizes.AHEAD
-        FOLD_ROWS: tl.constexpr = call.sizes.FOLD_ROWS
+        RUN: tl.constexpr = call.schedule.splitting.RUN
+        AHEAD: tl.constexpr = call.schedule.AHEAD
+        FOLD_ROWS: tl.constexpr = call.schedule.FOLD_ROWS
         # With few states more rows are loaded at once, which saves iterations.
         FEW: tl.constexpr = (4 + RUN - 1) // RUN * RUN
         is_few = False
-        if call.sizes.BLOCK_M > 32:
+        if call.schedule.BLOCK_M > 32:
             is_few = shape.num_states <= FEW
         if is_few:
             fold_rows(rank, step, b, base, place, shape, part, call, 4 * FOLD_ROWS, FEW, FEW)
@@ -424,107 +417,53 @@ def fold_rows(
         acc, row_max, row_sum = states.fold_stored(
             base + first, part.pitch, shape, part.count - first, call, ROWS, RUNS, SPLITS
         )
-        packed, col = place.first + first + tl.arange(0, ROWS), tl.arange(0, call.sizes.BLOCK_DV)[None, :]
+        packed, col = place.first + first + tl.arange(0, ROWS), tl.arange(0, call.out.BLOCK_DIM)[None, :]
         finish(acc, row_max, row_sum, b, place, packed, col, shape, call)
 
 
 @triton.jit
 def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, shape, call):
     """Computes states of a tile, and finishes the tile if no other state of it is still to be stored."""
-    BLOCK_M: tl.constexpr = call.sizes.BLOCK_M
+    BLOCK_M: tl.constexpr = call.schedule.BLOCK_M
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b, h_kv, first = place.b, place.h_kv, place.first
     place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first)
-    packed, col = first + tl.arange(0, BLOCK_M), tl.arange(0, call.sizes.BLOCK_DV)[None, :]
-    row, h, _exists = work.rows_of_tile(packed, h_kv, shape.num_rows, call.sizes.GROUP)
+    packed, col = first + tl.arange(0, BLOCK_M), tl.arange(0, call.out.BLOCK_DIM)[None, :]
+    row, h, _exists = work.rows_of_tile(packed, h_kv, shape.num_rows, call.GROUP)
     first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
-    pitch = shape.num_rows * call.sizes.GROUP
+    pitch = shape.num_rows * call.GROUP
     base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_states * pitch + first
     keeps = shape.num_states == 1
-    if call.sizes.KEEPS:
+    if call.schedule.KEEPS:
         keeps = stop_state - state == shape.num_states
     # States kept in registers are folded run by run too, so that the bits are the same.
     part = Part(
-        state, stop_state, first_block, stop_block, shape.chunk // call.sizes.BLOCK_N,
-        tl.where(keeps, call.sizes.splitting.RUN, shape.state_splits), keeps,
+        state, stop_state, first_block, stop_block, shape.chunk // call.schedule.BLOCK_N,
+        tl.where(keeps, call.schedule.splitting.RUN, shape.state_splits), keeps,
         base + tl.cast(state, tl.int64) * pitch, pitch, tl.minimum(pitch - first, BLOCK_M), waits,
     )  # fmt: skip
     head = scores.head_of(call.terms, valid_b, h[:, None], shape.num_rows, shape.high)
     acc, row_max, row_sum = attend_tile(place, shape, row, h, part, Pairs(call.terms, head), call)
-    if call.results.acc_ptr is None:  # noqa: SIM114 a compile-time condition
+    if call.results.acc is None:  # noqa: SIM114 a compile-time condition
         finish(acc, row_max, row_sum, b, place, packed, col, shape, call)
     elif keeps:
         finish(acc, row_max, row_sum, b, place, packed, col, shape, call)
     else:
-        counter = call.results.counters_ptr + 2 * (tiles_before + h_kv * shape.num_tiles + first // BLOCK_M)
+        counter = call.results.counters + 2 * (tiles_before + h_kv * shape.num_tiles + first // BLOCK_M)
         share_tile(b, base, counter, place, shape, part, call)
 
 
 @triton.jit
-def run_items(call):
-    """This program's part of the items: those that begin in its share of the cost of a lane's."""
-    SEARCH: tl.constexpr = call.sizes.SEARCH
+def cache_attention(call):
+    """Attention over a cache, of a ``call.Call``; persistent: as many programs as the device runs at once."""
+    SEARCH: tl.constexpr = call.schedule.SEARCH
     spans = work.span_of(tl.full((), 0, tl.int32) if SEARCH == 1 else tl.arange(0, SEARCH), call)
     sizing, at, stop = work.share_of(spans, call)
+    # This program's part of the items: those that begin in its share of the cost of a lane's.
     while at < stop:
         exists, at, b, slots_before, tiles_before, shape, h_kv, first, state, stop_state = work.next_part(
             at, stop, spans, sizing, call
         )
         if exists:
-            place = Place(tl.minimum(b, call.sizes.batch - 1), 0, h_kv, first)
+            place = Place(tl.minimum(b, call.queries.count - 1), 0, h_kv, first)
             run_tile(place, state, stop_state, b, slots_before, tiles_before, at >= stop, shape, call)
-
-
-@triton.jit(
-    do_not_specialize=["pages_stride_b", "batch", "seqlen_q", "num_heads_kv", "num_new", "capacity", "left", "right"]
-)
-def cache_attention(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, counters_ptr, cached_ptr, leftpad_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_new_ptr, entries_ptr, pages_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    q_stride_b, q_stride_row, q_stride_head, k_stride_b, k_stride_row, k_stride_head,
-    v_stride_b, v_stride_row, v_stride_head, out_stride_b, out_stride_row, out_stride_head,
-    pages_stride_b, alibi_stride_b, k_scale_stride_b, v_scale_stride_b,
-    batch, seqlen_q, num_heads_kv, num_new, capacity, left, right, scale, param,
-    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FOLD_ROWS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr, PATIENCE: tl.constexpr,
-    PROGRAMS: tl.constexpr, FEWEST_KEYS: tl.constexpr, LONG_KEYS: tl.constexpr,
-    MOST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, MOST_SLOTS: tl.constexpr, RUN: tl.constexpr,
-    SEARCH: tl.constexpr, KEEPS: tl.constexpr, BITS: tl.constexpr, BY_PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr, SCALE_FIRST: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    MOST_ROWS: tl.constexpr, ABOVE_KEYS: tl.constexpr,
-):  # fmt: skip
-    """Attention over a cache; persistent: as many programs as the device runs at once."""
-    run_items(
-        Call(
-            Queries(
-                q_ptr, q_stride_b, q_stride_row, q_stride_head, cu_seqlens_q_ptr, seqlen_q, MOST_ROWS, ABOVE_KEYS
-            ),
-            Lengths(cached_ptr, leftpad_ptr, cu_seqlens_new_ptr, num_new, entries_ptr),
-            Cache(k_ptr, k_stride_b, k_stride_row, k_stride_head, k_scale_ptr, k_scale_stride_b),
-            Cache(v_ptr, v_stride_b, v_stride_row, v_stride_head, v_scale_ptr, v_scale_stride_b),
-            Pages(pages_ptr, pages_stride_b),
-            Results(
-                out_ptr, out_stride_b, out_stride_row, out_stride_head, lse_ptr, acc_ptr, stats_ptr, counters_ptr,
-                sinks_ptr,
-            ),
-            Sizes(
-                batch, num_heads_kv, GROUP, capacity, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M,
-                BLOCK_N, FOLD_ROWS, AHEAD, LANES, PATIENCE,
-                Splitting(PROGRAMS, FEWEST_KEYS, MOST_KEYS, MOST_SPLITS, MOST_SLOTS, RUN, LONG_KEYS), SEARCH, KEEPS,
-                BITS, BY_PAGE,
-            ),
-            Terms(
-                scale, SCALE_FIRST, INPUT_PRECISION,
-                (
-                    ScoreMod(SCORE_MOD, None, None, param),
-                    ScoreMod(None if alibi_ptr is None else scores.alibi, None, scores.slope_of_head,
-                             Alibi(alibi_ptr, alibi_stride_b)),
-                    ScoreMod(None, None, None, None),
-                ),
-                Band(left if HAS_LEFT else None, right if HAS_RIGHT else None),
-                (MaskMod(None, None, None),),
-                None,
-            ),
-        )
-    )  # fmt: skip

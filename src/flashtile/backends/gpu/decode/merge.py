@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,32 +12,54 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.gpu.host import Step, run
-from flashtile.backends.gpu.launch import Launch, Pointer, named
+from flashtile.backends.gpu.launch import Launch, Pointer
 
-_ROWS, _OPERANDS = 16, ("a", "lse_a", "b", "lse_b", "out", "lse")
+_ROWS, _OPERANDS = 16, ("a", "lse_a", "b", "lse_b", "merged", "lse_merged")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "seqlen", "num_heads"])
-def merge_states(
-    a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, rows, seqlen, num_heads, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merges ROWS rows of contiguous outputs (batch, seqlen, num_heads, DIM); lse is (batch, num_heads, seqlen)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < rows
-    token, h = row // num_heads, row % num_heads
-    lse_at = (token // seqlen * num_heads + h).to(tl.int64) * seqlen + token % seqlen
-    col = tl.arange(0, BLOCK_DIM)[None, :]
+class State(NamedTuple):
+    """Contiguous out (batch, seqlen, num_heads, DIM) of any float dtype, and lse (batch, num_heads, seqlen) float32."""
+
+    out: Any
+    lse: Any
+
+
+class Shape(NamedTuple):
+    """Of the states.
+
+    Attributes:
+        rows: batch times seqlen times num_heads.
+        BLOCK_DIM: A power of two, at least DIM.
+        ROWS: That a program merges.
+    """
+
+    rows: Any
+    seqlen: Any
+    num_heads: Any
+    DIM: Any
+    BLOCK_DIM: Any
+    ROWS: Any
+
+
+@triton.jit
+def merge_states(a, b, merged, shape):
+    """Writes the ``State`` merged of two others, a and b."""
+    DIM: tl.constexpr = shape.DIM
+    row = tl.program_id(0) * shape.ROWS + tl.arange(0, shape.ROWS)
+    exists = row < shape.rows
+    token, h = row // shape.num_heads, row % shape.num_heads
+    lse_at = (token // shape.seqlen * shape.num_heads + h).to(tl.int64) * shape.seqlen + token % shape.seqlen
+    col = tl.arange(0, shape.BLOCK_DIM)[None, :]
     at, inside = row.to(tl.int64)[:, None] * DIM + col, exists[:, None] & (col < DIM)
     out, lse = softmax.merge(
-        tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(lse_a_ptr + lse_at, mask=exists, other=float("-inf")),
-        tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(lse_b_ptr + lse_at, mask=exists, other=float("-inf")),
+        tl.load(a.out + at, mask=inside, other=0.0).to(tl.float32),
+        tl.load(a.lse + lse_at, mask=exists, other=float("-inf")),
+        tl.load(b.out + at, mask=inside, other=0.0).to(tl.float32),
+        tl.load(b.lse + lse_at, mask=exists, other=float("-inf")),
     )
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(lse_ptr + lse_at, lse, mask=exists)
+    tl.store(merged.out + at, out.to(merged.out.dtype.element_ty), mask=inside)
+    tl.store(merged.lse + lse_at, lse, mask=exists)
 
 
 def can_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
@@ -63,20 +86,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 @functools.lru_cache(maxsize=1024)
 def _step(shape: torch.Size, dtype_a: torch.dtype, dtype_b: torch.dtype, device: torch.device) -> Step:
     *_, seqlen, num_heads, dim = shape
-    rows, floats = shape.numel() // dim, Pointer(torch.float32)
-    arguments = {
-        "a_ptr": Pointer(dtype_a),
-        "lse_a_ptr": floats,
-        "b_ptr": Pointer(dtype_b),
-        "lse_b_ptr": floats,
-        "out_ptr": Pointer(dtype_a),
-        "lse_ptr": floats,
-        "rows": rows,
-        "seqlen": seqlen,
-        "num_heads": num_heads,
-        "DIM": dim,
-        "BLOCK_DIM": max(16, 1 << (dim - 1).bit_length()),
-        "ROWS": _ROWS,
+    rows, states = shape.numel() // dim, {"a": dtype_a, "b": dtype_b, "merged": dtype_a}
+    arguments: dict[str, Any] = {
+        name: State(Pointer(dtype, name), Pointer(torch.float32, f"lse_{name}")) for name, dtype in states.items()
     }
-    launch = Launch(merge_states, -(-rows // _ROWS), named(arguments), {"num_warps": 4, "num_stages": 1})
+    arguments["shape"] = Shape(rows, seqlen, num_heads, dim, max(16, 1 << (dim - 1).bit_length()), _ROWS)
+    launch = Launch(merge_states, -(-rows // _ROWS), arguments, {"num_warps": 4, "num_stages": 1})
     return Step(launch, _OPERANDS, device)

@@ -31,9 +31,9 @@ def store_state(acc, row_max, row_sum, slot, count, call):
     """Stores the softmax state of the first ``count`` rows of a tile, over a run or a split, from ``slot`` on."""
     slot, exists = slot + tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[0]) < count
     col = tl.arange(0, acc.shape[1])[None, :]
-    at = call.results.acc_ptr + slot[:, None] * call.sizes.DIM_V + col
-    tl.store(at, acc, mask=exists[:, None] & (col < call.sizes.DIM_V))
-    at = call.results.stats_ptr + 2 * slot[:, None] + tl.arange(0, 2)[None, :]
+    at = call.results.acc + slot[:, None] * call.out.DIM + col
+    tl.store(at, acc, mask=exists[:, None] & (col < call.out.DIM))
+    at = call.results.stats + 2 * slot[:, None] + tl.arange(0, 2)[None, :]
     tl.store(at, tl.join(row_max, row_sum), mask=exists[:, None])
 
 
@@ -51,7 +51,7 @@ def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, RUNS: tl.co
         RUNS: States of runs that are loaded at once.
         SPLITS: States of splits, whole runs.
     """
-    RUN: tl.constexpr = call.sizes.splitting.RUN
+    RUN: tl.constexpr = call.schedule.splitting.RUN
     row = tl.arange(0, ROWS)
     slot, exists = slot + row, row < count
     if shape.state_splits == RUN:
@@ -82,13 +82,13 @@ def fold_states(slot, pitch, num_states, exists, call, LOAD: tl.constexpr, RUN: 
 def load_state(slot, pitch, number, num_states, exists, call):
     """A stored state, (acc, row_max, row_sum); that of no keys past the last one."""
     at = slot + tl.cast(number, tl.int64) * pitch
-    col = tl.arange(0, call.sizes.BLOCK_DV)[None, :]
+    col = tl.arange(0, call.out.BLOCK_DIM)[None, :]
     there = exists & (number < num_states)
     # .cg bypasses L1, which is not coherent with other multiprocessors' stores.
-    stats = call.results.stats_ptr + 2 * at[:, None] + tl.arange(0, 2)[None, :]
+    stats = call.results.stats + 2 * at[:, None] + tl.arange(0, 2)[None, :]
     top, part_sum = tl.split(tl.load(stats, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"))
-    wide = there[:, None] & (col < call.sizes.DIM_V)
-    part = tl.load(call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col, wide, other=0.0, cache_modifier=".cg")
+    wide = there[:, None] & (col < call.out.DIM)
+    part = tl.load(call.results.acc + at[:, None] * call.out.DIM + col, wide, other=0.0, cache_modifier=".cg")
     # A row that sees none of the keys contributes nothing, whatever acc holds.
     empty = top == float("-inf")
     return tl.where(empty[:, None], 0.0, part), top, tl.where(empty, 0.0, part_sum)

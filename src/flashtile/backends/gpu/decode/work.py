@@ -79,43 +79,43 @@ def span_of(b, call):
 
     For packed queries, b == batch stands for the rows past the last sequence.
     """
-    BLOCK_M: tl.constexpr = call.sizes.BLOCK_M
-    BLOCK_N: tl.constexpr = call.sizes.BLOCK_N
-    GROUP: tl.constexpr = call.sizes.GROUP
-    exists = b < call.sizes.batch
+    BLOCK_M: tl.constexpr = call.schedule.BLOCK_M
+    BLOCK_N: tl.constexpr = call.schedule.BLOCK_N
+    GROUP: tl.constexpr = call.GROUP
+    exists = b < call.queries.count
     first_row, num_rows = b * 0, tl.where(exists, call.queries.length, 0)
     each = call.queries.length
-    if call.queries.cu_seqlens_ptr is not None:
-        first_row = tl.load(call.queries.cu_seqlens_ptr + b, mask=b <= call.sizes.batch, other=0)
-        stop = tl.load(call.queries.cu_seqlens_ptr + b + 1, mask=exists, other=0)
-        num_rows = tl.where(exists, stop, tl.where(b == call.sizes.batch, call.queries.length, first_row)) - first_row
+    if call.queries.cu_seqlens is not None:
+        first_row = tl.load(call.queries.cu_seqlens + b, mask=b <= call.queries.count, other=0)
+        stop = tl.load(call.queries.cu_seqlens + b + 1, mask=exists, other=0)
+        num_rows = tl.where(exists, stop, tl.where(b == call.queries.count, call.queries.length, first_row)) - first_row
         each = num_rows
-    cached = tl.load(call.lengths.cached_ptr + b, mask=exists, other=-1)
-    num_new = call.lengths.num_new
-    if call.lengths.cu_seqlens_new_ptr is not None:
-        num_new = tl.load(call.lengths.cu_seqlens_new_ptr + b + 1, mask=exists, other=0)
-        num_new -= tl.load(call.lengths.cu_seqlens_new_ptr + b, mask=exists, other=0)
+    cached = tl.load(call.cache.cached + b, mask=exists, other=-1)
+    num_new = call.cache.new.length
+    if call.cache.new.cu_seqlens is not None:
+        num_new = tl.load(call.cache.new.cu_seqlens + b + 1, mask=exists, other=0)
+        num_new -= tl.load(call.cache.new.cu_seqlens + b, mask=exists, other=0)
     # A negative length stands for a sequence that is not there.
-    high = tl.where(cached < 0, 0, tl.minimum(cached + num_new, call.sizes.capacity))
-    if call.queries.MOST_ROWS is not None:
-        is_asked = (num_rows * GROUP <= call.queries.MOST_ROWS) & (high > call.queries.ABOVE_KEYS)
+    high = tl.where(cached < 0, 0, tl.minimum(cached + num_new, call.cache.capacity))
+    if call.schedule.MOST_ROWS is not None:
+        is_asked = (num_rows * GROUP <= call.schedule.MOST_ROWS) & (high > call.schedule.ABOVE_KEYS)
         num_rows = tl.where(is_asked, num_rows, 0)
         each = num_rows
     low = b * 0
-    if call.lengths.leftpad_ptr is not None:
-        low = tl.maximum(tl.load(call.lengths.leftpad_ptr + b, mask=exists, other=0), 0)
+    if call.leftpad is not None:
+        low = tl.maximum(tl.load(call.leftpad + b, mask=exists, other=0), 0)
     if call.terms.band.left is not None:
         low = tl.maximum(low, high - num_rows - call.terms.band.left)
     keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
     tiles = (each * GROUP + BLOCK_M - 1) // BLOCK_M
-    num_splits, chunk = cut(keys, each * GROUP, tiles, call.sizes.num_heads_kv, BLOCK_N, call.sizes.splitting)
+    num_splits, chunk = cut(keys, each * GROUP, tiles, call.num_heads_kv, BLOCK_N, call.schedule.splitting)
     return Shape(first_row, num_rows, low, high, tl.where(num_rows > 0, tiles, 0), num_splits, chunk)
 
 
 @triton.jit
 def shape_of(span, sizing, call):
     """The ``Shape`` of a span."""
-    RUN: tl.constexpr = call.sizes.splitting.RUN
+    RUN: tl.constexpr = call.schedule.splitting.RUN
     state_splits = tl.where(RUN * span.chunk <= sizing.run_keys, RUN, 1)
     num_states = tl.where(state_splits == RUN, (span.num_splits + RUN - 1) // RUN, span.num_splits)
     num_items = num_states
@@ -130,7 +130,7 @@ def shape_of(span, sizing, call):
 @triton.jit
 def cost_of(shape, call):
     """An item's cost in blocks of keys: its own, and about one for prologue and epilogue."""
-    return shape.item_states * shape.state_splits * (shape.chunk // call.sizes.BLOCK_N) + 1
+    return shape.item_states * shape.state_splits * (shape.chunk // call.schedule.BLOCK_N) + 1
 
 
 @triton.jit
@@ -138,15 +138,15 @@ def all_work(spans, sizing, call):
     """The items of a lane, their cost, and that of the costliest."""
     shape = shape_of(spans, sizing, call)
     cost = cost_of(shape, call)
-    items = shape.num_tiles * (call.sizes.num_heads_kv // call.sizes.LANES) * shape.num_items
+    items = shape.num_tiles * (call.num_heads_kv // call.schedule.LANES) * shape.num_items
     most, cost = tl.where(items > 0, cost, 0), items.to(tl.int64) * cost
-    if call.sizes.SEARCH == 1:
+    if call.schedule.SEARCH == 1:
         all_items, all_cost, all_most = items, cost, most
     else:
         all_items, all_most = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
         all_cost = tl.cast(0, tl.int64)
         # This loop runs once. Without one Triton 3.7 and later take addresses that depend on a reduction for unaligned.
-        for _ in range(0, call.sizes.batch, call.sizes.SEARCH):
+        for _ in range(0, call.queries.count, call.schedule.SEARCH):
             all_items, all_cost = all_items + tl.sum(items), all_cost + tl.sum(cost)
             all_most = tl.maximum(all_most, tl.max(most, 0))
     return all_items, all_cost, all_most
@@ -160,7 +160,7 @@ def plan_items(spans, call):
     has a fixed cost. Where there are more, or they differ in cost, long sequences are cut into splits, to balance.
     """
     LONG: tl.constexpr = 1024
-    teams = tl.num_programs(0) // call.sizes.LANES
+    teams = tl.num_programs(0) // call.schedule.LANES
     run_keys, grain = tl.cast(2**30, tl.int32), tl.cast(1, tl.int32)
     items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
     if items * 8 < teams * 7:
@@ -181,7 +181,7 @@ def share_of(spans, call):
 
     Of fewer items than programs, each goes to a program of its own as far as they cost the same.
     """
-    LANES: tl.constexpr = call.sizes.LANES
+    LANES: tl.constexpr = call.schedule.LANES
     sizing, items, cost = plan_items(spans, call)
     teams, team = tl.minimum(tl.num_programs(0) // LANES, items), tl.program_id(0) // LANES
     has_share, teams = team < teams, tl.maximum(teams, 1)
@@ -196,10 +196,10 @@ def next_part(at, stop, spans, sizing, call):
         Whether there are any; the cost after them; the sequence, the slots and the tiles before it, and its ``Shape``;
         the key head, the first packed row, the first state and their end.
     """
-    LANES: tl.constexpr = call.sizes.LANES
+    LANES: tl.constexpr = call.schedule.LANES
     b, before, slots_before, tiles_before = find_sequence(at, spans, sizing, call)
     shape = shape_of(span_of(b, call), sizing, call)
-    cost, tiles = cost_of(shape, call).to(tl.int64), shape.num_tiles * (call.sizes.num_heads_kv // LANES)
+    cost, tiles = cost_of(shape, call).to(tl.int64), shape.num_tiles * (call.num_heads_kv // LANES)
     # The first item that begins here, and the end of those that do.
     begin = ((at - before + cost - 1) // cost).to(tl.int32)
     end = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), tiles * shape.num_items)
@@ -208,7 +208,7 @@ def next_part(at, stop, spans, sizing, call):
     after = before + (begin + stop_item - item) * cost
     after = tl.where(begin < end, after, tl.minimum(before + tiles * shape.num_items * cost, stop))
     num_tiles = tl.maximum(shape.num_tiles, 1)
-    h_kv, first = tile // num_tiles * LANES + tl.program_id(0) % LANES, tile % num_tiles * call.sizes.BLOCK_M
+    h_kv, first = tile // num_tiles * LANES + tl.program_id(0) % LANES, tile % num_tiles * call.schedule.BLOCK_M
     state, stop_state = item * shape.item_states, tl.minimum(stop_item * shape.item_states, shape.num_states)
     return begin < end, after, b, slots_before, tiles_before, shape, h_kv, first, state, stop_state
 
@@ -221,17 +221,17 @@ def find_sequence(at, spans, sizing, call):
     """
     found, tiles_before = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     cost_before, slots_before = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
-    if call.sizes.SEARCH > 1:
+    if call.schedule.SEARCH > 1:
         shape = shape_of(spans, sizing, call)
-        heads = call.sizes.num_heads_kv
-        items = shape.num_tiles * (heads // call.sizes.LANES) * shape.num_items
+        heads = call.num_heads_kv
+        items = shape.num_tiles * (heads // call.schedule.LANES) * shape.num_items
         cost = items.to(tl.int64) * cost_of(shape, call)
         slots = tl.where(shape.num_states > 1, shape.num_states * shape.num_rows, 0).to(tl.int64)
         earlier = tl.cumsum(cost, 0) <= at
-        for _ in range(0, call.sizes.batch, call.sizes.SEARCH):  # once, as in ``all_work``
+        for _ in range(0, call.queries.count, call.schedule.SEARCH):  # once, as in ``all_work``
             found += tl.sum(earlier.to(tl.int32))
             cost_before += tl.sum(tl.where(earlier, cost, 0))
-            slots_before += tl.sum(tl.where(earlier, slots * (call.sizes.GROUP * heads), 0))
+            slots_before += tl.sum(tl.where(earlier, slots * (call.GROUP * heads), 0))
             tiles_before += tl.sum(tl.where(earlier, shape.num_tiles * heads, 0))
     return found, cost_before, slots_before, tiles_before
 
@@ -248,9 +248,9 @@ def rows_of_tile(packed, h_kv, num_rows, GROUP: tl.constexpr):
 def entry_of(b, call):
     """The entry of the cache that is a sequence's; 0 for a cache in pages."""
     entry = b
-    if call.lengths.entries_ptr is not None:
-        entry = tl.load(call.lengths.entries_ptr + b)
-    if call.pages.ptr is not None:
+    if call.cache.entries is not None:
+        entry = tl.load(call.cache.entries + b)
+    if call.cache.pages is not None:
         entry = 0
     return entry
 
@@ -258,15 +258,15 @@ def entry_of(b, call):
 @triton.jit
 def blocks_of(first, state, stop_state, shape, call):
     """First block and end of the blocks of states; a tile that is not split needs only those that its rows may keep."""
-    BLOCK_N: tl.constexpr = call.sizes.BLOCK_N
+    BLOCK_N: tl.constexpr = call.schedule.BLOCK_N
     keys = shape.state_splits * shape.chunk
     start = shape.low // BLOCK_N * BLOCK_N + state * keys
     stop = tl.minimum(shape.low // BLOCK_N * BLOCK_N + stop_state * keys, shape.high)
     if shape.num_splits == 1:
         shift = shape.high - shape.num_rows
         if call.terms.band.right is not None:
-            last = tl.minimum((first + call.sizes.BLOCK_M - 1) // call.sizes.GROUP, shape.num_rows - 1)
+            last = tl.minimum((first + call.schedule.BLOCK_M - 1) // call.GROUP, shape.num_rows - 1)
             stop = tl.minimum(stop, last + shift + call.terms.band.right + 1)
         if call.terms.band.left is not None:
-            start = tl.maximum(start, (first // call.sizes.GROUP + shift - call.terms.band.left) // BLOCK_N * BLOCK_N)
+            start = tl.maximum(start, (first // call.GROUP + shift - call.terms.band.left) // BLOCK_N * BLOCK_N)
     return start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode.config import Config
-from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_launch, multiprocessors
-from flashtile.backends.gpu.launch import Launch, named, parameters_of
+from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_call, multiprocessors
+from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
+from flashtile.backends.hopper.decode.roles import Maps, Warps
 from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
@@ -37,19 +38,15 @@ class CachedPlan(DecodePlan):
 
 def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
     """The launch of the attention, as ``attention_launch``."""
-    plain = attention_launch(problem, tensors, config, num_sms)
+    p, t = problem, tensors
+    call, programs = attention_call(p, t, config, num_sms)
     # Registers a thread: of all at the start; of a consumer; of the other warps.
-    is_wide = problem.head_dim > 128
+    is_wide = p.head_dim > 128
     most, consumer, few = (232, 248, 216) if config.block_m == 64 else (168, 232, 40) if is_wide else (168, 224, 56)
-    plain_names, added = (
-        parameters_of(wide_cache_attention)[0],
-        {"STAGES": config.num_stages, "REGISTERS": consumer, "FEW": few},
-    )
-    arguments = {name: value for name, value in plain.arguments.items() if name in plain_names} | added
-    for name, cache in (("k", tensors.k_cache), ("v", tensors.v_cache)):
-        # Boxes of pages smaller than a block are 64 columns wide.
-        rows = min(config.block_n, problem.keys.page_size or config.block_n)
-        cols = problem.head_dim if rows == config.block_n else 64
-        arguments[f"{name}_desc"] = tensor_maps.entries_map(cache, rows, cols)
-        arguments[f"{name}_entry_rows"] = cache.stride(0) // cache.stride(1)
-    return Launch(wide_cache_attention, plain.programs, named(arguments), {"num_warps": 4, "maxnreg": most})
+    # Boxes of pages smaller than a block are 64 columns wide.
+    rows = min(config.block_n, p.keys.page_size or config.block_n)
+    cols = p.head_dim if rows == config.block_n else 64
+    k, v = (tensor_maps.entries_map(x, rows, cols)._replace(operand=n) for n, x in (("k", t.k_cache), ("v", t.v_cache)))
+    maps = Maps(k, v, *(x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache)))
+    arguments = {"call": call, "maps": maps, "warps": Warps(config.num_stages, consumer, few)}
+    return Launch(wide_cache_attention, programs, arguments, {"num_warps": 4, "maxnreg": most})

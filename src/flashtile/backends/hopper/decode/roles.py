@@ -1,6 +1,8 @@
 """The roles of the decode for wide groups: a scheduler and a producer, a warp each, and consumers, a warpgroup each."""
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
@@ -32,6 +34,30 @@ FIELDS = gl.constexpr(
 RECORD_SIZE = gl.constexpr(32)
 
 
+class Maps(NamedTuple):
+    """The caches as TMA reads them.
+
+    Attributes:
+        k: A descriptor with boxes of the rows of a block, or of a smaller page.
+        v: Likewise.
+        k_entry_rows: Rows from one entry to the next: a sequence, or a page.
+        v_entry_rows: Likewise.
+    """
+
+    k: Any
+    v: Any
+    k_entry_rows: Any
+    v_entry_rows: Any
+
+
+class Warps(NamedTuple):
+    """How warps share a program's work: STAGES of the rings, REGISTERS of a consumer's threads, FEW of the others'."""
+
+    STAGES: Any
+    REGISTERS: Any
+    FEW: Any
+
+
 @aggregate
 class Channels:
     """What producer and consumers hand each other: records of parts, and rings of queries, keys and values.
@@ -47,8 +73,8 @@ class Channels:
 
 @gluon.jit
 def scheduler(records, call):
-    """Finds this program's parts, as ``kernel.run_items`` does, and publishes them."""
-    SEARCH: gl.constexpr = call.sizes.SEARCH
+    """Finds this program's parts, as ``kernel.cache_attention`` does, and publishes them."""
+    SEARCH: gl.constexpr = call.schedule.SEARCH
     if SEARCH == 1:
         spans = work.span_of(gl.to_tensor(0), call)
     else:
@@ -62,15 +88,16 @@ def scheduler(records, call):
         )
         if exists:
             first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
-            slots += h_kv.to(gl.int64) * shape.num_states * shape.num_rows * call.sizes.GROUP + first
-            tiles += h_kv * shape.num_tiles + first // call.sizes.BLOCK_M
+            slots += h_kv.to(gl.int64) * shape.num_states * shape.num_rows * call.GROUP + first
+            tiles += h_kv * shape.num_tiles + first // call.schedule.BLOCK_M
             # A tile without keys loads one block of zeros, which is masked, as do rows past the last packed sequence,
             # which have no entry.
+            entry = work.entry_of(gl.minimum(b, call.queries.count - 1), call)
             publish(records, parts, (
-                1, b, work.entry_of(gl.minimum(b, call.sizes.batch - 1), call), h_kv, first, shape.num_rows, shape.high,
-                state, stop_state, shape.num_states, shape.state_splits, shape.item_states,
-                shape.chunk // call.sizes.BLOCK_N, first_block, gl.maximum(stop_block, first_block + 1),
-                slots.to(gl.int32), tiles, (at >= stop).to(gl.int32), shape.first_row,
+                1, b, entry, h_kv, first, shape.num_rows, shape.high, state, stop_state, shape.num_states,
+                shape.state_splits, shape.item_states, shape.chunk // call.schedule.BLOCK_N, first_block,
+                gl.maximum(stop_block, first_block + 1), slots.to(gl.int32), tiles,
+                (at >= stop).to(gl.int32), shape.first_row,
             ))  # fmt: skip
             parts += 1
     publish(records, parts, (0,))
@@ -89,20 +116,20 @@ def publish(records, use, numbers):
 
 
 @gluon.jit
-def producer(k_desc, v_desc, channels, call, k_entry_rows, v_entry_rows):
+def producer(maps, channels, call):
     """Loads the blocks of keys and values of each part, a block's values after the keys of the block after it."""
     records = channels.parts
     parts, used = 0, 0
     records.ring.wait(parts)
     while records.get(parts, "is_part") > 0:
         n, stop = records.get(parts, "first_block"), records.get(parts, "stop_block")
-        load_block(k_desc, channels.keys[0], used, records, parts, n, k_entry_rows, call)
+        load_block(maps.k, channels.keys[0], used, records, parts, n, maps.k_entry_rows, call)
         while n + 1 < stop:
-            load_block(k_desc, channels.keys[0], used + 1, records, parts, n + 1, k_entry_rows, call)
-            load_block(v_desc, channels.values[0], used, records, parts, n, v_entry_rows, call)
+            load_block(maps.k, channels.keys[0], used + 1, records, parts, n + 1, maps.k_entry_rows, call)
+            load_block(maps.v, channels.values[0], used, records, parts, n, maps.v_entry_rows, call)
             n += 1
             used += 1
-        load_block(v_desc, channels.values[0], used, records, parts, n, v_entry_rows, call)
+        load_block(maps.v, channels.values[0], used, records, parts, n, maps.v_entry_rows, call)
         used += 1
         records.ring.release(parts)
         parts += 1
@@ -111,27 +138,24 @@ def producer(k_desc, v_desc, channels, call, k_entry_rows, v_entry_rows):
 
 @gluon.jit
 def load_block(desc, ring, use, records, parts, n, entry_rows, call):
-    """Starts the load of block n of a part's keys or values, as zeros from the end of the keys on.
-
-    ``entry_rows`` are the rows from one entry of the cache to the next: a sequence, or a page.
-    """
+    """Starts the load of block n of a part's keys or values, as zeros from the end of the keys on."""
     ROWS: gl.constexpr = desc.block_type.shape[2]
     COLS: gl.constexpr = desc.block_type.shape[4]
-    NUM_BOXES: gl.constexpr = call.sizes.BLOCK_N // ROWS
-    PAGE_SIZE: gl.constexpr = call.sizes.PAGE_SIZE
+    NUM_BOXES: gl.constexpr = call.schedule.BLOCK_N // ROWS
+    PAGE_SIZE: gl.constexpr = call.cache.PAGE_SIZE
     tile, h_kv, high = ring.at(use), records.get(parts, "h_kv"), records.get(parts, "high")
-    first, boxes = n * call.sizes.BLOCK_N, ()
+    first, boxes = n * call.schedule.BLOCK_N, ()
     for i in gl.static_range(NUM_BOXES):
         row, entry, length = first + i * ROWS, records.get(parts, "entry"), high
-        if call.pages.ptr is not None:
+        if call.cache.pages is not None:
             # All page ids are loaded before one is used, and none past the last page that has keys.
-            table = call.pages.ptr + records.get(parts, "b").to(gl.int64) * call.pages.stride_b
+            table = call.cache.pages + records.get(parts, "b").to(gl.int64) * call.cache.pages_pitch
             entry = gl.load(table + row // PAGE_SIZE, mask=row < high, other=0)
             length, row = gl.minimum(gl.maximum(high - row // PAGE_SIZE * PAGE_SIZE, 0), PAGE_SIZE), row % PAGE_SIZE
         boxes = also(boxes, (HeadRows(entry, h_kv, entry * entry_rows, length, True), row))
-    full = ring.acquire(use, call.sizes.BLOCK_N * call.sizes.BLOCK_D * 2)
+    full = ring.acquire(use, call.schedule.BLOCK_N * call.q.BLOCK_DIM * 2)
     for i in gl.static_range(NUM_BOXES):
-        for j in gl.static_range(call.sizes.BLOCK_D // COLS):
+        for j in gl.static_range(call.q.BLOCK_DIM // COLS):
             box = tile if NUM_BOXES == 1 else tile.slice(i * ROWS, ROWS, 0)
             tma_load(desc, boxes[i][0].at(boxes[i][1], j * COLS), full, as_box(box_of(box, j * COLS, COLS), desc))
 
@@ -140,7 +164,7 @@ def load_block(desc, ring, use, records, parts, n, entry_rows, call):
 def consumer(channels, call, WARPGROUP: gl.constexpr):
     """One warpgroup: 64 rows of every part."""
     records = channels.parts
-    BLOCK_N: gl.constexpr = call.sizes.BLOCK_N
+    BLOCK_N: gl.constexpr = call.schedule.BLOCK_N
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     parts, used = 0, 0
@@ -157,20 +181,18 @@ def consumer(channels, call, WARPGROUP: gl.constexpr):
 def load_queries(channels, parts, call, WARPGROUP: gl.constexpr):
     """Copies this warpgroup's rows of a part's queries to shared memory; rows that do not exist are 0."""
     records = channels.parts
-    DIM: gl.constexpr = call.sizes.BLOCK_D
-    lanes: gl.constexpr = min(call.sizes.BLOCK_D // 8, 32)
+    DIM: gl.constexpr = call.q.BLOCK_DIM
+    lanes: gl.constexpr = min(call.q.BLOCK_DIM // 8, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
     packed = records.get(parts, "first") + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    row, h, exists = work.rows_of_tile(
-        packed, records.get(parts, "h_kv"), records.get(parts, "num_rows"), call.sizes.GROUP
-    )
-    if call.queries.cu_seqlens_ptr is None:
-        start = records.get(parts, "b").to(gl.int64) * call.queries.stride_b
+    row, h, exists = work.rows_of_tile(packed, records.get(parts, "h_kv"), records.get(parts, "num_rows"), call.GROUP)
+    if not call.q.PACKED:
+        start = records.get(parts, "b").to(gl.int64) * call.q.stride_b
     else:
-        start = records.get(parts, "first_row").to(gl.int64) * call.queries.stride_row
-    at = start + row.to(gl.int64) * call.queries.stride_row + h.to(gl.int64) * call.queries.stride_head
+        start = records.get(parts, "first_row").to(gl.int64) * call.q.stride_row
+    at = start + row.to(gl.int64) * call.q.stride_row + h.to(gl.int64) * call.q.stride_head
     col = gl.arange(0, DIM, gl.SliceLayout(0, layout))
-    q = gl.load(call.queries.ptr + at[:, None] + col[None, :], mask=exists[:, None], other=0.0)
+    q = gl.load(call.q.ptr + at[:, None] + col[None, :], mask=exists[:, None], other=0.0)
     # All warps have read the last part's queries.
     thread_barrier()
     channels.queries[0].buffers.index(0).store(q)
@@ -186,21 +208,21 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     folds each run into a running total in global memory, which only the same thread reads. At head_dim 256 a split is a
     run and registers for a second state would spill: all states are stored, then folded.
     """
-    records = channels.parts
+    records, scale = channels.parts, call.terms.scale * softmax.LOG2_E
     none = zero_accumulators(64, channels.values)
     a_row: gl.constexpr = gl.SliceLayout(1, none[0].type.layout)
     s_row: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
     n, stop = records.get(parts, "first_block"), records.get(parts, "stop_block")
     last_keys, clear_blocks = last_keys_of(records, parts, zeros, call, WARPGROUP)
-    pitch = records.get(parts, "num_rows") * call.sizes.GROUP
+    pitch = records.get(parts, "num_rows") * call.GROUP
     slot = records.get(parts, "slot") + records.get(parts, "state") * pitch + 64 * WARPGROUP
     num_states = records.get(parts, "num_states")
     is_whole = records.get(parts, "stop_state") - records.get(parts, "state") == num_states
-    if call.sizes.splitting.RUN == 1:
+    if call.schedule.splitting.RUN == 1:
         is_whole = num_states == 1
     splits = records.get(parts, "state_splits")
     if is_whole:
-        splits, pitch = gl.to_tensor(call.sizes.splitting.RUN), gl.to_tensor(0)
+        splits, pitch = gl.to_tensor(call.schedule.splitting.RUN), gl.to_tensor(0)
     run, run_sum = none[0], gl.zeros([64], gl.float32, a_row)
     run_max = gl.full([64], float("-inf"), gl.float32, a_row)
     total_max, total_sum, runs = run_max, run_sum, 0
@@ -210,8 +232,8 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     channels.keys[0].release(used)
     s = masked(s, n, last_keys, clear_blocks, call)
     row_max = gl.full([64], float("-inf"), gl.float32, s_row)
-    row_max, finite_max, factor = softmax.raise_max(row_max, gl.max(s, 1) * call.terms.scale, True)
-    e = softmax.exponentials(s, call.terms.scale, finite_max)
+    row_max, finite_max, factor = softmax.raise_max(row_max, gl.max(s, 1) * scale, True)
+    e = softmax.exponentials(s, scale, finite_max)
     row_sum, probs = thread_sums(e), operand(e, channels, zeros)
     accs, n, blocks_left = none, n + 1, records.get(parts, "split_blocks") - 1
     splits_left = splits
@@ -227,8 +249,8 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
         # After a split's last block row_max restarts at -inf, so the new factor is 0 and clears the sums.
         split_max, split_sum = row_max, row_sum
         row_max = gl.where(blocks_left == 0, float("-inf"), row_max)
-        row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, call.terms.scale, ()), True)
-        e = softmax.exponentials(s, call.terms.scale, finite_max)
+        row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, scale, ()), True)
+        e = softmax.exponentials(s, scale, finite_max)
         sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
         row_sum = compute_before_wait(row_sum * sum_factor[:, None] + thread_sums(e))
         probs = operand(e, channels, zeros)
@@ -271,9 +293,9 @@ def last_keys_of(records, parts, zeros, call, WARPGROUP: gl.constexpr):
     last, clear_last = gl.full([64], high - 1, gl.int32, row), high - 1
     if call.terms.band.right is not None:
         shift = high - records.get(parts, "num_rows") + call.terms.band.right
-        last = gl.minimum(last, (first + gl.arange(0, 64, row)) // call.sizes.GROUP + shift)
-        clear_last = gl.minimum(clear_last, first // call.sizes.GROUP + shift)
-    return from_thread_column(last, zeros), (clear_last + 1) // call.sizes.BLOCK_N
+        last = gl.minimum(last, (first + gl.arange(0, 64, row)) // call.GROUP + shift)
+        clear_last = gl.minimum(clear_last, first // call.GROUP + shift)
+    return from_thread_column(last, zeros), (clear_last + 1) // call.schedule.BLOCK_N
 
 
 @gluon.jit
@@ -290,7 +312,7 @@ def end_part(
             runs > 0, total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP
         )
         row = first + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, run.type.layout))
-        col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, run.type.layout))[None, :]
+        col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, run.type.layout))[None, :]
         finish(run, run_max, run_sum, place.b, place, row, col, shape, call)
     else:
         store_state(run, run_max, run_sum, slot, records, parts, call, WARPGROUP)
@@ -309,7 +331,7 @@ def end_split(acc, row_max, row_sum, run, run_max, run_sum, call):
     """The state of a run after a split of it, whose sums are each thread's."""
     row_max = of_rows(row_max, acc)
     row_sum = of_rows(gl.sum(row_sum, 1), acc)
-    if call.sizes.splitting.RUN == 1:
+    if call.schedule.splitting.RUN == 1:
         run, run_max, run_sum = acc, row_max, row_sum
     else:
         run, run_max, run_sum = states.fold(run, run_max, run_sum, acc, row_max, row_sum)
@@ -320,7 +342,7 @@ def end_split(acc, row_max, row_sum, run, run_max, run_sum, call):
 def masked(s, n, last_keys, clear_blocks, call):
     """Scores of block n, -inf where a row does not see a key."""
     if n >= clear_blocks:
-        s = keep_columns(s, last_keys, last_keys - n * call.sizes.BLOCK_N, float("-inf"), False, True)
+        s = keep_columns(s, last_keys, last_keys - n * call.schedule.BLOCK_N, float("-inf"), False, True)
     return s
 
 
@@ -328,12 +350,12 @@ def masked(s, n, last_keys, clear_blocks, call):
 def store_state(acc, row_max, row_sum, slot, records, parts, call, WARPGROUP: gl.constexpr):
     """Stores the softmax state of a warpgroup's rows of a part, as ``states.store_state``."""
     row = gl.arange(0, 64, row_max.type.layout)
-    col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, acc.type.layout))[None, :]
-    count = records.get(parts, "num_rows") * call.sizes.GROUP - records.get(parts, "first") - 64 * WARPGROUP
+    col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, acc.type.layout))[None, :]
+    count = records.get(parts, "num_rows") * call.GROUP - records.get(parts, "first") - 64 * WARPGROUP
     exists, at = row < count, (slot + row).to(gl.int64)
-    gl.store(call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col, acc, mask=exists[:, None])
-    gl.store(call.results.stats_ptr + 2 * at, row_max, mask=exists)
-    gl.store(call.results.stats_ptr + 2 * at + 1, row_sum, mask=exists)
+    gl.store(call.results.acc + at[:, None] * call.out.DIM + col, acc, mask=exists[:, None])
+    gl.store(call.results.stats + 2 * at, row_max, mask=exists)
+    gl.store(call.results.stats + 2 * at + 1, row_sum, mask=exists)
 
 
 @gluon.jit
@@ -341,11 +363,11 @@ def fold_to_stored(
     has_stored, total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP: gl.constexpr
 ):
     """Folds a run into the running total in global memory, if there is one; each thread reads its own stores."""
-    if call.sizes.splitting.RUN > 1 and has_stored:
+    if call.schedule.splitting.RUN > 1 and has_stored:
         row = gl.arange(0, 64, run_max.type.layout)
-        col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, run.type.layout))[None, :]
-        count = records.get(parts, "num_rows") * call.sizes.GROUP - records.get(parts, "first") - 64 * WARPGROUP
-        at = call.results.acc_ptr + (slot + row).to(gl.int64)[:, None] * call.sizes.DIM_V + col
+        col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, run.type.layout))[None, :]
+        count = records.get(parts, "num_rows") * call.GROUP - records.get(parts, "first") - 64 * WARPGROUP
+        at = call.results.acc + (slot + row).to(gl.int64)[:, None] * call.out.DIM + col
         total = gl.load(at, mask=(row < count)[:, None], other=0.0, cache_modifier=".cg")
         run, run_max, run_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum)
     return run, run_max, run_sum
@@ -354,13 +376,13 @@ def fold_to_stored(
 @gluon.jit
 def load_state(slot, pitch, number, num_states, exists, call):
     """A stored state, as ``states.load_state``."""
-    width: gl.constexpr = fold_width(call.sizes.BLOCK_DV)
+    width: gl.constexpr = fold_width(call.out.BLOCK_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // width, width], [4, 1], [1, 0])
-    col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, layout))[None, :]
+    col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, layout))[None, :]
     at, there = slot + gl.to_tensor(number).to(gl.int64) * pitch, exists & (number < num_states)
-    top = gl.load(call.results.stats_ptr + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    part_sum = gl.load(call.results.stats_ptr + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
-    at = call.results.acc_ptr + at[:, None] * call.sizes.DIM_V + col
+    top = gl.load(call.results.stats + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    part_sum = gl.load(call.results.stats + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
+    at = call.results.acc + at[:, None] * call.out.DIM + col
     return gl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg"), top, part_sum
 
 
@@ -373,24 +395,24 @@ def fold_width(dim):
 @gluon.jit
 def share_tile(records, parts, place, shape, call, WARPGROUP: gl.constexpr):
     """Finishes a tile of several states once all have been stored, as ``kernel.share_tile``; warpgroups share rows."""
-    WARPGROUPS: gl.constexpr = call.sizes.BLOCK_M // 64
-    RUN: gl.constexpr = call.sizes.splitting.RUN
-    AHEAD: gl.constexpr = call.sizes.AHEAD
-    width: gl.constexpr = fold_width(call.sizes.BLOCK_DV)
+    WARPGROUPS: gl.constexpr = call.schedule.BLOCK_M // 64
+    RUN: gl.constexpr = call.schedule.splitting.RUN
+    AHEAD: gl.constexpr = call.schedule.AHEAD
+    width: gl.constexpr = fold_width(call.out.BLOCK_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // width, width], [4, 1], [1, 0])
     ROWS: gl.constexpr = 4 * (32 // width)
-    pitch = shape.num_rows * call.sizes.GROUP
-    count = gl.minimum(pitch - place.first, call.sizes.BLOCK_M)
-    counter = call.results.counters_ptr + 2 * records.get(parts, "counter")
+    pitch = shape.num_rows * call.GROUP
+    count = gl.minimum(pitch - place.first, call.schedule.BLOCK_M)
+    counter = call.results.counters + 2 * records.get(parts, "counter")
     state = records.get(parts, "state")
     member = state // records.get(parts, "item_states") * WARPGROUPS + WARPGROUP
     folds, rank, step = states.arrive(
         counter, records.get(parts, "stop_state") - state, member, shape.num_states * WARPGROUPS,
-        shape.num_states * count * call.sizes.DIM_V, records.get(parts, "waits") > 0, call.sizes.PATIENCE,
+        shape.num_states * count * call.out.DIM, records.get(parts, "waits") > 0, call.schedule.PATIENCE,
     )  # fmt: skip
     if folds:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        col = gl.arange(0, call.sizes.BLOCK_DV, gl.SliceLayout(0, layout))[None, :]
+        col = gl.arange(0, call.out.BLOCK_DIM, gl.SliceLayout(0, layout))[None, :]
         for group in range(rank, (count + ROWS - 1) // ROWS, step):
             first = group * ROWS
             slot, exists = (records.get(parts, "slot") + first + row).to(gl.int64), first + row < count

@@ -1,0 +1,165 @@
+"""Cached calls' arguments from a ``Problem`` and its tensors; operands are named as in ``launch``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.decode.call import (
+    Cache,
+    Call,
+    New,
+    Results,
+    Rotation,
+    Scale,
+    Scales,
+    Schedule,
+    Splitting,
+)
+from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, hopper_rows
+from flashtile.backends.gpu.device import scores
+from flashtile.backends.gpu.device.mask import Band, MaskMod
+from flashtile.backends.gpu.device.records import Rows, Sequences
+from flashtile.backends.gpu.device.scores import Alibi, ScoreMod, Terms
+from flashtile.backends.gpu.launch import Pointer, pointer
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Problem
+
+# Of one token, that a program moves.
+HEADS_AT_ONCE = 16
+_NO_MOD = ScoreMod(None, None, None, None)
+
+
+def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int, lanes: int, *, few: bool) -> Call:
+    """The attention's ``Call``.
+
+    Args:
+        problem: The call.
+        tensors: Its tensors; k and v are read by TMA if the tiles are ``specialised``.
+        config: The tiles.
+        slots: Of the workspace, 0 if nothing is ever split.
+        lanes: As in ``Schedule``.
+        few: Whether packed sequences of ``FEW_ROWS`` with more than ``LONG_KEYS`` alone are computed.
+    """
+    p, t = problem, tensors
+    least = 16 * (2 if _is_8_bit(p) else 1)
+    # Of 64 columns where the other side's are: of two swizzles ptxas may lose one, see ``portable.config.padded_dims``.
+    block_d, block_dv = padded(p.head_dim, least), padded(p.head_dim_v, least)
+    block_d, block_dv = max(block_d, min(block_dv, 64)), max(block_dv, min(block_d, 64))
+    cache = cache_of(p, t, None if config.specialised else torch.int16, block_d, block_dv)
+    results = Results(Pointer(torch.float32, "lse"), None, None, None)
+    if slots:
+        stats = Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v)
+        results = Results(results.lse, Pointer(torch.float32, "acc"), stats, Pointer(torch.int32, "counters"))
+    return Call(
+        rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
+        _queries(p, t), cache, _terms(p, t), results, _schedule(p, config, lanes, few),
+        pointer(t.cache_leftpad, "leftpad"), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
+    )  # fmt: skip
+
+
+def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, block_d: int, block_dv: int) -> Cache:
+    """The record of a cache whose 8-bit numbers are read as another type; without its rows if that is None."""
+    p, is_8_bit = problem, _is_8_bit(problem)
+    k, v = (
+        None if as_8_bit is None else rows_of(name, cache.view(as_8_bit), block // as_8_bit.itemsize)
+        if is_8_bit else rows_of(name, cache, block)
+        for name, cache, block in (("k", t.k_cache, block_d), ("v", t.v_cache, block_dv))
+    )  # fmt: skip
+    # GPUs before sm_89 have no instruction that decodes e4m3 numbers.
+    bits = is_8_bit and (p.compute_capability is None or p.compute_capability < (8, 9))
+    of_k, of_v = _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale)
+    by_page = t.page_table is not None and bool(of_k.stride_b or of_v.stride_b)
+    bounds = None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new")
+    new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
+    return Cache(
+        k, v, Scales(of_k, of_v, is_8_bit, bits, by_page), new, pointer(t.cache_seqlens, "cached"),
+        pointer(t.cache_batch_idx, "entries"), p.keys.length, pointer(t.page_table, "pages"),
+        0 if t.page_table is None else t.page_table.stride(0), p.keys.page_size,
+    )  # fmt: skip
+
+
+def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
+    """The record of ``count`` new tokens."""
+    assert t.k is not None and t.v is not None
+    p = problem
+    k, v = rows_of("k_new", t.k, padded(p.head_dim)), rows_of("v_new", t.v, padded(p.head_dim_v))
+    return New(k, v, count, p.num_heads_kv, HEADS_AT_ONCE, min(max(power_of_two(p.batch), 32), 1024))
+
+
+def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
+    """The record of what the launch that appends rotates."""
+    if t.rotary_cos is None:
+        return Rotation(None, None, None, None, None, None, None, None, 0, None, None, None)
+    p, (rows, pairs), block = problem, t.rotary_cos.shape, padded(problem.head_dim)
+    starts = t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens
+    return Rotation(
+        rows_of("q", t.q, block), rows_of("rotated", _rotated(t), block), _queries(p, t), p.num_heads_q,
+        pointer(starts, "starts"), pointer(t.rotary_cos, "cos"), pointer(t.rotary_sin, "sin"), rows, 2 * pairs,
+        power_of_two(pairs), p.rotary_interleaved, not p.band.unbounded,
+    )  # fmt: skip
+
+
+def rows_of(name: str, tensor: Tensor, block_dim: int) -> Rows:
+    """The record of a tensor, whose operand has its name."""
+    strides = tensor.stride()
+    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
+    dim = tensor.shape[-1]
+    return Rows(pointer(tensor, name), None, batch, row, head, dim, block_dim, 1, len(strides) == 3)
+
+
+def _rotated(t: CacheTensors) -> Tensor:
+    return torch.empty_like(t.q, device="meta").contiguous()
+
+
+def _queries(problem: Problem, t: CacheTensors) -> Sequences:
+    return Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
+
+
+def _scale(name: str, scale: Tensor | None) -> Scale:
+    return Scale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else 0)
+
+
+def _terms(problem: Problem, t: CacheTensors) -> Terms:
+    p, softcap, alibi = problem, _NO_MOD, _NO_MOD
+    if p.softcap > 0:
+        softcap = ScoreMod(scores.softcap, None, None, p.softcap)
+    if t.alibi_slopes is not None:
+        slopes = Alibi(pointer(t.alibi_slopes, "alibi"), p.num_heads_q if t.alibi_slopes.dim() == 2 else 0)
+        alibi = ScoreMod(scores.alibi, None, scores.slope_of_head, slopes)
+    return Terms(
+        p.softmax_scale, p.softcap > 0 or p.alibi or p.softmax_scale <= 0, "ieee", (softcap, alibi, _NO_MOD),
+        Band(p.band.left, p.band.right), (MaskMod(None, None, None),), None,
+    )  # fmt: skip
+
+
+def _schedule(problem: Problem, config: Config, lanes: int, few: bool) -> Schedule:
+    p, cut = problem, config.splitting
+    rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
+    fold_rows = min(power_of_two(rows), 4)
+    # States loaded at once, whole runs. More would make Triton compile slowly; many rows are split among programs.
+    most = 16 if rows <= 4 or 64 < hopper_rows(p) <= 128 else 8
+    ahead = max(min(most, 8192 // (fold_rows * padded(p.head_dim_v))) // cut.run, 1) * cut.run
+    # At least 32: a build for each small batch would be compiled while a server runs, and 32 are as quick as 2.
+    search = 1 if p.batch + p.varlen == 1 else max(32, power_of_two(p.batch + p.varlen))
+    return Schedule(
+        config.block_m, config.block_n, fold_rows, ahead, lanes, 64 if p.device_type == "cuda" else 1,
+        Splitting(*dataclasses.astuple(cut)), search, config.block_m * padded(p.head_dim_v) <= 16 * 128,
+        FEW_ROWS if few else None, LONG_KEYS if few else None,
+    )  # fmt: skip
+
+
+def _is_8_bit(problem: Problem) -> bool:
+    return problem.precision.kv.itemsize == 1
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not smaller, 1 at least."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def padded(dim: int, least: int = 16) -> int:
+    """The power of two that holds a head dimension, at least what matrix products take."""
+    return max(least, power_of_two(dim))
