@@ -150,7 +150,7 @@ def _pairs_kernel(x_ptr, bias_ptr, mask_ptr, slopes_ptr, out_ptr, stride_b, stri
     rows, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     _pairs_body(
         scores.Terms(
-            0.5, True, "ieee",
+            0.5,
             (
                 scores.ScoreMod(_twice if OWN else scores.softcap, _two if OWN else scores.softcap_derivative, None,
                                 cap),
@@ -164,7 +164,7 @@ def _pairs_kernel(x_ptr, bias_ptr, mask_ptr, slopes_ptr, out_ptr, stride_b, stri
                 mask.MaskMod(None if mask_ptr is None else mask.select_tensor, mask.tensor_of_head,
                              mask.ScoreTensor(mask_ptr, stride_b, stride_head, stride_row, 1)),
             ),
-            None,
+            None, None, True, "ieee",
         ),
         x_ptr, out_ptr, b, h, seqlen_q, seqlen_k, rows, j, N,
     )  # fmt: skip

@@ -120,8 +120,8 @@ def _terms(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Po
     threshold = dropout.threshold_bits(philox.threshold(p.dropout_p))
     drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
     return Terms(
-        p.softmax_scale, scales_first(p), input_precision(p), (softcap_of(p), alibi, bias),
-        band_of(p, t.q.shape[-3] + t.k.shape[-3]), (masks,), drops, sinks,
+        p.softmax_scale, (softcap_of(p), alibi, bias), band_of(p, t.q.shape[-3] + t.k.shape[-3]), (masks,), drops,
+        sinks, scales_first(p), input_precision(p),
     )  # fmt: skip
 
 
@@ -129,9 +129,8 @@ def plain_terms(problem: Problem, span: int, sinks: Tensor | None) -> Terms:
     """``Terms`` of a call that has no other terms than a softcap, a band and sinks; span: of ``band_of``."""
     no_dropout = Dropout(None, None, 1.0, None)
     return Terms(
-        problem.softmax_scale, scales_first(problem), None, (softcap_of(problem), _NO_MOD, _NO_MOD),
-        band_of(problem, span), (MaskMod(None, None, None),), no_dropout,
-        pointer(sinks, "sinks"),
+        problem.softmax_scale, (softcap_of(problem), _NO_MOD, _NO_MOD), band_of(problem, span),
+        (MaskMod(None, None, None),), no_dropout, pointer(sinks, "sinks"), scales_first(problem), None,
     )  # fmt: skip
 
 

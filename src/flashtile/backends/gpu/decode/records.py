@@ -130,8 +130,8 @@ def _terms(problem: Problem, t: CacheTensors) -> Terms:
         slopes = Alibi(pointer(t.alibi_slopes, "alibi"), p.num_heads_q if t.alibi_slopes.dim() == 2 else 0)
         alibi = ScoreMod(scores.alibi, None, scores.slope_of_head, slopes)
     return Terms(
-        p.softmax_scale, p.softcap > 0 or p.alibi or p.softmax_scale <= 0, "ieee", (softcap, alibi, _NO_MOD),
-        Band(p.band.left, p.band.right), (MaskMod(None, None, None),), None,
+        p.softmax_scale, (softcap, alibi, _NO_MOD), Band(p.band.left, p.band.right), (MaskMod(None, None, None),),
+        None, None, p.softcap > 0 or p.alibi or p.softmax_scale <= 0, "ieee",
     )  # fmt: skip
 
 

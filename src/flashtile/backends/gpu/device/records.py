@@ -1,8 +1,8 @@
 """A kernel's arguments as trees of records; ``gpu.launch`` says what a field's name means to the compiler.
 
 A record that holds constants is passed on or built in an argument list, never assigned, returned or added to: Triton
-3.6 turns its constants into tensors. A kernel's record that holds others with constants has a constant itself or no
-number: else 3.6 forgets theirs after the kernel's first branch or loop.
+3.6 turns its constants into tensors. One that holds records with constants, and numbers, ends with a constant of its
+own: else 3.6 forgets theirs after a function's first branch or loop.
 """
 
 from __future__ import annotations

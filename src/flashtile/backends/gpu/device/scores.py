@@ -61,24 +61,24 @@ class Terms(NamedTuple):
 
     Attributes:
         scale: softmax_scale.
-        SCALE_FIRST: Whether scores are scaled before the softmax takes their maximum. Needed with any transform, and
-            with a scale that is not positive; otherwise the scale is folded into the exponential's argument.
-        INPUT_PRECISION: That of the matrix products.
         score_mods: Tuple of ``ScoreMod``, in their order.
         band: ``mask.Band``, applied to edge blocks alone.
         mask_mods: Tuple of ``mask.MaskMod``, applied to all blocks.
         dropout: ``dropout.Dropout``.
         sinks: (num_heads_q,), or None.
+        SCALE_FIRST: Whether scores are scaled before the softmax takes their maximum. Needed with any transform, and
+            with a scale that is not positive; otherwise the scale is folded into the exponential's argument.
+        INPUT_PRECISION: That of the matrix products.
     """
 
     scale: Any
-    SCALE_FIRST: Any
-    INPUT_PRECISION: Any
     score_mods: Any
     band: Any
     mask_mods: Any
     dropout: Any
-    sinks: Any = None
+    sinks: Any
+    SCALE_FIRST: Any
+    INPUT_PRECISION: Any
 
 
 class Head(NamedTuple):

@@ -112,8 +112,7 @@ def attention_backward_dbias(call, douts, of_rows, dbias, tiles):
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for m in range(m_start, m_stop):
         for n in range(n_start, n_stop):
-            # Casts for Triton's interpreter, which counts in Python's numbers.
-            m_first, n_first = tl.cast(m, tl.int32) * BLOCK_M, tl.cast(n, tl.int32) * BLOCK_N
+            m_first, n_first = m * BLOCK_M, n * BLOCK_N
             stop = count
             if not PACKED:
                 queries, keys = sequence.sequence_of(call.queries, 0), sequence.sequence_of(call.keys, 0)
