@@ -140,8 +140,8 @@ def _rule(name: str) -> int:
 
 
 @functools.cache
-def _rules_of(record: type) -> tuple[int, ...]:
-    return tuple(map(_rule, record._fields))  # type: ignore[attr-defined]
+def _rules_of(record: Any) -> tuple[int, ...]:
+    return tuple(map(_rule, record._fields))
 
 
 @functools.cache
@@ -166,10 +166,10 @@ def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any
         if rule == _CONSTANT or value is None:
             key.append(value)
             continue
-        kind = type(value)
+        kind: Any = type(value)
         if kind is int:
-            kind = "i32" if -(2**31) <= value < 2**31 else "i64"  # as fits_32_bits has it, but a call takes longer
-            key.append((kind, value % 16 == 0) if rule == _STRIDE else kind)
+            width = "i32" if -(2**31) <= value < 2**31 else "i64"  # as fits_32_bits has it, but a call takes longer
+            key.append((width, value % 16 == 0) if rule == _STRIDE else width)
             leaves.append(value)
         elif kind is Pointer:
             key += value.dtype, value.aligned

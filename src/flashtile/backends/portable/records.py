@@ -156,8 +156,8 @@ def band_of(problem: Problem, span: int) -> Band:
 
 def _score_tensor(name: str, tensor: Tensor, unit: int) -> ScoreTensor:
     """Strides over (batch, head, row, key) are 0 where the tensor broadcasts."""
-    *strides, column = _score_strides(tensor)
-    return ScoreTensor(pointer(tensor, name), *strides, Const(1) if column == 1 else column, unit)
+    batch, head, row, column = _score_strides(tensor)
+    return ScoreTensor(pointer(tensor, name), batch, head, row, Const(1) if column == 1 else column, unit)
 
 
 def _score_strides(tensor: Tensor) -> list[int]:

@@ -173,8 +173,8 @@ def _prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tens
     batch, block_dv = 1 if packed else dout.shape[0], padded(problem.head_dim_v)
     strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if packed else dlse.stride()
     results = ForwardResults(
-        Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"), pointer(dlse, "dlse"), *strides, batch,
-        dout.shape[-3], problem.num_heads_q,
+        Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"), pointer(dlse, "dlse"), strides[0], strides[1],
+        strides[2], batch, dout.shape[-3], problem.num_heads_q,
     )  # fmt: skip
     rows, of_rows = rows_of("dout", dout, problem.head_dim_v, block_dv), _row_terms(problem, tensors)
     programs = batch * problem.num_heads_q * (of_rows.stride_head // _PREPARE_ROWS)
@@ -193,11 +193,11 @@ def _dkdv_launch(
     """``wanted``: whether dk, whether dv, and whether to add them."""
     config, splits, places = choose(problem, name), gqa_splits(problem), _places(problem, tensors)
     call, rows = call_of(problem, tensors, config, ("q", "dout"), dout)
-    pointers = (
+    dk, dv = (
         (Pointer(problem.grad_dtype, grad) if splits == 1 else Pointer(torch.float32, "rows", 4 * place)) if is_wanted
         else None for grad, is_wanted, place in zip(("dk", "dv"), wanted, places[1:], strict=False)
     )  # fmt: skip
-    grads = KeyGradients(*pointers, heads_per_split(problem), wanted[2] and splits == 1)
+    grads = KeyGradients(dk, dv, heads_per_split(problem), wanted[2] and splits == 1)
     tiles = tiles_of(config, heads_at_once(problem, tensors.q, dout))
     arguments = {
         "call": call,
@@ -225,9 +225,12 @@ def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> 
     bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
     sums: Any = BiasSums(None, None, None, None, None, None, None, None, None)
     if bias is not None:
-        shape, is_summed = _bias_shape(problem, bias)
+        (heads, bias_rows, cols), (over_heads, over_rows, over_cols) = _bias_shape(problem, bias)
         unit = call.terms.score_mods[2].operands.UNIT
-        sums = BiasSums(Pointer(torch.float32, "dbias"), bias_entries(problem, bias), *shape, unit, *is_summed)
+        sums = BiasSums(
+            Pointer(torch.float32, "dbias"), bias_entries(problem, bias), heads, bias_rows, cols, unit, over_heads,
+            over_rows, over_cols,
+        )  # fmt: skip
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     arguments = {
         "call": call, "douts": rows, "of_rows": _row_terms(problem, tensors),
@@ -281,12 +284,12 @@ def _bias_tiles(problem: Problem, bias: Tensor) -> int:
 def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
     config, bias = choose(problem, "dbias"), tensors.attn_bias
     assert bias is not None
-    parts, (shape, is_summed) = bias_parts(problem, bias), _bias_shape(problem, bias)
+    parts, (shape, over) = bias_parts(problem, bias), _bias_shape(problem, bias)
     sums_batch = _bias_batch(bias) == 1 and problem.batch != 1
-    call, rows = call_of(problem, tensors, config, ("q", "k", "v", "dout"), dout, (sums_batch, is_summed[0]))
+    call, rows = call_of(problem, tensors, config, ("q", "k", "v", "dout"), dout, (sums_batch, over[0]))
     dbias = BiasGradient(
-        Pointer(bias.dtype if parts == 1 else torch.float32, "dbias"), *shape, problem.seqlen_q, problem.seqlen_k,
-        parts, sums_batch, *is_summed,
+        Pointer(bias.dtype if parts == 1 else torch.float32, "dbias"), shape[0], shape[1], shape[2],
+        problem.seqlen_q, problem.seqlen_k, parts, sums_batch, over[0], over[1], over[2],
     )  # fmt: skip
     arguments = {
         "call": call,

@@ -69,10 +69,8 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
         Rows(pointer(t.v, "v"), None, batch, dim, head, p.head_dim_v, block_dv, 1, t.v.dim() == 3),
         *sequences_of(p, t), heads_of(p), plain_terms(p, t.q.shape[-3] + t.k.shape[-3], t.sinks),
     )  # fmt: skip
-    scales = Scales(
-        *(Scale(pointer(getattr(t, name), name), *scale_strides(getattr(t, name))) for name in _SCALES),
-        pointer(t.shift, "shift"),
-    )
+    q, k, v = (Scale(pointer(getattr(t, name), name), *scale_strides(getattr(t, name))) for name in _SCALES)
+    scales = Scales(q, k, v, pointer(t.shift, "shift"))
     output = Output(Pointer(p.out_dtype, "out"), Pointer(torch.float32, "lse"), None, None)
     tiles = tiles_of(config, heads_at_once(p, t.k, t.k))
     arguments = {"call": call, "scales": scales, "output": output, "tiles": tiles}
