@@ -132,7 +132,8 @@ def test_boxes_fill_the_parts_of_a_tile() -> None:
         for varlen in (False, True):
             problem = _problem(block_d, Band(), head_dim_v=block_dv, varlen=varlen)
             made = launch.forward_launch(problem, described_tensors(problem), config)
-            q, k, v, out = (made.sizes[f"{name}_desc"].box[-1] for name in ("q", "k", "v", "out"))
+            call = made.arguments["call"]
+            q, k, v, out = (each.desc.box[-1] for each in (call.q, call.k, call.v, made.arguments["output"].out))
             assert q == k
             for cols, width in ((q, config.block_d), (v, config.block_dv), (out, config.block_dv)):
                 assert cols.bit_count() == 1 and cols >= 32
