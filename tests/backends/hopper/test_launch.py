@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.gpu.described import described_tensors
-from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper import records, tensor_maps
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
 from flashtile.call.problem import Problem, Tensors
@@ -175,15 +175,14 @@ def test_configs_that_cannot_run_are_refused() -> None:
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_scales_say_what_the_scores_mean(softmax_scale: float, softcap: float) -> None:
     problem = _problem(64, Band()).but(softmax_scale=softmax_scale, softcap=softcap)
-    scale_log2, cap, prescale = launch.scales(problem).values()
-    constants = launch.constants(problem, tiles.choose(problem))
-    assert scale_log2 > 0
+    terms = records.plain_terms(problem)
+    assert terms.scale_log2 > 0
     for score in (-7.0, 0.3, 20.0):
         exponent = score
-        if constants["HAS_SOFTCAP"]:
-            exponent = cap - 2 * cap / (2 ** (score * prescale) + 1)
-        elif constants["SCALE_FIRST"]:
-            exponent = score * prescale
+        if terms.softcap is not None:
+            exponent = terms.softcap - 2 * terms.softcap / (2 ** (score * terms.prescale) + 1)
+        elif terms.prescale is not None:
+            exponent = score * terms.prescale
         natural = softmax_scale * score
         expected = softcap * math.tanh(natural / softcap) if softcap else natural
-        assert exponent * scale_log2 * math.log(2) == pytest.approx(expected, abs=1e-9)
+        assert exponent * terms.scale_log2 * math.log(2) == pytest.approx(expected, abs=1e-9)
