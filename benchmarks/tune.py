@@ -37,7 +37,7 @@ from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.backward import config as hopper_backward
 from flashtile.backends.hopper.forward import config as hopper_forward
 from flashtile.backends.portable import config as portable
-from flashtile.ops import operators as ops
+from flashtile.ops import plans
 
 KERNELS = {"hopper": ("forward", "backward"), "portable": ("forward", "dkdv", "dk", "dv", "dq")}
 PEERS = ("fa3", "cudnn", "fa2")
@@ -92,7 +92,7 @@ class Candidate:
 
     def run(self, call: Call) -> Outputs:
         """Calls with these tiles."""
-        with self.injected(), ops.own_plans(self.plans):
+        with self.injected(), plans.own_plans(self.plans):
             return call()
 
 
@@ -147,7 +147,7 @@ def wrong(candidate: Candidate, cases: Sequence[Case], device: str) -> str | Non
     """The error in a candidate's results on some cases, or None; refused cases are ignored."""
     provider = PROVIDERS[candidate.provider]
     for case in cases:
-        with candidate.injected(), ops.own_plans(candidate.plans), torch.no_grad():
+        with candidate.injected(), plans.own_plans(candidate.plans), torch.no_grad():
             _, errors = checked(case, [provider], torch.device(device))
         said = errors[provider.name]
         if isinstance(said, str) and not said.startswith("refused"):

@@ -70,9 +70,9 @@ def judge_parts(
     tensors = Tensors(**{name: None if each is None else each.to(device) for name, each in given.items()})  # type: ignore[arg-type]
     problem = Problem.build(tensors, Band(), needs_grad=True, dropout_p=_P if dropout else 0.0)
     dout = torch.randn(tensors.q.shape, generator=make).to(dtype)
-    out, lse = backend.plan_forward(problem, tensors)(tensors)
+    out, lse = backend.plan("forward", problem, tensors)(tensors)
     there = dout.to(device)
-    grads = backend.plan_backward(problem, tensors, there, None)(tensors, out, lse, there, None)
+    grads = backend.plan("backward", problem, tensors, (there, None))(tensors, out, lse, there, None)
     assert (out[-3:] == 0).all() and (lse[:, -3:] == -torch.inf).all()
     got = {"out": out[:-3], "lse": lse[:, :-3], "dq": grads.dq[:-3], "dk": grads.dk[:-3], "dv": grads.dv[:-3]}
 

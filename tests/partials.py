@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flashtile.call.backend import Forward
+from flashtile.call.backend import Backend
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
 from flashtile.core.states import Partial
@@ -81,7 +81,7 @@ def piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tuple
 
 
 def judge_chain(
-    plan: Callable[[Problem, Tensors], Forward],
+    backend: Backend,
     case: Case,
     cuts: Sequence[int],
     dtype: torch.dtype,
@@ -92,11 +92,11 @@ def judge_chain(
     """Asserts the error rule for the last of a chain, and that 16 bits of it are rounded once.
 
     Args:
-        plan: A backend's ``plan_forward``.
+        backend: What computes it.
         case: The whole call.
         cuts: Where to cut it.
         dtype: Of q, k and v.
-        exact: Whether the plan's arithmetic before that rounding is the same for both dtypes.
+        exact: Whether the backend's arithmetic before that rounding is the same for both dtypes.
         device: Of the tensors.
     """
     call = build(case, dtype, device)
@@ -105,22 +105,20 @@ def judge_chain(
     for n, (start, stop) in enumerate(itertools.pairwise(edges)):
         problem, tensors = piece(call, start, stop, has_sinks=n == 1)
         before = partial
-        out, lse = plan(problem.but(out_dtype=torch.float32), tensors)(tensors, before)
+        out, lse = backend.plan("forward", problem.but(out_dtype=torch.float32), tensors)(tensors, before)
         assert out.dtype == lse.dtype == torch.float32 and out.is_contiguous()
         # What an empty state's out contains is nobody's business.
         is_empty = (lse == -torch.inf).transpose(-1, -2)[..., None]
         partial = Partial(torch.where(is_empty, torch.nan, out).contiguous(), lse)
     assert_forward_right(call, out, lse)
-    short, short_lse = plan(problem, tensors)(tensors, before)
+    short, short_lse = backend.plan("forward", problem, tensors)(tensors, before)
     assert short.dtype == dtype
     if exact:
         assert torch.equal(short_lse, lse) and torch.equal(short, out.to(dtype))
     torch.testing.assert_close((short, short_lse), (out.to(dtype), lse))
 
 
-def judge_rows_without_keys(
-    plan: Callable[[Problem, Tensors], Forward], dtype: torch.dtype, band: Band, device: str = "cpu"
-) -> None:
+def judge_rows_without_keys(backend: Backend, dtype: torch.dtype, band: Band, device: str = "cpu") -> None:
     """Asserts that sequences without keys, and rows past the last one, keep the bits of what they start from.
 
     Their neighbours in k and v, at which a block of keys that is not there would lie, hold NaN.
@@ -143,7 +141,7 @@ def judge_rows_without_keys(
         Tensors(q, k[:0], v[:0], cu_seqlens_q=bounds[0], cu_seqlens_k=torch.zeros_like(bounds[1])),
     ):
         problem = Problem.build(tensors, band).but(out_dtype=torch.float32)
-        out, lse = plan(problem, tensors)(tensors, partial)
+        out, lse = backend.plan("forward", problem, tensors)(tensors, partial)
         kept = without if len(tensors.k) else torch.ones_like(without)
         assert torch.equal(lse[:, kept], partial.lse[:, kept])
         wanted = torch.where((partial.lse == -torch.inf).T[..., None], 0.0, partial.out)

@@ -24,7 +24,7 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _float32(backend: Backend, problem: Problem, t: Tensors, saved: Saved, sums: Gradients | None = None) -> Gradients:
-    plan = backend.plan_backward(problem.but(grad_dtype=torch.float32), t, saved[2], saved[3])
+    plan = backend.plan("backward", problem.but(grad_dtype=torch.float32), t, (saved[2], saved[3]))
     return plan(t, *saved, sums)
 
 
@@ -57,7 +57,7 @@ def judge_sums(
     call = build(case, dtype, device)
     t = replace(call.tensors, **{name: x.detach() for name, x in vars(call.tensors).items() if x is not None})
     problem = call.problem.but(deterministic=deterministic, bias_grad=False)
-    out, lse = backend.plan_forward(problem, t)(t)
+    out, lse = backend.plan("forward", problem, t)(t)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse) if case.lse_grad else None
     saved = out, lse, dout, dlse
     whole = _float32(backend, problem, t, saved)
@@ -106,7 +106,7 @@ def judge_gaps(backend: Backend, dtype: torch.dtype, band: Band, *, head_dim: in
     dout[~is_row] = k[~is_key] = v[~is_key] = torch.nan
     t = Tensors(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
     problem = Problem.build(t, band, needs_grad=True, deterministic=True)
-    out, lse = backend.plan_forward(problem, t)(t)
+    out, lse = backend.plan("forward", problem, t)(t)
     # Of all keys: the rows have others in other calls.
     lse = torch.where(lse == -torch.inf, 0.5, lse)
     saved = out, lse, dout, None

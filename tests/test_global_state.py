@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -19,7 +18,7 @@ from flashtile.compat.flash_attn_2 import flash_attn_varlen_func
 from flashtile.compat.rotary import apply_rotary_emb
 from flashtile.core.masks import Band
 from flashtile.nn import MultiheadAttention, RotaryEmbedding
-from flashtile.ops import operators as ops
+from flashtile.ops import plans
 from flashtile_lab.examples import char_gpt
 from tests.cases import CASES, Call, build
 
@@ -89,7 +88,7 @@ def numbers(call: Call) -> list[Tensor]:
 def test_results_are_the_same_within_and_afterwards(name: str, dtype: torch.dtype) -> None:
     calls = [build(case, dtype) for case in NEAR]
     forget_tiles()
-    with ops.own_plans(OrderedDict()):
+    with plans.own_plans():
         with STATES[name]():
             within = [numbers(call) for call in calls]
         afterwards = [numbers(call) for call in calls]

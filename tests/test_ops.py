@@ -22,7 +22,7 @@ import flashtile
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.call.arguments import Grads, Options, Tensors, differentiable, flatten, unflatten
 from flashtile.call.problem import Problem
-from flashtile.ops import dispatch
+from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops
 
 
@@ -165,7 +165,7 @@ def test_gradients_are_those_asked_for(wanted: tuple[bool, ...], softcap: float)
     plain = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(leaves, wanted, strict=True)]
     q, k, v, bias, sinks = plain
     problem = Problem.of(tensors, asked)
-    run = dispatch.backend("cpu").plan_backward(problem, tensors, dout, None)
+    run = dispatch.backend("cpu").plan("backward", problem, tensors, (dout, None))
     with torch.no_grad():
         gradients = vars(run(tensors, out, lse, dout, None)).values()
     assert [x is not None for x in gradients] == list(wanted), "nothing is computed that nobody asked for"
@@ -224,9 +224,9 @@ def test_offloaded_activations_have_the_same_gradients() -> None:
 
 
 def test_plans_are_made_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = type(ops._KNOWN)()
-    monkeypatch.setattr(ops, "_KNOWN", known)
-    monkeypatch.setattr(ops, "_MOST_KNOWN", 4)
+    known = type(plans.kinds)()
+    monkeypatch.setattr(plans, "kinds", known)
+    monkeypatch.setattr(plans, "MOST", 4)
 
     def run(seqlen: int, **keywords: Any) -> None:
         x = torch.ones(1, seqlen, 1, 8)
@@ -424,7 +424,7 @@ def test_new_plans_are_made_where_others_are_kept() -> None:
     x, seen = torch.randn(1, 5, 2, 8), OrderedDict[Any, Any]()
     for _ in range(3):
         flashtile.attention(x, x, x)
-    with ops.own_plans(seen):
+    with plans.own_plans(seen):
         flashtile.attention(x, x, x)
         assert len(seen) == 1
         flashtile.attention(x, x, x)

@@ -22,8 +22,10 @@ def test_parts_are_drawn_and_sloped_as_in_the_whole(dtype: torch.dtype, dropout:
 
 def test_the_reference_has_the_same_parts() -> None:
     class Oracle(cpu.CpuBackend):
-        def plan_forward(self, problem, tensors, known=None):  # type: ignore[no-untyped-def]
-            return lambda t: reference.attention(problem, t)
+        def plan(self, direction, problem, like, given=(), known=None):  # type: ignore[no-untyped-def]
+            if direction == "forward":
+                return lambda t: reference.attention(problem, t)
+            return super().plan(direction, problem, like, given)
 
     judge_parts(Oracle(), torch.float64, dropout=True, alibi=True)
 

@@ -7,7 +7,6 @@ import functools
 import pickle
 import subprocess
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -18,8 +17,7 @@ from flashtile import InvalidInputError, UnsupportedError
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import settings
 from flashtile.core.masks import Band
-from flashtile.ops import dispatch
-from flashtile.ops import operators as ops
+from flashtile.ops import dispatch, plans
 
 Q = torch.randn(2, 5, 4, 8)
 K = torch.randn(2, 7, 2, 8)
@@ -223,7 +221,7 @@ def test_a_misspelt_environment_variable_is_named(name: str, value: str, monkeyp
     message = rf"^{name}: is '{value}', must be {' or '.join(values)}, or unset$"
     dense = torch.randn(1, 3, 2, 8)
     for run in (flashtile.attention, flashtile.explain):
-        with ops.own_plans(OrderedDict()), pytest.raises(InvalidInputError, match=message):
+        with plans.own_plans(), pytest.raises(InvalidInputError, match=message):
             run(dense, dense, dense)
 
 

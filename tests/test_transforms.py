@@ -23,7 +23,7 @@ from flashtile import InvalidInputError, UnsupportedError, nn, reference
 from flashtile.backends.cpu import jvp as forward_mode
 from flashtile.call.arguments import Options, Tensors, flatten
 from flashtile.compat import flash_attn_2
-from flashtile.ops import operators as ops
+from flashtile.ops import operation
 from tests.cases import CASES, Call, build
 from tests.rule import assert_close
 
@@ -417,7 +417,7 @@ def test_opcheck_forward_mode() -> None:
 
 def test_eager_calls_skip_the_dispatcher() -> None:
     q = torch.ones(1, 4, 1, 4)
-    assert not ops.is_watched(q, q, q)
+    assert not operation.is_watched(q, q, q)
     with fwad.dual_level():
-        assert ops.is_watched(q, q, q)
-    assert not ops.is_watched(q, q, q)
+        assert operation.is_watched(q, q, q)
+    assert not operation.is_watched(q, q, q)

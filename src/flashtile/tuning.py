@@ -206,10 +206,10 @@ def _runner(problem: Problem, kernel: str) -> Run:
     shapes = zip(heads, dims, strict=True)
     q, k, v, dout = (torch.randn(*rows, *each, dtype=p.dtype, device=device, generator=generator) for each in shapes)
     t = Tensors(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    run = BACKEND.plan_forward(p.but(grads=Grads()), t)
+    run = BACKEND.plan("forward", p.but(grads=Grads()), t)
     if kernel == "forward":
         return lambda: run(t)
-    (out, lse), back = run(t), BACKEND.plan_backward(p, t, dout, None)
+    (out, lse), back = run(t), BACKEND.plan("backward", p, t, (dout, None))
     return lambda: tuple(x for x in vars(back(t, out, lse, dout, None)).values() if x is not None)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from flashtile import UnsupportedError
+from flashtile.backends import cpu
 from flashtile.call.arguments import Grads
-from flashtile.call.backend import Gradients
+from flashtile.call.backend import Backend, Capabilities, Direction, Gradients
 from flashtile.call.problem import Problem, described
 from flashtile.ops import dispatch
-from flashtile.ops.beside import beside
+from flashtile.ops.plans import Family
 from tests.cases import Case, build
 
 EVERY = Grads(True, True, True, True)
@@ -35,17 +37,12 @@ def test_hopper_computes_what_it_can() -> None:
     assert "gradient of attn_bias: portable: Triton, tiles dbias 64x64, 4 warps, 2 stages, TMA; no atomics" in said
 
 
-def test_both_name_their_builds() -> None:
-    class Recorder:
-        name = summary = "recorder"
-
-        def builds(self, problem: Problem, tensors: Any, direction: str) -> list[Any]:
-            return [problem.grads]
-
-    recorder: Any = Recorder()
-    assert beside(recorder, recorder).builds(_problem(), None, "backward") == [  # type: ignore[arg-type, comparison-overlap]
-        Grads(True, True, True),
-        Grads(bias=True),
+def test_each_has_its_share() -> None:
+    problem = _problem()
+    found = dispatch.shares(dispatch.select(problem, "backward"), problem, "backward")
+    assert [(backend.name, share.grads) for backend, share in found] == [
+        ("hopper", Grads(True, True, True)),
+        ("portable", Grads(bias=True)),
     ]
 
 
@@ -74,15 +71,22 @@ def test_a_named_backend_computes_all() -> None:
 
 @torch.no_grad()
 def test_each_computes_its_part() -> None:
+    class Biasless(cpu.CpuBackend):
+        def capabilities(self, direction: Direction) -> Capabilities:
+            return dataclasses.replace(cpu.BACKEND.capabilities(direction), bias_grad=False)
+
     call = build(Case("both", bias="hqk", sinks=True, kv_heads=1), torch.float32)
-    cpu, t = dispatch.backend("cpu"), call.tensors
-    out, lse = cpu.plan_forward(call.problem, t)(t)
+    t = call.tensors
+    out, lse = cpu.BACKEND.plan("forward", call.problem, t)(t)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
 
-    def gradients(backend: Any) -> Gradients:
-        found: Gradients = backend.plan_backward(call.problem, t, dout, dlse)(t, out, lse, dout, dlse)
+    def gradients(backend: Backend) -> Gradients:
+        family = Family()
+        family.backends["backward"] = backend
+        found: Gradients = family.plan("backward", call.problem, t, (dout, dlse))(t, out, lse, dout, dlse)
         return found
 
-    want, got = gradients(cpu), gradients(beside(cpu, cpu))
+    assert len(dispatch.shares(Biasless(), call.problem, "backward")) == 2
+    want, got = gradients(cpu.BACKEND), gradients(Biasless())
     for name in ("dq", "dk", "dv", "dbias", "dsinks"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name))

@@ -16,15 +16,14 @@ pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
 from flashtile import InvalidInputError
-from flashtile.backends.gpu import host
-from flashtile.backends.gpu.launch import Launch, lower
+from flashtile.backends.gpu.launch import lower, specialise
 from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values, without_data
 from flashtile.call.backend import FEATURES
 from flashtile.call.problem import Problem, _Short
 from flashtile.core.masks import Band
-from flashtile.ops import dispatch
+from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops
-from flashtile.ops.families import family_of
+from flashtile.ops.plans import family_of
 from flashtile_lab.kernels import hopper as hopper_builds
 from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu
@@ -48,7 +47,7 @@ def _call(case: Case) -> tuple[Tensors, Options]:
     if case.lengths and case.say_longest:
         lengths = (call.problem.seqlen_q, call.problem.seqlen_k)
     plain = (case.scale, case.softcap, case.dropout, False, None)
-    return ops._readable(t), read(t, case.causal, case.window, False, plain, lengths)
+    return ops.REGULAR.readable(t), read(t, case.causal, case.window, False, plain, lengths)
 
 
 def _is_short(name: str) -> bool:
@@ -141,15 +140,9 @@ def test_masks_and_biases_have_no_family() -> None:
             assert family_of(*_call(case)) is None
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and (a.data_ptr() - b.data_ptr()) % 16 == 0
-    return type(a) is type(b) and bool(a == b)
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
-def test_only_sizes_differ_between_launches_of_a_family(backend: str, direction: Any) -> None:
+def test_launches_of_a_family_with_the_same_constants_ask_for_one_build(backend: str, direction: Any) -> None:
     shared = 0
     for case in WITHOUT_SCORE_TENSORS:
         if case.head_dim % 8 or (case.head_dim_v or 0) % 8 or case.layout == "sliced" or 0 in (case.batch,):
@@ -169,16 +162,10 @@ def test_only_sizes_differ_between_launches_of_a_family(backend: str, direction:
             made.append(launches(problem, shapes, direction))
         for first, second in itertools.combinations(made, 2):
             for name in first.keys() & second.keys():
-                a, b = first[name], second[name]
-                if a.key != b.key:
-                    continue
-                shared += 1
-                assert a.kernel is b.kernel and a.options == b.options
-                taken, fresh = {**a.others(), **b.sizes}, b.arguments
-                assert taken.keys() == fresh.keys() and set(a.sizes) == set(b.sizes)
-                assert not a.others().keys() & a.sizes.keys()
-                wrong = {key: (taken[key], fresh[key]) for key in fresh if not _same(taken[key], fresh[key])}
-                assert not wrong, f"{case.name}, {name}: not a size, but depends on one"
+                a, b = specialise(first[name]), specialise(second[name])
+                if a.constexprs == b.constexprs and first[name].options == second[name].options:
+                    assert a == b and lower(first[name])[0] == lower(second[name])[0], (case.name, name)
+                    shared += 1
     assert shared > 50
 
 
@@ -222,29 +209,19 @@ LENGTHS = ((9, 133), (64, 65), (1, 70), (130, 40), (65, 0))
 def test_many_lengths_of_one_family(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_cpu():
         counts = _counted(monkeypatch, (dispatch, "select"), (Problem, "resized"))
-        keys, prepare = set[tuple[str, object]](), host.Step.__init__
-
-        def keep(step: host.Step, launch: Launch, *rest: Any) -> None:
-            keys.add((launch.kernel.__name__, lower(launch)[0]))
-            prepare(step, launch, *rest)
-
-        monkeypatch.setattr(host.Step, "__init__", keep)
         for n, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
             sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
             if "varlen" in case.name:
                 sizes = {"lengths": ((seqlen_q, seqlen_k), (7, 12), (0, n))[: n % 3 + 1], "batch": n % 3 + 1}
             judge(build(dataclasses.replace(case, **sizes), torch.bfloat16), "hopper")
-        assert len(ops._FAMILIES) == 1 and len(ops._KNOWN) == len(LENGTHS)
+        assert len(plans.families) == 1 and len(plans.kinds) == len(LENGTHS)
     assert counts["select"] == 2 and counts["resized"] == len(LENGTHS) - 1
-    # At most two kinds of edges forward, the backward has none.
-    builds = Counter(name for name, _ in keys)
-    assert builds["attention_forward"] <= 2 and builds["attention_backward"] == 1
 
 
 def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other settings, options, layouts and gradients, and what is refused, between calls of one family."""
-    monkeypatch.setattr(ops, "_KNOWN", type(ops._KNOWN)())
-    monkeypatch.setattr(ops, "_FAMILIES", type(ops._FAMILIES)())
+    monkeypatch.setattr(plans, "kinds", type(plans.kinds)())
+    monkeypatch.setattr(plans, "families", type(plans.families)())
 
     def run(n: int, **keywords: Any) -> Tensor:
         q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -258,7 +235,7 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
 
     run(5)
     run(6)
-    assert len(ops._FAMILIES) == 1
+    assert len(plans.families) == 1
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
     with pytest.raises(flashtile.UnsupportedError):
         run(7)
@@ -268,7 +245,7 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
     run(7)
     with torch.no_grad():
         run(8)
-    assert len(ops._FAMILIES) == 3
+    assert len(plans.families) == 3
     q, k = torch.randn(1, 9, 2, 8, dtype=torch.float64), torch.randn(1, 11, 2, 8, dtype=torch.float64)
     for _ in range(2):
         with pytest.raises(InvalidInputError, match="^v: "):

@@ -115,7 +115,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def _launch(x: torch.Tensor, rows: int = 17, stride: int = 0, offset: int = 0) -> Launch:
+def _launch(x: torch.Tensor, rows: Any = 17, stride: int = 0, offset: int = 0) -> Launch:
     source = TensorMap(x.dtype, tuple(x.shape), x.stride(), (64, 64), None, "x")
     matrix = Matrix(source, pointer(x, "x"), rows, stride or x.stride(0), None, 64)
     copy = Copy(matrix, (0.25, Const(3)), doubled)
@@ -186,13 +186,14 @@ def test_equal_keys_are_equal_specialisations(fake: Driver) -> None:
     wide = torch.zeros(200, 64, dtype=torch.bfloat16)
     launches = [
         _launch(wide[: 64 + n], rows, stride, offset)
-        for n in (0, 1) for rows in (1, 16, 2**31) for stride in (1, 16, 72, 2**32) for offset in (0, 16)
+        for n in (0, 1) for rows in (1, 16, 2**31, Const(1), Const(0)) for stride in (1, 16, 72, 2**32)
+        for offset in (0, 16)
     ]  # fmt: skip
     by_key: dict[Any, Any] = {}
     for each in launches:
         what = launch.specialise(each)
         assert by_key.setdefault(launch.lower(each)[0], what) == what
-    assert len(by_key) == len({repr(what) for what in by_key.values()}) == 6
+    assert len(by_key) == len({repr(what) for what in by_key.values()}) == 12
 
 
 def test_steps_of_other_lengths_in_other_threads(fake: Driver) -> None:

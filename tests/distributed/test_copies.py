@@ -6,7 +6,6 @@ import contextlib
 import os
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from flashtile import InvalidInputError, distributed
 from flashtile.distributed import copies, kinds
 from flashtile.distributed.copies import SIGNALS, may_copy
 from flashtile.distributed.exchange import Line, Ranks
-from flashtile.ops import operators as ops
+from flashtile.ops import plans
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
 from tests.distributed.ranks import NAMED
@@ -75,7 +74,7 @@ def compare(mesh: DeviceMesh, folder: str, name: str, layout: str) -> dict[str, 
         return made[-1]
 
     with (
-        ops.own_plans(OrderedDict()),
+        plans.own_plans(),
         mock.patch.object(copies, "memory_of", memory_of),
         mock.patch.object(kinds, "reach", lambda device: [str(mesh.get_rank()), *map(str, range(mesh.size()))]),
         mock.patch.dict(os.environ, FLASHTILE_COPIES="auto"),

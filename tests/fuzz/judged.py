@@ -70,7 +70,7 @@ def _judge_pieces(call: Drawn, backend: Backend, device: str) -> None:
     with poisoned_memory():
         if "forward" in directions:
             with torch.no_grad():
-                judge_chain(backend.plan_forward, case, pieces.cuts, call.dtype, exact=False, device=device)
+                judge_chain(backend, case, pieces.cuts, call.dtype, exact=False, device=device)
         if "backward" in directions and not cancels(problem):
             judge_sums(backend, call, device)
         if pieces.origins and not dispatch.reasons(

@@ -128,11 +128,11 @@ Parts = Iterator[tuple[str, str, dict[str, object], Problem | None]]
 def _of_plain(call: Drawn, capability: Capability) -> Parts:
     assert isinstance(call.case, Case)
     made = build(call.case, call.dtype, "meta")
-    problem, t = _on(made.problem, capability), ops._readable(made.tensors)
+    problem, t = _on(made.problem, capability), ops.REGULAR.readable(made.tensors)
     if not _is_able(problem, "forward"):
         return
     for backend in _backends(problem, "forward"):
-        backend.plan_forward(problem, t)(t)
+        backend.plan("forward", problem, t)(t)
         yield backend.name, "forward", traits(problem), problem
     if not any(problem.grads) or not _is_able(problem, "backward"):
         return
@@ -141,7 +141,7 @@ def _of_plain(call: Drawn, capability: Capability) -> Parts:
     lse = t.q.new_empty(problem.lse_shape(t.q), dtype=problem.lse_dtype)
     dlse = lse.new_empty(lse.shape) if call.case.lse_grad else None
     for backend in _backends(problem, "backward"):
-        backend.plan_backward(problem, t, dout, dlse)(t, out, lse, dout, dlse)
+        backend.plan("backward", problem, t, (dout, dlse))(t, out, lse, dout, dlse)
         yield backend.name, "backward", traits(problem), problem
 
 
@@ -154,7 +154,7 @@ def _of_pieces(call: Drawn, capability: Capability) -> Parts:
         mask=None if origins else call.case.mask, bias=None if origins else call.case.bias,
     )  # fmt: skip
     made = build(case, call.dtype, "meta")
-    problem, t = _on(made.problem, capability), ops._readable(made.tensors)
+    problem, t = _on(made.problem, capability), ops.REGULAR.readable(made.tensors)
     if origins:
         problem = replace(problem, origins=True)
         t = replace(t, origins=empty(problem.batch, len(Origin._fields), dtype=torch.int32))
@@ -165,13 +165,13 @@ def _of_pieces(call: Drawn, capability: Capability) -> Parts:
     for backend in _backends(problem, "forward"):
         for out_dtype, before in ((torch.float32, None), (torch.float32, partial), (call.dtype, partial)):
             step = problem.but(out_dtype=out_dtype)
-            backend.plan_forward(step, t)(t, before)
+            backend.plan("forward", step, t)(t, before)
             yield backend.name, "forward", traits(step, ("partial",) if before else ()), step
     problem = problem.but(grad_dtype=torch.float32)
     dout, lse = t.q.new_empty(partial.out.shape), partial.lse
     for backend in _backends(problem, "backward"):
         for sums in (None, Gradients(*(empty(*x.shape) for x in (t.q, t.k, t.v)))):
-            backend.plan_backward(problem, t, dout, None)(t, dout, lse, dout, None, sums)
+            backend.plan("backward", problem, t, (dout, None))(t, dout, lse, dout, None, sums)
             yield backend.name, "backward", traits(problem, ("sums",) if sums else ()), problem
         yield from _of_chain(backend, problem, t, dout, lse)
 
@@ -181,7 +181,7 @@ def _of_chain(backend: Backend, problem: Problem, t: Tensors, dout: Tensor, lse:
     has_pairs = problem.mask or problem.bias_dtype is not None or problem.sinks
     if able is None or not able.chain_rows or not problem.varlen or has_pairs or 0 in (t.q.numel(), t.k.numel()):
         return
-    plan: Any = backend.plan_backward(problem, t, dout, None)
+    plan: Any = backend.plan("backward", problem, t, (dout, None))
     chain, sums = Chain(3), Gradients(dk=empty(*t.k.shape), dv=empty(*t.v.shape))
     for given, heads in ((None, None), (sums, None), (sums, (0, 1))):
         plan.in_chain(t, dout, lse, dout, None, given, chain, heads)
@@ -193,11 +193,11 @@ def _of_cached(call: Drawn, capability: Capability) -> Parts:
     case, t = call.case, laid_out(call.case, call.dtype)
     options = read(case.causal, case.window, True, (_longest(case), case.scale, case.softcap, case.interleaved, None))
     problem = _on(cached_problem(t, options), capability)
-    t = cached_ops._readable(t)
+    t = cached_ops.CACHED.readable(t)
     if not _is_able(problem, "decode"):
         return
     for backend in _backends(problem, "decode"):
-        backend.plan_decode(problem, t)(t)
+        backend.plan("decode", problem, t)(t)
         about = traits(problem) | {"page_size": problem.keys.page_size, "rows": problem.seqlen_q * problem.group_size}
         about |= {"cache": str(problem.precision.kv)[6:]} if case.float8 else {}
         yield backend.name, "decode", about, problem
@@ -254,7 +254,7 @@ def _of_quantized(call: Drawn, capability: Capability) -> Parts:
     if not _is_able(problem, "quantized"):
         return
     for backend in _backends(problem, "quantized"):
-        backend.plan_quantized(problem, t)(t)
+        backend.plan("quantized", problem, t)(t)
         yield backend.name, "quantized", traits(problem), problem
 
 

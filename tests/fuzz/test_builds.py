@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from flashtile.backends.gpu.launch import leaf_names
 from flashtile_lab.kernels.build import ARCHS
 from tests.cases import Case
 from tests.fuzz import builds
@@ -33,8 +34,8 @@ def test_every_drawn_call_is_laid_out_on_every_architecture(arch: str) -> None:
     assert not wrong and len(found) > 50
     assert len({builds.key_of(each.build) for each in found}) == len(found)
     for each in found:
-        leaves = {*each.build.signature, *each.build.constexprs}
-        assert {name.partition(".")[0] for name in leaves} == set(each.build.kernel.arg_names)
+        assert [*each.build.tree] == each.build.kernel.arg_names
+        assert sorted([*each.build.signature, *each.build.constexprs]) == sorted(leaf_names(each.build.tree))
 
 
 def test_faults_are_failures_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import flashtile
 from flashtile.backends.portable.backward import launch
 from flashtile.call.arguments import band_of
 from flashtile.call.problem import Problem, Tensors
-from flashtile.ops import dispatch
-from flashtile.ops import operators as ops
+from flashtile.ops import dispatch, plans
 from tests.cases import CASES, Case, build, judge, one_sign
 from tests.poison import poisoned_memory
 
@@ -106,7 +104,7 @@ def test_a_trained_bias(case: Case, dtype: torch.dtype) -> None:
 def test_a_gradient_of_a_large_bias(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose sums do not fit the cache, whose gradient has a kernel of its own."""
     monkeypatch.setattr(launch, "MOST_SUMS", 0)
-    with ops.own_plans(OrderedDict()):
+    with plans.own_plans():
         judge(build(case, dtype, "cuda"), "portable")
 
 

@@ -49,7 +49,7 @@ def test_a_chain_of_partial_results_is_the_whole(
     backend: Backend, case: Case, cuts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     with poisoned_memory(), torch.no_grad():
-        judge_chain(backend.plan_forward, case, cuts, dtype, exact=False, device="cuda")
+        judge_chain(backend, case, cuts, dtype, exact=False, device="cuda")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -67,7 +67,7 @@ def test_gradients_of_pieces_add_up_in_float32(
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_rows_without_keys_keep_what_they_start_from(backend: Backend, band: Band) -> None:
     with poisoned_memory():
-        judge_rows_without_keys(backend.plan_forward, torch.bfloat16, band, "cuda")
+        judge_rows_without_keys(backend, torch.bfloat16, band, "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

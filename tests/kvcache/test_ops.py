@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 
 import flashtile
 from flashtile import InvalidInputError
-from flashtile.call.cached_arguments import CacheOptions, CacheTensors, flatten, read
-from flashtile.ops import operators as ops
+from flashtile.call.cached_arguments import CacheOptions, CacheTensors, read
+from flashtile.ops import plans
+from flashtile.ops.cached import CACHED
 from tests.kvcache.cases import CASES, CacheCase, build
 
 Q, CACHE, NEW = torch.randn(2, 3, 4, 8), torch.randn(3, 16, 2, 8), torch.randn(2, 3, 2, 8)
@@ -31,7 +32,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     for cache in (tensors.k_cache, tensors.v_cache):
         cache.nan_to_num_(0.0, 0.0, 0.0)
     plain = (call.keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
-    return flatten(tensors, read(case.causal, case.window, True, plain))
+    return CACHED.flatten(tensors, read(case.causal, case.window, True, plain))
 
 
 @pytest.mark.parametrize("name", ["steps", "entries", "pages_leftpad", "packed_spare", "alibi_batch"])
@@ -58,11 +59,9 @@ def test_what_is_written_is_declared() -> None:
 @pytest.mark.parametrize("name", ["out_given", "append"])
 def test_versions_of_what_is_written_grow(name: str) -> None:
     """Autograd finds by them that a tensor it saved was changed, also by a kernel that PyTorch does not see."""
-    from flashtile.ops import cached as cached
-
     call = build(_NAMED[name], torch.float32)
     t = call.tensors
-    plan = cached._Plan(call.problem, lambda t: t.out)
+    plan = CACHED.guarded(call.problem, lambda t: t.out)
     before = t.out._version, t.k_cache._version, t.v_cache._version, t.q._version
     plan(t)
     grown = [x._version - n for x, n in zip((t.out, t.k_cache, t.v_cache, t.q), before, strict=True)]
@@ -181,7 +180,7 @@ def test_there_is_no_derivative_of_any_kind() -> None:
         loss(forward_ad.make_dual(Q, Q))
     tensors = CacheTensors(torch.empty(2, 3, 4, 8), Q.clone().requires_grad_(), CACHE, CACHE, LENGTHS)
     with pytest.raises(InvalidInputError, match="^q: requires grad"):
-        torch.ops.flashtile.attention_with_kvcache(*flatten(tensors, CacheOptions()))
+        torch.ops.flashtile.attention_with_kvcache(*CACHED.flatten(tensors, CacheOptions()))
 
 
 def test_small_tensors_of_any_strides() -> None:
@@ -216,16 +215,16 @@ def test_an_int_is_a_length_for_all() -> None:
 
 
 def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = type(ops._KNOWN)()
-    monkeypatch.setattr(ops, "_KNOWN", known)
+    known = type(plans.kinds)()
+    monkeypatch.setattr(plans, "kinds", known)
     base = dict(q=Q, k_cache=CACHE, v_cache=CACHE, cache_seqlens=LENGTHS)
 
-    def plans(**changes: Any) -> int:
+    def count_with(**changes: Any) -> int:
         flashtile.attention_with_kvcache(**base | changes)
         return len(known)
 
-    assert plans() == plans() == 1
-    assert plans(cache_seqlens=LENGTHS + 1) == 1, "values are no part of a plan"
+    assert count_with() == count_with() == 1
+    assert count_with(cache_seqlens=LENGTHS + 1) == 1, "values are no part of a plan"
     moved = torch.zeros(CACHE.numel() + 1)[1:].view_as(CACHE).copy_(CACHE)
     odd = torch.zeros(3, dtype=torch.int32)[1:].copy_(LENGTHS)
     for count, changes in enumerate((
@@ -237,22 +236,20 @@ def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPat
         dict(out=torch.empty(2, 3, 5, 8)[:, :, 1:]), dict(k=NEW, v=NEW, k_cache=CACHE.clone(), v_cache=CACHE.clone()),
         dict(k=NEW[:, :2], v=NEW[:, :2], k_cache=CACHE.clone(), v_cache=CACHE.clone()), dict(backend="cpu"),
     )):  # fmt: skip
-        assert plans(**changes) == plans(**changes) == count + 2, changes
+        assert count_with(**changes) == count_with(**changes) == count + 2, changes
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
     with pytest.raises(flashtile.UnsupportedError, match="hopper"):
-        plans()
+        count_with()
 
 
 def test_values_are_checked_in_every_call_on_a_cpu_and_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=LENGTHS)
     with pytest.raises(InvalidInputError, match="^cache_seqlens: 17 does not fit"):
         flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=LENGTHS + 8)
-    from flashtile.ops import cached as cached
-
     call = build(CacheCase("wrong", ((5, 1, 0), (99, 1, 0)), capacity=100), torch.float32)
     asked = []
-    plan = cached._Plan(call.problem, lambda t: asked.append(t) or t.out)
-    plan.checks = False  # as on a GPU
+    on_gpu = call.problem.but(device_type="cuda")
+    plan = CACHED.guarded(on_gpu, lambda t: asked.append(t) or t.out)
     bad = CacheTensors(**vars(call.tensors) | {"cache_seqlens": LENGTHS + 95})
     for value, is_checked in (("", False), ("0", False), ("1", True), ("on", True)):
         monkeypatch.setenv("FLASHTILE_CHECK", value)

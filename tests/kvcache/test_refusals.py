@@ -10,8 +10,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
-from flashtile.call.cached_arguments import FLOAT8, CacheOptions, CacheTensors, flatten
+from flashtile.call.cached_arguments import FLOAT8, CacheOptions, CacheTensors
 from flashtile.call.cached_problem import problem_of
+from flashtile.ops.cached import CACHED
 
 Q, CACHE, NEW = torch.randn(2, 3, 4, 8), torch.randn(3, 16, 2, 8), torch.randn(2, 3, 2, 8)
 ROWS, PACKED_NEW = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
@@ -248,6 +249,6 @@ def test_the_operators_refuse_new_keys_that_they_would_not_declare() -> None:
     tensors = CacheTensors(torch.empty(2, 3, 4, 8), Q, CACHE, CACHE, LENGTHS)
     given = CacheTensors(torch.empty(2, 3, 4, 8), Q, CACHE.clone(), CACHE.clone(), LENGTHS, k=NEW, v=NEW)
     with pytest.raises(InvalidInputError, match=r"^k: is given: the operator is append_attention_with_kvcache"):
-        torch.ops.flashtile.attention_with_kvcache(*flatten(given, CacheOptions()))
+        torch.ops.flashtile.attention_with_kvcache(*CACHED.flatten(given, CacheOptions()))
     with pytest.raises(InvalidInputError, match=r"^k: is None: the operator is attention_with_kvcache"):
-        torch.ops.flashtile.append_attention_with_kvcache(*flatten(tensors, CacheOptions()))
+        torch.ops.flashtile.append_attention_with_kvcache(*CACHED.flatten(tensors, CacheOptions()))

@@ -13,8 +13,7 @@ from flashtile.backends import portable
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable import config as tiles
-from flashtile.ops import dispatch
-from flashtile.ops import operators as ops
+from flashtile.ops import dispatch, plans
 from tests.ptx.launch import Kernels
 from tests.ptx.machine import Options
 
@@ -41,11 +40,11 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
         (tiles, "arch_of", lambda problem: "sm_86" if arch == "sm_89" else arch),
         (host, "interpret", run),
     ]  # fmt: skip
-    ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
+    plans.kinds, plans.families = OrderedDict(), OrderedDict()
     dispatch._first.cache_clear()
     with ExitStack() as entered:
         for place, name, value in patches:
             entered.enter_context(mock.patch.object(place, name, value))
         yield
-    ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
+    plans.kinds, plans.families = OrderedDict(), OrderedDict()
     dispatch._first.cache_clear()

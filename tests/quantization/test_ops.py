@@ -15,10 +15,9 @@ import flashtile
 from flashtile import InvalidInputError, Quantized
 from flashtile.call.backend import Build, Direction
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import FLOAT8, TENSORS, flatten, tensor_values
+from flashtile.call.quantized_arguments import FLOAT8, TENSORS, tensor_values
 from flashtile.compat import flash_attn_3 as fa3
-from flashtile.ops import dispatch
-from flashtile.ops import operators as ops
+from flashtile.ops import dispatch, plans
 from flashtile.ops import quantized as quantized
 from tests.quantization.cases import CASES, QuantizedCall, build
 
@@ -57,7 +56,9 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype == FLOAT8 else close(a, b, **keywords)
 
     monkeypatch.setattr(torch, "allclose", same)
-    torch.library.opcheck(torch.ops.flashtile.attention_quantized.default, flatten(call.tensors, call.options))
+    torch.library.opcheck(
+        torch.ops.flashtile.attention_quantized.default, quantized.QUANTIZED.flatten(call.tensors, call.options)
+    )
 
 
 def test_fake_tensors_have_the_real_shapes_and_strides() -> None:
@@ -161,8 +162,8 @@ def test_the_profiler_and_the_flop_counter_know_the_operator() -> None:
 
 
 def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = type(ops._KNOWN)()
-    monkeypatch.setattr(ops, "_KNOWN", known)
+    known = type(plans.kinds)()
+    monkeypatch.setattr(plans, "kinds", known)
     q, k, v = inputs()
     base = flashtile.quantize(q, k, v)
     count = 0
@@ -201,8 +202,8 @@ def test_tensors_of_any_strides() -> None:
 def test_values_are_checked_on_a_cpu_and_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     call = build(_NAMED["packed"])
     asked: list[Any] = []
-    plan = quantized._Plan(call.problem, lambda t: asked.append(t) or t.q)
-    plan.checks = False  # as on a GPU
+    on_gpu = call.problem.but(device_type="cuda")
+    plan = quantized.QUANTIZED.guarded(on_gpu, lambda t: asked.append(t) or t.q)
     for value in (0.0, -1.0, torch.inf, torch.nan):
         scale = call.tensors.k_scale.clone()
         scale[-1, 0] = value

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, Quantized, UnsupportedError
+from flashtile.api.quantized import of_record
 from flashtile.call.quantized_arguments import FLOAT8
 from flashtile.call.quantized_problem import problem_of
 from flashtile.ops import dispatch
-from flashtile.ops.training import of_record
 from tests.quantization.cases import CASES, build
 
 Q, K, V = (torch.randn(2, 150, heads, 32).bfloat16() for heads in (4, 2, 2))

@@ -115,8 +115,8 @@ def build_of(launch: Launch, **about: Any) -> KernelBuild:
     """The build of a launch; ``about``: fields that do not follow from it, of config only what the tiles are not."""
     what = specialise(launch)
     sides = (constant_in(what.constexprs, name) for name in ("BLOCK_M", "BLOCK_N", "STAGES"))
-    tiles = {"tiles": "x".join(str(side) for side in sides if side is not None)}
-    about["config"] = {**about["config"], **tiles, **launch.options}
+    tiles = "x".join(str(side) for side in sides if side is not None)
+    about["config"] = {**about["config"], **({"tiles": tiles} if tiles else {}), **launch.options}
     return KernelBuild(
         kernel=launch.kernel, signature=what.signature, constexprs=what.constexprs, divisible=what.divisible,
         tree=what.tree, options=launch.options, **about,

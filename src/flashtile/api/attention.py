@@ -23,12 +23,12 @@ from flashtile.call.problem import Problem, check_values, compute_capability, gp
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.ops import dispatch, flops, sharding, transforms, watched
+from flashtile.ops import dispatch, flops, operation, sharding, transforms
 from flashtile.ops import operators as ops
 from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
 
 transforms.register()
-watched.REGISTERS += [flops.register, sharding.register]
+operation.REGISTERS += [flops.register, sharding.register]
 
 
 def attention(
@@ -87,7 +87,7 @@ def attention(
     """
     global _last
     alone = Tensors(q, k, v)  # type: ignore[arg-type]
-    if not ops.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
+    if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
         # Most calls have the keywords of the one before. Compared by identity, since True == 1.
         options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_ = _last
         if (
@@ -220,7 +220,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 def _merged_by_kernel(*given: Tensor) -> tuple[Tensor, Tensor] | None:
     """The merged state from a kernel: on GPUs, where nothing watches the operations and no gradient is needed."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    if not given[0].is_cuda or needs_grad or ops.is_watched(*given[:3]) or type(given[3]) is not Tensor:
+    if not given[0].is_cuda or needs_grad or operation.is_watched(*given[:3]) or type(given[3]) is not Tensor:
         return None
     if not importlib.util.find_spec("triton"):
         return None
@@ -359,7 +359,8 @@ def warm_up(
             wanted += [("quantization", "quantize", build) for build in rounding]
         for problem, shapes, direction in calls:
             chosen = dispatch.select(problem, direction, backend)
-            wanted += [(chosen.name, direction, build) for build in chosen.builds(problem, shapes, direction)]
+            for each, share in dispatch.shares(chosen, problem, direction):
+                wanted += [(chosen.name, direction, build) for build in each.builds(share, shapes, direction)]
     # Compilers run in their own processes, so threads are enough to build kernels in parallel.
     with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
         return list(pool.map(_make, wanted))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.call import arguments, autocast
 from flashtile.call.arguments import check_tensor
-from flashtile.call.cached_arguments import TENSORS, CacheTensors, read, tensor_values
+from flashtile.call.cached_arguments import CacheTensors, read
 from flashtile.call.cached_problem import check_length
 from flashtile.core.errors import InvalidInputError
 from flashtile.ops import cached as ops
@@ -118,23 +118,11 @@ def attention_with_kvcache(
         result, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,
     )  # fmt: skip
-    _check_types(tensors)
+    ops.CACHED.check_types(tensors)
     if one_length is not None:
         check_length(tensors, one_length)
     lse = ops.attend(tensors, options)
     return (result, lse) if return_lse else result
-
-
-def _check_types(t: CacheTensors) -> None:
-    gradients = torch.is_grad_enabled()
-    for x in tensor_values(t):
-        if x is not None and (type(x) is not Tensor or (gradients and x.requires_grad)):
-            break
-    else:
-        return
-    arguments.given(t, TENSORS)  # names what is no tensor, and not of a subclass either
-    if gradients:
-        ops.refuse_gradients(tensor_values(t))
 
 
 def _empty_out(q: Tensor, v_cache: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from flashtile.call.problem import Problem, Tensors, check_values
 from flashtile.call.quantized import Choices, Inputs, Quantized, Scales, check_widths
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.ops import operators as ops
+from flashtile.ops import plans
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _values_of = fields_of(field.name for field in dataclasses.fields(Inputs))
@@ -82,14 +82,14 @@ def quantize(
         with torch.no_grad():
             return quantized(given, choices, lengths)
     try:
-        key = "quantize", choices, lengths, *[None if x is None else ops.layout(x) for x in _values_of(given)]
-        found: _Kind | None = ops.known(key)
+        key = "quantize", choices, lengths, *[None if x is None else plans.layout(x) for x in _values_of(given)]
+        found: _Kind | None = plans.kinds.get(key)
     except (AttributeError, RuntimeError, TypeError):
         _problem(given, choices, lengths)  # names what is no tensor, or has no strides, or what has no hash
         raise
     if found is None:
         found = _Kind(given, choices, lengths)
-        ops.remember(key, found)
+        plans.keep(key, found)
     return found(given, lengths)
 
 

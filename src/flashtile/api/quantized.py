@@ -1,4 +1,9 @@
-"""Calls of the public functions in 8 bits: those of a ``Quantized``, and those with ``precision="fp8"``."""
+"""Calls of the public functions in 8 bits: those of a ``Quantized``, and those with ``precision="fp8"``.
+
+The gradients of the latter are a straight-through estimator's: those of attention in 16 bits at the numbers to which q,
+k and v were rounded, with probabilities ``exp(score - lse)`` from the 8-bit forward's lse. Scores of q and k themselves
+would not go with that lse: the probabilities of a row would not add up to 1, and training diverges. It saves no time.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flashtile.api.quantize import quantize
+from flashtile.backends.cpu.rounding import restored
 from flashtile.call import arguments, autocast
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Build, Direction
@@ -17,9 +24,10 @@ from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of
 from flashtile.call.quantized_problem import problem_of
 from flashtile.core.errors import InvalidInputError, shown
+from flashtile.ops import dispatch
+from flashtile.ops import operators as regular
 from flashtile.ops import quantized as ops
-from flashtile.ops import training, transforms
-from flashtile.ops.training import of_record, rounded
+from flashtile.ops.operation import refuse_tangents
 
 
 class Asked(NamedTuple):
@@ -61,7 +69,10 @@ def attend(given: Tensors, asked: tuple[Any, ...]) -> Tensor | tuple[Tensor, Ten
     call = Asked(*asked)
     tensors, options = read(given, call)
     if any(options.grads) and not isinstance(given.q, Quantized):
-        out, lse = training.attend(tensors, options)
+        if not torch.compiler.is_compiling():
+            # A call whose backward cannot run is refused now.
+            dispatch.select(Problem.of(tensors, options), "backward", options.backend)
+        out, lse, *_ = _StraightThrough.apply(options, *arguments.tensor_values(tensors))
     else:
         out, lse = ops.attend(*quantized_call(given, tensors, options))
     return (out, lse) if call.return_lse else out
@@ -82,7 +93,7 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
         raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
     if tensors is given:
         if forward_ad._current_level >= 0:
-            transforms.refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
+            refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
         if autocast.is_on():
             tensors = autocast.cast(tensors, tensors.q.device.type)
         if tensors.q.dtype not in OUT_DTYPES:
@@ -152,5 +163,47 @@ def rounding_builds(given: Tensors, asked: tuple[Any, ...], device: torch.device
 
 def quantized_call(given: Tensors, tensors: Tensors, options: Options) -> tuple[QuantizedTensors, QuantizedOptions]:
     """The operator's arguments for a call that ``read`` has read; rounds q, k and v if they are not yet of 8 bits."""
-    record: Any = given.q if isinstance(given.q, Quantized) else rounded(tensors, options)
+    record: Any = given.q if isinstance(given.q, Quantized) else _rounded(tensors, options)
     return of_record(record, given.sinks), options_of(options, record.dtype)
+
+
+def of_record(record: Quantized, sinks: Tensor | None) -> QuantizedTensors:
+    """The operator's tensors of a call."""
+    r = record
+    return QuantizedTensors(
+        r.q, r.k, r.v, r.q_scale, r.k_scale, r.v_scale, r.shift, sinks, r.cu_seqlens_q, r.cu_seqlens_k
+    )
+
+
+def _rounded(t: Tensors, o: Options) -> Quantized:
+    """q, k and v in 8 bits as ``precision="fp8"`` has them: keys keep their mean if there is a softcap."""
+    return quantize(
+        t.q, t.k, t.v, smooth_k=o.softcap == 0, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k,
+        max_seqlen_q=o.max_seqlen_q, max_seqlen_k=o.max_seqlen_k,
+    )  # fmt: skip
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The quantized forward with the gradients of a regular call; also returns the rounded q, k and v, to save them."""
+
+    @staticmethod
+    def forward(options: Options, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        t = Tensors(*inputs)  # type: ignore[arg-type]
+        record = _rounded(t, options)
+        return *ops.attend(of_record(record, t.sinks), options_of(options, record.dtype)), *restored(record, t.k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options = inputs[0]
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*output[2:], *inputs[4:], *output[:2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        t = Tensors(*inputs)
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = regular.watched_gradients(ctx.options, t, out, lse, dout, dlse)
+        of = dict(zip(arguments.GRADIENTS, found, strict=True))
+        return None, *(of.get(name) for name in arguments.TENSORS)

@@ -21,6 +21,7 @@ from flashtile.core.masks import Band
 from flashtile.core.settings import BACKENDS as BACKENDS
 
 R = TypeVar("R")
+S = TypeVar("S")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Dtypes that a tensor may have, and their names in error messages.
 _FLOAT = (DTYPES, "float16, bfloat16, float32 or float64")
@@ -40,6 +41,7 @@ class Argument:
             of ``batch seqlen_q``.
         dtypes: Those that a tensor may have; None for q's. q's also goes if ``like_q``, float64 with a float64 q if
             ``wide``.
+        layout: Which strides kernels read: "any", "rows" (the last dimension contiguous) or "whole" (all contiguous).
         gradient: The field of ``Gradients`` with the tensor's gradient, None if it has none.
         broadcasts: Whether dimensions may be 1, and leading ones left out.
         like_q: See dtypes.
@@ -51,6 +53,7 @@ class Argument:
     schema: str
     axes: str = ""
     dtypes: tuple[tuple[torch.dtype, ...], str] | None = None
+    layout: str = "whole"
     gradient: str | None = None
     broadcasts: bool = False
     like_q: bool = False
@@ -125,28 +128,33 @@ def _backend(name: str, value: object) -> str:
     return value or ""
 
 
+_PAIRS = "batch num_heads_q seqlen_q seqlen_k"
+
+
 @dataclass(eq=False)
 class Tensors:
     """The tensors of one call; absent ones are None. Treat it as immutable; frozen=True would cost 2.5 us."""
 
-    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT, "dq")]
-    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", None, "dk")]
-    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", None, "dv")]
+    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT, "rows", "dq")]
+    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", None, "rows", "dk")]
+    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", None, "rows", "dv")]
     alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", FLOAT32, wide=True)] = (
         None
     )
     attn_mask: Annotated[
         Tensor | None,
-        Argument("True keeps a pair.", "Tensor?", "batch num_heads_q seqlen_q seqlen_k", _BOOL, broadcasts=True),
+        Argument("True keeps a pair.", "Tensor?", _PAIRS, _BOOL, "any", broadcasts=True),
     ] = None
     attn_bias: Annotated[
         Tensor | None,
-        Argument("Added scores.", "Tensor?", "batch num_heads_q seqlen_q seqlen_k", _FLOAT, "dbias", broadcasts=True),
+        Argument("Added scores.", "Tensor?", _PAIRS, _FLOAT, "any", "dbias", broadcasts=True),
     ] = None
-    sinks: Annotated[Tensor | None, Argument("Logits per head.", "Tensor?", "num_heads_q", _FLOAT, "dsinks")] = None
+    sinks: Annotated[
+        Tensor | None, Argument("Logits per head.", "Tensor?", "num_heads_q", _FLOAT, gradient="dsinks")
+    ] = None
     cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", INT32)] = None
     cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", INT32)] = None
-    rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64)] = None
+    rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64, "any")] = None
     # No public function takes them: ``masks.Origin``.
     origins: Annotated[Tensor | None, Argument("Parts of sequences.", "Tensor?", "batch origin", INT32)] = None
 
@@ -199,13 +207,7 @@ def table(record: type) -> dict[str, Argument]:
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
-def schema(*tables: Mapping[str, Argument]) -> str:
-    """The arguments of an operator, as its schema lists them."""
-    return ", ".join(f"{row.schema} {name}" for rows in tables for name, row in rows.items())
-
-
 TENSORS, OPTIONS = table(Tensors), table(Options)
-SCHEMA = schema(TENSORS, OPTIONS)
 # Tensor name -> field of Gradients, in the order of Grads.
 GRADIENTS = {name: row.gradient for name, row in TENSORS.items() if row.gradient is not None}
 _NO_GRADS = Grads()
@@ -225,16 +227,24 @@ other_tensors = fields_of(_OTHERS)
 is_plain: Callable[[Tensors], bool] = eval(f"lambda t: {' is '.join(f't.{name}' for name in _OTHERS)} is None")
 
 
-def flatten(tensors: Tensors, options: Options) -> tuple[Any, ...]:
-    """The arguments that both operators share, in the order of their schema."""
-    return *tensor_values(tensors), *option_values(options)
+def both_ways(
+    tensors: type[R], options: type[S]
+) -> tuple[Callable[[R, S], tuple[Any, ...]], Callable[[Sequence[Any]], tuple[R, S]]]:
+    """``flatten``, which gives a call's arguments in the order of its operators' schema, and its inverse."""
+    count, values, others = len(table(tensors)), fields_of(table(tensors)), fields_of(table(options))
+
+    def flatten(t: R, o: S) -> tuple[Any, ...]:
+        return *values(t), *others(o)
+
+    def unflatten(args: Sequence[Any]) -> tuple[R, S]:
+        # The dispatcher turns Grads, the only tuple, into a list.
+        plain = (Grads(*x) if isinstance(x, list) else x for x in args[count:])
+        return tensors(*args[:count]), options(*plain)
+
+    return flatten, unflatten
 
 
-def unflatten(args: Sequence[Any]) -> tuple[Tensors, Options]:
-    """The inverse of ``flatten``; the operators turn Grads into a list of five."""
-    plain: dict[str, Any] = dict(zip(OPTIONS, args[len(TENSORS) :], strict=True))
-    plain["grads"] = Grads(*plain["grads"])
-    return Tensors(*args[: len(TENSORS)]), Options(**plain)
+flatten, unflatten = both_ways(Tensors, Options)
 
 
 def checked(**plain: object) -> dict[str, Any]:

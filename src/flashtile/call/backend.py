@@ -240,6 +240,10 @@ Decode = Callable[[CacheTensors], Tensor]
 # ``quantization.problem.scale_strides``.
 QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
 
+# What ``Backend.plan`` returns: one of the four above.
+Plan = Callable[..., Any]
+# What a plan is made for besides the call's tensors: dout and dlse of a backward, nothing of other directions.
+Given = tuple[()] | tuple[Tensor, Tensor | None]
 # What the plans of a direction of one family of calls share.
 Known = dict[Any, Any]
 
@@ -260,11 +264,11 @@ class Build:
 class Backend(Protocol):
     """One way to compute attention. Each backend's ``__init__`` defines an instance named ``BACKEND``.
 
-    Importing that module must not import Triton: only planning a call may. The tensors given to a planning method show
-    layouts: shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of
-    the same layouts, so it must not keep those. It may be called from several threads at once.
+    Importing that module must not import Triton: only planning a call may. The tensors given to ``plan`` show layouts:
+    shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of the same
+    layouts, so it must not keep those. It may be called from several threads at once.
 
-    ``known`` is one dictionary for all plans of a direction of a family, see ``families.family_of``, or None. There a
+    ``known`` is one dictionary for all plans of a direction of a family, see ``plans.family_of``, or None. There a
     backend keeps what it need not make again for other lengths, under keys that say what it depends on besides the
     family. So whether a backend can run a call must not depend on lengths, batch or strides; whether it is chosen
     depends on lengths by ``Problem.tiny`` alone.
@@ -282,21 +286,18 @@ class Backend(Protocol):
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles and the algorithm a problem would run with, in one line."""
 
-    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
-        """A function that computes this problem's output for tensors of these layouts."""
+    def plan(
+        self, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
+    ) -> Plan:
+        """The plan of a direction of this problem: a ``Forward``, ``Backward``, ``Decode`` or ``QuantizedForward``.
 
-    def plan_backward(
-        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
-    ) -> Backward:
-        """A function that computes this problem's gradients; dout and dlse have the given strides, which may be any."""
-
-    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
-        """A function that runs this cached call; asked of backends whose ``capabilities("decode")`` is not None."""
-
-    def plan_quantized(
-        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
-    ) -> QuantizedForward:
-        """A function that runs this quantized call; asked of backends whose ``capabilities`` have it."""
+        Args:
+            direction: One of which the backend has ``capabilities``.
+            problem: A call that these capabilities cover.
+            like: Tensors of the layouts that the plan will get.
+            given: Of a backward dout and dlse, None for zero, in the layouts that it will get, which may be any.
+            known: See above.
+        """
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The kernels that a call of this problem on the current device would build; dout is contiguous, dlse absent.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -25,25 +25,29 @@ class CacheTensors:
     place of ``entries capacity``. New keys are packed if cu_seqlens_k_new is given.
     """
 
-    out: Annotated[Tensor, Argument("Written.", "Tensor(a!)", "batch seqlen_q num_heads_q head_dim_v")]
+    out: Annotated[Tensor, Argument("Written.", "Tensor", "batch seqlen_q num_heads_q head_dim_v", layout="any")]
     q: Annotated[Tensor, arguments.TENSORS["q"]]
     k_cache: Annotated[
-        Tensor, Argument("Keys.", "Tensor", "entries capacity num_heads_kv head_dim", _CACHE, like_q=True)
+        Tensor, Argument("Keys.", "Tensor", "entries capacity num_heads_kv head_dim", _CACHE, "any", like_q=True)
     ]
     v_cache: Annotated[
-        Tensor, Argument("Values.", "Tensor", "entries capacity num_heads_kv head_dim_v", _CACHE, like_q=True)
+        Tensor, Argument("Values.", "Tensor", "entries capacity num_heads_kv head_dim_v", _CACHE, "any", like_q=True)
     ]
     cache_seqlens: Annotated[Tensor, Argument("Lengths before appending.", "Tensor", "batch", INT32)]
-    page_table: Annotated[Tensor | None, Argument("Pages.", "Tensor?", "batch max_pages", INT32)] = None
+    page_table: Annotated[Tensor | None, Argument("Pages.", "Tensor?", "batch max_pages", INT32, "rows")] = None
     cache_batch_idx: Annotated[Tensor | None, Argument("Entries.", "Tensor?", "batch", INT32)] = None
     cache_leftpad: Annotated[Tensor | None, Argument("First keys.", "Tensor?", "batch", INT32)] = None
-    k: Annotated[Tensor | None, Argument("New keys.", "Tensor?", "batch seqlen_new num_heads_kv head_dim")] = None
-    v: Annotated[Tensor | None, Argument("New values.", "Tensor?", "batch seqlen_new num_heads_kv head_dim_v")] = None
+    k: Annotated[
+        Tensor | None, Argument("New keys.", "Tensor?", "batch seqlen_new num_heads_kv head_dim", None, "rows")
+    ] = None
+    v: Annotated[
+        Tensor | None, Argument("New values.", "Tensor?", "batch seqlen_new num_heads_kv head_dim_v", None, "rows")
+    ] = None
     rotary_cos: Annotated[
-        Tensor | None, Argument("By position.", "Tensor?", "seqlen_rotary rotary_dim/2", FLOAT32, like_q=True)
+        Tensor | None, Argument("By position.", "Tensor?", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
     ] = None
     rotary_sin: Annotated[
-        Tensor | None, Argument("By position.", "Tensor?", "seqlen_rotary rotary_dim/2", FLOAT32, like_q=True)
+        Tensor | None, Argument("By position.", "Tensor?", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
     ] = None
     rotary_seqlens: Annotated[Tensor | None, Argument("First positions.", "Tensor?", "batch", INT32)] = None
     k_scale: Annotated[Tensor | None, Argument("Of 8-bit keys.", "Tensor?", "[entries] num_heads_kv", FLOAT32)] = None
@@ -76,16 +80,6 @@ class CacheOptions:
 
 TENSORS, OPTIONS = arguments.table(CacheTensors), arguments.table(CacheOptions)
 tensor_values, option_values = fields_of(TENSORS), fields_of(OPTIONS)
-
-
-def flatten(tensors: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
-    """The arguments of both operators, in the order of their schema."""
-    return *tensor_values(tensors), *option_values(options)
-
-
-def unflatten(args: Sequence[Any]) -> tuple[CacheTensors, CacheOptions]:
-    """The inverse of ``flatten``."""
-    return CacheTensors(*args[: len(TENSORS)]), CacheOptions(*args[len(TENSORS) :])
 
 
 def read(

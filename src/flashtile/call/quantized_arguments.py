@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -71,16 +70,6 @@ class QuantizedOptions:
 
 TENSORS, OPTIONS = arguments.table(QuantizedTensors), arguments.table(QuantizedOptions)
 tensor_values, option_values = fields_of(TENSORS), fields_of(OPTIONS)
-
-
-def flatten(tensors: QuantizedTensors, options: QuantizedOptions) -> tuple[Any, ...]:
-    """The arguments of the operator, in the order of its schema."""
-    return *tensor_values(tensors), *option_values(options)
-
-
-def unflatten(args: Sequence[Any]) -> tuple[QuantizedTensors, QuantizedOptions]:
-    """The inverse of ``flatten``."""
-    return QuantizedTensors(*args[: len(TENSORS)]), QuantizedOptions(*args[len(TENSORS) :])
 
 
 def options_of(o: Options, dtype: torch.dtype) -> QuantizedOptions:

@@ -22,7 +22,7 @@ from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import LAYOUTS, Layout
-from flashtile.ops import operators as ops
+from flashtile.ops import plans
 
 
 def attention(
@@ -143,15 +143,15 @@ def _call(given: dict[str, Any]) -> Any:
 
 def _kind(spec: Spec, t: Tensors) -> Kind:
     """The kind of a call; a new one is compared among the ranks."""
-    given = None if is_plain(t) else tuple(None if x is None else ops.layout(x) for x in other_tensors(t))
+    given = None if is_plain(t) else tuple(None if x is None else plans.layout(x) for x in other_tensors(t))
     key = (
-        "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), ops.products(t.q), *ops.layout(t.q),
-        *ops.layout(t.k), *ops.layout(t.v), given,
+        "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), plans.products(t.q), *plans.layout(t.q),
+        *plans.layout(t.k), *plans.layout(t.v), given,
     )  # fmt: skip
-    kind: Kind | None = ops.known(key)
+    kind: Kind | None = plans.kinds.get(key)
     if kind is None:
         kind = make_kind(spec, t)
-        ops.remember(key, kind)
+        plans.keep(key, kind)
     return kind
 
 

@@ -15,7 +15,7 @@ from flashtile.call.arguments import check_tensor, flag, integer, window_bounds
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.distributed.exchange import Ranks, agree, ranks_of, refuse_differences
 from flashtile.distributed.shards import everyone
-from flashtile.ops import operators as ops
+from flashtile.ops import plans
 
 _LAYOUTS = ("striped", "contiguous")
 
@@ -144,9 +144,9 @@ def _clamped(count: Tensor, lengths: Tensor) -> Tensor:
 def _compare(ranks: Ranks, device: torch.device, said: dict[str, Any]) -> None:
     """Compares a call with those of the other ranks, the first time."""
     key = "sharded cache", ranks, str(said)
-    if ops.known(key) is None:
+    if plans.kinds.get(key) is None:
         refuse_differences(ranks, agree(ranks, device, said))
-        ops.remember(key, True)
+        plans.keep(key, True)
 
 
 def _merged(ranks: Ranks, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,11 @@ from torch import Tensor
 from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.call.backend import Backward, Chain, Forward, Gradients
 from flashtile.call.problem import Problem
-from flashtile.core import settings
 from flashtile.core.masks import Origin
 from flashtile.core.states import Partial
 from flashtile.distributed.plan import Call
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
-from flashtile.ops.families import family_of
 
 # Keys and values of a shard.
 Keys = tuple[Tensor, Tensor]
@@ -79,11 +77,8 @@ class CallPlan:
         """The state after these keys; in q's dtype if the call is the last."""
         given = self._given(t, keys)
         if self._forward is None:
-            problem = Problem.of(given, self.options)
-            problem = problem.but(out_dtype=problem.dtype if self._is_last else problem.lse_dtype)
-            known = self._known(given, problem, "forward")
-            chosen = dispatch.select(problem, "forward", self.options.backend)
-            self._forward = chosen.plan_forward(problem, given, known)
+            dtype = t.q.dtype if self._is_last else _wide(t)
+            self._forward = ops.REGULAR.plan("forward", given, self.options, out_dtype=dtype)
         return Partial(*self._forward(given, state))
 
     def backward(
@@ -96,11 +91,9 @@ class CallPlan:
         key = t.q.stride(), t.q.data_ptr() % 16, rows.dlse is None
         run: Any = self._backwards.get(key)
         if run is None:
-            problem = Problem.of(given, self.options)
-            problem = problem.but(grad_dtype=problem.dtype if self.rounds else problem.lse_dtype)
-            known = self._known(given, problem, "backward")
-            chosen = dispatch.select(problem, "backward", self.options.backend)
-            run = self._backwards[key] = chosen.plan_backward(problem, given, rows.dout, rows.dlse, known)
+            dtype = t.q.dtype if self.rounds else _wide(t)
+            douts = rows.dout, rows.dlse
+            run = self._backwards[key] = ops.REGULAR.plan("backward", given, self.options, douts, grad_dtype=dtype)
         return run(given, *rows, sums) if chain is None else run.in_chain(given, *rows, sums, chain, heads)
 
     def may_chain(self, t: Tensors) -> bool:
@@ -115,13 +108,10 @@ class CallPlan:
         rows = 0 if can is None else can.chain_rows
         return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
 
-    def _known(self, t: Tensors, problem: Problem, direction: str) -> dict[Any, Any] | None:
-        """What plans share with those of other lengths."""
-        common = family_of(t, self.options)
-        if common is None:
-            return None
-        kind = problem.out_dtype, problem.grad_dtype, settings.BACKEND.raw(), ops.products(t.q)
-        return ops.shared_family((*common, *kind)).known[direction]
+
+def _wide(t: Tensors) -> torch.dtype:
+    """The dtype of results to which others are added, that of lse."""
+    return torch.promote_types(t.q.dtype, torch.float32)
 
 
 def _int32(values: Sequence[Any], device: torch.device) -> Tensor:

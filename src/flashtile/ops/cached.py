@@ -1,46 +1,19 @@
-"""The operators of cached calls, and the way past the dispatcher with plans kept by layout, as in ``operators``."""
+"""The operators of cached calls."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.call import arguments
 from flashtile.call.arguments import fields_of
-from flashtile.call.backend import Decode
-from flashtile.call.cached_arguments import (
-    OPTIONS,
-    TENSORS,
-    CacheOptions,
-    CacheTensors,
-    flatten,
-    option_values,
-    tensor_values,
-    unflatten,
-)
+from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.cached_problem import check_values, problem_of
-from flashtile.call.problem import Problem, SequenceLayout
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError
-from flashtile.ops import dispatch, transforms
-from flashtile.ops import operators as ops
-from flashtile.ops.families import Family
-
-ATTEND, APPEND = "flashtile::attention_with_kvcache", "flashtile::append_attention_with_kvcache"
-_MUTABLE = {
-    **TENSORS,
-    "k_cache": dataclasses.replace(TENSORS["k_cache"], schema="Tensor(b!)"),
-    "v_cache": dataclasses.replace(TENSORS["v_cache"], schema="Tensor(c!)"),
-}
-_CALL = "a cached call"
-# Kernels take any strides of caches, and Inductor of PyTorch 2.11 fails on a mutating operator that needs exact ones.
-_TAGS = (torch.Tag.needs_fixed_stride_order,)
-torch.library.define(ATTEND, f"({arguments.schema(TENSORS, OPTIONS)}) -> Tensor", tags=_TAGS)
-torch.library.define(APPEND, f"({arguments.schema(_MUTABLE, OPTIONS)}) -> Tensor", tags=_TAGS)
+from flashtile.ops.operation import Operation, is_watched
+from flashtile.ops.plans import layout
 
 
 def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
@@ -53,58 +26,13 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
     Returns:
         lse, as in ``call.backend.Decode``.
     """
-    if ops.is_watched(t.q, t.k_cache, t.v_cache):
-        name = ATTEND if t.k is None else APPEND
-        found: Tensor = ops.overload(name)(*flatten(_readable(t), options))
-        return found
-    return _run(t, options)
-
-
-def refuse_gradients(given: Iterable[Any]) -> None:
-    """Raises for the first of a call's tensors that requires grad; for calls where gradients are enabled."""
-    transforms.refuse_gradients(TENSORS, given, _CALL)
-
-
-# Tensors that kernels read as contiguous, and those of which only the last dimension must be.
-_CONTIGUOUS = (
-    "cache_seqlens", "cache_batch_idx", "cache_leftpad", "rotary_seqlens", "k_scale", "v_scale", "cu_seqlens_q",
-    "cu_seqlens_k_new", "alibi_slopes", "sinks",
-)  # fmt: skip
-_LAST_CONTIGUOUS = ("q", "k", "v", "page_table", "rotary_cos", "rotary_sin")
-
-
-def _readable(t: CacheTensors) -> CacheTensors:
-    """The tensors, small ones copied where kernels need other strides; caches and out never are."""
-    copies = {}
-    for name in _CONTIGUOUS:
-        x = getattr(t, name)
-        if x is not None and not x.is_contiguous():
-            copies[name] = x.contiguous()
-    for name in _LAST_CONTIGUOUS:
-        x = getattr(t, name)
-        if x is not None and x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1:
-            copies[name] = x.contiguous()
-    return dataclasses.replace(t, **copies) if copies else t
-
-
-def _run(t: CacheTensors, options: CacheOptions) -> Tensor:
-    try:
-        key = _key(t, options)
-    except (RuntimeError, AttributeError):
-        problem_of(t, options)  # names what is no tensor, or the nested or sparse one, which has no strides
-        raise
-    plan = ops.known(key)
-    if plan is None:
-        readable = _readable(t)
-        if readable is not t:
-            return _run(readable, options)
-        plan = _plan(t, options)
-        ops.remember(key, plan)
-    lse: Tensor = plan(t)
-    return lse
-
-
-_others = fields_of(list(TENSORS)[5:])
+    if is_watched(t.q, t.k_cache, t.v_cache):
+        operator = ATTEND if t.k is None else APPEND
+        watched: Tensor = operator.overload(*CACHED.flatten(CACHED.readable(t), options))
+        return watched
+    t, kind = CACHED.kind(t, options)
+    found: Tensor = kind.run(t)
+    return found
 
 
 def _key(t: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
@@ -112,86 +40,54 @@ def _key(t: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
     # Written out for speed, as in ``flashtile.ops.operators``.
     pointers = out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | lengths.data_ptr()
     return (
-        options, settings.BACKEND.raw(), ops.products(q),
+        options, settings.BACKEND.raw(), q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
         out.shape, out.stride(), out.dtype, out.device, q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
         lengths.shape, lengths.stride(), lengths.dtype, lengths.device,
         pointers % 16 and tuple(x.data_ptr() % 16 for x in (out, q, k, v, lengths)),
-        *[None if x is None else ops.layout(x) for x in _others(t)],
+        *[None if x is None else layout(x) for x in _others(t)],
     )  # fmt: skip
 
 
-class _Plan:
-    """The plan of cached calls of one kind, with what every backend's needs around it.
-
-    Attributes:
-        problem: The calls'.
-        run: The backend's plan.
-    """
-
-    __slots__ = ("checks", "problem", "run")
-
-    def __init__(self, problem: Problem, run: Decode) -> None:
-        self.problem, self.run, self.checks = problem, run, problem.device_type == "cpu"
-
-    def __call__(self, t: CacheTensors) -> Tensor:
-        # An unset variable is known without decoding it.
-        if self.checks or (settings.CHECK.raw() and settings.CHECK.enabled()):
-            check_values(self.problem, t)
-        lse = self.run(t)
-        # Autograd finds by versions that a tensor which it saved was written; kernels do not raise them.
-        torch.autograd.graph.increment_version((t.out,) if t.k is None else (t.out, t.k_cache, t.v_cache))
-        return lse
+def _rotary_width(t: CacheTensors) -> int | None:
+    return None if t.rotary_cos is None else t.rotary_cos.shape[-1]
 
 
-def _plan(t: CacheTensors, options: CacheOptions) -> _Plan:
-    problem = problem_of(t, options)
-    family = _family(problem, t, options)
-    backend = family.backends.get("decode")
-    if backend is None:
-        backend = family.backends["decode"] = dispatch.select(problem, "decode", options.backend)
-    return _Plan(problem, backend.plan_decode(problem, t, family.known["decode"]))
+def _written(t: CacheTensors) -> tuple[Tensor, ...]:
+    return (t.out,) if t.k is None else (t.out, t.k_cache, t.v_cache)
 
 
-def _family(problem: Problem, t: CacheTensors, options: CacheOptions) -> Family:
-    """What calls that differ in lengths, batch and strides alone share; lengths are also those of page_table."""
-    alike = problem.but(batch=0, queries=SequenceLayout(0, problem.queries.packed), seqlen_k=0)
-    others = (
-        None if x is None else (x.dim(), x.dtype, x.device, x.data_ptr() % 16 if not x.is_meta else 0)
-        for x in tensor_values(t)
-    )
-    width = None if t.rotary_cos is None else t.rotary_cos.shape[-1]
-    without_longest = dataclasses.replace(options, max_seqlen_q=None)
-    return ops.shared_family(
-        (alike, option_values(without_longest), width, *others, settings.BACKEND.raw(), ops.products(t.q))
-    )
-
-
-def _check_operator(appends: bool, t: CacheTensors) -> None:
-    if appends != (t.k is not None):
-        other = "append_attention_with_kvcache" if t.k is not None else "attention_with_kvcache"
-        raise InvalidInputError("k", f"is {'given' if t.k is not None else 'None'}: the operator is {other}")
+CACHED = Operation(
+    "a cached call", "decode", CacheTensors, CacheOptions, problem_of, check_values, _key, besides=_rotary_width,
+    written=_written,
+)  # fmt: skip
+_others = fields_of(list(CACHED.rows)[5:])
 
 
 def _attend(*args: Any) -> Tensor:
-    tensors, options = unflatten(args)
-    _check_operator(False, tensors)
-    return _run(tensors, options)
+    return _checked(False, *CACHED.unflatten(args))
 
 
 def _append(*args: Any) -> Tensor:
-    tensors, options = unflatten(args)
-    _check_operator(True, tensors)
-    return _run(tensors, options)
+    return _checked(True, *CACHED.unflatten(args))
+
+
+def _checked(appends: bool, t: CacheTensors, options: CacheOptions) -> Tensor:
+    if appends != (t.k is not None):
+        other = "append_attention_with_kvcache" if t.k is not None else "attention_with_kvcache"
+        raise InvalidInputError("k", f"is {'given' if t.k is not None else 'None'}: the operator is {other}")
+    t, kind = CACHED.kind(t, options)
+    lse: Tensor = kind.run(t)
+    return lse
 
 
 def _fake(*args: Any) -> Tensor:
-    tensors, options = unflatten(args)
+    tensors, options = CACHED.unflatten(args)
     problem = problem_of(tensors, options)
     return tensors.q.new_empty(problem.lse_shape(tensors.q), dtype=problem.lse_dtype)
 
 
-for _name, _kernel in ((ATTEND, _attend), (APPEND, _append)):
-    torch.library.impl(_name, ("cpu", "cuda"))(_kernel)
-    torch.library.register_fake(_name)(_fake)
-    transforms.register_without_derivative(_name, TENSORS, _CALL)
+# Kernels take any strides of caches, and Inductor of PyTorch 2.11 fails on a mutating operator that needs exact ones.
+_ABOUT: Any = {"results": ("lse",), "tags": (torch.Tag.needs_fixed_stride_order,)}
+ATTEND = CACHED.define("attention_with_kvcache", _attend, _fake, writes=("out",), **_ABOUT)
+APPEND = CACHED.define("append_attention_with_kvcache", _append, _fake, writes=("out", "k_cache", "v_cache"), **_ABOUT)

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-from flashtile.call.arguments import BACKENDS, checked
+from flashtile.call.arguments import BACKENDS, Grads, checked
 from flashtile.call.backend import FEATURES, Backend, Capabilities, Direction, Feature, directions_of
 from flashtile.call.problem import TINY, Problem
 from flashtile.core import settings
@@ -56,15 +56,25 @@ def _first(problem: Problem, direction: Direction) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _beside_bias(problem: Problem, name: str) -> Backend:
-    """The backend of that name, for the gradient of the bias alone if a faster one can compute the others."""
-    from flashtile.ops import beside
-
-    others, whole = beside.others(problem), backend(name)
+def _beside_bias(problem: Problem, name: str) -> str:
+    """The faster backend for all gradients but that of the bias, or ``name``, which computes all of them."""
+    others = without_bias(problem)
     first = _first(others, "backward") if others.needs_grad else None
-    if first in (None, name) or max(problem.head_dim, problem.head_dim_v) <= MOST_TOGETHER:
-        return whole
-    return beside.beside(backend(first or name), whole)
+    return name if first is None or max(problem.head_dim, problem.head_dim_v) <= MOST_TOGETHER else first
+
+
+def without_bias(problem: Problem) -> Problem:
+    """The same call without the gradient of its bias."""
+    return problem.but(grads=problem.grads._replace(bias=False))
+
+
+def shares(chosen: Backend, problem: Problem, direction: Direction) -> list[tuple[Backend, Problem]]:
+    """The backends that run a direction, and what each computes: two where the first has no gradient of the bias."""
+    can = chosen.capabilities(direction) if direction == "backward" and problem.grads.bias else None
+    if can is None or can.bias_grad:
+        return [(chosen, problem)]
+    bias = problem.but(grads=Grads(bias=True))
+    return [(chosen, without_bias(problem)), (select(bias, direction), bias)]
 
 
 def _is_slow(name: str, problem: Problem, direction: Direction) -> bool:
@@ -82,7 +92,7 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
         name: An explicit choice; None or "" takes ``FLASHTILE_BACKEND`` or else the first that can.
 
     Returns:
-        The backend.
+        The backend. If that of a backward lacks the gradient of the bias, another computes it: ``shares``.
 
     Raises:
         InvalidInputError: If no backend has that name, or it has no backward and the call needs one, or a setting of
@@ -96,7 +106,9 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
         if name is None:
             everyone = {each: reasons(each, problem, direction) for each in NAMES}
             raise UnsupportedError(f"no backend supports this {_ONE.get(direction, direction)}", everyone)
-        return _beside_bias(problem, name) if direction == "backward" and problem.bias_grad else backend(name)
+        if direction == "backward" and problem.bias_grad:
+            name = _beside_bias(problem, name)
+        return backend(name)
     if problem.needs_grad and backend(name).capabilities("backward") is None:
         raise InvalidInputError("backend", f"{name!r} has no backward, but an input requires grad")
     against = reasons(name, problem, direction)
@@ -110,7 +122,8 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
     lines = [describe_problem(problem)]
     for direction in directions_of(problem) if only is None else (only,):
         chosen = select(problem, direction, name)
-        lines.append(f"{direction}: {chosen.name}: {chosen.describe(problem, direction)}")
+        parts = [f"{b.name}: {b.describe(p, direction)}" for b, p in shares(chosen, problem, direction)]
+        lines.append(f"{direction}: {'; gradient of attn_bias: '.join(parts)}")
         for other in NAMES:
             if other != chosen.name:
                 against = "; ".join(reasons(other, problem, direction))

@@ -1,62 +1,22 @@
-"""The torch.library operators: schemas and fakes, the autograd of eager calls, and the cache of plans.
+"""The operators of regular calls, dense or packed, and the autograd of eager ones.
 
-One pair of operators serves every call, dense or packed. ``torch.compile``, ``FakeTensor``, ``torch.export`` and CUDA
-graphs see opaque operators whose shapes they can infer; neither operator synchronises with a device.
+One pair of operators serves every call.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import (
-    GRADIENTS,
-    SCHEMA,
-    differentiable,
-    fields_of,
-    flatten,
-    is_plain,
-    other_tensors,
-    tensor_values,
-    unflatten,
-)
-from flashtile.call.arguments import Options as Options
-from flashtile.call.backend import Backward, Forward
-from flashtile.call.problem import Problem, Tensors, check_values
+from flashtile.call.arguments import GRADIENTS, Options, Tensors, differentiable, fields_of, is_plain, other_tensors
+from flashtile.call.backend import Given, Plan
+from flashtile.call.problem import Problem, check_values
 from flashtile.core import settings
-from flashtile.ops import dispatch
-from flashtile.ops.families import Family, family_of
-from flashtile.ops.watched import is_watched as is_watched
-
-FORWARD, BACKWARD, JVP = (f"flashtile::attention_{name}" for name in ("forward", "backward", "jvp"))
-torch.library.define(FORWARD, f"({SCHEMA}) -> (Tensor, Tensor)")
-torch.library.define(
-    BACKWARD,
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {SCHEMA}) -> ({', '.join(['Tensor'] * len(GRADIENTS))})",
-)
-torch.library.define(
-    JVP,
-    f"({', '.join(f'Tensor? {name}' for name in GRADIENTS.values())}, Tensor out, Tensor lse, {SCHEMA})"
-    " -> (Tensor, Tensor)",
-)
-# The tensors before those of ``Tensors`` in each operator's schema.
-LEADING = {
-    FORWARD: (),
-    BACKWARD: ("dout", "dlse", "out", "lse"),
-    JVP: (*GRADIENTS.values(), "out", "lse"),
-}
-
-
-def overload(name: str) -> Any:
-    """The operator of that name, as PyTorch's registrations take it."""
-    return getattr(torch.ops.flashtile, name.removeprefix("flashtile::")).default
+from flashtile.ops import flops, plans
+from flashtile.ops.operation import Kind, Operation, is_watched
+from flashtile.ops.plans import layout
 
 
 def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
@@ -70,11 +30,14 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
     Returns:
         out and lse, as in ``call.backend.Forward``; without ``with_lse`` lse may be None.
     """
+    found: Any
     if is_watched(tensors.q, tensors.k, tensors.v):
-        return torch.ops.flashtile.attention_forward(*flatten(_readable(tensors), options))
-    tensors, kind = _kind(tensors, options)
+        found = FORWARD.overload(*REGULAR.flatten(REGULAR.readable(tensors), options))
+        return found
+    tensors, kind = REGULAR.kind(tensors, options)
     if not any(options.grads):
-        return kind.run(tensors)
+        found = kind.run(tensors)
+        return found
     inputs = (tensors.q, tensors.k, tensors.v) if is_plain(tensors) else differentiable(tensors)
     found = _apply((kind, tensors, with_lse), *inputs)
     return found if with_lse else (found, None)
@@ -87,8 +50,8 @@ def attention_again(options: Options, t: Tensors) -> Tensor:
     except RuntimeError:
         return attention(t, options, False)[0]  # names what has no layout
     kind = options.kinds.get(layouts)
-    if kind is None or kind.home is not _KNOWN:
-        t, kind = _kind(t, options, (options, layouts))
+    if kind is None or kind.home is not plans.kinds:
+        t, kind = REGULAR.kind(t, options, (options, layouts))
         if len(options.kinds) == _MOST_AGAIN:
             options.kinds.clear()
         if kind.key[1] == layouts:  # t was not copied
@@ -97,6 +60,8 @@ def attention_again(options: Options, t: Tensors) -> Tensor:
     return found
 
 
+# Beside one ``Options``.
+_MOST_AGAIN = 256
 # By a name of this module: each object more that another thread has used too costs the backward's thread.
 _is_batch = torch._C._functorch.is_legacy_batchedtensor
 
@@ -104,134 +69,6 @@ _is_batch = torch._C._functorch.is_legacy_batchedtensor
 def _is_special(dout: Tensor | None) -> bool:
     """Whether a gradient that arrives is of a subclass, or a batch of gradients (``is_grads_batched``)."""
     return dout is not None and (type(dout) is not Tensor or _is_batch(dout))
-
-
-def _readable(t: Tensors) -> Tensors:
-    """The tensors, copied where kernels need other strides.
-
-    q, k and v must be contiguous in their last dimension, slopes, sinks, cu_seqlens and origins in all.
-    Called before autograd saves the tensors, so that a training step copies once.
-    """
-    if is_plain(t) and t.q.is_contiguous() and t.k.is_contiguous() and t.v.is_contiguous():
-        return t
-    qkv = {"q": t.q, "k": t.k, "v": t.v}
-    copies = {name: x.contiguous() for name, x in qkv.items() if x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1}
-    rows = {
-        "alibi_slopes": t.alibi_slopes,
-        "sinks": t.sinks,
-        "cu_seqlens_q": t.cu_seqlens_q,
-        "cu_seqlens_k": t.cu_seqlens_k,
-        "origins": t.origins,
-    }
-    copies |= {name: x.contiguous() for name, x in rows.items() if x is not None and not x.is_contiguous()}
-    return dataclasses.replace(t, **copies) if copies else t
-
-
-class _Kind:
-    """The cached plans of calls with the same layouts and options.
-
-    Attributes:
-        key: What ``_key`` says of them.
-        options: The calls' options.
-        family: What they share with calls of other lengths.
-        home: The dictionary that it is kept in.
-        problem: Their problem, made by the first forward.
-        run: The forward's plan, made by the first forward.
-        backwards: The backward's plans, by the layouts that ``_gradients`` gets.
-    """
-
-    __slots__ = ("backwards", "family", "home", "key", "options", "problem", "run")
-
-    def __init__(self, key: tuple[Any, ...], options: Options, family: Family) -> None:
-        self.key, self.options, self.family, self.home = key, options, family, _KNOWN
-        self.problem: Problem | None = None
-        self.run: Callable[[Tensors], tuple[Tensor, Tensor]] = self._plan
-        self.backwards: dict[Any, Backward] = {}
-
-    def _plan(self, t: Tensors) -> tuple[Tensor, Tensor]:
-        family = self.family
-        problem = self.problem = family.problem_of(t, self.options)
-        run = family.backends["forward"].plan_forward(problem, t, family.known["forward"])
-        self.run = functools.partial(_checked_forward, problem, run) if problem.varlen else run
-        return self.run(t)
-
-    def plan_backward(self, t: Tensors, dout: Tensor, dlse: Tensor | None) -> Backward:
-        """A plan of the backward for tensors that saved-tensor hooks may have laid out anew."""
-        family, problem = self.family, self.problem
-        if problem is None or "backward" not in family.backends or _key(t, self.options) != self.key:
-            problem = Problem.of(t, self.options)
-            return dispatch.select(problem, "backward", self.options.backend).plan_backward(problem, t, dout, dlse)
-        return family.backends["backward"].plan_backward(problem, t, dout, dlse, family.known["backward"])
-
-
-# Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call. Those of cached
-# calls are among them. Only single operations on the dictionary, so that threads need no lock.
-_KNOWN: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-_FAMILIES: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
-# In all, and beside one ``Options``.
-_MOST_KNOWN, _MOST_AGAIN = 4096, 256
-
-
-@contextlib.contextmanager
-def own_plans(plans: OrderedDict[tuple[Any, ...], Any]) -> Iterator[None]:
-    """Keeps the plans of calls inside in ``plans``: for tuning, since the keys do not include tiles on trial."""
-    global _KNOWN, _FAMILIES
-    before, _KNOWN, _FAMILIES = (_KNOWN, _FAMILIES), plans, OrderedDict()
-    try:
-        yield
-    finally:
-        _KNOWN, _FAMILIES = before
-
-
-def _kind(t: Tensors, options: Options, key: tuple[Any, ...] | None = None) -> tuple[Tensors, _Kind]:
-    """The tensors with readable strides, and the cached ``_Kind`` of the call, whose key may be known."""
-    try:
-        key = key or _key(t, options)
-    except RuntimeError:
-        Problem.of(t, options)  # names the nested or sparse tensor, which has no strides or no address
-        raise
-    kind = _KNOWN.get(key)
-    if kind is None:
-        readable = _readable(t)
-        if readable is not t:
-            return _kind(readable, options)
-        kind = _Kind(key, options, _family(t, options))
-        remember(key, kind)
-    return t, kind
-
-
-def known(key: tuple[Any, ...]) -> Any:
-    """What was remembered under a key, or None."""
-    return _KNOWN.get(key)
-
-
-def remember(key: tuple[Any, ...], value: object) -> None:
-    """Keeps what was made for calls of a key; the oldest is forgotten."""
-    _KNOWN[key] = value
-    if len(_KNOWN) > _MOST_KNOWN:
-        _KNOWN.popitem(last=False)
-
-
-def _family(t: Tensors, options: Options) -> Family:
-    common = family_of(t, options)
-    if common is None:
-        return Family()
-    return shared_family((*common, settings.BACKEND.raw(), products(t.q)))
-
-
-def shared_family(key: tuple[Any, ...]) -> Family:
-    """The family of a key; the oldest is forgotten."""
-    family = _FAMILIES.get(key)
-    if family is None:
-        family = _FAMILIES[key] = Family()
-        if len(_FAMILIES) > _MOST_KNOWN:
-            _FAMILIES.popitem(last=False)
-    return family
-
-
-def products(q: Tensor) -> object:
-    """PyTorch's setting of how float32 numbers are multiplied, where that is the dtype."""
-    return q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
 
 
 def _key(t: Tensors, options: Options) -> tuple[Any, ...]:
@@ -256,19 +93,26 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
     return *(None if x is None else layout(x) for x in other_tensors(t)), is_self
 
 
-def layout(x: Tensor) -> tuple[Any, ...]:
-    """All that checks and launches depend on of a tensor."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+class _Regular(Operation[Tensors, Options]):
+    def readable(self, t: Tensors) -> Tensors:
+        """As ``Operation.readable``; most calls need no copy."""
+        dense = is_plain(t) and t.q.is_contiguous() and t.k.is_contiguous() and t.v.is_contiguous()
+        return t if dense else super().readable(t)
+
+    def prepare(self, t: Tensors, o: Options, **but: Any) -> tuple[Problem, plans.Family]:
+        """As ``Operation.prepare``; a call of a known family needs no checks."""
+        common, others = plans.family_of(t, o), (settings.BACKEND.raw(), plans.products(t.q), *but.items())
+        family = plans.Family() if common is None else plans.family((*common, *others))
+        return family.problem_of(t, o, **but), family
 
 
-def _checked_forward(problem: Problem, run: Forward, t: Tensors) -> tuple[Tensor, Tensor]:
-    if problem.device_type == "cpu" or settings.CHECK.enabled():
-        check_values(problem, t)
-    return run(t)
+REGULAR = _Regular(
+    "a regular call", "forward", Tensors, Options, Problem.of, check_values, _key, lambda problem: problem.varlen
+)
 
 
 def _gradients(
-    kind: _Kind, t: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    kind: Kind, t: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The gradients in the order of Grads, computed without the dispatcher.
 
@@ -283,27 +127,29 @@ def _gradients(
         key = key, results % 16, *layouts, None if dlse is None else layout(dlse), *_other_layouts(t)
     run = kind.backwards.get(key)
     if run is None:
-        run = kind.backwards[key] = kind.plan_backward(t, dout, dlse)
+        run = kind.backwards[key] = _plan_backward(kind, t, (dout, dlse))
     return _gradient_values(run(t, out, lse, dout, dlse))
 
 
 _gradient_values = fields_of(GRADIENTS.values())
 
 
+def _plan_backward(kind: Kind, t: Tensors, given: Given) -> Plan:
+    """A plan of the backward for tensors that saved-tensor hooks may have laid out anew."""
+    if _key(t, kind.options) == kind.key:
+        return kind.family.plan("backward", kind.problem, t, given, kind.options.backend)
+    return REGULAR.plan("backward", t, kind.options, given)
+
+
 def watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients in the order of Grads, through the operator."""
     out, lse, dout, dlse = others
-    found = torch.ops.flashtile.attention_backward(dout, dlse, out, lse, *flatten(t, options))
+    found = BACKWARD.overload(dout, dlse, out, lse, *REGULAR.flatten(t, options))
     return tuple(x if wanted else None for x, wanted in zip(found, options.grads, strict=True))
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, kind = _kind(*unflatten(args))
-    return kind.run(tensors)
-
-
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, options = unflatten(args)
+    tensors, options = REGULAR.unflatten(args)
     problem = Problem.of(tensors, options)
     q, v = tensors.q, tensors.v
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -311,8 +157,8 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    tensors, options = unflatten(args)
-    tensors, kind = _kind(tensors, options)
+    tensors, options = REGULAR.unflatten(args)
+    tensors, kind = REGULAR.kind(tensors, options)
     found = _gradients(kind, tensors, out, lse, dout, dlse)
     return tuple(
         x if wanted and x is not None else out.new_empty(0) for x, wanted in zip(found, options.grads, strict=True)
@@ -320,7 +166,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    tensors, options = unflatten(args)
+    tensors, options = REGULAR.unflatten(args)
     inputs = zip(differentiable(tensors), options.grads, strict=True)
     return tuple(x.new_empty(x.shape) if wanted and x is not None else out.new_empty(0) for x, wanted in inputs)
 
@@ -337,16 +183,13 @@ def _jvp_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """Equivalent to the operators under autograd (``transforms``), but without the dispatcher.
-
-    Its lookup of each argument takes 0.1 ms per call, more than all host work of this library.
-    """
+    """Equivalent to the operators under autograd (``transforms``), but without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[_Kind, Tensors, bool], *inputs: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
+    def forward(ctx: Any, call: tuple[Kind, Tensors, bool], *inputs: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
         kind, t, with_lse = call
         out, lse = kind.run(t)
-        ctx.save_for_backward(*(inputs if is_plain(t) else tensor_values(t)), out, lse)
+        ctx.save_for_backward(*(inputs if is_plain(t) else REGULAR.values(t)), out, lse)
         ctx.kind = kind
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
@@ -371,9 +214,25 @@ _apply = super(torch.autograd.Function, _Attention).apply
 _Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
-torch.library.impl(FORWARD, ("cpu", "cuda"))(_forward)
-torch.library.impl(BACKWARD, ("cpu", "cuda"))(_backward)
-torch.library.register_fake(FORWARD)(_forward_fake)
-torch.library.register_fake(BACKWARD)(_backward_fake)
-torch.library.impl(JVP, ("cpu", "cuda"))(_jvp)
-torch.library.register_fake(JVP)(_jvp_fake)
+# ``transforms`` registers their derivatives.
+FORWARD = REGULAR.define(
+    "attention_forward", REGULAR.run, _forward_fake, flops=flops.forward_flops, has_derivative=True
+)
+BACKWARD = REGULAR.define(
+    "attention_backward",
+    _backward,
+    _backward_fake,
+    leading={"dout": "Tensor", "dlse": "Tensor?", "out": "Tensor", "lse": "Tensor"},
+    results=tuple(GRADIENTS.values()),
+    flops=flops.backward_flops,
+    has_derivative=True,
+)
+JVP = REGULAR.define(
+    "attention_jvp",
+    _jvp,
+    _jvp_fake,
+    leading={**dict.fromkeys(GRADIENTS.values(), "Tensor?"), "out": "Tensor", "lse": "Tensor"},
+    results=("dout", "dlse"),
+    flops=flops.jvp_flops,
+    has_derivative=True,
+)

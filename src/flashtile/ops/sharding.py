@@ -15,17 +15,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from flashtile.call.arguments import GRADIENTS, OPTIONS, TENSORS
+from flashtile.call.arguments import GRADIENTS
 from flashtile.core.errors import UnsupportedError
 from flashtile.ops import operators as ops
+from flashtile.ops.operation import Operator
 
 # Output, or gradient or tangent -> the tensor that it is like.
 _LIKE = {**{d: name for name, d in GRADIENTS.items()}, "dout": "out", "dlse": "lse"}
-_OUTPUTS = {
-    ops.FORWARD: ("out", "lse"),
-    ops.BACKWARD: tuple(GRADIENTS.values()),
-    ops.JVP: ("dout", "dlse"),
-}
 
 
 def _axis(along: str, name: str, shape: tuple[int, ...]) -> int | None:
@@ -44,8 +40,8 @@ def _axis(along: str, name: str, shape: tuple[int, ...]) -> int | None:
 class _Call:
     """A call of an operator on DTensors, from which its shardings follow; ``given`` are specs or plain values."""
 
-    def __init__(self, operator: str, given: dict[str, Any]) -> None:
-        self.operator, self.given = operator, given
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
         q, k = given["q"], given["k"]
         self.packed, self.mesh = q.ndim == 3, q.mesh
         self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
@@ -74,12 +70,11 @@ class _Call:
         return _axis(way, like, self.shapes[like])
 
 
-def _shardings(tensor: ModuleType, operator: str) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
+def _shardings(tensor: ModuleType, operator: Operator) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
     """The shardings of an operator, as ``register_sharding`` asks for them."""
-    names = (*ops.LEADING[operator], *TENSORS, *OPTIONS)
 
     def acceptable(*args: Any) -> list[tuple[list[Any], list[Any]]]:
-        call = _Call(operator, dict(zip(names, args, strict=True)))
+        call = _Call(operator.named(args))
         return [(outputs(call, way), inputs(call, way)) for way in call.ways()]
 
     def inputs(call: _Call, way: str) -> list[Any]:
@@ -91,9 +86,9 @@ def _shardings(tensor: ModuleType, operator: str) -> Callable[..., list[tuple[li
         return placements
 
     def outputs(call: _Call, way: str) -> list[Any]:
-        wanted = call.given["grads"] if operator == ops.BACKWARD else (True, True)
+        wanted = call.given["grads"] if operator is ops.BACKWARD else (True, True)
         placements = []
-        for name, is_wanted in zip(_OUTPUTS[operator], wanted, strict=True):
+        for name, is_wanted in zip(operator.results, wanted, strict=True):
             axis = call.axis(way, name)
             if way == "nothing" or not is_wanted:
                 placements.append(tensor.Replicate())
@@ -124,5 +119,5 @@ def register() -> None:
 def _register(tensor: ModuleType) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    for operator in _OUTPUTS:
-        register_sharding(ops.overload(operator))(_shardings(tensor, operator))
+    for operator in (ops.FORWARD, ops.BACKWARD, ops.JVP):
+        register_sharding(operator.overload)(_shardings(tensor, operator))

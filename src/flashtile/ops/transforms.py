@@ -7,7 +7,6 @@ each level of ``torch.func`` runs them once, on its own wrappers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,24 +14,12 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flashtile.call.arguments import (
-    GRADIENTS,
-    OPTIONS,
-    TENSORS,
-    Argument,
-    Grads,
-    Options,
-    Tensors,
-    differentiable,
-    flatten,
-    tensor_values,
-    unflatten,
-)
+from flashtile.call.arguments import GRADIENTS, TENSORS, Grads, Options, Tensors, differentiable
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.ops import operation
 from flashtile.ops import operators as ops
-from flashtile.ops import watched
+from flashtile.ops.operation import LIBRARY, Operator
 
-_LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
 _SECOND = "attention has no second derivative: its {} cannot be differentiated"
 
 
@@ -42,9 +29,9 @@ class _Below:
     There the other transforms see it, for which gradients must be enabled, as they are outside an autograd function.
     """
 
-    def __init__(self, name: str, keyset: Any) -> None:
-        watched.register()  # before what counts or shards sees the operator, whoever calls it
-        self.operator, self.keyset = ops.overload(name), keyset & torch._C._after_autograd_keyset
+    def __init__(self, operator: Operator, keyset: Any) -> None:
+        operation.register()  # before what counts or shards sees the operator, whoever calls it
+        self.operator, self.keyset = operator.overload, keyset & torch._C._after_autograd_keyset
 
     def __call__(self, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
@@ -56,8 +43,8 @@ class _Reverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, below: _Below, options: Options, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = below(*flatten(t, options))
-        ctx.save_for_backward(*tensor_values(t), out, lse)
+        out, lse = below(*ops.REGULAR.flatten(t, options))
+        ctx.save_for_backward(*ops.REGULAR.values(t), out, lse)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
@@ -92,7 +79,7 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """The forward operator under autograd: dual tensors get their tangents, others a node in the graph."""
     below = _Below(ops.FORWARD, keyset)
     primals, tangents = _unpacked(args)
-    t, options = unflatten(primals)
+    t, options = ops.REGULAR.unflatten(primals)
     inputs = differentiable(t)
     needed = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
     if any(needed):
@@ -107,7 +94,7 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     of = dict(zip(TENSORS, tangents, strict=False))
     if of["alibi_slopes"] is not None:
         raise InvalidInputError("alibi_slopes", "has a tangent, but slopes have no derivative; use attn_bias")
-    dout, dlse = ops.overload(ops.JVP)(*(of[name] for name in GRADIENTS), out, lse, *primals)
+    dout, dlse = ops.JVP.overload(*(of[name] for name in GRADIENTS), out, lse, *primals)
     return forward_ad.make_dual(out, dout, level=0), forward_ad.make_dual(lse, dlse, level=0)
 
 
@@ -119,9 +106,9 @@ def _unpacked(args: tuple[Any, ...]) -> tuple[list[Any], list[Tensor | None]]:
     return [x if dx is None else forward_ad.unpack_dual(x, level=0).primal for x, dx in pairs], tangents
 
 
-def _derivative(name: str, what: str) -> Any:
+def _derivative(operator: Operator, what: str) -> Any:
     def under_autograd(keyset: Any, *args: Any) -> Any:
-        below = _Below(name, keyset)
+        below = _Below(operator, keyset)
         if any(tangent is not None for tangent in _unpacked(args)[1]):
             raise UnsupportedError(_SECOND.format(what))
         if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)):
@@ -138,9 +125,9 @@ class _Fold:
     ``given`` and ``dims`` hold the operator's arguments and their mapped dimensions by name.
     """
 
-    def __init__(self, operator: str, size: int, given: dict[str, Any], dims: dict[str, int | None]) -> None:
+    def __init__(self, operator: Operator, size: int, given: dict[str, Any], dims: dict[str, int | None]) -> None:
         self.operator, self.size, self.given, self.dims = operator, size, given, dims
-        self.grads = Grads(*given["grads"]) if operator == ops.BACKWARD else Grads()
+        self.grads = Grads(*given["grads"]) if operator is ops.BACKWARD else Grads()
         self.batch = self._sample_shape("q")[0]
 
     def _sample_shape(self, name: str) -> tuple[int, ...]:
@@ -188,7 +175,7 @@ class _Fold:
 
     def unfolded(self, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
         """The results with the mapped dimension first, and where it is; gradients that nobody asked for have none."""
-        if self.operator != ops.BACKWARD:
+        if self.operator is not ops.BACKWARD:
             return tuple(x.unflatten(0, (self.size, self.batch)) for x in results), (0,) * len(results)
         found = [
             x.reshape(self.size, *self._sample_shape(name)) if wanted else x
@@ -201,61 +188,24 @@ class _Fold:
 _BROADCASTS = {"attn_mask": 4, "attn_bias": 4, "dbias": 4, "alibi_slopes": 2}
 
 
-def _vmap(name: str) -> Any:
+def _vmap(operator: Operator) -> Any:
     """An operator's rule for vmap: one call with a larger batch where that is the same, else a call per sample."""
-    names = (*ops.LEADING[name], *TENSORS, *OPTIONS)
 
     def rule(
         info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-        operator = ops.overload(name)
-        fold = _Fold(name, info.batch_size, dict(zip(names, args, strict=True)), dict(zip(names, in_dims, strict=True)))
+        run = operator.overload
+        fold = _Fold(operator, info.batch_size, operator.named(args), operator.named(in_dims))
         if fold.fits():
-            return fold.unfolded(operator(*fold.arguments()))
+            return fold.unfolded(run(*fold.arguments()))
         if info.batch_size == 0:
             raise UnsupportedError("vmap over no samples, of packed sequences or with dropout or sinks")
         pairs = [(x, dim if isinstance(x, Tensor) else None) for x, dim in zip(args, in_dims, strict=True)]
-        samples = [
-            operator(*(x if dim is None else x.select(dim, n) for x, dim in pairs)) for n in range(info.batch_size)
-        ]
+        samples = [run(*(x if dim is None else x.select(dim, n) for x, dim in pairs)) for n in range(info.batch_size)]
         results = tuple(torch.stack(column) for column in zip(*samples, strict=True))
         return results, (0,) * len(results)
 
     return rule
-
-
-def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
-    """Raises for the first of a call's tensors, in the order of ``rows``, that requires grad."""
-    for name, x in zip(rows, given, strict=False):
-        if x is not None and x.requires_grad:
-            raise InvalidInputError(name, f"requires grad, but {what} has no gradient: use torch.no_grad()")
-
-
-def refuse_tangents(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
-    """Raises for the first of a call's tensors, in the order of ``rows``, that is a dual one."""
-    for name, x in zip(rows, given, strict=False):
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None:
-            raise InvalidInputError(name, f"has a tangent, but {what} has no derivative")
-
-
-def register_without_derivative(name: str, rows: Mapping[str, Argument], what: str) -> None:
-    """Registers an operator's kernel for the dispatcher's autograd keys: there is no derivative of any kind.
-
-    Args:
-        name: The operator.
-        rows: The table of its tensors, its first arguments.
-        what: How errors name a call.
-    """
-
-    def kernel(keyset: Any, *args: Any) -> Any:
-        watched.register()
-        if torch.is_grad_enabled():
-            refuse_gradients(rows, args[: len(rows)], what)
-        refuse_tangents(rows, args, what)
-        with torch._C._AutoDispatchBelowAutograd():
-            return ops.overload(name).redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-    _LIBRARY.impl(name.removeprefix("flashtile::"), kernel, "Autograd", with_keyset=True)
 
 
 def register() -> None:
@@ -265,6 +215,6 @@ def register() -> None:
         ops.BACKWARD: _derivative(ops.BACKWARD, "backward"),
         ops.JVP: _derivative(ops.JVP, "forward-mode derivative"),
     }
-    for name, kernel in kernels.items():
-        _LIBRARY.impl(name.removeprefix("flashtile::"), kernel, "Autograd", with_keyset=True)
-        torch.library.register_vmap(name, _vmap(name), lib=_LIBRARY)
+    for operator, kernel in kernels.items():
+        LIBRARY.impl(operator.name, kernel, "Autograd", with_keyset=True)
+        torch.library.register_vmap(f"flashtile::{operator.name}", _vmap(operator), lib=LIBRARY)

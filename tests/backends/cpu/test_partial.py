@@ -18,7 +18,7 @@ from tests.sums import judge_gaps, judge_sums
 @pytest.mark.parametrize(("case", "cuts"), CHAINS, ids=str)
 def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     with poisoned_memory(), torch.no_grad():
-        judge_chain(cpu.BACKEND.plan_forward, case, cuts, dtype)
+        judge_chain(cpu.BACKEND, case, cuts, dtype)
 
 
 def test_a_result_that_is_not_contiguous_is_refused() -> None:
@@ -38,7 +38,7 @@ def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...]
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_rows_without_keys_keep_what_they_start_from(band: Band, dtype: torch.dtype) -> None:
     with poisoned_memory():
-        judge_rows_without_keys(cpu.BACKEND.plan_forward, dtype, band)
+        judge_rows_without_keys(cpu.BACKEND, dtype, band)
 
 
 @pytest.mark.parametrize("head_dim", [64])

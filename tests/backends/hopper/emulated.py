@@ -24,8 +24,7 @@ from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
 from flashtile.backends.hopper.quantized import inline_ptx as quantized
-from flashtile.ops import dispatch
-from flashtile.ops import operators as ops
+from flashtile.ops import dispatch, plans
 from tests import emulator
 from tests.emulator.language import elementwise, select
 
@@ -65,7 +64,7 @@ def forget_plans() -> None:
     """Drops what was planned for other kernels or tiles."""
     launch._counters.clear()
     tensor_maps.num_sms.cache_clear()
-    ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
+    plans.kinds, plans.families = OrderedDict(), OrderedDict()
     dispatch._first.cache_clear()
 
 

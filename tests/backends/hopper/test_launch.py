@@ -133,7 +133,7 @@ def test_boxes_fill_the_parts_of_a_tile() -> None:
             problem = _problem(block_d, Band(), head_dim_v=block_dv, varlen=varlen)
             made = launch.forward_launch(problem, described_tensors(problem), config)
             call = made.arguments["call"]
-            q, k, v, out = (each.desc.box[-1] for each in (call.q, call.k, call.v, made.arguments["output"].out))
+            q, k, v, out = (each.desc.box[-1] for each in (call.q, call.k, call.v, made.arguments["output"]))
             assert q == k
             for cols, width in ((q, config.block_d), (v, config.block_dv), (out, config.block_dv)):
                 assert cols.bit_count() == 1 and cols >= 32
@@ -175,7 +175,7 @@ def test_configs_that_cannot_run_are_refused() -> None:
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_scales_say_what_the_scores_mean(softmax_scale: float, softcap: float) -> None:
     problem = _problem(64, Band()).but(softmax_scale=softmax_scale, softcap=softcap)
-    terms = records.plain_terms(problem)
+    terms = records.plain_terms(problem, described_tensors(problem))
     assert terms.scale_log2 > 0
     for score in (-7.0, 0.3, 20.0):
         exponent = score

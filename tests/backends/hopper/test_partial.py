@@ -28,13 +28,13 @@ BACKWARD_CHAINS = [each for each in CHAINS if each[0].head_dim_v is None]
 @pytest.mark.parametrize(("case", "cuts"), CHAINS, ids=str)
 def test_a_chain_of_partial_results_is_the_whole(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     with on_cpu(len(cuts), 2), poisoned_memory(), torch.no_grad():
-        judge_chain(hopper.BACKEND.plan_forward, case, cuts, dtype)
+        judge_chain(hopper.BACKEND, case, cuts, dtype)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
     with on_cpu(3, 2), poisoned_memory():
-        judge_rows_without_keys(hopper.BACKEND.plan_forward, torch.bfloat16, band)
+        judge_rows_without_keys(hopper.BACKEND, torch.bfloat16, band)
 
 
 @pytest.mark.one_in(6)

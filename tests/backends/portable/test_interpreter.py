@@ -20,7 +20,7 @@ from flashtile.call.arguments import Grads
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.core.masks import Band
 from flashtile.core.states import Partial
-from flashtile.ops import operators as ops
+from flashtile.ops import plans as kept
 from tests.backends.portable import plans
 from tests.cases import CASES, Case, assert_forward_right, build, judge
 from tests.partials import CHAINS, judge_chain
@@ -56,7 +56,7 @@ TRAINED = [case for case in CASES if case.bias is not None and case.bias_grad]
 )
 def test_a_gradient_of_a_large_bias(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_launch, "MOST_SUMS", 0)
-    with ops.own_plans(OrderedDict()):
+    with kept.own_plans():
         judge(build(case, torch.float32), "portable")
 
 
@@ -67,7 +67,7 @@ def test_sequences_add_to_copies_of_a_bias_gradient(fewest: int, entries: int, m
     call = build(Case("bias_copies", batch=5, seqlen_q=40, seqlen_k=30, bias="hqk", softcap=3.0), torch.float32)
     assert call.tensors.attn_bias is not None
     assert backward_launch.bias_entries(call.problem, call.tensors.attn_bias) == entries
-    with ops.own_plans(OrderedDict()), poisoned_memory():
+    with kept.own_plans(), poisoned_memory():
         judge(call, "portable")
 
 
@@ -83,7 +83,7 @@ def test_a_large_bias_that_a_batch_shares_has_its_gradient_summed_in_parts(
                  torch.float32)  # fmt: skip
     assert call.tensors.attn_bias is not None
     assert backward_launch.bias_parts(call.problem, call.tensors.attn_bias) == parts
-    with ops.own_plans(OrderedDict()), poisoned_memory():
+    with kept.own_plans(), poisoned_memory():
         judge(call, "portable")
 
 
@@ -154,15 +154,15 @@ def test_programs_share_the_heads_of_a_group(
 ) -> None:
     """Their last one may have fewer heads than the others; the next call is planned anew."""
     monkeypatch.setattr(backward, "PROGRAMS", programs)
-    ops._KNOWN.clear()
-    ops._FAMILIES.clear()
+    kept.kinds.clear()
+    kept.families.clear()
     call = build(
         Case("shared", heads=6, kv_heads=1, lengths=lengths, spare=3 * bool(lengths), causal=True), torch.float32
     )
     assert gqa_splits(call.problem) == shares
     judge(call, "portable")
-    ops._KNOWN.clear()
-    ops._FAMILIES.clear()
+    kept.kinds.clear()
+    kept.families.clear()
 
 
 @pytest.mark.parametrize("columns", [24, 25])
@@ -192,14 +192,14 @@ MANY_LENGTHS = (
 @pytest.mark.parametrize("kind", TILES)
 def test_many_lengths_of_one_family(kind: str, case: Case) -> None:
     """All but lengths is laid out once for a family."""
-    ops._KNOWN, ops._FAMILIES = OrderedDict(), OrderedDict()
+    kept.kinds, kept.families = OrderedDict(), OrderedDict()
     with trial(**TILES[kind]):
         for n, (seqlen_q, seqlen_k) in enumerate(((9, 73), (40, 80), (1, 70), (73, 0))):
             sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": n + 1}
             if case.name == "varlen":
                 sizes = {"lengths": ((seqlen_q, seqlen_k), (7, 12), (0, n))[: n % 3 + 1], "batch": n % 3 + 1}
             judge(build(dataclasses.replace(case, **sizes), torch.float32), "portable")
-    assert len(ops._FAMILIES) == 1 and len(ops._KNOWN) == 4
+    assert len(kept.families) == 1 and len(kept.kinds) == 4
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -279,7 +279,7 @@ def test_a_chain_of_partial_results_is_the_whole(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("case", "cuts"), slow_but(CHAINS, lambda each: each in (CHAINS[1], CHAINS[5])), ids=str)
 def test_a_chain_of_pieces_at_offsets_of_the_band(case: Case, cuts: tuple[int, ...]) -> None:
     with poisoned_memory(), torch.no_grad():
-        judge_chain(portable.BACKEND.plan_forward, case, cuts, torch.float16)
+        judge_chain(portable.BACKEND, case, cuts, torch.float16)
 
 
 def test_a_partial_result_in_low_precision_is_rounded_once() -> None:

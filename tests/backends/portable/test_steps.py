@@ -52,7 +52,7 @@ def test_sums_of_kernels_apart_and_by_descriptors() -> None:
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_rows_without_keys_keep_what_they_start_from(band: Band) -> None:
     with poisoned_memory():
-        judge_rows_without_keys(portable.BACKEND.plan_forward, torch.float16, band)
+        judge_rows_without_keys(portable.BACKEND, torch.float16, band)
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from flashtile.backends.portable import tuned
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import launch
 from flashtile.cli import main
-from flashtile.ops import operators as ops
+from flashtile.ops import plans
 
 TABLE, FAST, TWICE = Config(16, 16, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 2)
 SHAPE = ["tune", "--shape", "1,9,2,1,16", "--dtype", "float32", "--causal"]
@@ -38,7 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where this test's tiles are; the plans of others are not used."""
     monkeypatch.setenv("FLASHTILE_TILES", str(tmp_path / "tiles.json"))
     tuned.known.cache_clear()
-    with ops.own_plans(OrderedDict()):
+    with plans.own_plans():
         yield tmp_path / "tiles.json"
     tuned.known.cache_clear()
 
@@ -99,7 +98,7 @@ def test_the_winner_is_saved_and_the_next_call_runs_with_it(
     assert main(["tune", "--list"]) == 0
     assert "; not used: measured with flashtile " in capsys.readouterr().out
     assert main(["tune", "--clear"]) == 0
-    with ops.own_plans(OrderedDict()):
+    with plans.own_plans():
         _call(37)
     assert seen[2] == TABLE and tuned.read(place) == []
 

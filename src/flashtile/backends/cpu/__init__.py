@@ -12,14 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashtile.backends.cpu import backward, decode, forward, quantized
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
-from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.backend import Build, Capabilities, Direction, Given, Known, Plan
 from flashtile.call.problem import DTYPES, Problem, Tensors
-from flashtile.call.quantized_arguments import QuantizedTensors
 
 _CAPABILITIES = Capabilities(
     device_types=("cpu",),
@@ -96,25 +93,14 @@ class CpuBackend:
         paths = {"forward": forward, "backward": backward, "decode": decode, "quantized": quantized}
         return paths[direction].describe(problem)
 
-    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
-        """See ``Backend.plan_forward``."""
-        return functools.partial(_uncast, forward.forward, problem)
-
-    def plan_backward(
-        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
-    ) -> Backward:
-        """See ``Backend.plan_backward``."""
-        return functools.partial(_uncast, backward.backward, problem)
-
-    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
-        """See ``Backend.plan_decode``."""
-        return functools.partial(_uncast, decode.decode, problem, decode.single(problem))
-
-    def plan_quantized(
-        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
-    ) -> QuantizedForward:
-        """See ``Backend.plan_quantized``."""
-        return functools.partial(_uncast, quantized.quantized, problem)
+    def plan(
+        self, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
+    ) -> Plan:
+        """See ``Backend.plan``; the same for all layouts."""
+        if direction == "decode":
+            return functools.partial(_uncast, decode.decode, problem, decode.single(problem))
+        paths: Any = {"forward": forward.forward, "backward": backward.backward, "quantized": quantized.quantized}
+        return functools.partial(_uncast, paths[direction], problem)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """None: PyTorch comes built."""

@@ -161,16 +161,18 @@ def lower(launch: Launch) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any]) -> None:
-    for value, rule in zip(values, rules, strict=True):
-        kind = type(value)
+    # Of some hundred leaves, once for each new length: written for speed, the most frequent first.
+    for value, rule in zip(values, rules, strict=False):
         if rule == _CONSTANT or value is None:
             key.append(value)
-        elif kind is int:
-            fits = -(2**31) <= value < 2**31  # fits_32_bits, but a call takes longer
-            key.append((fits, value % 16 == 0) if rule == _STRIDE else fits)
+            continue
+        kind = type(value)
+        if kind is int:
+            kind = "i32" if -(2**31) <= value < 2**31 else "i64"  # as fits_32_bits has it, but a call takes longer
+            key.append((kind, value % 16 == 0) if rule == _STRIDE else kind)
             leaves.append(value)
         elif kind is Pointer:
-            key.append((value.dtype, value.aligned))
+            key += value.dtype, value.aligned
             leaves.append(value)
         elif kind is float:
             key.append(float)
@@ -179,7 +181,7 @@ def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any
             key.append((value.dtype, value.box, id(value.layout)))
             leaves.append(value)
         elif kind is Const:
-            key.append(value.value)
+            key.append(value)
         elif isinstance(value, tuple):
             key.append(kind)
             _lower(value, _rules_of(kind) if kind is not tuple else (rule,) * len(value), key, leaves)
@@ -269,10 +271,12 @@ def source_of(kernel: Any, what: Specialisation, amd: bool) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     paths = {name: path for number, each in enumerate(what.tree.values()) for name, path in _paths(each, (number,))}
+    # The innermost first: Triton 3.6 learns of a record's constants when it is given one of the record around it.
+    constexprs = sorted(what.constexprs.items(), key=lambda each: -len(paths[each[0]]))
     return (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {name: _types(each, what.signature) for name, each in what.tree.items()},
-        constexprs={paths[name]: value for name, value in what.constexprs.items()},
+        constexprs={paths[name]: value for name, value in constexprs},
         attrs={paths[name]: _divisible_by_16(what.signature[name], amd) for name in what.divisible},
     )
 

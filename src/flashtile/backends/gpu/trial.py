@@ -16,7 +16,7 @@ _held: dict[str, Any] = {}
 def trial(**configs: Any) -> Iterator[None]:
     """Runs the named ``KERNELS`` with the given tiles, each a ``Config`` of the kernel's own ``config`` module.
 
-    Plans of Hopper's forward and backward made before keep theirs: see ``ops.own_plans``.
+    Plans of Hopper's forward and backward made before keep theirs: see ``plans.own_plans``.
     """
     global _held
     if not configs.keys() <= KERNELS:

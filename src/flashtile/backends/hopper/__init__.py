@@ -8,13 +8,10 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import Backward, Build, Capabilities, Decode, Direction, Forward, Known, QuantizedForward
-from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.backend import Build, Capabilities, Direction, Given, Known, Plan
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import QuantizedTensors
 
 _FORWARD = Capabilities(
     device_types=("cuda",),
@@ -59,10 +56,13 @@ def _missing() -> str | None:
     return None
 
 
+_PLANS = {"forward": "ForwardPlan", "backward": "BackwardPlan", "decode": "CachedPlan", "quantized": "QuantizedPlan"}
+
+
 @functools.cache
-def _launches(direction: str) -> Any:
-    """The module of a direction's plans: an import statement takes longer, also where it finds the module loaded."""
-    return importlib.import_module(f"flashtile.backends.hopper.{direction}.launch")
+def _plan_class(direction: Direction) -> Any:
+    """Kept, since an import statement takes longer, also where it finds the module loaded."""
+    return getattr(importlib.import_module(f"flashtile.backends.hopper.{direction}.launch"), _PLANS[direction])
 
 
 class _Backend:
@@ -88,27 +88,11 @@ class _Backend:
         config = choose(problem)
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
-    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
-        plan: Forward = _launches("forward").ForwardPlan(problem, tensors, known=known)
+    def plan(
+        self, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
+    ) -> Plan:
+        plan: Plan = _plan_class(direction)(problem, like, *given, known=known)
         return plan
-
-    def plan_backward(
-        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
-    ) -> Backward:
-        plan: Backward = _launches("backward").BackwardPlan(problem, tensors, dout, dlse, known=known)
-        return plan
-
-    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
-        from flashtile.backends.hopper.decode.launch import CachedPlan
-
-        return CachedPlan(problem, tensors, known)
-
-    def plan_quantized(
-        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
-    ) -> QuantizedForward:
-        from flashtile.backends.hopper.quantized.launch import QuantizedPlan
-
-        return QuantizedPlan(problem, tensors, known)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         from flashtile.backends.gpu import host

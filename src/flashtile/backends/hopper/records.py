@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.mask import Band
-from flashtile.backends.gpu.device.records import Call, Output, Rows, Sequences
+from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache, Keys, PairTensor, Schedule, Slopes, Terms
+from flashtile.backends.hopper.device.records import Cache, Keys, Output, PairTensor, Schedule, Slopes, Terms
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import QuantizedTensors
@@ -26,7 +26,7 @@ def call_of(
     """A kernel's ``Call``, from ``rows_of`` q, k and v."""
     p = problem
     queries = Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), p.batch, t.q.shape[-3])
-    return Call(*rows, queries, keys, p.num_heads_q, p.group_size, terms, pointer(t.sinks, "sinks"))
+    return Call(*rows, queries, keys, Heads(p.num_heads_q, p.group_size), terms)
 
 
 def rows_of(name: str, box: TensorMap, block_dim: int) -> Rows:
@@ -43,12 +43,15 @@ def keys_of(problem: Problem, t: Tensors | QuantizedTensors, cache: Cache | None
 
 def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined: bool = False) -> Output:
     """Where a forward stores its results: by TMA, or without a box in float32."""
-    wide, by_tma = (Pointer(torch.float32, "out"), None) if box is None else (None, box._replace(operand="out"))
-    # Only such outputs are addressed by column; else one build serves several widths.
+    # Only such outputs are addressed by column.
     dim = problem.head_dim_v if box is None or is_joined else None
-    out = Rows(wide, by_tma, None, None, None, dim, block_dim, None, problem.varlen)
-    partial = [Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")]
-    return Output(out, Pointer(torch.float32, "lse"), *partial)
+    partial_out, partial_lse = (
+        Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")
+    )
+    return Output(
+        None if box is None else box._replace(operand="out"), Pointer(torch.float32, "out") if box is None else None,
+        Pointer(torch.float32, "lse"), partial_out, partial_lse, dim, block_dim, problem.varlen,
+    )  # fmt: skip
 
 
 def terms_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None) -> Terms:
@@ -59,15 +62,15 @@ def terms_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map:
         one_sided = problem.band.right is not None and problem.band.right <= 0
         step = problem.num_heads_q if t.alibi_slopes.dim() == 2 else 0
         slopes = Slopes(pointer(t.alibi_slopes, "alibi"), step, one_sided)
-    return plain_terms(problem)._replace(
+    return plain_terms(problem, t)._replace(
         alibi=slopes,
         bias=_pair_tensor("bias", t.attn_bias, bias_map),
         mask=_pair_tensor("mask", None if mask is None else mask.view(torch.uint8), mask_map),
     )
 
 
-def plain_terms(problem: Problem) -> Terms:
-    """``Terms`` of a call that has no other terms than a softcap and a band."""
+def plain_terms(problem: Problem, t: Tensors | QuantizedTensors) -> Terms:
+    """``Terms`` of a call that has no other terms than a softcap, a band and sinks."""
     scale, softcap, prescale = problem.softmax_scale * LOG2_E.value, None, None
     if problem.softcap > 0:
         softcap, prescale = float(problem.softcap), 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
@@ -76,7 +79,10 @@ def plain_terms(problem: Problem) -> Terms:
         scale, prescale = 1.0, scale
     bounds, band = tensor_maps.bounds(problem), problem.band
     sides = (None if side is None else bounds[name] for name, side in (("left", band.left), ("right", band.right)))
-    return Terms(scale, softcap, prescale, Band(*sides), _NO_SLOPES, _NO_TENSOR, _NO_TENSOR)
+    return Terms(
+        scale, softcap, prescale, prescale is not None, Band(*sides), _NO_SLOPES, _NO_TENSOR, _NO_TENSOR,
+        pointer(t.sinks, "sinks"),
+    )  # fmt: skip
 
 
 def _pair_tensor(name: str, tensor: Tensor | None, box: TensorMap | None) -> PairTensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,24 +15,11 @@ from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import (
-    Backward,
-    Build,
-    Capabilities,
-    Decode,
-    Direction,
-    Forward,
-    Gradients,
-    Known,
-    QuantizedForward,
-)
-from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.backend import Build, Capabilities, Direction, Given, Gradients, Known, Plan
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.core import settings
 from flashtile.core.states import Partial
 
-T = TypeVar("T", Tensors, QuantizedTensors)
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
@@ -80,6 +68,15 @@ _QUANTIZED = dataclasses.replace(
 )
 
 
+# Direction -> the package whose launch module has its plan, and the plan's class.
+_PLANS: dict[Direction, tuple[str, str]] = {
+    "forward": ("portable.forward", "ForwardPlan"),
+    "backward": ("portable.backward", "BackwardPlan"),
+    "decode": ("gpu.decode", "DecodePlan"),
+    "quantized": ("portable.quantized", "QuantizedPlan"),
+}
+
+
 class PortableBackend:
     """Triton kernels; see ``Backend`` for the methods."""
 
@@ -115,60 +112,22 @@ class PortableBackend:
         atomics = "atomic adds to dbias of up to 24 MB, with dq" if backward.may_add_bias(problem) else "no atomics"
         return f"Triton, tiles {'; '.join(parts)}; {atomics}"
 
-    def plan_forward(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> Forward:
-        """One kernel."""
-        from flashtile.backends.portable.forward.launch import ForwardPlan
+    def plan(
+        self, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
+    ) -> Plan:
+        """See ``Backend.plan``.
 
-        if not _needs_widening(problem):
-            return ForwardPlan(problem, tensors, known=known)
-        plan = ForwardPlan(problem.but(dtype=torch.float32), tensors, known=known)
-
-        def widened(tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
-            out, lse = plan(_widened(tensors), partial)
-            return out.to(problem.out_dtype), lse
-
-        return widened
-
-    def plan_backward(
-        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
-    ) -> Backward:
-        """Row sums, then one kernel for dk with dv (or one each) and one for dq with dbias (or one each), as needed."""
-        from flashtile.backends.portable.backward.launch import BackwardPlan
-
-        if not _needs_widening(problem):
-            return BackwardPlan(problem, tensors, dout, dlse, known)
-        plan = BackwardPlan(problem.but(dtype=torch.float32), tensors, dout, dlse, known)
-
-        def widened(
-            tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, sums: Gradients | None = None
-        ) -> Gradients:
-            grads = plan(_widened(tensors), out.float(), lse, dout.float(), dlse, sums)
-            made = {n: x for n, x in vars(grads).items() if n in ("dq", "dk", "dv") and x is not None}
-            return dataclasses.replace(grads, **{n: x.to(problem.grad_dtype) for n, x in made.items()})
-
-        return widened
-
-    def plan_decode(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> Decode:
-        """A launch that appends, if there are new keys, and one that attends."""
-        from flashtile.backends.gpu.decode.launch import DecodePlan
-
-        return DecodePlan(problem, tensors, known)
-
-    def plan_quantized(
-        self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None
-    ) -> QuantizedForward:
-        """One kernel."""
-        from flashtile.backends.portable.quantized.launch import QuantizedPlan
-
-        if not _needs_widening(problem):
-            return QuantizedPlan(problem, tensors, known)
-        plan = QuantizedPlan(problem.but(out_dtype=torch.float32), tensors, known)
-
-        def widened(tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
-            out, lse = plan(_widened(tensors))
-            return out.to(problem.out_dtype), lse
-
-        return widened
+        A forward is one kernel; a cached call one that appends, if there are new keys, and one that attends; a backward
+        row sums, then one kernel for dk with dv (or one each) and one for dq with dbias (or one each), as needed.
+        """
+        module, name = _PLANS[direction]
+        make = getattr(importlib.import_module(f"flashtile.backends.{module}.launch"), name)
+        if direction == "decode" or not _needs_widening(problem):
+            return make(problem, like, *given, known=known)
+        if direction == "quantized":
+            return _widened_forward(problem, make(problem.but(out_dtype=torch.float32), like, known=known))
+        plan = make(problem.but(dtype=torch.float32), like, *given, known=known)
+        return (_widened_forward if direction == "forward" else _widened_backward)(problem, plan)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""
@@ -184,8 +143,27 @@ def _needs_widening(problem: Problem) -> bool:
     return problem.device_type == "cpu" and problem.dtype in (torch.bfloat16, FLOAT8)
 
 
-def _widened(tensors: T) -> T:
-    wide: Any = {name: getattr(tensors, name).float() for name in ("q", "k", "v")}
+def _widened_forward(problem: Problem, plan: Plan) -> Plan:
+    def widened(tensors: Any, *partial: Partial | None) -> tuple[Tensor, Tensor]:
+        out, lse = plan(_widened(tensors), *partial)
+        return out.to(problem.out_dtype), lse
+
+    return widened
+
+
+def _widened_backward(problem: Problem, plan: Plan) -> Plan:
+    def widened(
+        tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, sums: Gradients | None = None
+    ) -> Gradients:
+        grads = plan(_widened(tensors), out.float(), lse, dout.float(), dlse, sums)
+        made = {n: x for n, x in vars(grads).items() if n in ("dq", "dk", "dv") and x is not None}
+        return dataclasses.replace(grads, **{n: x.to(problem.grad_dtype) for n, x in made.items()})
+
+    return widened
+
+
+def _widened(tensors: Any) -> Any:
+    wide = {name: getattr(tensors, name).float() for name in ("q", "k", "v")}
     return dataclasses.replace(tensors, **wide)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from flashtile.backends.gpu.device import dropout, mask, scheduler, scores
 from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mask import Band, MaskMod, ScoreTensor
-from flashtile.backends.gpu.device.records import Call, Rows, Sequences
+from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.scores import Alibi, ScoreMod, Terms
-from flashtile.backends.gpu.launch import Const, TensorMap, pointer
+from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.device.tiles import Tiles
@@ -70,8 +70,8 @@ def call_of(
 
     call = Call(
         rows("q", t.q, p.head_dim, block_d), rows("k", t.k, p.head_dim, block_d),
-        rows("v", t.v, p.head_dim_v, block_dv), *sequences_of(p, t), p.num_heads_q, group_size(p),
-        _terms(p, t, bias_sums), pointer(t.sinks, "sinks") if dout is None else None,
+        rows("v", t.v, p.head_dim_v, block_dv), *sequences_of(p, t), heads_of(p),
+        _terms(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None),
     )  # fmt: skip
     return call, None if dout is None else rows("dout", dout, p.head_dim_v, block_dv)
 
@@ -91,13 +91,13 @@ def sequences_of(problem: Problem, t: Tensors | QuantizedTensors) -> tuple[Seque
     )
 
 
-def group_size(problem: Problem) -> Any:
-    """``Call.group_size``."""
+def heads_of(problem: Problem) -> Heads:
+    """``Call.heads``."""
     # Divisions by 1 go away where the compiler knows of it.
-    return Const(1) if problem.group_size == 1 else problem.group_size
+    return Heads(problem.num_heads_q, Const(1) if problem.group_size == 1 else problem.group_size)
 
 
-def _terms(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool]) -> Terms:
+def _terms(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None) -> Terms:
     """The score mods, in their order, masks and dropout of a call."""
     p, unit, alibi, origins = problem, _score_unit(problem, t), _NO_MOD, pointer(t.origins, "origins")
     if t.alibi_slopes is not None:
@@ -121,16 +121,17 @@ def _terms(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool]) -> Terms:
     drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
     return Terms(
         p.softmax_scale, scales_first(p), input_precision(p), (softcap_of(p), alibi, bias),
-        band_of(p, t.q.shape[-3] + t.k.shape[-3]), (masks,), drops,
+        band_of(p, t.q.shape[-3] + t.k.shape[-3]), (masks,), drops, sinks,
     )  # fmt: skip
 
 
-def plain_terms(problem: Problem, span: int) -> Terms:
-    """``Terms`` of a call that has no other terms than a softcap and a band; span: of ``band_of``."""
+def plain_terms(problem: Problem, span: int, sinks: Tensor | None) -> Terms:
+    """``Terms`` of a call that has no other terms than a softcap, a band and sinks; span: of ``band_of``."""
     no_dropout = Dropout(None, None, 1.0, None)
     return Terms(
         problem.softmax_scale, scales_first(problem), None, (softcap_of(problem), _NO_MOD, _NO_MOD),
         band_of(problem, span), (MaskMod(None, None, None),), no_dropout,
+        pointer(sinks, "sinks"),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ _HEADS_AT_ONCE = 16
 
 
 class DecodePlan:
-    """Attention over a cache, of calls with the same layouts and options; see ``Backend.plan_decode``."""
+    """Attention over a cache, of calls with the same layouts and options; see ``call.backend.Decode``."""
 
     def __init__(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> None:
         """Prepares the launches.

@@ -14,12 +14,16 @@ import triton.language as tl
 
 
 class Visit(NamedTuple):
-    """Blocks start ... stop - 1 of a loop; full_start ... full_stop - 1 need no mask (None: all are treated alike)."""
+    """Blocks start ... stop - 1 of a loop; full_start ... full_stop - 1 need no mask (None: all are treated alike).
+
+    Unless MASKED, none of them needs one, nor reaches past the end of the sequence.
+    """
 
     start: Any
     stop: Any
     full_start: Any
     full_stop: Any
+    MASKED: Any
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """A kernel's arguments as trees of records; ``gpu.launch`` says what a field's name means to the compiler.
 
 A record that holds constants is passed on or built in an argument list, never assigned, returned or added to: Triton
-3.6 turns its constants into tensors.
+3.6 turns its constants into tensors. A kernel's record that holds others with constants has a constant itself or no
+number: else 3.6 forgets theirs after the kernel's first branch or loop.
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ class Sequences(NamedTuple):
     length: Any
 
 
+class Heads(NamedTuple):
+    """Query heads, and how many of them each key head has."""
+
+    num_q: Any
+    group_size: Any
+
+
 class Call(NamedTuple):
     """What all kernels of a call read.
 
@@ -58,10 +66,8 @@ class Call(NamedTuple):
         v: Values.
         queries: ``Sequences`` of q.
         keys: Those of k and v.
-        num_heads_q: Query heads.
-        group_size: Query heads for each key head.
+        heads: ``Heads``.
         terms: ``scores.Terms``.
-        sinks: (num_heads_q,), or None.
     """
 
     q: Any
@@ -69,10 +75,8 @@ class Call(NamedTuple):
     v: Any
     queries: Any
     keys: Any
-    num_heads_q: Any
-    group_size: Any
+    heads: Any
     terms: Any
-    sinks: Any
 
 
 class Output(NamedTuple):

@@ -68,6 +68,7 @@ class Terms(NamedTuple):
         band: ``mask.Band``, applied to edge blocks alone.
         mask_mods: Tuple of ``mask.MaskMod``, applied to all blocks.
         dropout: ``dropout.Dropout``.
+        sinks: (num_heads_q,), or None.
     """
 
     scale: Any
@@ -77,6 +78,7 @@ class Terms(NamedTuple):
     band: Any
     mask_mods: Any
     dropout: Any
+    sinks: Any = None
 
 
 class Head(NamedTuple):

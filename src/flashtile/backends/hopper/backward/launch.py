@@ -35,7 +35,7 @@ _OPERANDS = (
 
 
 class BackwardPlan:
-    """Gradients of calls of one kind: ``plan(tensors, out, lse, dout, dlse)``, as ``Backend.plan_backward`` says."""
+    """Gradients of calls of one kind: ``plan(tensors, out, lse, dout, dlse)``, as ``call.backend.Backward`` says."""
 
     def __init__(
         self,

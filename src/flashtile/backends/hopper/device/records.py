@@ -42,21 +42,24 @@ class Terms(NamedTuple):
     Attributes:
         scale_log2: Turns scores, after what follows, into exponents of 2; > 0.
         softcap: The cap, or None.
-        prescale: What products are multiplied with before the softmax: with a softcap as ``quick_scores`` has it; also
-            with a scale that is not > 0; else None.
+        prescale: What products are multiplied with before the softmax, with a softcap as ``quick_scores`` has it.
+        SCALE_FIRST: Whether they are: with a softcap, and a scale that is not > 0; else prescale is None.
         band: ``mask.Band``.
         alibi: ``Slopes``.
         bias: ``PairTensor``.
         mask: ``PairTensor`` of bytes.
+        sinks: (num_heads_q,), or None.
     """
 
     scale_log2: Any
     softcap: Any
     prescale: Any
+    SCALE_FIRST: Any
     band: Any
     alibi: Any
     bias: Any
     mask: Any
+    sinks: Any
 
 
 class Cache(NamedTuple):
@@ -102,6 +105,30 @@ class Keys(NamedTuple):
     length: Any
     cache: Any
     OWN_LENGTHS: Any
+
+
+class Output(NamedTuple):
+    """Where a forward stores its results, and what it merges into them.
+
+    Attributes:
+        desc: The output's boxes; None if it is float32 and written from registers.
+        ptr: Then it, contiguous (batch, rows, num_heads_q, head_dim_v), else None.
+        lse: Contiguous (batch, num_heads_q, rows) float32.
+        partial_out: The output over other keys, in float32 and contiguous, or None.
+        partial_lse: Its lse.
+        DIM: Columns of what is read or written from registers; None if nothing is, so that one build serves several.
+        BLOCK_DIM: Columns of a tile.
+        PACKED: As of ``Rows``.
+    """
+
+    desc: Any
+    ptr: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+    DIM: Any
+    BLOCK_DIM: Any
+    PACKED: Any
 
 
 class Schedule(NamedTuple):

@@ -26,8 +26,7 @@ def attention_forward(call, output, schedule):
     Args:
         call: ``gpu.device.records.Call``: rows by TMA alone, lengths those of the tensors where packed, and, of
             ``device.records``, ``Keys`` and ``Terms``.
-        output: ``gpu.device.records.Output`` whose out is ``Rows``: by TMA, or float32 by address. DIM is known where
-            columns are addressed; elsewhere one build serves several.
+        output: ``device.records.Output``.
         schedule: ``Schedule``.
     """
     dtype: gl.constexpr = call.q.desc.dtype
@@ -41,7 +40,7 @@ def attention_forward(call, output, schedule):
     values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + 1)
     outputs = None
-    if output.out.desc is not None:
+    if output.desc is not None:
         outputs = make_outputs(output, schedule)
     bias_tiles = score_tiles(call.terms.bias.desc, call.terms.bias.steps, schedule.SCORE_STAGES, NUM_WARPGROUPS)
     mask_tiles = score_tiles(call.terms.mask.desc, call.terms.mask.steps, schedule.SCORE_STAGES, NUM_WARPGROUPS)
@@ -53,7 +52,7 @@ def attention_forward(call, output, schedule):
     )
     # Softcap and a scale that is not > 0 apply to the products alone: terms are then added after them.
     HAS_SOFTCAP: gl.constexpr = call.terms.softcap is not None
-    IS_LATE: gl.constexpr = call.terms.prescale is not None
+    IS_LATE: gl.constexpr = call.terms.SCALE_FIRST
     mod = ScoreMod(call.terms.scale_log2, call.terms.softcap, call.terms.prescale, HAS_SOFTCAP,
                    IS_LATE and not HAS_SOFTCAP, biases + alibi if IS_LATE else (), masks, () if IS_LATE else biases,
                    () if IS_LATE else alibi_by_mma(alibi, BLOCK_N), () if IS_LATE else bias_tiles,

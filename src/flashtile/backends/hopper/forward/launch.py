@@ -30,7 +30,7 @@ _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class ForwardPlan:
-    """The forward of calls of one kind: ``plan(tensors)`` returns out and lse, as ``Backend.plan_forward`` says."""
+    """The forward of calls of one kind: ``plan(tensors)`` returns out and lse, as ``call.backend.Forward`` says."""
 
     def __init__(
         self, problem: Problem, tensors: Tensors, config: Config | None = None, known: Known | None = None

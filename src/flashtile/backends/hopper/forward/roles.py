@@ -122,10 +122,10 @@ def load_score_tiles(score_tiles, records, tiles, use, n_block, schedule):
 @gluon.jit
 def make_outputs(output, schedule):
     """The shared memory through which an output leaves in pieces, fewer buffers than these if more do not fit."""
-    WIDTH: gl.constexpr = output.out.desc.block_type.shape[4 if output.out.PACKED else 3]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([schedule.BLOCK_M, WIDTH], output.out.desc.dtype)
+    WIDTH: gl.constexpr = output.desc.block_type.shape[4 if output.PACKED else 3]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([schedule.BLOCK_M, WIDTH], output.desc.dtype)
     shape: gl.constexpr = [schedule.NUM_WARPGROUPS * schedule.OUT_STAGES, schedule.BLOCK_M, WIDTH]
-    return gl.allocate_shared_memory(output.out.desc.dtype, shape, layout)
+    return gl.allocate_shared_memory(output.desc.dtype, shape, layout)
 
 
 @gluon.jit
@@ -212,8 +212,8 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
     rows = gl.arange(0, schedule.BLOCK_M, rows_layout)
     positions, heads = queries_of(records, tiles, rows, call, schedule, WARPGROUP)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
-    if call.sinks is not None:
-        sink = gl.load(call.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
+    if call.terms.sinks is not None:
+        sink = gl.load(call.terms.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
         sink = sink.to(gl.float32)
         if call.q.PACKED:
             # Rows past the last sequence have lse -inf.
@@ -223,17 +223,17 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
         scale = scale * factor
     else:
         scale, lse = softmax.finalise(row_max, total)
-    if output.partial_out is None and output.out.desc is not None:
+    if output.partial_out is None and output.desc is not None:
         out = ()
         for i in gl.static_range(len(accs)):
-            out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(output.out.desc.dtype))
+            out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(output.desc.dtype))
     else:
         row = records.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
         out, lse = join_partial(accs, scale, lse, where, row, call, output, schedule)
-    if output.out.desc is not None:
+    if output.desc is not None:
         stages: gl.constexpr = channels.outputs.shape[0] // schedule.NUM_WARPGROUPS
         own = strips(records, tiles, call, schedule, WARPGROUP)
-        store(output.out.desc, out, channels.outputs, WARPGROUP * stages, stages, own)
+        store(output.desc, out, channels.outputs, WARPGROUP * stages, stages, own)
     at = positions
     if schedule.PACK_GQA:
         # lse has seqlen_q numbers a head.
@@ -253,24 +253,24 @@ def join_partial(accs, scale, lse, where, row, call, output, schedule):
     out = ()
     joined_lse = lse
     # As wide as TMA's box if TMA stores the output; the last part is the narrowest.
-    most: gl.constexpr = 64 if output.out.desc is None else output.out.desc.block_type.shape[4 if call.q.PACKED else 3]
+    most: gl.constexpr = 64 if output.desc is None else output.desc.block_type.shape[4 if call.q.PACKED else 3]
     width: gl.constexpr = min(accs[len(accs) - 1].shape[1], most)
     for i in gl.static_range(len(accs)):
         parts = pieces(accs[i] * of_rows(scale, accs[i])[:, None], width)
         for j in gl.static_range(len(parts)):
             x = parts[j]
             rows = row + gl.arange(0, schedule.BLOCK_M, gl.SliceLayout(1, x.type.layout))
-            cols = start_of(output.out.BLOCK_DIM, i) + j * width + gl.arange(0, width, gl.SliceLayout(0, x.type.layout))
-            inside = (rows < where.length)[:, None] & (cols < output.out.DIM)[None, :]
-            at = ((start + rows) * call.num_heads_q + where.head)[:, None] * output.out.DIM + cols[None, :]
+            cols = start_of(output.BLOCK_DIM, i) + j * width + gl.arange(0, width, gl.SliceLayout(0, x.type.layout))
+            inside = (rows < where.length)[:, None] & (cols < output.DIM)[None, :]
+            at = ((start + rows) * call.heads.num_q + where.head)[:, None] * output.DIM + cols[None, :]
             if output.partial_out is not None:
                 more_lse_at = output.partial_lse + lse_offset(where, call) + rows
                 more_lse = gl.load(more_lse_at, mask=rows < where.length, other=float("-inf"))
                 more = gl.load(output.partial_out + at, mask=inside, other=0.0)
                 x, log_sum = softmax.merge(x, of_rows(lse, x), more, more_lse)
                 joined_lse = gl.convert_layout(log_sum, lse.type.layout)
-            if output.out.desc is None:
-                gl.store(output.out.ptr + at, x, mask=inside)
+            if output.desc is None:
+                gl.store(output.ptr + at, x, mask=inside)
             else:
-                out = also(out, x.to(output.out.desc.dtype))
+                out = also(out, x.to(output.desc.dtype))
     return out, joined_lse

@@ -34,7 +34,7 @@ class Tile:
 def num_rows(seqlen_q, call, schedule):
     """Rows of a sequence's tiles: its queries, or with PACK_GQA those of each head of a group, in whole strips."""
     if schedule.PACK_GQA:
-        return (seqlen_q + schedule.STRIP - 1) // schedule.STRIP * schedule.STRIP * call.group_size
+        return (seqlen_q + schedule.STRIP - 1) // schedule.STRIP * schedule.STRIP * call.heads.group_size
     else:
         return seqlen_q
 
@@ -44,8 +44,8 @@ def query_of(row, call, schedule):
     """(position, head within the group) of a row of a tile."""
     if schedule.PACK_GQA:
         strip = row // schedule.STRIP
-        place = strip // call.group_size
-        return place * schedule.STRIP + row % schedule.STRIP, strip - place * call.group_size
+        place = strip // call.heads.group_size
+        return place * schedule.STRIP + row % schedule.STRIP, strip - place * call.heads.group_size
     else:
         return row, row * 0
 
@@ -82,9 +82,9 @@ def _place(step, call, schedule):
     """(block, b, head, is_tile, is_end) of a step of this program."""
     rows: gl.constexpr = schedule.NUM_WARPGROUPS * schedule.BLOCK_M
     # Heads or, with PACK_GQA, groups that have tiles; and the heads of each.
-    own_heads, packed = call.num_heads_q, 1
+    own_heads, packed = call.heads.num_q, 1
     if schedule.PACK_GQA:
-        own_heads, packed = call.num_heads_q // call.group_size, call.group_size
+        own_heads, packed = call.heads.num_q // call.heads.group_size, call.heads.group_size
     SPARE: gl.constexpr = schedule.STRIP - 1 if schedule.PACK_GQA else 0
     if call.q.PACKED:
         num_tiles = scheduler.first_packed_tile(call.queries.length, call.queries.count + 1, rows, packed, SPARE)
@@ -99,7 +99,9 @@ def _place(step, call, schedule):
         if call.keys.cache is not None:  # noqa: SIM102 a compile-time condition
             if call.keys.cache.FEW_ROWS is not None:
                 _, keys = entry_and_length(b, call)
-                is_left = (length * call.group_size <= call.keys.cache.FEW_ROWS) & (keys > call.keys.cache.LONG_KEYS)
+                is_left = (length * call.heads.group_size <= call.keys.cache.FEW_ROWS) & (
+                    keys > call.keys.cache.LONG_KEYS
+                )
                 is_tile = is_tile & (not is_left)
         return block, b, head * packed, is_tile, is_end
     else:
@@ -112,7 +114,7 @@ def _place(step, call, schedule):
             place, is_end = _deal(step, num_blocks * num_heads, schedule.counter)
             is_tile = step >= 0
             if call.terms.band.right is not None:
-                span = gl.maximum(schedule.CACHED_ROWS // call.keys.length, 1) * (call.group_size // packed)
+                span = gl.maximum(schedule.CACHED_ROWS // call.keys.length, 1) * (call.heads.group_size // packed)
                 block, head = balanced.longest_first_by_spans(place, num_blocks, num_heads, span)
             else:
                 head = place // num_blocks
@@ -214,7 +216,7 @@ def publish_tile(records, use, tile, call, schedule):
     record = gl.where(slot == slot_of(FIELDS, "n_block_min"), n_block_min, gl.where(tile.is_end, 0, n_block_max))
     record = gl.where(slot == slot_of(FIELDS, "row"), tile.row, record)
     record = gl.where(slot == slot_of(FIELDS, "head"), tile.head, record)
-    record = gl.where(slot == slot_of(FIELDS, "head_kv"), tile.head // call.group_size, record)
+    record = gl.where(slot == slot_of(FIELDS, "head_kv"), tile.head // call.heads.group_size, record)
     record = gl.where(slot == slot_of(FIELDS, "sequence"), tile.b, record)
     record = gl.where(slot == slot_of(FIELDS, "start_q"), tile.start_q, record)
     record = gl.where(slot == slot_of(FIELDS, "seqlen_q"), tile.seqlen_q, record)
@@ -325,7 +327,7 @@ def lse_offset(rows, call):
     if call.q.PACKED:
         return rows.head * call.queries.length + rows.start
     else:
-        return (rows.b * call.num_heads_q + rows.head) * call.queries.length
+        return (rows.b * call.heads.num_q + rows.head) * call.queries.length
 
 
 @gluon.jit
@@ -336,9 +338,9 @@ def queries_of(records, use, rows, call, schedule, WARPGROUP: gl.constexpr):
         head = records.get_own(use, "head", WARPGROUP) + rows // schedule.STRIP
         # A group has at least two heads, so the strips of a warpgroup wrap around it that often at most.
         for _ in gl.static_range(schedule.BLOCK_M // schedule.STRIP // 2):
-            is_past = head >= call.group_size
+            is_past = head >= call.heads.group_size
             position += gl.where(is_past, schedule.STRIP, 0)
-            head -= gl.where(is_past, call.group_size, 0)
+            head -= gl.where(is_past, call.heads.group_size, 0)
         return position, head
     else:
         return records.get(use, "row") + WARPGROUP * schedule.BLOCK_M + rows, rows * 0
@@ -355,7 +357,7 @@ def strips(records, use, call, schedule, WARPGROUP: gl.constexpr):
         for i in gl.static_range(schedule.BLOCK_M // schedule.STRIP):
             if i > 0:
                 head += 1
-                is_first = head == call.group_size
+                is_first = head == call.heads.group_size
                 head = gl.where(is_first, 0, head)
                 position += gl.where(is_first, schedule.STRIP, 0)
             found = also(found, (HeadRows(rows.b, rows.head + head, rows.start, rows.length, rows.varlen), position))

@@ -28,7 +28,7 @@ _OPERANDS = (
 
 
 class QuantizedPlan:
-    """The forward of quantized calls of one kind; see ``Backend.plan_quantized``."""
+    """The forward of quantized calls of one kind; see ``call.backend.QuantizedForward``."""
 
     def __init__(self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None) -> None:
         """As ``forward.launch.ForwardPlan``."""
@@ -87,7 +87,7 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
     q_scale, k_scale, v_scale = (Scale(pointer(each, name), *scale_strides(each)) for name, each in each_scale)
     scales = Scales(q_scale, k_scale, v_scale, pointer(t.shift, "shift"), p.softmax_scale * LOG2_E.value)
     arguments = {
-        "call": call_of(p, t, call_rows, keys_of(p, t), plain_terms(p)),
+        "call": call_of(p, t, call_rows, keys_of(p, t), plain_terms(p, t)),
         "scales": scales,
         "output": output_of(p, out, config.block_dv),
         "schedule": schedule_of(p, config, has_edges),

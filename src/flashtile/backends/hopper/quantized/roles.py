@@ -143,7 +143,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
         if schedule.PINGPONG and call.terms.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
                 row_sum = pingpong_arrive(pingpong_wait(row_sum, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
-        accs = zero_parts(BLOCK_M, output.out.BLOCK_DIM, WIDTH)
+        accs = zero_parts(BLOCK_M, output.BLOCK_DIM, WIDTH)
         n_block = loop.n_block
         at = Place(tiles, used, n_block, loop, own)
         s, scale, row_max, finite_max, factor = raise_max(

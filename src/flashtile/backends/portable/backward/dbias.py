@@ -41,24 +41,24 @@ class BiasGradient(NamedTuple):
 
 
 @triton.jit
-def tile_gradient(acc, head, queries, keys, m_first, n_first, call, given, tiles):
+def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, tiles):
     """Adds dscores of BLOCK_M rows and BLOCK_N keys of one sequence and head, 0 where a row does not keep a key."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
     dropout = call.terms.dropout
-    head_kv = head.h // call.group_size
+    head_kv = head.h // call.heads.group_size
     q = load_rows(HeadRows(call.q, head.h, queries), m_first, BLOCK_M, True)
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     rows = m_first + tl.arange(0, BLOCK_M)
     cols = n_first + tl.arange(0, BLOCK_N)
-    lse_log2, delta = load_row_terms(given, call.num_heads_q, head, queries, rows)
+    lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
     probs, _derivative = probabilities(
         product, lse_log2[:, None], rows[:, None] + head.shift, cols[None, :], True, Pairs(call.terms, head), False
     )
     dout = load_rows(
-        HeadRows(given.dout, head.h, queries),
+        HeadRows(douts, head.h, queries),
         m_first,
         BLOCK_M,
         True,
@@ -66,7 +66,7 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, given, tiles
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
     dprobs = times_transposed(dout, v, INPUT_PRECISION)
     if dropout.rng_state_ptr is not None:
-        kept = keep_tile(dropout, head.b, head.h, call.num_heads_q, rows[:, None], n_first // 4, BLOCK_N)
+        kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n_first // 4, BLOCK_N)
         dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
     return acc + scores.score_gradient(probs, dprobs, delta[:, None], 1.0, Pairs(call.terms, head), True)
 
@@ -84,7 +84,7 @@ def keeps_some(queries, keys, m_first, n_first, call, tiles):
 
 
 @triton.jit
-def attention_backward_dbias(call, given, dbias, tiles):
+def attention_backward_dbias(call, douts, of_rows, dbias, tiles):
     """Computes one tile of ``BiasGradient``, contiguous, of one part of the batch."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
@@ -108,11 +108,12 @@ def attention_backward_dbias(call, given, dbias, tiles):
         first_b = entry * size
         count = tl.minimum(size, call.queries.count - first_b)
     if dbias.SUM_HEADS:
-        count *= call.num_heads_q
+        count *= call.heads.num_q
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for m in range(m_start, m_stop):
         for n in range(n_start, n_stop):
-            m_first, n_first = m * BLOCK_M, n * BLOCK_N
+            # Casts for Triton's interpreter, which counts in Python's numbers.
+            m_first, n_first = tl.cast(m, tl.int32) * BLOCK_M, tl.cast(n, tl.int32) * BLOCK_N
             stop = count
             if not PACKED:
                 queries, keys = sequence.sequence_of(call.queries, 0), sequence.sequence_of(call.keys, 0)
@@ -120,15 +121,15 @@ def attention_backward_dbias(call, given, dbias, tiles):
             for i in tl.range(stop):
                 b, h = i, bias_head
                 if dbias.SUM_HEADS:
-                    b, h = i // call.num_heads_q, i % call.num_heads_q
+                    b, h = i // call.heads.num_q, i % call.heads.num_q
                 b += first_b
                 queries, keys = sequence.sequence_of(call.queries, b), sequence.sequence_of(call.keys, b)
                 head = scores.head_of(call.terms, b, h, queries.length, keys.length)
                 if PACKED:
                     if keeps_some(queries, keys, m_first, n_first, call, tiles):
-                        acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, given, tiles)
+                        acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, tiles)
                 else:
-                    acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, given, tiles)
+                    acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, tiles)
     row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     col = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if dbias.SUM_ROWS:

@@ -34,17 +34,15 @@ from flashtile.backends.portable.device.tile_io import (
 from flashtile.backends.portable.device.tiles import locate
 
 
-class Given(NamedTuple):
-    """What the backward's kernels read besides ``records.Call``.
+class RowTerms(NamedTuple):
+    """What the backward's kernels read of a row, as ``prepare_rows`` stores it.
 
     Attributes:
-        dout: ``Rows``, the output's gradient.
         lse_log2: lse in base 2, ``(batch, num_heads_q, stride_head)`` like delta.
-        delta: As ``prepare_rows`` stores it.
+        delta: See the module's docstring.
         stride_head: Theirs, a multiple of 128.
     """
 
-    dout: Any
     lse_log2: Any
     delta: Any
     stride_head: Any
@@ -96,43 +94,43 @@ def probabilities(product, lse_log2, i, cols, edge, pairs, WITH_DERIVATIVE: tl.c
 
 
 @triton.jit
-def over_queries(dk, dv, k, v, n_first, visit, call, given, grads, tiles, head, queries, MASKED: tl.constexpr):
+def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
     """Adds the contribution of one head's query blocks, those of ``blocks.Visit``, to dk and dv, where needed.
 
-    The scores' first dimension is the keys. Without MASKED no block needs a mask.
+    The scores' first dimension is the keys.
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    dropout = call.terms.dropout
-    row_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads_q + head.h) * given.stride_head + queries.start
+    dropout, queries, n_first = call.terms.dropout, place.queries, place.block * BLOCK_N
+    row_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + head.h) * of_rows.stride_head + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
     for m in tl.range(visit.start, visit.stop):
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         i = rows[None, :] + head.shift
-        edge = MASKED
+        edge = visit.MASKED
         if visit.full_start is not None:
             edge = (m < visit.full_start) | (m >= visit.full_stop)
-        q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, MASKED)
+        q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
         # Rows past the end have lse_log2 +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
-        lse_log2 = tl.load(given.lse_log2 + row_at + first + tl.arange(0, BLOCK_M))
-        delta = tl.load(given.delta + row_at + first + tl.arange(0, BLOCK_M))
-        if MASKED and call.queries.cu_seqlens is not None:
+        lse_log2 = tl.load(of_rows.lse_log2 + row_at + first + tl.arange(0, BLOCK_M))
+        delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
+        if visit.MASKED and call.queries.cu_seqlens is not None:
             lse_log2 = tl.where(rows < queries.length, lse_log2, float("inf"))
             delta = tl.where(rows < queries.length, delta, 0.0)
         product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         probs, derivative = probabilities(product, lse_log2[None, :], i, cols, edge, Pairs(call.terms, head), True)
         dout = load_rows(
-            HeadRows(given.dout, head.h, queries),
+            HeadRows(douts, head.h, queries),
             first,
             BLOCK_M,
-            MASKED,
+            visit.MASKED,
         )
         dprobs = times_transposed(v, dout, INPUT_PRECISION)
         kept_probs = probs
         if dropout.rng_state_ptr is not None:
-            kept = tl.trans(keep_tile(dropout, head.b, head.h, call.num_heads_q, rows[:, None], n_first // 4, BLOCK_N))
+            kept = tl.trans(keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n_first // 4, BLOCK_N))
             kept_probs = tl.where(kept, probs, 0.0)
             dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
         if grads.dv is not None:
@@ -144,12 +142,13 @@ def over_queries(dk, dv, k, v, n_first, visit, call, given, grads, tiles, head, 
 
 
 @triton.jit
-def attention_backward_dkdv(call, given, grads, tiles):
+def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
     """Computes dk and dv of BLOCK_N keys of one key head, summed over the query heads of its group in order.
 
     Args:
         call: ``records.Call``.
-        given: ``Given``.
+        douts: ``records.Rows`` of the output's gradient.
+        of_rows: ``RowTerms``.
         grads: ``KeyGradients``.
         tiles: ``tiles.Tiles``.
     """
@@ -157,9 +156,12 @@ def attention_backward_dkdv(call, given, grads, tiles):
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     ONE_LOOP: tl.constexpr = tiles.ONE_LOOP
     BRANCH: tl.constexpr = ONE_LOOP and not tiles.MASK_ALL
-    heads, splits = call.group_size, 1
+    heads, splits = call.heads.group_size, 1
     if grads.heads_per_split is not None:
-        heads, splits = grads.heads_per_split, (call.group_size + grads.heads_per_split - 1) // grads.heads_per_split
+        heads, splits = (
+            grads.heads_per_split,
+            (call.heads.group_size + grads.heads_per_split - 1) // grads.heads_per_split,
+        )
     place = locate(call, tiles, splits)
     head_kv, queries, keys = place.head // splits, place.queries, place.keys
     ADDS: tl.constexpr = grads.ADDS
@@ -179,18 +181,18 @@ def attention_backward_dkdv(call, given, grads, tiles):
     dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
     dv = zeros(BLOCK_N, call.v.BLOCK_DIM)
     first = place.head % splits * heads
-    for member in range(first, tl.minimum(first + heads, call.group_size)):
-        h = head_kv * call.group_size + member
+    for member in range(first, tl.minimum(first + heads, call.heads.group_size)):
+        h = head_kv * call.heads.group_size + member
         head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
         for phase in tl.static_range(2 if ONE_LOOP else 0 if right is not None else 1, 3):
             m_start, m_stop = blocks.phase_blocks(phase, m_min, m_full_min, m_full_max, m_max, ONE_LOOP)
             dk, dv = over_queries(
-                dk, dv, k, v, n_first,
-                Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None),
-                call, given, grads, tiles, head, queries, phase != 1,
+                dk, dv, k, v,
+                Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None, phase != 1),
+                call, douts, of_rows, grads, tiles, head, place,
             )  # fmt: skip
-    num_heads, head = call.num_heads_q // call.group_size * splits, place.head
+    num_heads, head = call.heads.num_q // call.heads.group_size * splits, place.head
     dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.dropout.keep_scale)
     if grads.dk is not None:
         store_contiguous(grads.dk, call.keys, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS)
@@ -217,26 +219,26 @@ def add_to_bias(sums, dscores, head, rows, cols, num_rows):
 
 
 @triton.jit
-def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, place, sums, MASKED: tl.constexpr):
-    """Adds the contribution of the key blocks of ``blocks.Visit`` to dq and sums; MASKED as for ``over_queries``."""
+def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, place, sums):
+    """Adds the contribution of the key blocks of ``blocks.Visit`` to dq and sums."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
     dropout, keys = call.terms.dropout, place.keys
-    head_kv = head.h // call.group_size
+    head_kv = head.h // call.heads.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        edge = MASKED
+        edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
-        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
+        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         probs, derivative = probabilities(product, lse_log2[:, None], i, cols, edge, Pairs(call.terms, head), True)
-        v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
+        v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if dropout.rng_state_ptr is not None:
-            kept = keep_tile(dropout, head.b, head.h, call.num_heads_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
         if sums.ptr is not None:
             # The bias is added to scores that softcap has changed.
@@ -249,16 +251,16 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
 
 
 @triton.jit
-def load_row_terms(given, num_heads, head, queries, rows):
+def load_row_terms(of_rows, num_heads, head, queries, rows):
     """Loads lse_log2 and delta of rows of a head; those of rows past the end make every probability and gradient 0."""
-    at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * given.stride_head + queries.start
-    lse_log2 = tl.load(given.lse_log2 + at + rows, mask=rows < queries.length, other=float("inf"))
-    delta = tl.load(given.delta + at + rows, mask=rows < queries.length, other=0.0)
+    at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * of_rows.stride_head + queries.start
+    lse_log2 = tl.load(of_rows.lse_log2 + at + rows, mask=rows < queries.length, other=float("inf"))
+    delta = tl.load(of_rows.delta + at + rows, mask=rows < queries.length, other=0.0)
     return lse_log2, delta
 
 
 @triton.jit
-def attention_backward_dq(call, given, dq_ptr, ADDS: tl.constexpr, bias_sums, tiles):
+def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias_sums, tiles):
     """Computes dq of BLOCK_M rows of one head, contiguous at ``dq_ptr``, or ADDS it; bias_sums: ``BiasSums``."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
@@ -275,13 +277,13 @@ def attention_backward_dq(call, given, dq_ptr, ADDS: tl.constexpr, bias_sums, ti
     head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(
-        HeadRows(given.dout, h, queries),
+        HeadRows(douts, h, queries),
         m_first,
         BLOCK_M,
         True,
     )
     rows = m_first + tl.arange(0, BLOCK_M)
-    lse_log2, delta = load_row_terms(given, call.num_heads_q, head, queries, rows)
+    lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     left, right = call.terms.band.left, call.terms.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
@@ -293,10 +295,10 @@ def attention_backward_dq(call, given, dq_ptr, ADDS: tl.constexpr, bias_sums, ti
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
             dq, q, dout, lse_log2, delta, rows,
-            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
-            call, tiles, head, place, bias_sums, phase != 1,
+            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
+            call, tiles, head, place, bias_sums,
         )  # fmt: skip
     dq = scaled(dq, call.terms.scale)
     store_contiguous(
-        dq_ptr, call.queries, call.num_heads_q, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS
+        dq_ptr, call.queries, call.heads.num_q, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS
     )

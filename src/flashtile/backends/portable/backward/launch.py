@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.trial import on_trial
@@ -26,8 +25,8 @@ from flashtile.backends.portable.backward.config import (
 from flashtile.backends.portable.backward.dbias import BiasGradient, attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import (
     BiasSums,
-    Given,
     KeyGradients,
+    RowTerms,
     attention_backward_dkdv,
     attention_backward_dq,
 )
@@ -49,7 +48,7 @@ _OPERANDS = (
 
 
 class BackwardPlan:
-    """The backward of calls with the same layouts and options; see ``Backend.plan_backward``.
+    """The backward of calls with the same layouts and options; see ``call.backend.Backward``.
 
     Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, dk and dv by split.
     """
@@ -177,18 +176,15 @@ def _prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tens
         Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"), pointer(dlse, "dlse"), *strides, batch,
         dout.shape[-3], problem.num_heads_q,
     )  # fmt: skip
-    given = _given(problem, tensors, rows_of("dout", dout, problem.head_dim_v, block_dv))
-    programs = batch * problem.num_heads_q * (given.stride_head // _PREPARE_ROWS)
-    arguments = {"results": results, "given": given, "BLOCK_M": _PREPARE_ROWS}
+    rows, of_rows = rows_of("dout", dout, problem.head_dim_v, block_dv), _row_terms(problem, tensors)
+    programs = batch * problem.num_heads_q * (of_rows.stride_head // _PREPARE_ROWS)
+    arguments = {"results": results, "douts": rows, "of_rows": of_rows, "BLOCK_M": _PREPARE_ROWS}
     return Launch(prepare_rows, programs, arguments, {"num_warps": 4, "num_stages": 1})
 
 
-def _given(problem: Problem, tensors: Tensors, dout: Rows | None) -> Given:
-    places = _places(problem, tensors)
-    return Given(
-        dout, Pointer(torch.float32, "rows", 4 * places[0]), Pointer(torch.float32, "rows"),
-        row_pitch(tensors.q.shape[-3], problem.varlen),
-    )  # fmt: skip
+def _row_terms(problem: Problem, tensors: Tensors) -> RowTerms:
+    lse_log2 = Pointer(torch.float32, "rows", 4 * _places(problem, tensors)[0])
+    return RowTerms(lse_log2, Pointer(torch.float32, "rows"), row_pitch(tensors.q.shape[-3], problem.varlen))
 
 
 def _dkdv_launch(
@@ -203,7 +199,13 @@ def _dkdv_launch(
     )  # fmt: skip
     grads = KeyGradients(*pointers, heads_per_split(problem), wanted[2] and splits == 1)
     tiles = tiles_of(config, heads_at_once(problem, tensors.q, dout))
-    arguments = {"call": call, "given": _given(problem, tensors, rows), "grads": grads, "tiles": tiles}
+    arguments = {
+        "call": call,
+        "douts": rows,
+        "of_rows": _row_terms(problem, tensors),
+        "grads": grads,
+        "tiles": tiles,
+    }
     programs = num_programs(problem, tensors, config.block_n, over_keys=True) * splits
     return Launch(attention_backward_dkdv, programs, arguments, config.options())
 
@@ -228,8 +230,8 @@ def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> 
         sums = BiasSums(Pointer(torch.float32, "dbias"), bias_entries(problem, bias), *shape, unit, *is_summed)
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     arguments = {
-        "call": call, "given": _given(problem, tensors, rows), "dq_ptr": Pointer(problem.grad_dtype, "dq"),
-        "ADDS": adds, "bias_sums": sums, "tiles": tiles,
+        "call": call, "douts": rows, "of_rows": _row_terms(problem, tensors),
+        "dq_ptr": Pointer(problem.grad_dtype, "dq"), "ADDS": adds, "bias_sums": sums, "tiles": tiles,
     }  # fmt: skip
     return Launch(attention_backward_dq, num_programs(problem, tensors, config.block_m), arguments, config.options())
 
@@ -286,7 +288,13 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
         Pointer(bias.dtype if parts == 1 else torch.float32, "dbias"), *shape, problem.seqlen_q, problem.seqlen_k,
         parts, sums_batch, *is_summed,
     )  # fmt: skip
-    arguments = {"call": call, "given": _given(problem, tensors, rows), "dbias": dbias, "tiles": tiles_of(config)}
+    arguments = {
+        "call": call,
+        "douts": rows,
+        "of_rows": _row_terms(problem, tensors),
+        "dbias": dbias,
+        "tiles": tiles_of(config),
+    }
     programs = _bias_tiles(problem, bias) * parts
     return Launch(attention_backward_dbias, programs, arguments, config.options())
 

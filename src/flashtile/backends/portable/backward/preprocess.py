@@ -37,34 +37,34 @@ class ForwardResults(NamedTuple):
 
 
 @triton.jit
-def prepare_rows(results, given, BLOCK_M: tl.constexpr):
-    """Computes delta and lse_log2 (lse in base 2) of BLOCK_M rows of one head, as ``kernel.Given`` has them.
+def prepare_rows(results, douts, of_rows, BLOCK_M: tl.constexpr):
+    """Computes delta and lse_log2 (lse in base 2) of BLOCK_M rows of one head, as ``kernel.RowTerms`` has them.
 
     lse_log2 of an empty row and of the rows from ``length`` on is +inf, so that their probabilities are 0 without a
     mask; their delta is 0, whatever dout contains there.
     """
-    DIM: tl.constexpr = given.dout.DIM
-    num_heads, stride_head = results.num_heads_q, given.stride_head
+    DIM: tl.constexpr = douts.DIM
+    num_heads, stride_head = results.num_heads_q, of_rows.stride_head
     num_blocks = stride_head // BLOCK_M
     pid = tl.program_id(0)
     h = pid // num_blocks % num_heads
     b = (pid // num_blocks // num_heads).to(tl.int64)
     i = (pid % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = i < results.length
-    col = tl.arange(0, given.dout.BLOCK_DIM)[None, :]
+    col = tl.arange(0, douts.BLOCK_DIM)[None, :]
     inside = exists[:, None] & (col < DIM)
     out_at = results.out + ((b * results.length + i) * num_heads + h)[:, None] * DIM + col
     out = tl.load(out_at, mask=inside, other=0.0)
-    dout_at = b * given.dout.stride_b + i * given.dout.stride_row + h * given.dout.stride_head
-    dout = tl.load(given.dout.ptr + dout_at[:, None] + col, mask=inside, other=0.0)
+    dout_at = b * douts.stride_b + i * douts.stride_row + h * douts.stride_head
+    dout = tl.load(douts.ptr + dout_at[:, None] + col, mask=inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if results.dlse is not None:
         dlse_at = results.dlse + b * results.stride_b + h * results.stride_head + i * results.stride_row
         delta -= tl.load(dlse_at, mask=exists, other=0.0)
     lse = tl.load(results.lse + (b * num_heads + h) * results.length + i, mask=exists, other=float("-inf"))
     at = (b * num_heads + h) * stride_head + i
-    tl.store(given.delta + at, tl.where(lse == float("-inf"), 0.0, delta))
-    tl.store(given.lse_log2 + at, softmax.lse_log2_of(lse))
+    tl.store(of_rows.delta + at, tl.where(lse == float("-inf"), 0.0, delta))
+    tl.store(of_rows.lse_log2 + at, softmax.lse_log2_of(lse))
 
 
 @triton.jit

@@ -45,11 +45,11 @@ def locate(call, tiles, splits):
     Programs of packed sequences are numbered by block first, then by head. Dense ones process heads_at_once heads
     (counted over all sequences) at a time, which share the cache; of those, the longest blocks of all heads first.
     """
-    sequences, num_heads = call.queries, call.num_heads_q
+    sequences, num_heads = call.queries, call.heads.num_q
     OVER_KEYS: tl.constexpr = splits is not None
     BLOCK: tl.constexpr = tiles.BLOCK_N if OVER_KEYS else tiles.BLOCK_M
     if OVER_KEYS:
-        sequences, num_heads = call.keys, call.num_heads_q // call.group_size * splits
+        sequences, num_heads = call.keys, call.heads.num_q // call.heads.group_size * splits
     PACKED: tl.constexpr = sequences.cu_seqlens is not None
     pid = tl.program_id(0)
     if PACKED:

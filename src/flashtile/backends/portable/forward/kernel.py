@@ -29,31 +29,28 @@ from flashtile.backends.portable.device.tiles import locate
 
 
 @triton.jit
-def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys, MASKED: tl.constexpr):
-    """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows.
-
-    Without MASKED every row keeps every key.
-    """
+def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys):
+    """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
     dropout = call.terms.dropout
-    head_kv = head.h // call.group_size
+    head_kv = head.h // call.heads.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, MASKED)
+        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
-        edge = MASKED
+        edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
         if dropout.rng_state_ptr is not None:
-            kept = keep_tile(dropout, head.b, head.h, call.num_heads_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+            kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
-        v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, MASKED)
+        v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         acc = add_product(scaled(acc, rescale[:, None]), probs.to(v[0].dtype), v, INPUT_PRECISION)
     return acc, row_max, row_sum
 
@@ -125,20 +122,20 @@ def attention_forward(call, output, tiles):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, rows,
-            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
-            call, tiles, head, keys, phase != 1,
+            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
+            call, tiles, head, keys,
         )  # fmt: skip
     in_sequence, keep_scale = place.b < call.queries.count, call.terms.dropout.keep_scale
-    out, lse = finish(acc, row_max, row_sum, call.sinks, h, in_sequence, keep_scale)
-    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads_q + h) * call.queries.length + queries.start
+    out, lse = finish(acc, row_max, row_sum, call.terms.sinks, h, in_sequence, keep_scale)
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
     if output.partial_out is not None:
         more_out = load_contiguous(
-            output.partial_out, call.queries, call.num_heads_q, h, queries, m_first, BLOCK_M,
+            output.partial_out, call.queries, call.heads.num_q, h, queries, m_first, BLOCK_M,
             call.v.DIM, call.v.BLOCK_DIM,
         )  # fmt: skip
         more_lse = tl.load(output.partial_lse + lse_at + rows, mask=rows < queries.length, other=float("-inf"))
         out, lse = merged(out, lse, more_out, more_lse)
     store_contiguous(
-        output.out, call.queries, call.num_heads_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+        output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip
     tl.store(output.lse + lse_at + rows, lse, mask=rows < queries.length)

@@ -25,7 +25,7 @@ _OPERANDS = (
 
 
 class ForwardPlan:
-    """The forward of calls with the same layouts and options; see ``Backend.plan_forward``."""
+    """The forward of calls with the same layouts and options; see ``call.backend.Forward``."""
 
     def __init__(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> None:
         """Prepares the launch.

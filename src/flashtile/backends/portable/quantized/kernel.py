@@ -97,20 +97,20 @@ def rounded(probs):
 
 
 @triton.jit
-def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, head, keys, MASKED: tl.constexpr):
+def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, head, keys):
     """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
 
     row_sum and acc are 2^PROBS_LOG2 times those there.
     """
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     SCALE_FIRST: tl.constexpr = call.terms.SCALE_FIRST
-    head_kv = head.h // call.group_size
+    head_kv = head.h // call.heads.group_size
     i = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         block = block_of(call.keys, keys, head.b, first)
-        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, MASKED)[0]
+        k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)[0]
         product = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N] float32
         scale = q_scale * load_scale(scales.k, keys.batch_index, head_kv, block, True)
         if SCALE_FIRST:
@@ -118,7 +118,7 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, 
         x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
         if not SCALE_FIRST:
             scale_log2 = scale_log2 * scale
-        edge = MASKED
+        edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
@@ -169,17 +169,17 @@ def attention_quantized(call, scales, output, tiles):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, q_scale, rows,
-            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None),
-            call, scales, tiles, head, keys, phase != 1,
+            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
+            call, scales, tiles, head, keys,
         )  # fmt: skip
     exists = rows < queries.length
-    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.num_heads_q + h) * call.queries.length + queries.start
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
     if scales.shift is not None:
         shift = tl.load(scales.shift + lse_at + rows, mask=exists & in_sequence, other=0.0)
         row_max += shift * call.terms.scale * softmax.LOG2_E
     down = 0.00390625  # 2^-PROBS_LOG2
-    out, lse = finish((acc * down,), row_max, row_sum * down, call.sinks, h, in_sequence, 1.0)
+    out, lse = finish((acc * down,), row_max, row_sum * down, call.terms.sinks, h, in_sequence, 1.0)
     store_contiguous(
-        output.out, call.queries, call.num_heads_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+        output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip
     tl.store(output.lse + lse_at + rows, lse, mask=exists)

@@ -13,8 +13,8 @@ from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.portable.quantized.config import choose
 from flashtile.backends.portable.quantized.kernel import Scale, Scales, attention_quantized
 from flashtile.backends.portable.records import (
-    group_size,
     heads_at_once,
+    heads_of,
     num_programs,
     plain_terms,
     rows_of,
@@ -33,7 +33,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 class QuantizedPlan:
-    """The forward of quantized calls with the same layouts and options; see ``Backend.plan_quantized``."""
+    """The forward of quantized calls with the same layouts and options; see ``call.backend.QuantizedForward``."""
 
     def __init__(self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None) -> None:
         """As ``ForwardPlan``."""
@@ -67,8 +67,7 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
     call = Call(
         rows_of("q", t.q, p.head_dim, block_d), rows_of("k", t.k, p.head_dim, block_d),
         Rows(pointer(t.v, "v"), None, batch, dim, head, p.head_dim_v, block_dv, 1, t.v.dim() == 3),
-        *sequences_of(p, t), p.num_heads_q, group_size(p), plain_terms(p, t.q.shape[-3] + t.k.shape[-3]),
-        pointer(t.sinks, "sinks"),
+        *sequences_of(p, t), heads_of(p), plain_terms(p, t.q.shape[-3] + t.k.shape[-3], t.sinks),
     )  # fmt: skip
     scales = Scales(
         *(Scale(pointer(getattr(t, name), name), *scale_strides(getattr(t, name))) for name in _SCALES),

@@ -23,12 +23,15 @@ SPLITS: tl.constexpr = tl.constexpr(32)
 
 
 class Source(NamedTuple):
-    """A tensor (batch, rows, heads, dim), or packed, then stride_b is 0; dim is contiguous."""
+    """A tensor (batch, rows, heads, dim), or packed, then stride_b is 0; dim is contiguous, in parts of WIDTH."""
 
     ptr: Any
     stride_b: Any
     stride_row: Any
     stride_head: Any
+    num_heads: Any
+    DIM: Any
+    WIDTH: Any
 
 
 class Angles(NamedTuple):
@@ -61,12 +64,36 @@ class PerHead(NamedTuple):
     stride_block: Any
 
 
-class Rows(NamedTuple):
-    """Where sequences lie: of ``length`` rows each, or packed by (batch + 1,) int32 bounds in ``length`` rows."""
+class Written(NamedTuple):
+    """What is written for a tensor.
 
-    cu_seqlens_ptr: Any
-    batch: Any
-    length: Any
+    Attributes:
+        out: e4m3 as bytes; None where only the largest magnitudes are looked for.
+        scales: ``PerHead``.
+        largest: ``PerHead``, of the largest magnitudes; int32, the bits of float32.
+        shift: Like lse: products of queries with the mean of keys, or None.
+    """
+
+    out: Any
+    scales: Any
+    largest: Any
+    shift: Any
+
+
+class Rounding(NamedTuple):
+    """How it is written.
+
+    Attributes:
+        seed: Of the rotation's signs.
+        ROTATE: Precision of the rotation's product in float32, None for no rotation.
+        BITS: Whether e4m3 is made by integer arithmetic.
+        SEARCH: Bounds of sequences to read at once.
+    """
+
+    seed: Any
+    ROTATE: Any
+    BITS: Any
+    SEARCH: Any
 
 
 class Block(NamedTuple):
@@ -108,32 +135,32 @@ def also(parts, part):
 
 
 @triton.jit
-def bounds_of(rows, b):
+def bounds_of(sequences, b):
     """First row and length of a sequence."""
-    start, length = 0, rows.length
-    if rows.cu_seqlens_ptr is not None:
-        start = tl.load(rows.cu_seqlens_ptr + b)
-        length = tl.load(rows.cu_seqlens_ptr + b + 1) - start
+    start, length = 0, sequences.length
+    if sequences.cu_seqlens is not None:
+        start = tl.load(sequences.cu_seqlens + b)
+        length = tl.load(sequences.cu_seqlens + b + 1) - start
     return start, length
 
 
 @triton.jit
-def block_at(slot, rows, SEARCH: tl.constexpr):
+def block_at(slot, sequences, SEARCH: tl.constexpr):
     """The ``Block`` of a number from 0 on; a packed one may have no rows."""
-    if rows.cu_seqlens_ptr is None:
-        blocks = (rows.length + BLOCK - 1) // BLOCK
+    if sequences.cu_seqlens is None:
+        blocks = (sequences.length + BLOCK - 1) // BLOCK
         b, index = slot // blocks, slot % blocks
-        start, length = 0, rows.length
+        start, length = 0, sequences.length
         first, stop = index * BLOCK, length
     else:
         b, index = -1, slot
-        for i in range(0, rows.batch, SEARCH):
+        for i in range(0, sequences.count, SEARCH):
             at = i + tl.arange(0, SEARCH)
-            starts = tl.load(rows.cu_seqlens_ptr + at, mask=at < rows.batch, other=0)
-            b += tl.sum(((starts // BLOCK + at <= slot) & (at < rows.batch)).to(tl.int32))
-        start, length = bounds_of(rows, b)
+            starts = tl.load(sequences.cu_seqlens + at, mask=at < sequences.count, other=0)
+            b += tl.sum(((starts // BLOCK + at <= slot) & (at < sequences.count)).to(tl.int32))
+        start, length = bounds_of(sequences, b)
         first = (slot - start // BLOCK - b) * BLOCK
-        stop = tl.where(b == rows.batch - 1, rows.length - start, length)
+        stop = tl.where(b == sequences.count - 1, sequences.length - start, length)
     return Block(b, start, first, length, stop, index)
 
 
@@ -153,7 +180,7 @@ def load_parts(x, block, row, h, DIM: tl.constexpr, WIDTH: tl.constexpr):
     at += (block.start + row).to(tl.int64)[:, None] * x.stride_row
     parts = ()
     for p in tl.static_range(DIM // WIDTH):
-        col = p * WIDTH + tl.arange(0, WIDTH)[None, :]
+        col = tl.arange(0, WIDTH)[None, :] + p * WIDTH
         parts = also(parts, tl.load(at + col, mask=(row < block.length)[:, None], other=0.0))
     return parts
 
@@ -196,7 +223,7 @@ def turned(parts, angles, position, WIDTH: tl.constexpr):
 @triton.jit
 def signs_of(seed, part, WIDTH: tl.constexpr):
     """Signs of a part's features, [1, WIDTH] float32, as ``rotation.signs`` has them."""
-    x = tl.cast(seed, tl.uint32) + (part * WIDTH + tl.arange(0, WIDTH)).to(tl.uint32) * 0x9E3779B9
+    x = tl.cast(seed, tl.uint32) + (tl.arange(0, WIDTH) + part * WIDTH).to(tl.uint32) * 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return tl.where(x >= 0x80000000, -1.0, 1.0)[None, :]
@@ -245,7 +272,7 @@ def rows_of_head(
         part = given[p]
         if mean.ptr is not None:
             entry = (tl.cast(block.b, tl.int64) * mean.num_heads + h // mean.group) * DIM
-            center = tl.load(mean.ptr + entry + p * WIDTH + tl.arange(0, WIDTH))[None, :]
+            center = tl.load(mean.ptr + entry + tl.arange(0, WIDTH) + p * WIDTH)[None, :]
             if HAS_SHIFT:
                 shift += tl.sum(part * center, 1)
             else:
@@ -304,114 +331,99 @@ def decide_scale(peak, largest, scales, block, h):
     return scale
 
 
-@triton.jit(do_not_specialize=["batch", "length", "length_k", "num_heads", "num_heads_kv", "turns", "seed"])
-def quantize_rows(
-    x_ptr, out_ptr, scale_ptr, shift_ptr, mean_ptr, largest_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, cu_seqlens_k_ptr,
-    x_stride_b, x_stride_row, x_stride_head, scale_stride_b, scale_stride_head, scale_stride_row, largest_stride_b,
-    largest_stride_head, batch, length, length_k, num_heads, num_heads_kv, turns, seed,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BITS: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
-    """Quantises q or k: angles, minus the mean, rotation, scale, rounding. Without out_ptr finds largest magnitudes.
+@triton.jit
+def quantize_rows(source, sequences, keys, angles, mean, written, rounding):
+    """Quantises q or k: angles, minus the mean, rotation, scale, rounding. A program has a block of a head.
 
-    A program has a block of a head. shift_ptr is given for q, and mean_ptr where there is smoothing.
+    Args:
+        source: ``Source``.
+        sequences: Its ``records.Sequences``.
+        keys: Those of the keys.
+        angles: ``Angles``.
+        mean: ``Mean``, which is taken off keys, and of which queries have a ``shift``.
+        written: ``Written``.
+        rounding: ``Rounding``.
     """
+    DIM: tl.constexpr = source.DIM
+    WIDTH: tl.constexpr = source.WIDTH
+    num_heads = source.num_heads
     h = tl.program_id(0) % num_heads
-    block = block_at(tl.program_id(0) // num_heads, Rows(cu_seqlens_ptr, batch, length), SEARCH)
-    length_k = bounds_of(Rows(cu_seqlens_k_ptr, batch, length_k), block.b)[1]
+    block = block_at(tl.program_id(0) // num_heads, sequences, rounding.SEARCH)
+    length_k = bounds_of(keys, block.b)[1]
     row = block.first + tl.arange(0, BLOCK)
     is_written, line, entry = row < block.stop, (block.start + row).to(tl.int64), tl.cast(0, tl.int64)
-    if cu_seqlens_ptr is None:
-        entry = tl.cast(block.b, tl.int64) * length
-    largest = PerHead(largest_ptr, largest_stride_b, largest_stride_head, 0)
+    if sequences.cu_seqlens is None:
+        entry = tl.cast(block.b, tl.int64) * sequences.length
     parts, shift = rows_of_head(
-        Source(x_ptr, x_stride_b, x_stride_row, x_stride_head),
-        Angles(cos_ptr, sin_ptr, turns, ROTARY_DIM, INTERLEAVED),
-        Mean(mean_ptr, num_heads_kv, num_heads // num_heads_kv), block, row, length_k, h, seed,
-        shift_ptr is not None, ROTATE, DIM, WIDTH,
+        source, angles, mean, block, row, length_k, h, rounding.seed, written.shift is not None, rounding.ROTATE, DIM,
+        WIDTH,
     )  # fmt: skip
     peak = peak_of(parts, WIDTH)
-    if out_ptr is None:
-        raise_largest(peak, largest, block.b, h)
+    if written.out is None:
+        raise_largest(peak, written.largest, block.b, h)
     else:
-        scales = PerHead(scale_ptr, scale_stride_b, scale_stride_head, scale_stride_row)
-        factor = 1.0 / decide_scale(peak, largest, scales, block, h)
-        at = (((entry + line) * num_heads + h) * DIM)[:, None]
+        factor = 1.0 / decide_scale(peak, written.largest, written.scales, block, h)
+        at = ((entry + line) * num_heads + h)[:, None] * DIM
         for p in tl.static_range(DIM // WIDTH):
             # As wide as loads are, 8 numbers of 16 bits: then they have one layout.
-            col = tl.max_contiguous(p * WIDTH + tl.arange(0, WIDTH), 8)[None, :]
-            tl.store(out_ptr + at + col, eight_bit(parts[p] * factor, BITS), mask=is_written[:, None])
-        if shift_ptr is not None:
-            tl.store(shift_ptr + entry * num_heads + tl.cast(h, tl.int64) * length + line, shift, mask=is_written)
+            col = tl.max_contiguous(tl.arange(0, WIDTH) + p * WIDTH, 8)[None, :]
+            tl.store(written.out + at + col, eight_bit(parts[p] * factor, rounding.BITS), mask=is_written[:, None])
+        if written.shift is not None:
+            shift_at = entry * num_heads + tl.cast(h, tl.int64) * sequences.length + line
+            tl.store(written.shift + shift_at, shift, mask=is_written)
 
 
-@triton.jit(do_not_specialize=["batch", "length", "num_heads"])
-def quantize_columns(
-    x_ptr, out_ptr, scale_ptr, largest_ptr, cu_seqlens_ptr, x_stride_b, x_stride_row, x_stride_head, scale_stride_b,
-    scale_stride_head, scale_stride_row, largest_stride_b, largest_stride_head, batch, length, num_heads,
-    columns, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
-    """Quantises v and writes it transposed, each 16 keys in ORDER. Without out_ptr finds largest magnitudes.
-
-    A program has a block of a head. ``columns``: how many a head has.
-    """
+@triton.jit
+def quantize_columns(source, sequences, written, stride_dim, rounding):
+    """Quantises v and writes it transposed, each 16 keys in ORDER; arguments as above; stride_dim: its columns."""
+    DIM: tl.constexpr = source.DIM
+    WIDTH: tl.constexpr = source.WIDTH
+    num_heads = source.num_heads
     h = tl.program_id(0) % num_heads
-    block = block_at(tl.program_id(0) // num_heads, Rows(cu_seqlens_ptr, batch, length), SEARCH)
+    block = block_at(tl.program_id(0) // num_heads, sequences, rounding.SEARCH)
     n = tl.arange(0, BLOCK)
     # Bits 3 2 1 0 of a key's number are bits 1 3 2 0 of its column's.
     row = block.first + ((n & -15) | (n & 2) << 2 | (n & 12) >> 1)
-    largest = PerHead(largest_ptr, largest_stride_b, largest_stride_head, 0)
-    parts = load_parts(Source(x_ptr, x_stride_b, x_stride_row, x_stride_head), block, row, h, DIM, WIDTH)
+    parts = load_parts(source, block, row, h, DIM, WIDTH)
     peak = peak_of(parts, WIDTH)
-    if out_ptr is None:
-        raise_largest(peak, largest, block.b, h)
+    if written.out is None:
+        raise_largest(peak, written.largest, block.b, h)
     else:
-        scales = PerHead(scale_ptr, scale_stride_b, scale_stride_head, scale_stride_row)
-        factor = 1.0 / decide_scale(peak, largest, scales, block, h)
+        factor = 1.0 / decide_scale(peak, written.largest, written.scales, block, h)
         line = tl.cast(h, tl.int64)
-        if cu_seqlens_ptr is None:
+        if sequences.cu_seqlens is None:
             line += tl.cast(block.b, tl.int64) * num_heads
         for p in tl.static_range(DIM // WIDTH):
-            feature = line * DIM + p * WIDTH + tl.arange(0, WIDTH)
-            codes = tl.trans(eight_bit(parts[p].to(tl.float32) * factor, BITS))
-            tl.store(out_ptr + feature[:, None] * columns + block.index * BLOCK + n[None, :], codes)
+            feature = line * DIM + tl.arange(0, WIDTH) + p * WIDTH
+            codes = tl.trans(eight_bit(parts[p].to(tl.float32) * factor, rounding.BITS))
+            at = feature[:, None] * stride_dim + block.index * BLOCK + n[None, :]
+            tl.store(written.out + at, codes)
 
 
-@triton.jit(do_not_specialize=["length", "num_heads", "turns"])
-def sum_keys(
-    x_ptr, sums_ptr, cos_ptr, sin_ptr, cu_seqlens_ptr, x_stride_b, x_stride_row, x_stride_head, length, num_heads,
-    turns, DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def sum_keys(source, sequences, angles, sums_ptr, ROWS: tl.constexpr):
     """Sums of keys, turned by their angles, (batch, heads, SPLITS, DIM) float32; a program has one of them."""
-    h, item = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
+    DIM: tl.constexpr = source.DIM
+    WIDTH: tl.constexpr = source.WIDTH
+    h, item = tl.program_id(0) % source.num_heads, tl.program_id(0) // source.num_heads
     split, b = item % SPLITS, item // SPLITS
-    start, length = bounds_of(Rows(cu_seqlens_ptr, 0, length), b)
+    start, length = bounds_of(sequences, b)
     keys = ((length + SPLITS - 1) // SPLITS + ROWS - 1) // ROWS * ROWS
-    block = Block(b, start, 0, length, length, 0)
-    x, totals = Source(x_ptr, x_stride_b, x_stride_row, x_stride_head), ()
+    block, totals = Block(b, start, 0, length, length, 0), ()
     for _ in tl.static_range(DIM // WIDTH):
         totals = also(totals, tl.zeros([ROWS, WIDTH], tl.float32))
     for first in range(split * keys, tl.minimum(split * keys + keys, length), ROWS):
         row = first + tl.arange(0, ROWS)
-        parts = turned(
-            load_parts(x, block, row, h, DIM, WIDTH),
-            Angles(cos_ptr, sin_ptr, turns, ROTARY_DIM, INTERLEAVED),
-            row,
-            WIDTH,
-        )
-        totals = sum_of(totals, parts)
-    at = sums_ptr + ((tl.cast(b, tl.int64) * num_heads + h) * SPLITS + split) * DIM + tl.arange(0, WIDTH)
+        totals = sum_of(totals, turned(load_parts(source, block, row, h, DIM, WIDTH), angles, row, WIDTH))
+    at = sums_ptr + ((tl.cast(b, tl.int64) * source.num_heads + h) * SPLITS + split) * DIM + tl.arange(0, WIDTH)
     for p in tl.static_range(DIM // WIDTH):
         tl.store(at + p * WIDTH, tl.sum(totals[p], 0))
 
 
-@triton.jit(do_not_specialize=["length", "num_heads"])
-def mean_of_keys(
-    sums_ptr, mean_ptr, cu_seqlens_ptr, length, num_heads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-):  # fmt: skip
+@triton.jit
+def mean_of_keys(sums_ptr, mean_ptr, sequences, num_heads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """The means of keys, (batch, heads, DIM) float32, from their sums; 0 of no keys. A program has one of them."""
-    length = bounds_of(Rows(cu_seqlens_ptr, 0, length), tl.program_id(0) // num_heads)[1]
+    length = bounds_of(sequences, tl.program_id(0) // num_heads)[1]
     col, entry = tl.arange(0, BLOCK_DIM), tl.program_id(0).to(tl.int64)
     at = (entry * SPLITS + tl.arange(0, SPLITS))[:, None] * DIM + col[None, :]
     total = tl.sum(tl.load(sums_ptr + at, mask=(col < DIM)[None, :], other=0.0), 0)

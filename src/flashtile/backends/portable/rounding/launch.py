@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.device.records import Sequences
 from flashtile.backends.gpu.host import Step, run
-from flashtile.backends.gpu.launch import Launch, Pointer, named, row_strides
+from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.portable.rounding.kernels import (
     SPLITS,
+    Angles,
+    Mean,
+    PerHead,
+    Rounding,
+    Source,
+    Written,
     mean_of_keys,
     quantize_columns,
     quantize_rows,
@@ -24,8 +31,6 @@ from flashtile.call.problem import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
 
 _OPERANDS = ("x", "out", "scale", "shift", "sums", "mean", "largest", "cos", "sin", "cu_seqlens", "cu_seqlens_k")
-# By the launch's key and what the compiler looks at of its sizes.
-_STEPS: dict[Any, Step] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +86,10 @@ class Side:
         turned = 64 if cos is None or self.name == "v" or self.choices.rotary_interleaved else cos.shape[1]
         return math.gcd(self.x.shape[-1], turned, 64)
 
-    def key(self, what: str) -> tuple[object, ...]:
-        """All but the sizes that a launch depends on."""
-        given = self.given
-        tensors = (self.x, given.rotary_cos, given.rotary_sin, given.cu_seqlens_q, given.cu_seqlens_k)
-        layouts = (None if x is None else (x.dtype, x.is_meta or x.data_ptr() % 16) for x in tensors)
-        width = 0 if given.rotary_cos is None else given.rotary_cos.shape[-1]
-        heads = given.q.shape[-2], given.k.shape[-2], self.x.shape[-1]
-        choices = dataclasses.replace(self.choices, seed=0)
-        numbers = width, *heads, search_of(self.batch)
-        return what, self.name, self.x.device, self.capability, choices, *numbers, *layouts
+    @property
+    def sequences(self) -> Sequences:
+        """The sequences of the tensor."""
+        return Sequences(pointer(self.bounds, "cu_seqlens"), self.batch, self.x.shape[-3])
 
 
 def search_of(batch: int) -> int:
@@ -112,26 +111,19 @@ def launches(given: Inputs, choices: Choices, capability: tuple[int, int] | None
 def mean_launches(side: Side) -> dict[str, Launch]:
     """The launches that find the mean of k."""
     heads, width = side.x.shape[-2:]
-    sums = Pointer(torch.float32)
-    common = {"cu_seqlens_ptr": side.bounds, "num_heads": heads, "DIM": width}
-    sizes = {**row_strides("x", side.x), "length": side.x.shape[-3], "turns": _positions(side)}
-    return {
-        "sum_keys": Launch(
-            sum_keys, side.batch * heads * int(SPLITS),
-            named({
-                **sizes, **common, **_angles(side), "x_ptr": side.x, "sums_ptr": sums, "WIDTH": side.width, "ROWS": 64,
-            }),
-            {"num_warps": 4, "num_stages": 3, **_registers(side)},
-        ),
-        "mean_of_keys": Launch(
-            mean_of_keys, side.batch * heads,
-            named({
-                **common, "length": side.x.shape[-3], "sums_ptr": sums, "mean_ptr": Pointer(torch.float32),
-                "BLOCK_DIM": _padded(width),
-            }),
-            {"num_warps": 4, "num_stages": 1},
-        ),
+    sums = Pointer(torch.float32, "sums")
+    of_sums = {
+        "source": _source(side), "sequences": side.sequences, "angles": _angles(side), "sums_ptr": sums, "ROWS": 64,
     }  # fmt: skip
+    of_mean = {
+        "sums_ptr": sums, "mean_ptr": Pointer(torch.float32, "mean"), "sequences": side.sequences, "num_heads": heads,
+        "DIM": width, "BLOCK_DIM": _padded(width),
+    }  # fmt: skip
+    options = {"num_warps": 4, "num_stages": 3, **_registers(side)}
+    return {
+        "sum_keys": Launch(sum_keys, side.batch * heads * int(SPLITS), of_sums, options),
+        "mean_of_keys": Launch(mean_of_keys, side.batch * heads, of_mean, {"num_warps": 4, "num_stages": 1}),
+    }
 
 
 def _padded(dim: int) -> int:
@@ -145,76 +137,61 @@ def _registers(side: Side) -> dict[str, int]:
 
 def block_launch(side: Side, *, finds: bool) -> Launch:
     """The launch that quantises a tensor, or ``finds`` what its scales depend on."""
-    heads, width, scales = *side.x.shape[-2:], side.choices.scales
-    is_v = side.name == "v"
+    heads, width, scales, capability = *side.x.shape[-2:], side.choices.scales, side.capability
     by_block = scales == "block" or (scales == "head" and side.bounds is not None)
     stride = 0 if scales == "tensor" else side.blocks if by_block else 1
-    sizes: dict[str, Any] = {
-        **row_strides("x", side.x),
-        "scale_stride_b": heads * stride if side.bounds is None else 0,
-        "scale_stride_head": stride,
-        "scale_stride_row": int(by_block),
-        "largest_stride_b": heads if scales == "head" else 0,
-        "largest_stride_head": int(scales == "head"),
-        "batch": side.batch,
-        "length": side.x.shape[-3],
+    smooth, is_q, is_v = side.choices.smooth_k, side.name == "q", side.name == "v"
+    has_shift = smooth and is_q and not finds
+    written = Written(
+        None if finds else Pointer(torch.uint8, "out"),
+        PerHead(
+            None if finds else Pointer(torch.float32, "scale"), heads * stride if side.bounds is None else 0, stride,
+            int(by_block),
+        ),
+        PerHead(
+            None if scales == "block" else Pointer(torch.int32, "largest"), heads if scales == "head" else 0,
+            int(scales == "head"), 0,
+        ),
+        Pointer(torch.float32, "shift") if has_shift else None,
+    )  # fmt: skip
+    # Of AMD's GPUs some have no tf32.
+    rotate = ("ieee" if capability is None else "tf32") if side.choices.rotate else None
+    bits = capability is None or capability < (8, 9)
+    rounding = Rounding(side.choices.seed, rotate, bits, search_of(side.batch))
+    arguments: dict[str, Any] = {
+        "source": _source(side),
+        "sequences": side.sequences,
+        "written": written,
+        "rounding": rounding,
     }
     if is_v:
-        sizes["columns"] = side.blocks * BLOCK
+        arguments["stride_dim"] = side.blocks * BLOCK
     else:
-        sizes |= {
-            "length_k": side.given.k.shape[-3],
-            "turns": _positions(side),
-            "seed": side.choices.seed,
-        }
-
-    def others() -> dict[str, Any]:
-        return {
-            "x_ptr": side.x,
-            "out_ptr": None if finds else Pointer(torch.uint8),
-            "scale_ptr": None if finds else Pointer(torch.float32),
-            "largest_ptr": None if scales == "block" else Pointer(torch.int32),
-            "cu_seqlens_ptr": side.bounds,
-            "num_heads": heads,
-            "DIM": width,
-            "WIDTH": side.width,
-            "BITS": side.capability is None or side.capability < (8, 9),
-            "SEARCH": search_of(side.batch),
-            **({} if is_v else _of_rows(side, finds)),
-        }
-
+        k, has_mean = side.given.k, has_shift or (smooth and not is_q)
+        bounds_k = pointer(side.given.cu_seqlens_k, "cu_seqlens_k")
+        mean = Pointer(torch.float32, "mean") if has_mean else None
+        arguments |= {
+            "keys": Sequences(bounds_k, side.batch, k.shape[-3]), "angles": _angles(side),
+            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]),
+        }  # fmt: skip
     warps = max(4, _padded(width) // 16)
     options = {"num_warps": warps if is_v else min(warps, 8), "num_stages": 1, **_registers(side)}
-    kernel = quantize_columns if is_v else quantize_rows
-    return Launch(kernel, side.programs, named({**others(), **sizes}), options)
+    return Launch(quantize_columns if is_v else quantize_rows, side.programs, arguments, options)
 
 
-def _of_rows(side: Side, finds: bool) -> dict[str, Any]:
-    smooth = side.choices.smooth_k
-    has_shift = smooth and side.name == "q" and not finds
-    return {
-        **_angles(side),
-        "shift_ptr": Pointer(torch.float32) if has_shift else None,
-        "mean_ptr": Pointer(torch.float32) if has_shift or (smooth and side.name == "k") else None,
-        "cu_seqlens_k_ptr": side.given.cu_seqlens_k,
-        "num_heads_kv": side.given.k.shape[-2],
-        # Of AMD's GPUs some have no tf32.
-        "ROTATE": ("ieee" if side.capability is None else "tf32") if side.choices.rotate else None,
-    }
+def _source(side: Side) -> Source:
+    strides = side.x.stride()
+    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
+    return Source(pointer(side.x, "x"), batch, row, head, side.x.shape[-2], side.x.shape[-1], side.width)
 
 
-def _positions(side: Side) -> int:
-    return 0 if side.given.rotary_cos is None else side.given.rotary_cos.shape[0]
-
-
-def _angles(side: Side) -> dict[str, Any]:
-    cos = side.given.rotary_cos
-    return {
-        "cos_ptr": cos,
-        "sin_ptr": side.given.rotary_sin,
-        "ROTARY_DIM": 0 if cos is None else 2 * cos.shape[1],
-        "INTERLEAVED": side.choices.rotary_interleaved,
-    }
+def _angles(side: Side) -> Angles:
+    cos, interleaved = side.given.rotary_cos, side.choices.rotary_interleaved
+    if cos is None:
+        return Angles(None, None, None, 0, interleaved)
+    return Angles(
+        pointer(cos, "cos"), pointer(side.given.rotary_sin, "sin"), cos.shape[0], 2 * cos.shape[1], interleaved
+    )
 
 
 class QuantizePlan:

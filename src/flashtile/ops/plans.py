@@ -1,0 +1,156 @@
+"""The caches of plans: by all that checks and launches look at, and by families of calls of other lengths.
+
+Only single operations on the dictionaries, so that threads need no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.call.arguments import Options, is_plain, option_values
+from flashtile.call.backend import DIRECTIONS, Backend, Direction, Given, Gradients, Plan, directions_of
+from flashtile.call.problem import TINY, Problem, Tensors, is_aligned
+from flashtile.ops import dispatch
+
+
+class Family:
+    """What calls that differ in lengths, batch and strides alone have in common.
+
+    Attributes:
+        problem: Of one of them; None until one has been planned.
+        backends: By direction.
+        known: By direction, what the plans of a backend share.
+    """
+
+    __slots__ = ("backends", "known", "problem")
+
+    def __init__(self) -> None:
+        self.problem: Problem | None = None
+        self.backends: dict[str, Backend] = {}
+        self.known: dict[str, dict[Any, Any]] = {name: {} for name in DIRECTIONS}
+
+    def problem_of(self, t: Tensors, options: Options, **but: Any) -> Problem:
+        """The problem of a regular call, with other values of some fields, whose backends are then in ``backends``."""
+        if self.problem is not None:
+            return self.problem.resized(t, options)
+        problem = Problem.of(t, options)
+        problem = problem.but(**but) if but else problem
+        # First the backward, so that a call whose backward cannot run is refused now.
+        for direction in reversed(directions_of(problem)):
+            self.backend(direction, problem, options.backend)
+        self.problem = problem
+        return problem
+
+    def backend(self, direction: Direction, problem: Problem, name: str) -> Backend:
+        """The backend of a direction; ``name`` is an explicit choice, or empty."""
+        chosen = self.backends.get(direction)
+        if chosen is None:
+            chosen = self.backends[direction] = dispatch.select(problem, direction, name)
+        return chosen
+
+    def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = (), name: str = "") -> Plan:
+        """A backend's plan; with another's after it where that computes the gradient of the bias."""
+        chosen, known = self.backend(direction, problem, name), self.known[direction]
+        shares = dispatch.shares(chosen, problem, direction)
+        if len(shares) == 1:
+            return chosen.plan(direction, problem, like, given, known)
+        main, bias = (backend.plan(direction, share, like, given) for backend, share in shares)
+
+        def both(*call: Any) -> Gradients:
+            return dataclasses.replace(main(*call), dbias=bias(*call[:5]).dbias)
+
+        return both
+
+
+# Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call.
+kinds: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
+MOST = 4096
+
+
+@contextlib.contextmanager
+def own_plans(of_kinds: OrderedDict[tuple[Any, ...], Any] | None = None) -> Iterator[None]:
+    """Keeps the plans of calls inside elsewhere: for tuning, since the keys do not include tiles on trial."""
+    global kinds, families
+    before = kinds, families
+    kinds, families = OrderedDict() if of_kinds is None else of_kinds, OrderedDict()
+    try:
+        yield
+    finally:
+        kinds, families = before
+
+
+def keep(key: tuple[Any, ...], value: object) -> None:
+    """Keeps what was made for calls of a key in ``kinds``; the oldest is forgotten."""
+    kinds[key] = value
+    if len(kinds) > MOST:
+        kinds.popitem(last=False)
+
+
+def family(key: tuple[Any, ...]) -> Family:
+    """The family of a key; the oldest is forgotten."""
+    found = families.get(key)
+    if found is None:
+        found = families[key] = Family()
+        if len(families) > MOST:
+            families.popitem(last=False)
+    return found
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """All that checks and launches depend on of a tensor."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+
+
+def products(q: Tensor) -> object:
+    """PyTorch's setting of how float32 numbers are multiplied, where that is the dtype."""
+    return q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
+
+
+def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
+    """What a call is, but for its batch, its strides and, beyond whether it is tiny, its lengths.
+
+    None if sizes do not fit one another.
+
+    Of two calls of a family both are valid or none, and their problems differ in lengths and batch alone. Calls with a
+    mask or a bias are of none: lengths are in these tensors' shapes too. Nor are those with origins.
+    """
+    q, k, v, slopes, bounds_q, bounds_k = t.q, t.k, t.v, t.alibi_slopes, t.cu_seqlens_q, t.cu_seqlens_k
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    rank = 4 if bounds_q is None else 3
+    if not (len(of_q) == len(of_k) == len(of_v) == rank and of_k[0] == of_v[0] and of_k[-3:-1] == of_v[-3:-1]):
+        return None
+    others: tuple[Any, ...] = ()
+    batch_q, batch_k = of_q[0], of_k[0]
+    if not is_plain(t):
+        alone = t.attn_mask is not None or t.attn_bias is not None or t.origins is not None
+        if alone or (bounds_q is None) != (bounds_k is None):
+            return None
+        if bounds_q is not None and bounds_k is not None:
+            if not (bounds_q.dim() == bounds_k.dim() == 1 and len(bounds_q)):
+                return None
+            batch_q, batch_k = len(bounds_q) - 1, len(bounds_k) - 1
+        if slopes is not None and slopes.dim() == 2 and len(slopes) != batch_q:
+            return None
+        shapes = [None if x is None else (x.shape, x.stride()) for x in (slopes, t.sinks, t.rng_state)]
+        others = *shapes, *(
+            None if x is None else (x.dtype, x.device, x.data_ptr() % 16)
+            for x in (slopes, t.sinks, t.rng_state, bounds_q, bounds_k)
+        )  # fmt: skip
+    if batch_q != batch_k:
+        return None
+    # The hash of options is cached.
+    without_lengths = o if o.max_seqlen_q is o.max_seqlen_k is None else option_values(o)[:2] + option_values(o)[4:]
+    tiny = rank == 4 and of_q[1] <= TINY and of_k[1] <= TINY
+    on_16_bytes = is_aligned(q) and is_aligned(k) and is_aligned(v)
+    return (
+        without_lengths, others, tiny, of_q[-2], of_q[-1], of_k[-2], of_k[-1], of_v[-1], q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, on_16_bytes or (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
+    )  # fmt: skip
