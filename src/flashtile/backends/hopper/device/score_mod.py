@@ -269,7 +269,7 @@ class ScoreTiles:
 
 @aggregate
 class ScoreMod:
-    """How products become scores: softcap, scale, terms and masks; the numbers are those of ``launch.scales``.
+    """How products become scores: softcap, scale, terms and masks; the numbers are those of ``records.Terms``.
 
     Attributes:
         scale_log2: Turns scores into exponents of 2.
