@@ -18,7 +18,9 @@ from tests.slow import slow_but
 BUILDS = hopper_builds.builds("sm_90a")
 USUAL = 16
 # Of the usual ones, a configuration of each head_dim that has one of its own.
-QUICK = {min(i for i, b in enumerate(BUILDS[:USUAL]) if b.constexprs["BLOCK_D"] == dim) for dim in (64, 128, 256)}
+QUICK = {
+    min(i for i, b in enumerate(BUILDS[:USUAL]) if b.constexprs["call.q.BLOCK_DIM"] == dim) for dim in (64, 128, 256)
+}
 
 
 def test_only_for_hopper() -> None:
@@ -38,14 +40,16 @@ def test_no_spill_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
     assert report.spill_bytes == 0
     # Each warpgroup has the products with keys at the start, in the loop and between tiles, those with values in the
     # loop and after it, for each part.
-    groups, width, width_v = (build.constexprs[name] for name in ("NUM_WARPGROUPS", "BLOCK_D", "BLOCK_DV"))
-    steps = 3 * width // 16 + 2 * width_v.bit_count() * build.constexprs["BLOCK_N"] // 16
+    groups, width, width_v = (
+        build.constexprs[name] for name in ("schedule.NUM_WARPGROUPS", "call.q.BLOCK_DIM", "call.v.BLOCK_DIM")
+    )
+    steps = 3 * width // 16 + 2 * width_v.bit_count() * build.constexprs["schedule.BLOCK_N"] // 16
     assert report.instructions["wgmma"] == groups * steps
     # A load moves 64 columns, or those of a narrower part: queries of each warpgroup; keys of the first block and of
     # others; values of others, of a tile's last, and under OVERLAP of the last tile's last. A store's columns are
     # spread over warps.
     moves, moves_v = (each // min(tiles.narrowest(each), 64) for each in (width, width_v))
-    values = 3 if build.constexprs["OVERLAP"] else 2
+    values = 3 if build.constexprs["schedule.OVERLAP"] else 2
     assert report.instructions["tma_load"] == (groups + 2) * moves + values * moves_v
     assert report.instructions["tma_store"] == groups * width_v // tiles.TWO_WARPGROUPS[width, width_v].out_cols
     assert report.instructions["setmaxnreg"] > 0
@@ -53,6 +57,6 @@ def test_no_spill_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
 
 @pytest.mark.slow
 def test_spills_would_be_seen() -> None:
-    starved = dataclasses.replace(BUILDS[1], constexprs={**BUILDS[1].constexprs, "REGISTERS": 152})
+    starved = dataclasses.replace(BUILDS[1], constexprs={**BUILDS[1].constexprs, "schedule.REGISTERS": 152})
     report = builds.compile_build(starved, "sm_90a")
     assert any("spills" in problem for problem in report.problems)

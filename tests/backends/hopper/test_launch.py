@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.gpu.described import described_tensors
-from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper import records, tensor_maps
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
 from flashtile.call.problem import Problem, Tensors
@@ -132,7 +132,8 @@ def test_boxes_fill_the_parts_of_a_tile() -> None:
         for varlen in (False, True):
             problem = _problem(block_d, Band(), head_dim_v=block_dv, varlen=varlen)
             made = launch.forward_launch(problem, described_tensors(problem), config)
-            q, k, v, out = (made.sizes[f"{name}_desc"].box[-1] for name in ("q", "k", "v", "out"))
+            call = made.arguments["call"]
+            q, k, v, out = (each.desc.box[-1] for each in (call.q, call.k, call.v, made.arguments["output"]))
             assert q == k
             for cols, width in ((q, config.block_d), (v, config.block_dv), (out, config.block_dv)):
                 assert cols.bit_count() == 1 and cols >= 32
@@ -174,15 +175,14 @@ def test_configs_that_cannot_run_are_refused() -> None:
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_scales_say_what_the_scores_mean(softmax_scale: float, softcap: float) -> None:
     problem = _problem(64, Band()).but(softmax_scale=softmax_scale, softcap=softcap)
-    scale_log2, cap, prescale = launch.scales(problem).values()
-    constants = launch.constants(problem, tiles.choose(problem))
-    assert scale_log2 > 0
+    terms = records.plain_terms(problem, described_tensors(problem))
+    assert terms.scale_log2 > 0
     for score in (-7.0, 0.3, 20.0):
         exponent = score
-        if constants["HAS_SOFTCAP"]:
-            exponent = cap - 2 * cap / (2 ** (score * prescale) + 1)
-        elif constants["SCALE_FIRST"]:
-            exponent = score * prescale
+        if terms.softcap is not None:
+            exponent = terms.softcap - 2 * terms.softcap / (2 ** (score * terms.prescale) + 1)
+        elif terms.prescale is not None:
+            exponent = score * terms.prescale
         natural = softmax_scale * score
         expected = softcap * math.tanh(natural / softcap) if softcap else natural
-        assert exponent * scale_log2 * math.log(2) == pytest.approx(expected, abs=1e-9)
+        assert exponent * terms.scale_log2 * math.log(2) == pytest.approx(expected, abs=1e-9)

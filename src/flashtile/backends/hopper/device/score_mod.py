@@ -269,11 +269,11 @@ class ScoreTiles:
 
 @aggregate
 class ScoreMod:
-    """How products become scores: softcap, scale, terms and masks; the numbers are those of ``launch.scales``.
+    """How products become scores: softcap, scale, terms and masks; the numbers are those of ``records.Terms``.
 
     Attributes:
         scale_log2: Turns scores into exponents of 2.
-        softcap: The cap.
+        softcap: The cap; None, like prescale, where it has no effect.
         prescale: What products are multiplied with before.
         has_softcap: Whether there is a cap.
         scale_first: Whether products are multiplied with ``prescale`` and nothing else, because the scale is not > 0.
@@ -286,8 +286,8 @@ class ScoreMod:
     """
 
     scale_log2: gl.tensor
-    softcap: gl.tensor
-    prescale: gl.tensor
+    softcap: gl.tensor | gl.constexpr
+    prescale: gl.tensor | gl.constexpr
     has_softcap: gl.constexpr
     scale_first: gl.constexpr
     terms: gl.tuple

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap
+from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.launch import forward_launch
@@ -50,36 +49,29 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
     plain = Tensors(q, t.k_cache, t.v_cache, t.alibi_slopes, sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q)
     config = configs.choose(p, rows=q.shape[-3])
     has_new = t.k is not None and t.cu_seqlens_k_new is None
-    sizes = {
-        **_maps_of_keys(p, t, config),
-        "seqlen_k": p.keys.length,
-        "out_desc": tensor_maps.rows_map(t.out, config.strip, config.out_cols, p.varlen),
-        "num_new": t.k.shape[1] if t.k is not None and has_new else 0,
-        "pages_stride": 0 if t.page_table is None else t.page_table.stride(0),
-        "v_pitch": t.v_cache.stride(0) // t.v_cache.stride(1),
-    }
-    others: dict[str, Any] = {
-        "cached_ptr": t.cache_seqlens,
-        "cu_seqlens_new_ptr": None if t.k is None else t.cu_seqlens_k_new,
-        "entries_ptr": t.cache_batch_idx,
-        "pages_ptr": t.page_table,
-        "PAGE_SIZE": p.keys.page_size,
-        "FEW_ROWS": None if leaves is None else leaves[0],
-        "LONG_KEYS": None if leaves is None else leaves[1],
-        "counter_ptr": Pointer(torch.int32, "counters") if config.dynamic else None,
-    }
-    launch = forward_launch(p, plain, config, cached=(sizes, others))
-    return launch._replace(key=(launch.key, leaves))
+    few, long = leaves or (None, None)
+    cache = Cache(
+        pointer(t.cache_seqlens, "cached"),
+        None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new"),
+        t.k.shape[1] if t.k is not None and has_new else 0,
+        pointer(t.cache_batch_idx, "entries"),
+        pointer(t.page_table, "pages"),
+        None if t.page_table is None else t.page_table.stride(0),
+        t.v_cache.stride(0) // t.v_cache.stride(1),
+        p.keys.page_size, few, long,
+    )  # fmt: skip
+    out_map = tensor_maps.rows_map(t.out, config.strip, config.out_cols, p.varlen)
+    return forward_launch(p, plain, config, cached=(cache, *_maps_of_keys(p, t, config), out_map))
 
 
-def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> dict[str, TensorMap]:
+def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[TensorMap, TensorMap]:
     """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
     # A block of several boxes needs boxes of at most 64 columns: see ``head_dim_parts.load``.
     most = 256 if rows == config.block_n else 64
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
-    return {
-        "k_desc": tensor_maps.rows_map(tensors.k_cache, rows, cols, varlen=False),
-        "v_desc": tensor_maps.entries_map(tensors.v_cache, rows, cols_v),
-    }
+    return (
+        tensor_maps.rows_map(tensors.k_cache, rows, cols, varlen=False),
+        tensor_maps.entries_map(tensors.v_cache, rows, cols_v),
+    )

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.scheduler import num_packed_tiles
-from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer, named
+from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.kernel import attention_forward
+from flashtile.backends.hopper.records import call_of, keys_of, output_of, rows_of, schedule_of, terms_of
 from flashtile.call.backend import Known
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
@@ -97,7 +96,7 @@ def forward_launch(
     config: Config,
     *,
     is_joined: bool = False,
-    cached: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+    cached: tuple[Cache, TensorMap, TensorMap, TensorMap] | None = None,
 ) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 
@@ -106,10 +105,9 @@ def forward_launch(
         tensors: Its tensors.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
-        cached: ``cached.arguments`` of a call over a cache.
+        cached: Where the keys of a call over a cache lie, and maps of them, of the values and of the output.
     """
     p, t = problem, tensors
-    is_wide, floats = p.out_dtype == torch.float32, Pointer(torch.float32)
     rows_q = t.q.shape[-3]
     heads, unit = (p.group_size, config.strip) if config.pack_gqa else (1, 1)
     rows = config.num_warpgroups * config.block_m
@@ -119,70 +117,40 @@ def forward_launch(
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     # Only the device knows where in a block the keys of a cache end.
     has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
-
-    score_tensors = (("bias", t.attn_bias), ("mask", t.attn_mask)) if config.score_stages else ()
-    maps = {f"{name}_desc": tensor_maps.score_map(each, config.block_m, config.block_n) for name, each in score_tensors}
-
-    def others() -> dict[str, Any]:
-        return {
-            "out_ptr": floats if is_wide else None,
-            "lse_ptr": floats,
-            "partial_out_ptr": floats if is_joined else None,
-            "partial_lse_ptr": floats if is_joined else None,
-            "sinks_ptr": t.sinks,
-            "cu_seqlens_q_ptr": t.cu_seqlens_q,
-            "cu_seqlens_k_ptr": t.cu_seqlens_k,
-            "counter_ptr": Pointer(torch.int32) if config.dynamic else None,
-            **scales(p),
-            "num_heads_q": p.num_heads_q,
-            "group_size": p.group_size,
-            **tensor_maps.bounds(p),
-            **tensor_maps.score_arguments(p, t),
-            **{name.replace("desc", "ptr"): None for name, value in maps.items() if value is not None},
-            "bias_desc": None,
-            "mask_desc": None,
-            **constants(p, config),
-            "STRIP": config.strip,
-            "SCORE_STAGES": config.score_stages,
-            "HAS_EDGES": has_edges,
-            # Only such outputs are addressed by column; else one build serves several widths.
-            "HEAD_DIM_V": p.head_dim_v if is_wide or is_joined else None,
-            **(NOT_CACHED if cached is None else cached[1]),
-        }
-
-    of_keys = _maps_of_keys(p, t, config) if cached is None else cached[0]
-    sizes = {**_maps_of_rows(p, t, config), **maps, "seqlen_q": rows_q, "batch": p.batch, **of_keys}
+    cache, k_map, v_map, out_map = cached or (None, *_maps_of_keys(p, t, config), _map_of_out(p, t.q, config))
+    q_cols = configs.narrowest(config.block_d)
+    q_map = tensor_maps.rows_map(t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
+    q, k, v = (
+        rows_of("q", q_map, config.block_d), rows_of("k", k_map, config.block_d), rows_of("v", v_map, config.block_dv)
+    )  # fmt: skip
+    score_maps = (
+        tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
+        for each in (t.attn_bias, t.attn_mask)
+    )
+    arguments = {
+        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), terms_of(p, t, *score_maps)),
+        "output": output_of(p, out_map, config.block_dv, is_joined),
+        "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
+    }
     programs = min(tensor_maps.num_sms(t.q.device), blocks * (p.num_heads_q // heads))
-    options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_forward, programs, named({**others(), **sizes}), options)
+    return Launch(attention_forward, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
 
 
-# What calls without a cache have of ``scheduler.Cache``.
-NOT_CACHED: dict[str, Any] = dict.fromkeys(
-    ("cached_ptr", "cu_seqlens_new_ptr", "num_new", "entries_ptr", "pages_ptr", "pages_stride", "v_pitch", "PAGE_SIZE",
-     "FEW_ROWS", "LONG_KEYS")
-)  # fmt: skip
+def _map_of_out(problem: Problem, q: Tensor, config: Config) -> TensorMap | None:
+    """The map of an output that TMA stores."""
+    if problem.out_dtype == torch.float32:
+        return None
+    shape = (*q.shape[:-1], problem.head_dim_v)
+    return tensor_maps.contiguous_map(q.dtype, shape, config.strip, config.out_cols, problem.varlen)
 
 
-def _maps_of_rows(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
-    """Maps of q and the output: rows of the narrowest part that a tile's columns consist of."""
-    q, cols, varlen = tensors.q, configs.narrowest(config.block_d), problem.varlen
-    out_shape = (*q.shape[:-1], problem.head_dim_v)
-    out = tensor_maps.contiguous_map(q.dtype, out_shape, config.strip, config.out_cols, varlen)
-    return {
-        "q_desc": tensor_maps.rows_map(q, config.strip, min(cols, 64) if config.pack_gqa else cols, varlen),
-        "out_desc": None if problem.out_dtype == torch.float32 else out,
-    }
-
-
-def _maps_of_keys(problem: Problem, tensors: Tensors, config: Config) -> dict[str, Any]:
-    """Maps of k and v likewise, and their rows."""
-    k, v, varlen = tensors.k, tensors.v, problem.varlen
-    return {
-        "k_desc": tensor_maps.rows_map(k, config.block_n, configs.narrowest(config.block_d), varlen),
-        "v_desc": tensor_maps.rows_map(v, config.block_n, configs.narrowest(config.block_dv), varlen),
-        "seqlen_k": k.shape[-3],
-    }
+def _maps_of_keys(problem: Problem, tensors: Tensors, config: Config) -> tuple[TensorMap, TensorMap]:
+    """Maps of k and v: rows of the narrowest part that a tile's columns consist of."""
+    cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
+    return (
+        tensor_maps.rows_map(tensors.k, config.block_n, cols, problem.varlen),
+        tensor_maps.rows_map(tensors.v, config.block_n, cols_v, problem.varlen),
+    )
 
 
 def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
@@ -205,39 +173,6 @@ def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
     if problem.varlen:
         return not equal_lengths or right % config.block_m != 0
     return (problem.seqlen_k - problem.seqlen_q + right) % config.block_m != 0
-
-
-def constants(problem: Problem, config: Config) -> dict[str, Any]:
-    """The kernel's compile-time arguments, but for HAS_EDGES."""
-    return {
-        "BLOCK_D": config.block_d,
-        "BLOCK_DV": config.block_dv,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "NUM_WARPGROUPS": config.num_warpgroups,
-        "STAGES": config.stages,
-        "Q_STAGES": config.q_stages,
-        "TILE_STAGES": config.tile_stages,
-        "OUT_STAGES": config.out_stages,
-        "OVERLAP": config.overlap,
-        "PINGPONG": config.pingpong,
-        "REGISTERS": config.registers,
-        "HAS_LEFT": problem.band.left is not None,
-        "HAS_RIGHT": problem.band.right is not None,
-        "HAS_SOFTCAP": problem.softcap > 0,
-        "SCALE_FIRST": problem.softcap == 0 and problem.softmax_scale <= 0,
-        "VARLEN": problem.varlen,
-    }
-
-
-def scales(problem: Problem) -> dict[str, float]:
-    """scale_log2 > 0 is what the softmax needs; prescale is what comes before it."""
-    scale_log2, prescale = problem.softmax_scale * LOG2_E.value, 0.0
-    if problem.softcap > 0:
-        scale_log2, prescale = LOG2_E.value, 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
-    elif problem.softmax_scale <= 0:
-        scale_log2, prescale = 1.0, problem.softmax_scale * LOG2_E.value
-    return {"scale_log2": scale_log2, "softcap": float(problem.softcap), "prescale": prescale}
 
 
 def is_same(a: Tensor | None, b: Tensor | None) -> bool:

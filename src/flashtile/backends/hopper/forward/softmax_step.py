@@ -32,13 +32,15 @@ from flashtile.backends.hopper.forward.scheduler import queries_of, query_rows
 class Channels:
     """What producer and consumers hand each other: tile records, and rings of each part of queries, keys and values.
 
-    ``queries`` are those of one warpgroup; for the producer, a tuple of all warpgroups'.
+    ``queries`` are those of one warpgroup; for the producer, a tuple of all warpgroups'. ``outputs`` is shared memory
+    through which TMA stores the output, None where there is none, and for the producer.
     """
 
     tiles: Records
     queries: gl.tuple
     keys: gl.tuple
     values: gl.tuple
+    outputs: gl.shared_memory_descriptor | gl.constexpr
 
 
 @aggregate
@@ -65,8 +67,8 @@ class KeyLoop:
 class State:
     """The online softmax of a warpgroup's rows between two blocks of keys.
 
-    ``probs`` are those of the last block, not yet multiplied with its values; ``accs`` [block_m, ...], one per part of
-    the values' columns, must be multiplied by ``factor`` first. ``row_max`` is in base 2, ``row_sum`` [block_m, 4] has
+    ``probs`` are those of the last block, not yet multiplied with its values; ``accs`` [BLOCK_M, ...], one per part of
+    the values' columns, must be multiplied by ``factor`` first. ``row_max`` is in base 2, ``row_sum`` [BLOCK_M, 4] has
     each thread's partial sum.
     """
 
@@ -78,67 +80,68 @@ class State:
 
 
 @gluon.jit
-def open_tile(records, tiles, sizes, rows, like, mod, WARPGROUP: gl.constexpr):
+def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.constexpr):
     """Waits for a tile's record and reads what its loop needs."""
     records.ring.wait(tiles)
     n_block_max = records.get(tiles, "n_block_max")
     n_block_min = records.get(tiles, "n_block_min")
     skipped, n_full_min = gl.to_tensor(0), gl.to_tensor(0)
-    positions, seqlen_k = rows, sizes.seqlen_k
+    positions, seqlen_k = rows, call.keys.length
     # Without a band, all blocks are full but the one in which the keys end.
-    n_full_max = n_block_max - gl.where((seqlen_k & (sizes.block_n - 1)) > 0, 1, 0)
-    if sizes.has_left:
+    n_full_max = n_block_max - gl.where((seqlen_k & (schedule.BLOCK_N - 1)) > 0, 1, 0)
+    if call.terms.band.left is not None:
         n_full_min = records.get_own(tiles, "n_full_min", WARPGROUP)
-    if sizes.has_right:
+    if call.terms.band.right is not None:
         skipped = records.get_own(tiles, "skipped", WARPGROUP)
-    if sizes.has_left or sizes.has_right or sizes.own_lengths:
+    if call.terms.band.left is not None or call.terms.band.right is not None or call.keys.OWN_LENGTHS:
         n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
-        if sizes.pack_gqa:
-            positions, _ = queries_of(records, tiles, rows - WARPGROUP * sizes.block_m, sizes, WARPGROUP)
+        if schedule.PACK_GQA:
+            positions, _ = queries_of(records, tiles, rows - WARPGROUP * schedule.BLOCK_M, call, schedule, WARPGROUP)
         positions += records.get(tiles, "position")
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1
-    first_keys = from_thread_column(mask.first_key(positions, sizes.left, sizes.has_left), like)
-    last_keys = from_thread_column(mask.last_key(positions, seqlen_k, sizes.right, sizes.has_right), like)
+    left, right = call.terms.band.left, call.terms.band.right
+    first_keys = from_thread_column(mask.first_key(positions, left, left is not None), like)
+    last_keys = from_thread_column(mask.last_key(positions, seqlen_k, right, right is not None), like)
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
-        slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, sizes), rows)
+        slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)
     return KeyLoop(n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope)
 
 
 @gluon.jit
-def block_pairs(records, tiles, use, loop, n_block, sizes, is_tile, WARPGROUP: gl.constexpr):
+def block_pairs(records, tiles, use, loop, n_block, call, schedule, is_tile, WARPGROUP: gl.constexpr):
     """Where a warpgroup's block of scores lies; it has no rows if there is no tile."""
-    where = query_rows(records, tiles, sizes)
-    row = records.get(tiles, "row") + WARPGROUP * sizes.block_m
-    seqlen_k = sizes.seqlen_k
-    if sizes.own_lengths:
+    where = query_rows(records, tiles, call)
+    row = records.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
+    seqlen_k = call.keys.length
+    if call.keys.OWN_LENGTHS:
         seqlen_k = records.get(tiles, "seqlen_k")
     # After the last tile a record's row is arbitrary.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
-    key = n_block * sizes.block_n
+    key = n_block * schedule.BLOCK_N
     return Pairs(where.b, where.head, row, key, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP, loop.slope)
 
 
 @gluon.jit
-def is_edge(loop, n_block, sizes):
+def is_edge(loop, n_block, call):
     """Whether a block needs the band's mask."""
     edge = n_block >= loop.n_full_max
-    if sizes.has_left:
+    if call.terms.band.left is not None:
         edge = edge | (n_block < loop.n_full_min)
     return edge
 
 
 @gluon.jit
-def shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, MASKED: gl.constexpr):
+def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MASKED: gl.constexpr):
     """Applies score and mask mods and the band to a block; (scores, shift) as ``ScoreMod.scores``."""
     s, shift = mod.scores(s, pairs, fetched)
     # MASKED is decided when the kernel is compiled, edge when it runs.
     if MASKED:  # noqa: SIM102
         if edge:
-            start = n_block * sizes.block_n
+            start = n_block * schedule.BLOCK_N
             first, last = loop.first_keys - start, loop.last_keys - start
-            s = keep_columns(s, first, last, float("-inf"), sizes.has_left, True)
+            s = keep_columns(s, first, last, float("-inf"), call.terms.band.left is not None, True)
     return mod.select(s, fetched, float("-inf")), shift
 
 
@@ -170,12 +173,14 @@ def start_first_scores(channels, tiles, used, loop, x, ADDS: gl.constexpr = Fals
 
 
 @gluon.jit
-def first_scores(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.constexpr):
+def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP: gl.constexpr):
     """(``start_first_scores`` on top of the early terms, the block's ``Pairs``)."""
     score_tiles = mod.early_tiles + mod.late_tiles
     for i in gl.static_range(len(score_tiles)):
         score_tiles[i].ring(WARPGROUP).skip(used, loop.skipped, loop.is_tile)
-    pairs = block_pairs(channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, sizes, loop.is_tile, WARPGROUP)
+    pairs = block_pairs(
+        channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, call, schedule, loop.is_tile, WARPGROUP
+    )
     x = mod.initial(zeros, pairs)
     s = start_first_scores(channels, tiles, used, loop, x, len(mod.early) + len(mod.alibi_by_mma) > 0)
     mod.release_early(pairs)
@@ -183,10 +188,11 @@ def first_scores(channels, tiles, used, loop, zeros, sizes, mod, WARPGROUP: gl.c
 
 
 @gluon.jit
-def first_probs(s, mod, pairs, fetched, sizes, loop):
+def first_probs(s, mod, pairs, fetched, call, schedule, loop):
     """The softmax state after a tile's first block: (probs, row_max, row_sum)."""
-    s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, loop.n_block, is_edge(loop, loop.n_block, sizes), True)
-    nothing = gl.full([sizes.block_m], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
+    edge = is_edge(loop, loop.n_block, call)
+    s, shift = shape_scores(s, mod, pairs, fetched, call, schedule, loop, loop.n_block, edge, True)
+    nothing = gl.full([schedule.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     # MAY_BE_EMPTY: a tile may have no key at all, whatever the mask.
     tops = gl.max(s, 1) * mod.scale_log2 if len(shift) == 0 else row_tops(s, nothing, mod.scale_log2, shift)
     tops = mod.release(pairs, tops)
@@ -196,7 +202,7 @@ def first_probs(s, mod, pairs, fetched, sizes, loop):
 
 
 @gluon.jit
-def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGROUP: gl.constexpr):
+def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod, WARPGROUP: gl.constexpr):
     """Multiplies the probabilities of use ``used`` with its values while block ``n_block``, the next use, is scored.
 
     ``accs`` are rescaled under the scores' product, with ping-pong before the barrier. One loop runs over masked and
@@ -204,42 +210,42 @@ def step(channels, tiles, used, state, zeros, loop, n_block, sizes, mod, WARPGRO
     step, 64 byte permutes (a loop of its own for masked blocks took 1.2 to 1.3 times as long: docs/tuning-notes.md).
     """
     row_max, accs = state.row_max, state.accs
-    edge = is_edge(loop, n_block, sizes)
-    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, sizes, True, WARPGROUP)
+    edge = is_edge(loop, n_block, call)
+    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, call, schedule, True, WARPGROUP)
     x = mod.initial(zeros, pairs)
     channels.keys[0].wait(used + 1)
-    if sizes.pingpong:
+    if schedule.PINGPONG:
         accs = rescale_rows(accs, state.factor)
         row_max = pingpong_wait(row_max, WARPGROUP)
     s = start_scores(channels.queries, tiles, channels.keys, used + 1, x, len(mod.early) + len(mod.alibi_by_mma) > 0)
     mod.release_early(pairs)
-    if not sizes.pingpong:
+    if not schedule.PINGPONG:
         accs = rescale_rows(accs, state.factor)
     channels.values[0].wait(used)
     accs = add_products(state.probs, channels.values, used, accs)
-    if sizes.pingpong:
-        row_max = pingpong_arrive(row_max, (WARPGROUP + 1) % sizes.num_warpgroups)
+    if schedule.PINGPONG:
+        row_max = pingpong_arrive(row_max, (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
     # Three warpgroups have fewer registers, so tiles in shared memory, which load fast, are read after the wait.
-    LATE: gl.constexpr = sizes.num_warpgroups > 2 and len(mod.late_tiles) > 0
+    LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2 and len(mod.late_tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros)
     s = warpgroup_mma_wait(len(accs), deps=[s])
     if LATE:
         fetched = mod.fetch(pairs, zeros)
     channels.keys[0].release(used + 1)
-    if not sizes.overlap:
+    if not schedule.OVERLAP:
         # The only buffer of the queries: the next tile's are loaded while this one ends.
         channels.queries[0].release(tiles, n_block == loop.n_block_min)
 
-    s, shift = shape_scores(s, mod, pairs, fetched, sizes, loop, n_block, edge, sizes.has_edges)
+    s, shift = shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, schedule.HAS_EDGES)
     # A bias may be -inf, too.
     terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.alibi_by_mma)
-    may_be_empty: gl.constexpr = sizes.has_edges or terms + len(mod.masks) > 0
+    may_be_empty: gl.constexpr = schedule.HAS_EDGES or terms + len(mod.masks) > 0
     tops = mod.release(pairs, row_tops(s, row_max, mod.scale_log2, shift))
     row_max, finite_max, factor = softmax.raise_max(row_max, tops, may_be_empty)
     e = exponentials(s, mod.scale_log2, finite_max, shift)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, state.row_sum.type.layout))
     row_sum = state.row_sum * sum_factor[:, None] + thread_sums(e)
-    if sizes.num_warpgroups == 2:
+    if schedule.NUM_WARPGROUPS == 2:
         # With three warpgroups the two others keep the tensor cores busy, and ptxas's early wait costs less.
         row_sum = compute_before_wait(row_sum)
     probs = operand(e, state.probs)

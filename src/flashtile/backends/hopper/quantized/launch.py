@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, named
+from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.device.records import Scale, Scales
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.quantized import config as configs
 from flashtile.backends.hopper.quantized.config import Config
 from flashtile.backends.hopper.quantized.kernel import attention_quantized
+from flashtile.backends.hopper.records import call_of, keys_of, output_of, plain_terms, rows_of, schedule_of
 from flashtile.call.backend import Known
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
@@ -70,40 +70,29 @@ def columns_map(v: Tensor, rows: int, cols: int) -> TensorMap:
 def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:
     """The launch: what a plan repeats and what a build compiles."""
     p, t, varlen = problem, tensors, problem.varlen
-    rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
+    rows_q = t.q.shape[-3]
     rows = config.num_warpgroups * config.block_m
     blocks = rows_q // rows + p.batch + 1 if varlen else -(-rows_q // rows) * p.batch
     has_edges = forward.meets_edges(p, config, varlen and forward.is_same(t.cu_seqlens_q, t.cu_seqlens_k))
 
-    def others() -> dict[str, Any]:
-        return {
-            **{f"{name}_ptr": getattr(t, name, None) for name in _OPERANDS[5:]},
-            "lse_ptr": Pointer(torch.float32),
-            "counter_ptr": Pointer(torch.int32) if config.dynamic else None,
-            **forward.scales(p),
-            "shift_scale": p.softmax_scale * LOG2_E.value,
-            "num_heads_q": p.num_heads_q,
-            "group_size": p.group_size,
-            **tensor_maps.bounds(p),
-            **forward.constants(p, config),
-            "HAS_EDGES": has_edges,
-            "WIDTH": config.width,
-            "BEHIND": config.behind,
-        }
-
     out_shape = (*t.q.shape[:-1], p.head_dim_v)
-    sizes: dict[str, Any] = {
-        "q_desc": tensor_maps.rows_map(t.q, config.block_m, config.block_d, varlen),
-        "k_desc": tensor_maps.rows_map(t.k, config.block_n, config.block_d, varlen),
-        "v_desc": columns_map(t.v, config.block_dv, config.block_n),
-        "out_desc": tensor_maps.contiguous_map(p.out_dtype, out_shape, config.block_m, config.out_cols, varlen),
-        "seqlen_q": rows_q,
-        "seqlen_k": rows_k,
-        "batch": p.batch,
+    q, k, v, out = (
+        tensor_maps.rows_map(t.q, config.block_m, config.block_d, varlen),
+        tensor_maps.rows_map(t.k, config.block_n, config.block_d, varlen),
+        columns_map(t.v, config.block_dv, config.block_n),
+        tensor_maps.contiguous_map(p.out_dtype, out_shape, config.block_m, config.out_cols, varlen),
+    )
+    call_rows = rows_of("q", q, config.block_d), rows_of("k", k, config.block_d), rows_of("v", v, config.block_dv)
+    each_scale = (("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale))
+    q_scale, k_scale, v_scale = (Scale(pointer(each, name), *scale_strides(each)) for name, each in each_scale)
+    scales = Scales(q_scale, k_scale, v_scale, pointer(t.shift, "shift"), p.softmax_scale * LOG2_E.value)
+    arguments = {
+        "call": call_of(p, t, call_rows, keys_of(p, t), plain_terms(p, t)),
+        "scales": scales,
+        "output": output_of(p, out, config.block_dv),
+        "schedule": schedule_of(p, config, has_edges),
+        "WIDTH": config.width,
+        "BEHIND": config.behind,
     }
-    for name in ("q_scale", "k_scale", "v_scale"):
-        strides = zip(("b", "head", "block"), scale_strides(getattr(t, name)), strict=True)
-        sizes |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
     programs = min(tensor_maps.num_sms(t.q.device), blocks * p.num_heads_q)
-    options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_quantized, programs, named({**others(), **sizes}), options)
+    return Launch(attention_quantized, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})

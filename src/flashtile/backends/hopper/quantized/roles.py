@@ -25,8 +25,8 @@ class State:
     """The online softmax of a warpgroup's rows between two blocks of keys.
 
     ``words`` are the last block's probabilities (``inline_ptx.packed``), not yet multiplied with its values; ``accs``
-    [block_m, WIDTH] must be multiplied by ``factor`` before that product is added, and are then in units of ``unit``,
-    the block's v_scale. They and ``row_sum`` [block_m, 4], each thread's partial sum, are scaled by 2^8. ``row_max`` is
+    [BLOCK_M, WIDTH] must be multiplied by ``factor`` before that product is added, and are then in units of ``unit``,
+    the block's v_scale. They and ``row_sum`` [BLOCK_M, 4], each thread's partial sum, are scaled by 2^8. ``row_max`` is
     in base 2. ``next_score`` and ``next_unit`` are the next block's scales, loaded ahead.
     """
 
@@ -61,7 +61,7 @@ class Place:
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr):
+def producer(channels, call, schedule):
     """Loads as ``forward.roles.producer`` does where tiles overlap."""
     records = channels.tiles
     tiles = 0
@@ -70,95 +70,99 @@ def producer(q_desc, k_desc, v_desc, channels, sizes, BLOCK_D: gl.constexpr):
     n_block = records.get(tiles, "n_block_max")
     while n_block > 0:
         n_block_min = records.get(tiles, "n_block_min")
-        for warpgroup in gl.static_range(sizes.num_warpgroups):
-            load(q_desc, channels.queries[warpgroup], tiles, strips(records, tiles, sizes, warpgroup), BLOCK_D)
+        for warpgroup in gl.static_range(schedule.NUM_WARPGROUPS):
+            rows = strips(records, tiles, call, schedule, warpgroup)
+            load(call.q.desc, channels.queries[warpgroup], tiles, rows, call.q.BLOCK_DIM)
         n_block -= 1
-        load_block(k_desc, channels.keys, used, records, tiles, n_block, sizes, BLOCK_D)
-        load_last_values(v_desc, channels, used - 1, tiles - 1, sizes)
+        load_block(call.k, channels.keys, used, records, tiles, n_block, call, schedule)
+        load_last_values(channels, used - 1, tiles - 1, call, schedule)
         while n_block > n_block_min:
             n_block -= 1
-            load_block(k_desc, channels.keys, used + 1, records, tiles, n_block, sizes, BLOCK_D)
-            load_values(v_desc, channels, used, tiles, n_block + 1, sizes)
+            load_block(call.k, channels.keys, used + 1, records, tiles, n_block, call, schedule)
+            load_values(channels, used, tiles, n_block + 1, call, schedule)
             used += 1
         used += 1
         tiles += 1
         records.ring.wait(tiles)
         n_block = records.get(tiles, "n_block_max")
-    load_last_values(v_desc, channels, used - 1, tiles - 1, sizes)
+    load_last_values(channels, used - 1, tiles - 1, call, schedule)
 
 
 @gluon.jit
-def load_last_values(v_desc, channels, use, tiles, sizes):
+def load_last_values(channels, use, tiles, call, schedule):
     """Loads a tile's last values and releases its record; does nothing for tile -1."""
     if tiles >= 0:
-        load_values(v_desc, channels, use, tiles, channels.tiles.get(tiles, "n_block_min"), sizes)
+        load_values(channels, use, tiles, channels.tiles.get(tiles, "n_block_min"), call, schedule)
         channels.tiles.ring.release(tiles)
 
 
 @gluon.jit
-def load_values(v_desc, channels, use, tiles, n_block, sizes):
+def load_values(channels, use, tiles, n_block, call, schedule):
     """Starts the load of the columns of a block of values; of zeros where no key is."""
     ring = channels.values[0]
     tile = ring.at(use)
     full = ring.acquire(use, tile.shape[0] * tile.shape[1])
-    b, seqlen_k = channels.tiles.get(tiles, "sequence"), sizes.seqlen_k
-    column = n_block * sizes.block_n
+    b, seqlen_k = channels.tiles.get(tiles, "sequence"), call.keys.length
+    column = n_block * schedule.BLOCK_N
     exists = column < seqlen_k
-    if sizes.varlen:
+    if call.q.PACKED:
         seqlen_k = channels.tiles.get(tiles, "seqlen_k")
         exists = column < seqlen_k
         column += first_block(channels.tiles.get(tiles, "start_k"), b) * SCALE_ROWS
         b = gl.to_tensor(0)
     column = gl.where(exists, column, _NOWHERE)
-    tma_load(v_desc, (b, channels.tiles.get(tiles, "head_kv"), 0, column), full, as_box(tile, v_desc))
+    at = (b, channels.tiles.get(tiles, "head_kv"), 0, column)
+    tma_load(call.v.desc, at, full, as_box(tile, call.v.desc))
 
 
 @gluon.jit
-def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: gl.constexpr,
+def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr, BEHIND: gl.constexpr,
              WARPGROUP: gl.constexpr):  # fmt: skip
-    """One warpgroup: ``block_m`` rows of every tile.
+    """One warpgroup: BLOCK_M rows of every tile.
 
     The probabilities of a block are multiplied with its values WIDTH columns at a time and added to the output. BEHIND:
     that product is issued after the next block's scores and runs under their row maxima; else before them, which takes
     fewer registers. The other warpgroups' products run under this one's exponentials.
     """
-    BLOCK_M: gl.constexpr = sizes.block_m
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.block_n, 32])
-    zeros = gl.zeros([BLOCK_M, sizes.block_n], gl.float32, s_layout)
+    BLOCK_M: gl.constexpr = schedule.BLOCK_M
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, schedule.BLOCK_N, 32])
+    zeros = gl.zeros([BLOCK_M, schedule.BLOCK_N], gl.float32, s_layout)
     rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
     tiles = 0
     used = 0
-    loop = open_tile(channels.tiles, tiles, sizes, rows, zeros, mod, WARPGROUP)
-    own = tile_scales(channels, tiles, scales, loop, sizes, WARPGROUP)
-    block = first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes)
+    loop = open_tile(channels.tiles, tiles, call, schedule, rows, zeros, mod, WARPGROUP)
+    own = tile_scales(channels, tiles, scales, loop, call, schedule, WARPGROUP)
+    block = first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule)
     used += loop.skipped
-    if sizes.pingpong and sizes.num_warpgroups - 1 == WARPGROUP:
+    if schedule.PINGPONG and schedule.NUM_WARPGROUPS - 1 == WARPGROUP:
         pingpong_arrive(thread_sums(zeros), 0)
     while loop.is_tile:
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = thread_sums(zeros)
         # A skipped block still waits at the ping-pong barrier and arrives at the next one.
-        if sizes.pingpong and sizes.has_right:  # noqa: SIM102
+        if schedule.PINGPONG and call.terms.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
-                row_sum = pingpong_arrive(pingpong_wait(row_sum, WARPGROUP), (WARPGROUP + 1) % sizes.num_warpgroups)
-        accs = zero_parts(BLOCK_M, output.block_dv, WIDTH)
+                row_sum = pingpong_arrive(pingpong_wait(row_sum, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
+        accs = zero_parts(BLOCK_M, output.BLOCK_DIM, WIDTH)
         n_block = loop.n_block
         at = Place(tiles, used, n_block, loop, own)
-        s, scale, row_max, finite_max, factor = raise_max(channels, at, row_max, block, sizes, mod, True, WARPGROUP)
-        words, row_sum = probabilities(s, scale, finite_max, factor, row_sum, sizes, len(accs) == 1, WARPGROUP)
-        score, unit = fetch_block(scales, own, n_block - 1, sizes, True)
+        s, scale, row_max, finite_max, factor = raise_max(
+            channels, at, row_max, block, call, schedule, mod, True, WARPGROUP
+        )
+        words, row_sum = probabilities(s, scale, finite_max, factor, row_sum, schedule, len(accs) == 1, WARPGROUP)
+        score, unit = fetch_block(scales, own, n_block - 1, schedule, True)
         state = State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
         while n_block > loop.n_block_min:
             n_block -= 1
             at = Place(tiles, used, n_block, loop, own)
-            state = step(channels, at, state, zeros, sizes, mod, scales, BEHIND, WARPGROUP)
+            state = step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND, WARPGROUP)
             used += 1
         channels.values[0].wait(used)
         accs, t = start_products(operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor)
         # The next tile's first scores run under this one's epilogue; after the last tile, on stale buffers.
-        loop = open_tile(channels.tiles, tiles + 1, sizes, rows, zeros, mod, WARPGROUP)
-        own = tile_scales(channels, tiles + 1, scales, loop, sizes, WARPGROUP)
-        score, unit = fetch_block(scales, own, loop.n_block, sizes, True)
+        loop = open_tile(channels.tiles, tiles + 1, call, schedule, rows, zeros, mod, WARPGROUP)
+        own = tile_scales(channels, tiles + 1, scales, loop, call, schedule, WARPGROUP)
+        score, unit = fetch_block(scales, own, loop.n_block, schedule, True)
         if not BEHIND:
             t = warpgroup_mma_wait(0, deps=[t])
             accs = add_product(t, accs, state.factor)
@@ -167,7 +171,7 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
             t = warpgroup_mma_wait(1, deps=[t])
             accs = add_product(t, accs, state.factor)
         channels.values[0].release(used)
-        finish_tile(accs, state.unit, state.row_max, state.row_sum, channels, tiles, output, sizes, scales, WARPGROUP)
+        finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WARPGROUP)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
         channels.queries[0].release(tiles)
@@ -176,15 +180,15 @@ def consumer(channels, output, sizes, mod, scales, WIDTH: gl.constexpr, BEHIND: 
         channels.tiles.ring.release(tiles)
         tiles += 1
         used += 1 + loop.skipped
-    if sizes.pingpong and WARPGROUP == 0:
+    if schedule.PINGPONG and WARPGROUP == 0:
         pingpong_wait(thread_sums(zeros), 0)
     tma_store_wait(0)
 
 
 @gluon.jit
-def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
+def first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule):
     """A tile's first ``Block``, with nothing else under way."""
-    score, unit = fetch_block(scales, own, loop.n_block, sizes, True)
+    score, unit = fetch_block(scales, own, loop.n_block, schedule, True)
     s = start_first_scores(channels, tiles, used, loop, zeros)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
@@ -193,7 +197,7 @@ def first_block_of(channels, tiles, used, loop, own, zeros, scales, sizes):
 
 
 @gluon.jit
-def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, WARPGROUP: gl.constexpr):
+def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.constexpr, WARPGROUP: gl.constexpr):
     """Multiplies the probabilities of use ``used`` with its values; scores the block at a ``Place``, the next use."""
     used, accs = at.used, state.accs
     probs = operand(state.words, accs[0].shape[1])
@@ -202,12 +206,12 @@ def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, W
         s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
         channels.values[0].wait(used)
         accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
-        score, unit = fetch_block(scales, at.own, at.n_block - 1, sizes, False)
+        score, unit = fetch_block(scales, at.own, at.n_block - 1, schedule, False)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         channels.values[0].wait(used)
         accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
-        score, unit = fetch_block(scales, at.own, at.n_block - 1, sizes, False)
+        score, unit = fetch_block(scales, at.own, at.n_block - 1, schedule, False)
         t = warpgroup_mma_wait(0, deps=[t])
         accs = add_product(t, accs, state.factor)
         channels.values[0].release(used)
@@ -217,30 +221,30 @@ def step(channels, at, state, zeros, sizes, mod, scales, BEHIND: gl.constexpr, W
     channels.keys[0].release(used + 1)
     block = Block(s, state.next_score, state.next_unit)
     s, scale, row_max, finite_max, factor = raise_max(
-        channels, at, state.row_max, block, sizes, mod, sizes.has_edges, WARPGROUP
+        channels, at, state.row_max, block, call, schedule, mod, schedule.HAS_EDGES, WARPGROUP
     )
     if BEHIND:
         t = warpgroup_mma_wait(0, deps=[t])
         channels.values[0].release(used)
         accs = add_product(t, accs, state.factor)
-    words, row_sum = probabilities(s, scale, finite_max, factor, state.row_sum, sizes, len(accs) == 1, WARPGROUP)
+    words, row_sum = probabilities(s, scale, finite_max, factor, state.row_sum, schedule, len(accs) == 1, WARPGROUP)
     factor = factor * (state.unit / block.unit)
     return State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
 
 
 @gluon.jit
-def finish_tile(accs, unit, row_max, row_sum, channels, tiles, output, sizes, scales, WARPGROUP: gl.constexpr):
-    """Stores a tile's output and lse."""
-    row_max = row_max - PROBS_LOG2
-    if scales.shift_ptr is not None:
-        where = query_rows(channels.tiles, tiles, sizes)
-        row = channels.tiles.get(tiles, "row") + WARPGROUP * sizes.block_m
-        rows = row + gl.arange(0, sizes.block_m, row_max.type.layout)
+def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WARPGROUP: gl.constexpr):
+    """Stores a tile's output, of complete ``accs``, and lse."""
+    row_max = state.row_max - PROBS_LOG2
+    if scales.shift is not None:
+        where = query_rows(channels.tiles, tiles, call)
+        row = channels.tiles.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
+        rows = row + gl.arange(0, schedule.BLOCK_M, row_max.type.layout)
         # The rows past the last packed sequence have none.
-        exists = (rows < where.length) & (where.b < sizes.batch)
-        shift = gl.load(scales.shift_ptr + lse_offset(where, sizes) + rows, mask=exists, other=0.0)
+        exists = (rows < where.length) & (where.b < call.queries.count)
+        shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0)
         row_max += shift * scales.shift_scale
     scaled_accs = ()
     for i in gl.static_range(len(accs)):
-        scaled_accs = also(scaled_accs, accs[i] * unit)
-    epilogue(scaled_accs, row_max, row_sum, channels.tiles, tiles, output, sizes, WARPGROUP)
+        scaled_accs = also(scaled_accs, accs[i] * state.unit)
+    epilogue(scaled_accs, row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)

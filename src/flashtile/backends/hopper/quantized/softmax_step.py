@@ -14,36 +14,36 @@ PROBS_LOG2 = gl.constexpr(8.0)
 
 
 @gluon.jit
-def raise_max(channels, at, row_max, block, sizes, mod, MASKED: gl.constexpr, WARPGROUP: gl.constexpr):
+def raise_max(channels, at, row_max, block, call, schedule, mod, MASKED: gl.constexpr, WARPGROUP: gl.constexpr):
     """(scores, scale, row_max, finite_max, factor): a block's scores, their factor, and ``softmax.raise_max``.
 
     finite_max is 8 less, so that probabilities come out times 2^8. MASKED: the block may need the band's mask.
     """
     loop, n_block = at.loop, at.n_block
-    pairs = block_pairs(channels.tiles, at.tiles, 0, loop, n_block, sizes, True, WARPGROUP)
+    pairs = block_pairs(channels.tiles, at.tiles, 0, loop, n_block, call, schedule, True, WARPGROUP)
     s, scale = block.s, mod.scale_log2
     if mod.has_softcap or mod.scale_first:
         s = s * block.score
     else:
         scale = scale * block.score
-    s, _ = shape_scores(s, mod, pairs, (), sizes, loop, n_block, is_edge(loop, n_block, sizes), MASKED)
+    s, _ = shape_scores(s, mod, pairs, (), call, schedule, loop, n_block, is_edge(loop, n_block, call), MASKED)
     row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, scale, ()), MASKED)
     return s, scale, row_max, finite_max - PROBS_LOG2, factor
 
 
 @gluon.jit
-def probabilities(s, scale, finite_max, factor, row_sum, sizes, STRICT: gl.constexpr, WARPGROUP: gl.constexpr):
+def probabilities(s, scale, finite_max, factor, row_sum, schedule, STRICT: gl.constexpr, WARPGROUP: gl.constexpr):
     """(words, row_sum): a block's probabilities, ``packed``, and the sums of what they were before they were rounded.
 
     Between ping-pong barriers: exponentials of two warpgroups at once take as long as one after the other. STRICT keeps
     all of them between the barriers; else ptxas may move some.
     """
-    following: gl.constexpr = (WARPGROUP + 1) % sizes.num_warpgroups
-    if sizes.pingpong:
+    following: gl.constexpr = (WARPGROUP + 1) % schedule.NUM_WARPGROUPS
+    if schedule.PINGPONG:
         finite_max = pingpong_wait(finite_max, WARPGROUP) if STRICT else inline_ptx.pingpong_wait(finite_max, WARPGROUP)
     e = softmax.exponentials(s, scale, finite_max)
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
     row_sum = row_sum * sum_factor[:, None] + thread_sums(e)
-    if sizes.pingpong:
+    if schedule.PINGPONG:
         row_sum = pingpong_arrive(row_sum, following) if STRICT else inline_ptx.pingpong_arrive(row_sum, following)
     return packed(e), row_sum

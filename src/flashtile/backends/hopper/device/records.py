@@ -1,0 +1,187 @@
+"""What Hopper's kernels take as arguments besides ``gpu.device.records``, whose rules are these records' too.
+
+Steps are distances in elements that no code is compiled for, so their names do not begin with ``stride``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Slopes(NamedTuple):
+    """ALiBi's slopes by head; all None without any.
+
+    Attributes:
+        ptr: The first.
+        batch_step: From one sequence's to the next one's, 0 if they share them.
+        ONE_SIDED: Whether no row keeps a key past its position.
+    """
+
+    ptr: Any
+    batch_step: Any
+    ONE_SIDED: Any
+
+
+class PairTensor(NamedTuple):
+    """A bias or a mask over (batch, heads, rows, keys); all None without one.
+
+    Attributes:
+        ptr: Its first element, None where TMA loads it.
+        desc: Boxes of a warpgroup's rows, or of one for all, and a block of keys; None where threads load elements.
+        steps: Along each dimension, 0 where it broadcasts.
+    """
+
+    ptr: Any
+    desc: Any
+    steps: Any
+
+
+class Terms(NamedTuple):
+    """How products become probabilities.
+
+    Attributes:
+        scale_log2: Turns scores, after what follows, into exponents of 2; > 0.
+        softcap: The cap, or None.
+        prescale: What products are multiplied with before the softmax, with a softcap as ``quick_scores`` has it.
+        SCALE_FIRST: Whether they are: with a softcap, and a scale that is not > 0; else prescale is None.
+        band: ``mask.Band``.
+        alibi: ``Slopes``.
+        bias: ``PairTensor``.
+        mask: ``PairTensor`` of bytes.
+        sinks: (num_heads_q,), or None.
+    """
+
+    scale_log2: Any
+    softcap: Any
+    prescale: Any
+    SCALE_FIRST: Any
+    band: Any
+    alibi: Any
+    bias: Any
+    mask: Any
+    sinks: Any
+
+
+class Cache(NamedTuple):
+    """Where the keys and values of a cached call lie, whose lengths the device alone knows.
+
+    Attributes:
+        cached: [batch] int32, keys before the call's new ones; negative where there is no sequence.
+        cu_seqlens_new: [batch + 1] int32, bounds of packed new keys, or None.
+        num_new: New keys of each sequence where they are not packed.
+        entries: [batch] int32, the entry of the cache that is a sequence's; None for its own number.
+        pages: [batch, pages] int32, the pages of each sequence; None without pages.
+        pages_step: From one sequence's pages to the next one's.
+        v_pitch: Rows of values from one entry or page to the next.
+        PAGE_SIZE: Rows of a page, a power of two; 0 without pages.
+        FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
+            they have more than LONG_KEYS; None for none.
+        LONG_KEYS: See FEW_ROWS.
+    """
+
+    cached: Any
+    cu_seqlens_new: Any
+    num_new: Any
+    entries: Any
+    pages: Any
+    pages_step: Any
+    v_pitch: Any
+    PAGE_SIZE: Any
+    FEW_ROWS: Any
+    LONG_KEYS: Any
+
+
+class Keys(NamedTuple):
+    """``Sequences`` of the keys, of which there are as many as of the queries.
+
+    Attributes:
+        cu_seqlens: As there.
+        length: As there; of a cache, its capacity.
+        cache: ``Cache``, None if keys and values are tensors of their own.
+        OWN_LENGTHS: Whether sequences have different numbers of keys.
+    """
+
+    cu_seqlens: Any
+    length: Any
+    cache: Any
+    OWN_LENGTHS: Any
+
+
+class Output(NamedTuple):
+    """Where a forward stores its results, and what it merges into them.
+
+    Attributes:
+        desc: The output's boxes; None if it is float32 and written from registers.
+        ptr: Then it, contiguous (batch, rows, num_heads_q, head_dim_v), else None.
+        lse: Contiguous (batch, num_heads_q, rows) float32.
+        partial_out: The output over other keys, in float32 and contiguous, or None.
+        partial_lse: Its lse.
+        DIM: Columns of what is read or written from registers; None if nothing is, so that one build serves several.
+        BLOCK_DIM: Columns of a tile.
+        PACKED: As of ``Rows``.
+    """
+
+    desc: Any
+    ptr: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+    DIM: Any
+    BLOCK_DIM: Any
+    PACKED: Any
+
+
+class Schedule(NamedTuple):
+    """A forward's tiles, with ``forward.config.Config``'s constants, and how programs share them.
+
+    Attributes:
+        counter: Of tiles, int32, 0 before and after; None for a static order.
+        PACK_GQA: Whether the heads of a group share tiles, which few queries would leave half empty. A tile then holds
+            STRIP query rows of each head of the group, head by head, then the next STRIP rows; else STRIP == BLOCK_M.
+        HAS_EDGES: Whether a warpgroup may meet an edge of the band after its first block of keys.
+        CACHED_ROWS: Keys and values that are taken to fit into the L2 cache.
+    """
+
+    counter: Any
+    BLOCK_M: Any
+    STRIP: Any
+    PACK_GQA: Any
+    BLOCK_N: Any
+    NUM_WARPGROUPS: Any
+    STAGES: Any
+    Q_STAGES: Any
+    TILE_STAGES: Any
+    OUT_STAGES: Any
+    SCORE_STAGES: Any
+    OVERLAP: Any
+    PINGPONG: Any
+    REGISTERS: Any
+    HAS_EDGES: Any
+    CACHED_ROWS: Any
+
+
+class Scale(NamedTuple):
+    """float32 scales by sequence, head and block of rows, with their steps, 0 where one serves several."""
+
+    ptr: Any
+    batch_step: Any
+    head_step: Any
+    block_step: Any
+
+
+class Scales(NamedTuple):
+    """What a call of 8-bit tensors has besides ``Call``.
+
+    Attributes:
+        q: ``Scale``, like k and v.
+        k: Of the keys.
+        v: Of the values.
+        shift: Like lse: what smoothing took off the scores of a row, or None.
+        shift_scale: Turns it into exponents of 2.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    shift: Any
+    shift_scale: Any

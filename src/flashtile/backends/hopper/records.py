@@ -1,0 +1,106 @@
+"""The arguments of the Hopper forwards from a ``Problem``, for launches and for builds without a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.device.mask import Band
+from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
+from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
+from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.device.records import Cache, Keys, Output, PairTensor, Schedule, Slopes, Terms
+from flashtile.backends.hopper.forward.config import Config
+from flashtile.call.problem import Problem, Tensors
+from flashtile.call.quantized_arguments import QuantizedTensors
+
+# Keys and values that are read at the same time: the L2 cache has 50 MB, and queries and outputs need some of it.
+_CACHED_BYTES = 2**25
+_NO_SLOPES, _NO_TENSOR = Slopes(None, None, None), PairTensor(None, None, None)
+
+
+def call_of(
+    problem: Problem, t: Tensors | QuantizedTensors, rows: tuple[Rows, Rows, Rows], keys: Keys, terms: Terms
+) -> Call:
+    """A kernel's ``Call``, from ``rows_of`` q, k and v."""
+    p = problem
+    queries = Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), p.batch, t.q.shape[-3])
+    return Call(*rows, queries, keys, Heads(p.num_heads_q, p.group_size), terms)
+
+
+def rows_of(name: str, box: TensorMap, block_dim: int) -> Rows:
+    """The rows of a tensor that TMA reads; block_dim: columns of a tile."""
+    return Rows(None, box._replace(operand=name), None, None, None, None, block_dim, None, len(box.box) == 5)
+
+
+def keys_of(problem: Problem, t: Tensors | QuantizedTensors, cache: Cache | None = None) -> Keys:
+    """Those of a call; cache: where they are, if they are in one."""
+    if cache is not None:
+        return Keys(None, problem.keys.length, cache, True)
+    return Keys(pointer(t.cu_seqlens_k, "cu_seqlens_k"), t.k.shape[-3], None, problem.varlen)
+
+
+def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined: bool = False) -> Output:
+    """Where a forward stores its results: by TMA, or without a box in float32."""
+    # Only such outputs are addressed by column.
+    dim = problem.head_dim_v if box is None or is_joined else None
+    partial_out, partial_lse = (
+        Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")
+    )
+    return Output(
+        None if box is None else box._replace(operand="out"), Pointer(torch.float32, "out") if box is None else None,
+        Pointer(torch.float32, "lse"), partial_out, partial_lse, dim, block_dim, problem.varlen,
+    )  # fmt: skip
+
+
+def terms_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None) -> Terms:
+    """The ``Terms`` of a call; maps are those of ``tensor_maps.score_map``, None for what threads load themselves."""
+    slopes, mask = _NO_SLOPES, t.attn_mask
+    if t.alibi_slopes is not None:
+        # Kept keys are then never past their row.
+        one_sided = problem.band.right is not None and problem.band.right <= 0
+        step = problem.num_heads_q if t.alibi_slopes.dim() == 2 else 0
+        slopes = Slopes(pointer(t.alibi_slopes, "alibi"), step, one_sided)
+    return plain_terms(problem, t)._replace(
+        alibi=slopes,
+        bias=_pair_tensor("bias", t.attn_bias, bias_map),
+        mask=_pair_tensor("mask", None if mask is None else mask.view(torch.uint8), mask_map),
+    )
+
+
+def plain_terms(problem: Problem, t: Tensors | QuantizedTensors) -> Terms:
+    """``Terms`` of a call that has no other terms than a softcap, a band and sinks."""
+    scale, softcap, prescale = problem.softmax_scale * LOG2_E.value, None, None
+    if problem.softcap > 0:
+        softcap, prescale = float(problem.softcap), 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
+        scale = LOG2_E.value
+    elif problem.softmax_scale <= 0:
+        scale, prescale = 1.0, scale
+    bounds, band = tensor_maps.bounds(problem), problem.band
+    sides = (None if side is None else bounds[name] for name, side in (("left", band.left), ("right", band.right)))
+    return Terms(
+        scale, softcap, prescale, prescale is not None, Band(*sides), _NO_SLOPES, _NO_TENSOR, _NO_TENSOR,
+        pointer(t.sinks, "sinks"),
+    )  # fmt: skip
+
+
+def _pair_tensor(name: str, tensor: Tensor | None, box: TensorMap | None) -> PairTensor:
+    if tensor is None:
+        return _NO_TENSOR
+    *others, column = tensor_maps.score_strides(tensor)
+    steps = (*others, Const(1) if column == 1 else column)
+    if box is None:
+        return PairTensor(pointer(tensor, name), None, steps)
+    return PairTensor(None, box._replace(operand=name), steps)
+
+
+def schedule_of(problem: Problem, config: Config, has_edges: bool, counter: str = "counter") -> Schedule:
+    """The tiles; counter: the operand that counts them, where one does."""
+    c = config
+    cached_rows = _CACHED_BYTES // (problem.dtype.itemsize * (c.block_d + c.block_dv))
+    return Schedule(
+        Pointer(torch.int32, counter) if c.dynamic else None, c.block_m, c.strip, c.pack_gqa, c.block_n,
+        c.num_warpgroups, c.stages, c.q_stages, c.tile_stages, c.out_stages, c.score_stages, c.overlap, c.pingpong,
+        c.registers, has_edges, cached_rows,
+    )  # fmt: skip
