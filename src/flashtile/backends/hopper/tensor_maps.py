@@ -152,16 +152,16 @@ def score_arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
         "mask_ptr": None if mask is None else mask.view(torch.uint8),
         # Kept keys are then never past their row.
         "ALIBI_ONE_SIDED": problem.band.right is not None and problem.band.right <= 0,
-        "BIAS_CONTIGUOUS": _score_strides(bias)[3] == 1,
-        "MASK_CONTIGUOUS": _score_strides(mask)[3] == 1,
+        "BIAS_CONTIGUOUS": score_strides(bias)[3] == 1,
+        "MASK_CONTIGUOUS": score_strides(mask)[3] == 1,
     }
     for name, tensor in (("bias", bias), ("mask", mask)):
         names = (f"{name}_stride_{axis}" for axis in ("b", "head", "row", "col"))
-        arguments |= dict(zip(names, _score_strides(tensor), strict=True))
+        arguments |= dict(zip(names, score_strides(tensor), strict=True))
     return arguments
 
 
-def _score_strides(tensor: Tensor | None) -> tuple[int, ...]:
+def score_strides(tensor: Tensor | None) -> tuple[int, ...]:
     """Strides over (batch, head, row, key), 0 where the tensor broadcasts."""
     if tensor is None:
         return (0, 0, 0, 0)
