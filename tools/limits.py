@@ -37,8 +37,6 @@ PUBLIC = (
     "extras/flashtile_lab/commands/fp8.py",
     "extras/flashtile_lab/commands/ring.py",
 )
-# Kernels that the host launches and that ``is_entry`` does not recognise.
-ENTRY_KERNELS = {"prepare_rows"}
 # Path or path:function -> (lines, reason).
 RAISED: dict[str, tuple[int, str]] = {
     "src/flashtile/api/cached.py:attention_with_kvcache": (110, "28 arguments, each with its line of documentation"),
@@ -91,7 +89,7 @@ def parameters(node: Function) -> list[str]:
 
 def is_entry(node: Function) -> bool:
     """Whether the host launches a function: its decorator lists arguments not to specialise on."""
-    return node.name in ENTRY_KERNELS or any(
+    return any(
         isinstance(each, ast.Call)
         and ast.unparse(each.func) in ("triton.jit", "gluon.jit")
         and any(keyword.arg == "do_not_specialize" for keyword in each.keywords)

@@ -30,16 +30,21 @@ def _name(build: KernelBuild) -> str:
     return build.label.replace(" ", "-")
 
 
+def _dims(build: KernelBuild) -> tuple[int, int]:
+    """Columns of tiles of queries and of values."""
+    return build.constexprs["grid.call.q.BLOCK_DIM"], build.constexprs["grid.call.v.BLOCK_DIM"]
+
+
 def _usual(dim: int, dim_v: int | None = None) -> KernelBuild:
     dims = (dim, dim_v or dim)
-    found = (b for b in SWEEPS if (b.constexprs["BLOCK_D"], b.constexprs["BLOCK_DV"]) == dims)
+    found = (b for b in SWEEPS if _dims(b) == dims)
     return next(b for b in found if b.config["mask"] == "causal")
 
 
 # Every gradient, then some: each at one head_dim, and slow at others.
 SOME = [build for build in SWEEPS if "only" in str(build.config.get("features"))]
 # To float32, and added to it: one of each. The semaphores of dq_order would be atomics too.
-WIDE = [b for b in SWEEPS if "float32" in str(b.config.get("features")) and "dq_order_ptr" in b.constexprs]
+WIDE = [b for b in SWEEPS if "float32" in str(b.config.get("features")) and "grid.work.dq_order" in b.constexprs]
 CHIEF = [
     *map(_usual, (64, 96, 128, 256)),
     _usual(192, 128),
@@ -59,19 +64,24 @@ def _parts(width: int, most: int) -> list[int]:
 def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None:
     report = builds.compile_build(build, "sm_90a")
     assert report.problems == []
-    c = build.constexprs
-    has_dq, has_dk, has_dv = ("dq_ptr" in build.signature, *(f"{x}_out" in build.signature for x in ("dk", "dv")))
+    has_dq, has_dk, has_dv = (
+        name in build.signature for name in ("grid.work.dq", "grid.gradients.dk", "grid.gradients.dv")
+    )
     has_dscores = has_dq or has_dk
-    parts, block_m = 1 if c["BY_GRADIENT"] else 2, c["BLOCK_M"]
-    dim, dim_v, has_third = c["BLOCK_D"], c["BLOCK_DV"], c["DQ_REGISTERS"] > 0
+    (dim, dim_v), parts, block_m = (
+        _dims(build),
+        build.constexprs["grid.tiles.PARTS"],
+        build.constexprs["grid.tiles.BLOCK_M"],
+    )
+    by_gradient, has_third, adds_to = parts == 1, build.constant("DQ_REGISTERS") > 0, build.constant("ADDS")
     columns, columns_v = (_parts(width, 128) for width in (dim, dim_v))
     # Scores and their gradients go over head_dim, dk and dv over the rows, dq over the keys; 16 a product. Each
     # warpgroup has a tile's first step, where it differs, and its loop. It makes both gradients of 64 keys, or one. If
     # no third one makes dq, each does, and adds it a step later, in two places.
     share = dim if block_m == 128 or has_third else dim // 2
-    pieces = _parts(share, c["DQ_WIDTH"])
+    pieces = _parts(share, build.constant("DQ_WIDTH"))
     dq = parts * 64 // 16 * len(pieces) * (1 if has_third else 4)
-    steps = 2 if c["BY_GRADIENT"] or (has_dq and not has_third) else 1
+    steps = 2 if by_gradient or (has_dq and not has_third) else 1
     gradients = (has_dk * len(columns) + has_dv * len(columns_v)) * block_m
     products = steps * parts * (dim + has_dscores * dim_v + gradients) // 16
     assert report.instructions["wgmma"] == products + has_dq * dq
@@ -80,18 +90,18 @@ def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None
     loads = dim // min(64, columns[-1]) * (1 + parts) + dim_v // min(64, columns_v[-1]) * (1 + has_dscores * parts)
     assert report.instructions["tma_load"] >= loads + 1
     # Four neighbours at once: dq of 64 rows is as many vectors as a thread has accumulators, by 4; by TMA, a piece.
-    by_tma = "dq_desc" in build.signature
+    by_tma = "grid.work.dq_desc" in build.signature
     adds = (1 if has_third else 4) * share // 8
     assert report.instructions["atomic"] == (adds + 1 if has_dq and not by_tma else 1)
     # dk and dv leave at the end of a tile, dv in two places where it leaves under a last product.
-    box = min(columns[-1], columns_v[-1], 64 if c["BY_GRADIENT"] else 128)
-    stores, stores_v = (width // box * (1 if c["BY_GRADIENT"] else 2) for width in (dim, dim_v))
-    stores = has_dk * stores + has_dv * stores_v * (1 if c["BY_GRADIENT"] else 2)
+    box = min(columns[-1], columns_v[-1], 64 if by_gradient else 128)
+    stores, stores_v = (width // box * (1 if by_gradient else 2) for width in (dim, dim_v))
+    stores = has_dk * stores + has_dv * stores_v * (1 if by_gradient else 2)
     # A box of float32 has half the columns.
-    stores *= 2 if "fp32" in build.signature.get("dk_out", "") else 1
+    stores *= 2 if "fp32" in build.signature.get("grid.gradients.dk", "") else 1
     added = 2 * 2 * len(pieces) if by_tma else 0
-    assert report.instructions.get("tma_reduce", 0) == added + (stores if c["ADDS"] else 0)
-    assert report.instructions.get("tma_store", 0) == (0 if c["ADDS"] else stores)
+    assert report.instructions.get("tma_reduce", 0) == added + (stores if adds_to else 0)
+    assert report.instructions.get("tma_store", 0) == (0 if adds_to else stores)
     assert report.instructions["setmaxnreg"] > 0
     assert "st.global" not in report.instructions
 
@@ -144,7 +154,7 @@ def test_every_variant_builds(name: str) -> None:
 @pytest.mark.slow
 def test_spills_would_be_seen() -> None:
     build = _usual(128)
-    starved = dataclasses.replace(build, constexprs={**build.constexprs, "REGISTERS": 208})
+    starved = dataclasses.replace(build, constexprs={**build.constexprs, "grid.tiles.REGISTERS": 208})
     assert any("spills" in problem for problem in builds.compile_build(starved, "sm_90a").problems)
 
 

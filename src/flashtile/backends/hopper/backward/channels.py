@@ -70,35 +70,42 @@ class Channels:
 
 
 @gluon.jit
-def make_channels(dtype: gl.constexpr, rows_desc, grid, stages: gl.constexpr, k_stages: gl.constexpr,
-                  v_stages: gl.constexpr, ds_stages: gl.constexpr, has_dq_order: gl.constexpr):  # fmt: skip
-    """The channels of a ``KeyGrid``, without dq's; ``has_dq_order``: two warps more read the tile records."""
-    ROWS: gl.constexpr = grid.block_m
-    by_gradient: gl.constexpr = grid.parts == 1
+def make_channels(grid):
+    """The channels of a ``KeyGrid``, without dq's."""
+    dtype: gl.constexpr = grid.call.q.desc.dtype
+    ROWS: gl.constexpr = grid.tiles.BLOCK_M
+    COLS: gl.constexpr = grid.call.q.BLOCK_DIM
+    COLS_V: gl.constexpr = grid.call.v.BLOCK_DIM
+    PARTS: gl.constexpr = grid.tiles.PARTS
+    stages: gl.constexpr = grid.tiles.STAGES
+    ds_stages: gl.constexpr = grid.tiles.DS_STAGES
+    by_gradient: gl.constexpr = PARTS == 1
     # With dv alone, the second of two warpgroups that share keys does nothing. A third warpgroup for dq reads the keys.
-    consumers: gl.constexpr = 2 if grid.has_dscores or not by_gradient else 1
-    third: gl.constexpr = 1 if grid.has_dq and grid.dq_warpgroups == 1 else 0
-    dout_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(grid.block_dv, -1, WIDEST)], dtype)
+    consumers: gl.constexpr = 2 if grid.gradients.HAS_DSCORES or not by_gradient else 1
+    # Two warps more read the tile records where dq has an order.
+    in_order: gl.constexpr = 2 if grid.work.dq_order is not None else 0
+    third: gl.constexpr = 1 if grid.gradients.HAS_DQ and grid.tiles.DQ_WARPGROUPS == 1 else 0
+    dout_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(COLS_V, -1, WIDEST)], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, ROWS], dtype)
-    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third + (2 if has_dq_order else 0))
-    queries = make_rings(dtype, ROWS, grid.block_d, stages, consumers, 1, WIDEST)
-    rows = gl.allocate_shared_memory(gl.float32, [stages, 2, ROWS], rows_desc.layout)
-    dout = make_ring_beside(queries[0], dtype, [ROWS, width_of(grid.block_dv, 0, WIDEST)], dout_layout)
-    dout = with_parts(dout, dout_layout, grid.block_dv, WIDEST)
-    keys = make_rings(dtype, PART_KEYS, grid.block_d, k_stages, grid.parts + third, grid.parts, WIDEST)
+    tiles = make_records(FIELDS, "", RECORD_SIZE, 2, consumers + third + in_order)
+    queries = make_rings(dtype, ROWS, COLS, stages, consumers, 1, WIDEST)
+    rows = gl.allocate_shared_memory(gl.float32, [stages, 2, ROWS], grid.work.rows.layout)
+    dout = make_ring_beside(queries[0], dtype, [ROWS, width_of(COLS_V, 0, WIDEST)], dout_layout)
+    dout = with_parts(dout, dout_layout, COLS_V, WIDEST)
+    keys = make_rings(dtype, PART_KEYS, COLS, grid.tiles.K_STAGES, PARTS + third, PARTS, WIDEST)
     # Rings are made only where they are used: see make_ring_beside.
     values, dscores, probs, out = None, None, None, None
-    if grid.has_dscores:
-        values = make_rings(dtype, PART_KEYS, grid.block_dv, v_stages, grid.parts, grid.parts, WIDEST)
-    if grid.has_dq or (by_gradient and grid.has_dk):
-        readers: gl.constexpr = grid.dq_warpgroups if grid.has_dq else 0
-        dscores = make_ring(dtype, [PART_KEYS, ROWS], ds_layout, ds_stages, readers, grid.parts, grid.parts)
+    if grid.gradients.HAS_DSCORES:
+        values = make_rings(dtype, PART_KEYS, COLS_V, grid.tiles.V_STAGES, PARTS, PARTS, WIDEST)
+    if grid.gradients.HAS_DQ or (by_gradient and grid.gradients.HAS_DK):
+        readers: gl.constexpr = grid.tiles.DQ_WARPGROUPS if grid.gradients.HAS_DQ else 0
+        dscores = make_ring(dtype, [PART_KEYS, ROWS], ds_layout, ds_stages, readers, PARTS, PARTS)
     if by_gradient:
-        probs = make_ring(gl.float16, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.has_dscores else 0)
+        probs = make_ring(gl.float16, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
     else:
-        cols: gl.constexpr = width_of(grid.block_d, -1)
+        cols: gl.constexpr = width_of(COLS, -1)
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)
-        out = gl.allocate_shared_memory(dtype, [2 * (min(grid.block_d, 128) // cols), PART_KEYS, cols], out_layout)
+        out = gl.allocate_shared_memory(dtype, [2 * (min(COLS, 128) // cols), PART_KEYS, cols], out_layout)
     return Channels(tiles, queries, rows, dout, keys, values, dscores, probs, out, None)
 
 

@@ -23,16 +23,16 @@ from flashtile.backends.hopper.device.head_dim_parts import num_parts, part_at, 
 @gluon.jit
 def start_dq(channels, used, key_use, grid, PIECE: gl.constexpr, WARPGROUP: gl.constexpr):
     """Starts the product for one piece of this warpgroup's share of dq."""
-    width: gl.constexpr = width_of(grid.dq_share, PIECE, grid.dq_width)
-    row: gl.constexpr = 64 * WARPGROUP if grid.block_m == 128 else 0
-    first: gl.constexpr = 0 if grid.block_m == 128 else WARPGROUP * grid.dq_share
-    col: gl.constexpr = first + start_of(grid.dq_share, PIECE, grid.dq_width)
-    col_part: gl.constexpr = part_at(grid.block_d, col, WIDEST)
+    width: gl.constexpr = width_of(grid.tiles.DQ_SHARE, PIECE, grid.tiles.DQ_WIDTH)
+    row: gl.constexpr = 64 * WARPGROUP if grid.tiles.BLOCK_M == 128 else 0
+    first: gl.constexpr = 0 if grid.tiles.BLOCK_M == 128 else WARPGROUP * grid.tiles.DQ_SHARE
+    col: gl.constexpr = first + start_of(grid.tiles.DQ_SHARE, PIECE, grid.tiles.DQ_WIDTH)
+    col_part: gl.constexpr = part_at(grid.call.q.BLOCK_DIM, col, WIDEST)
     dq = zero_accumulator(64, width)
-    for part in gl.static_range(grid.parts):
+    for part in gl.static_range(grid.tiles.PARTS):
         ds_tile = channels.dscores.part(used, part).slice(row, 64, dim=1).permute((1, 0))
         k_tile = channels.keys[col_part].fixed_part(key_use, part, used)
-        k_tile = k_tile.slice(col - start_of(grid.block_d, col_part, WIDEST), width, dim=1)
+        k_tile = k_tile.slice(col - start_of(grid.call.q.BLOCK_DIM, col_part, WIDEST), width, dim=1)
         dq = warpgroup_mma(ds_tile, k_tile, dq, use_acc=part > 0, is_async=True)
     return dq
 
@@ -69,19 +69,19 @@ def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_dq_order(dq_order_ptr, channels, grid):
+def wait_for_dq_order(channels, grid):
     """A warp that waits on the dq_order semaphores of its program's steps, a few steps ahead."""
-    keep_dq_order(dq_order_ptr, channels, grid, False)
+    keep_dq_order(channels, grid, False)
 
 
 @gluon.jit
-def advance_dq_order(dq_order_ptr, channels, grid):
+def advance_dq_order(channels, grid):
     """A warp that increments a row block's semaphore once its step has added to dq."""
-    keep_dq_order(dq_order_ptr, channels, grid, True)
+    keep_dq_order(channels, grid, True)
 
 
 @gluon.jit
-def keep_dq_order(dq_order_ptr, channels, grid, ENDS: gl.constexpr):
+def keep_dq_order(channels, grid, ENDS: gl.constexpr):
     """One of two warps: waiting and incrementing each take about as long as a step, so both run beside the products.
 
     The acquire follows the adds of earlier tiles, the release precedes those of later ones; the rings extend that order
@@ -98,12 +98,12 @@ def keep_dq_order(dq_order_ptr, channels, grid, ENDS: gl.constexpr):
         while used < end:
             if ENDS:
                 added.wait(used)
-                gl.atomic_add(dq_order_ptr + rows.block, 1, sem="release")
+                gl.atomic_add(grid.work.dq_order + rows.block, 1, sem="release")
                 added.release(used)
             else:
                 dq_order.claim(used)
                 before = dq_order_of(rows.start, records, tiles, grid)
-                while gl.atomic_add(dq_order_ptr + rows.block, 0, sem="acquire") < before:
+                while gl.atomic_add(grid.work.dq_order + rows.block, 0, sem="acquire") < before:
                     pass
                 dq_order.publish(used)
             rows = next_rows(rows, records, tiles, grid)
@@ -114,10 +114,10 @@ def keep_dq_order(dq_order_ptr, channels, grid, ENDS: gl.constexpr):
 @gluon.jit
 def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
     """Adds this warpgroup's share of dq to row block ``block``, of which ``dq`` is the first piece, in dq_order."""
-    share: gl.constexpr = grid.dq_share
-    most: gl.constexpr = grid.dq_width
+    share: gl.constexpr = grid.tiles.DQ_SHARE
+    most: gl.constexpr = grid.tiles.DQ_WIDTH
     out = channels.dq
-    offset = block.to(gl.int64) * (grid.block_m * grid.block_d) + WARPGROUP * (64 * share)
+    offset = block.to(gl.int64) * (grid.tiles.BLOCK_M * grid.call.q.BLOCK_DIM) + WARPGROUP * (64 * share)
     count: gl.constexpr = num_parts(share, most)
     for piece in gl.static_range(count):
         if piece > 0:
@@ -138,7 +138,7 @@ def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
 @gluon.jit
 def dq_consumer(channels, grid):
     """A third warpgroup: what every tile adds to dq, while the other two go on."""
-    if grid.has_dq:
+    if grid.gradients.HAS_DQ:
         records = channels.tiles
         tiles = 0
         used = 0

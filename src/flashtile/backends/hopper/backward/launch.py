@@ -11,15 +11,29 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device import scheduler
+from flashtile.backends.gpu.device.mask import Band
+from flashtile.backends.gpu.device.records import Call, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, named, row_strides
+from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
+from flashtile.backends.hopper.backward import records
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.backward.kernel import attention_backward
 from flashtile.backends.hopper.backward.postprocess import finish_gradient
 from flashtile.backends.hopper.backward.preprocess import prepare_rows
+from flashtile.backends.hopper.backward.records import (
+    Results,
+    Schedule,
+    ScoreArgument,
+    Slopes,
+    Splits,
+    Sums,
+    Terms,
+    Tiles,
+    Work,
+)
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
 from flashtile.call.backend import Chain, Gradients, Known
 from flashtile.call.problem import Problem, Tensors
@@ -220,159 +234,159 @@ def _as_one(problem: Problem) -> Problem:
 def _preprocess_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace, adds: bool
 ) -> Launch:
-    p = problem
+    p, strides = problem, dout.stride()
+    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     # Rows of sequences without keys are skipped, unless sinks want a gradient, which is made from every row.
     skips = adds and not p.grads.sinks
-    dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
-    sizes = {
-        "dout_ptr": dout,
-        "dlse_ptr": dlse,
-        **work.pointers(),
-        **work.zeros(),
-        "batch": p.batch,
-        "seqlen_q": tensors.q.shape[-3],
-        **row_strides("dout", dout),
-        "dlse_stride_b": dlse_strides[0],
-        "dlse_stride_head": dlse_strides[1],
-        "dlse_stride_row": dlse_strides[2],
+    dlse_b, dlse_head, dlse_row = (None, None, None) if dlse is None else (0, *dlse.stride())[-3:]
+    results = Results(
+        Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"),
+        Rows(pointer(dout, "dout"), None, batch, row, head, p.head_dim_v, config.block_dv, 1, p.varlen),
+        pointer(dlse, "dlse"), dlse_b, dlse_head, Const(1) if dlse_row == 1 else dlse_row, _queries(p, tensors),
+        p.num_heads_q,
+    )  # fmt: skip
+    arguments = {
+        "results": results,
+        "cu_seqlens_k": pointer(tensors.cu_seqlens_k, "cu_seqlens_k") if skips else None,
+        "work": work.record(),
+        "BLOCK_M": config.block_m,
+        "BLOCK_D": config.block_d,
     }
-
-    def others() -> dict[str, Any]:
-        return {
-            "out_ptr": Pointer(dout.dtype),
-            "lse_ptr": Pointer(torch.float32),
-            "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
-            "cu_seqlens_k_ptr": tensors.cu_seqlens_k if skips else None,
-            "num_heads_q": p.num_heads_q,
-            "HEAD_DIM": p.head_dim_v,
-            "BLOCK_M": config.block_m,
-            "BLOCK_D": config.block_d,
-            "VARLEN": p.varlen,
-        }
-
-    return Launch(prepare_rows, work.blocks, named({**others(), **sizes}), {"num_warps": 8})
+    return Launch(prepare_rows, work.blocks, arguments, {"num_warps": 8})
 
 
 def _finish_launch(
     problem: Problem, tensors: Tensors, config: Config, work: Workspace, name: str, adds: bool
 ) -> Launch | None:
     """From the sums of ``name``, one of dq, dk and dv, to the gradient; None where there are none."""
-    p, t, is_dq = problem, tensors, name == "dq"
+    p, is_dq = problem, name == "dq"
     at = {"dq": 0 if p.grads.q else None, "dk": work.dk_at, "dv": work.dv_at}[name]
     if at is None:
         return None
     block_m = config.block_m if is_dq else config.block_n
-    blocks = work.blocks if is_dq else key_blocks(p, config, t)
-
-    def others() -> dict[str, Any]:
-        return {
-            "out_ptr": Pointer(p.grad_dtype, name),
-            "cu_seqlens_ptr": Pointer(torch.int32, f"cu_seqlens_{'q' if is_dq else 'k'}") if p.varlen else None,
-            "others_ptr": Pointer(torch.int32, "cu_seqlens_k") if p.varlen and is_dq and adds else None,
-            "num_heads": p.num_heads_q if is_dq else p.num_heads_kv,
-            "scale": float(p.softmax_scale) if is_dq else 1.0,
-            "HEAD_DIM": p.head_dim_v if name == "dv" else p.head_dim,
-            "BLOCK_M": block_m,
-            "BLOCK_D": config.block_dv if name == "dv" else config.block_d,
-            "VARLEN": p.varlen,
-            "ADDS": adds,
-        }
-
-    sizes = {
-        "sums_ptr": Pointer(torch.float32, "work", at),
-        "batch": p.batch,
-        "seqlen": (t.q if is_dq else t.k).shape[-3],
-        "sums": 1 if is_dq else work.sum_heads,
+    blocks = work.blocks if is_dq else key_blocks(p, config, tensors)
+    dims = (p.head_dim_v, config.block_dv) if name == "dv" else (p.head_dim, config.block_d)
+    others = pointer(tensors.cu_seqlens_k, "cu_seqlens_k")
+    arguments = {
+        "sums": Sums(Pointer(torch.float32, "work", at), 1 if is_dq else work.sum_heads, block_m),
+        "out": Rows(Pointer(p.grad_dtype, name), None, None, None, None, *dims, 1, p.varlen),
+        "sequences": _queries(p, tensors) if is_dq else _keys(p, tensors),
+        "others": others if is_dq and adds else None,
+        "num_heads": p.num_heads_q if is_dq else p.num_heads_kv,
+        "scale": float(p.softmax_scale) if is_dq else 1.0,
+        "ADDS": adds,
     }
-    return Launch(finish_gradient, blocks * (block_m // _ROWS), named({**others(), **sizes}), {"num_warps": 4})
+    return Launch(finish_gradient, blocks * (block_m // _ROWS), arguments, {"num_warps": 4})
 
 
 def _main_launch(
     problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool, *,
     chained: tuple[int, int] | None = None,
 ) -> Launch:  # fmt: skip
-    p, t, (first_head, end_head) = problem, tensors, chained or (0, problem.num_heads_kv)
-    heads = end_head - first_head
-    rows_q, rows_k = t.q.shape[-3], t.k.shape[-3]
-    num_sms, splits_gqa = tensor_maps.num_sms(t.q.device), work.gqa_splits > 1
-    pointers = work.pointers()
-    del pointers["rows_ptr"]
-    sizes = {
-        **_tensor_maps(p, t, dout, config, work),
-        **pointers,
-        "seqlen_q": rows_q,
-        "seqlen_k": rows_k,
-        "batch": p.batch,
-        "gqa_splits": work.gqa_splits,
-        "heads_per_split": -(-p.group_size // work.gqa_splits),
-        "sum_heads": work.sum_heads,
-        "heads_at_once": _heads_at_once(p, config, heads * work.gqa_splits, rows_q, rows_k, num_sms),
-        "first_head": first_head,
-        "heads": heads,
-    }
-
-    def others() -> dict[str, Any]:
-        return {
-            "cu_seqlens_q_ptr": t.cu_seqlens_q,
-            "cu_seqlens_k_ptr": t.cu_seqlens_k,
-            **scales(p),
-            "num_heads_kv": p.num_heads_kv,
-            "group_size": p.group_size,
-            **tensor_maps.bounds(p),
-            **tensor_maps.score_arguments(p, t),
-            **constants(p, config),
-            "ADDS": adds and not splits_gqa,
-            "CHAINED": chained is not None,
-            "SPLITS_GQA": splits_gqa,
-        }
-
+    p, (first_head, end_head) = problem, chained or (0, problem.num_heads_kv)
+    heads = (end_head - first_head) * work.gqa_splits
+    rows_q, rows_k = tensors.q.shape[-3], tensors.k.shape[-3]
+    num_sms = tensor_maps.num_sms(tensors.q.device)
+    splits = None
+    if work.gqa_splits > 1:
+        sums = work.sum_heads, work.sum_heads * p.num_heads_kv
+        splits = Splits(work.gqa_splits, -(-p.group_size // work.gqa_splits), *sums)
+    at_once = _heads_at_once(p, config, heads, rows_q, rows_k, num_sms)
+    all_heads = heads * (1 if p.varlen else p.batch)
+    grid = records.KeyGrid(
+        _call(p, tensors, config),
+        _gradients(p, tensors, dout, config, work, adds),
+        _main_work(p, config, work),
+        Schedule(at_once, heads, all_heads, first_head, splits, keys_fall(p), chained is not None),
+        _tiles(config),
+    )
     blocks = -(-rows_k // config.block_n) * p.batch
     if p.varlen:
         blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
-    programs = min(num_sms, blocks * heads * work.gqa_splits)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_backward, programs, named({**others(), **sizes}), options)
+    return Launch(attention_backward, min(num_sms, blocks * heads), {"grid": grid}, options)
 
 
-def _tensor_maps(
-    problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace
-) -> dict[str, TensorMap | Pointer | None]:
-    """Maps of the tensors, of the workspace's rows and, where TMA adds to it, of its dq as lines of 128 floats.
+def _call(problem: Problem, t: Tensors, config: Config) -> Call:
+    p, keys = problem, configs.PART_KEYS
+    cols, cols_v = configs.box_cols(config.block_d), configs.box_cols(config.block_dv)
+    return Call(
+        _rows("q", t.q, (config.block_m, cols), config.block_d, p.varlen),
+        _rows("k", t.k, (keys, cols), config.block_d, p.varlen),
+        _rows("v", t.v, (keys, cols_v), config.block_dv, p.varlen),
+        _queries(p, t), _keys(p, t), p.num_heads_q, p.group_size, _terms(p, t), None,
+    )  # fmt: skip
 
-    With gqa_splits, dk and dv are sums in the workspace.
-    """
-    p, t, wanted = problem, tensors, problem.grads
-    adds_by_tma = wanted.q and config.dq_tma and not p.deterministic
-    keys, cols, cols_v = configs.PART_KEYS, configs.box_cols(config.block_d), configs.box_cols(config.block_dv)
+
+def _rows(name: str, tensor: Tensor, box: tuple[int, int], block_dim: int, varlen: bool) -> Rows:
+    """Rows that TMA loads in boxes of so many rows and columns."""
+    desc = tensor_maps.rows_map(tensor, *box, varlen)._replace(operand=name)
+    return Rows(None, desc, None, None, None, tensor.shape[-1], block_dim, 1, varlen)
+
+
+def _queries(problem: Problem, t: Tensors) -> Sequences:
+    return Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
+
+
+def _keys(problem: Problem, t: Tensors) -> Sequences:
+    return Sequences(pointer(t.cu_seqlens_k, "cu_seqlens_k"), problem.batch, t.k.shape[-3])
+
+
+def _terms(problem: Problem, t: Tensors) -> Terms:
+    p, scale, cap = problem, problem.softmax_scale, problem.softcap
+    slopes = Slopes(None, None, None)
+    if t.alibi_slopes is not None:
+        # Kept keys are never past their row where the right side is not positive.
+        is_one_sided = p.band.right is not None and p.band.right <= 0
+        stride_b = p.num_heads_q if t.alibi_slopes.dim() == 2 else 0
+        slopes = Slopes(pointer(t.alibi_slopes, "alibi"), stride_b, is_one_sided)
+    bounds = zip((p.band.left, p.band.right), tensor_maps.bounds(p).values(), strict=True)
+    band = Band(*(None if side is None else bound for side, bound in bounds))
+    return Terms(
+        float(scale), scale * LOG2_E.value, float(cap), 2 * LOG2_E.value * scale / cap if cap > 0 else 0.0, band,
+        slopes, _score_argument("bias", t.attn_bias), _score_argument("mask", t.attn_mask), cap > 0,
+    )  # fmt: skip
+
+
+def _score_argument(name: str, tensor: Tensor | None) -> ScoreArgument:
+    if tensor is None:
+        return ScoreArgument(None, None)
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)
+    *steps, last = tensor_maps.score_strides(tensor)
+    return ScoreArgument(pointer(tensor, name), (*steps, Const(1) if last == 1 else last))
+
+
+def _gradients(
+    problem: Problem, t: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool
+) -> records.Gradients:
+    """With gqa_splits, dk and dv are sums in the workspace."""
+    p, wanted, splits = problem, problem.grads, work.gqa_splits > 1
     out_cols = config.out_cols // 2 if p.grad_dtype == torch.float32 else config.out_cols
-    dk, dv = (
-        tensor_maps.contiguous_map(p.grad_dtype, x.shape, keys, out_cols, p.varlen)
-        if work.gqa_splits == 1
-        else Pointer(torch.float32, "work", at)
-        for x, at in ((t.k, work.dk_at or 0), (t.v, work.dv_at or 0))
+
+    def of(name: str, x: Tensor, at: int | None) -> TensorMap | Pointer:
+        if splits:
+            return Pointer(torch.float32, "work", at or 0)
+        made = tensor_maps.contiguous_map(p.grad_dtype, x.shape, configs.PART_KEYS, out_cols, p.varlen)
+        return made._replace(operand=name)
+
+    return records.Gradients(
+        _rows("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
+        of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
+        wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
+    )  # fmt: skip
+
+
+def _main_work(problem: Problem, config: Config, work: Workspace) -> Work:
+    """With a descriptor of the rows and, where TMA adds to it, of dq as lines of 128 floats."""
+    # In a fixed order sums are added from registers: an add's end must be known.
+    adds_by_tma = problem.grads.q and config.dq_tma and not problem.deterministic
+    return work.record()._replace(
+        rows=tensor_maps.floats_map(2 * work.blocks, config.block_m, 2, work.rows_at),
+        dq_desc=tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2) if adds_by_tma else None,
+        sums=None,
+        sums_size=None,
     )
-    return {
-        "q_desc": tensor_maps.rows_map(t.q, config.block_m, cols, p.varlen),
-        "k_desc": tensor_maps.rows_map(t.k, keys, cols, p.varlen),
-        "v_desc": tensor_maps.rows_map(t.v, keys, cols_v, p.varlen),
-        "dout_desc": tensor_maps.rows_map(dout, config.block_m, cols_v, p.varlen),
-        "rows_desc": tensor_maps.floats_map(2 * work.blocks, config.block_m, 2, work.rows_at),
-        "dk_out": dk if wanted.k else None,
-        "dv_out": dv if wanted.v else None,
-        # In a fixed order sums are added from registers: an add's end must be known.
-        "dq_desc": tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2) if adds_by_tma else None,
-    }
-
-
-def scales(problem: Problem) -> dict[str, float]:
-    """Factors of the scores, as the kernel's transform has them."""
-    scale, cap = problem.softmax_scale, problem.softcap
-    return {
-        "scale_log2": scale * LOG2_E.value,
-        "softmax_scale": float(scale),
-        "softcap": float(cap),
-        "prescale": 2 * LOG2_E.value * scale / cap if cap > 0 else 0.0,
-    }
 
 
 def keys_fall(problem: Problem) -> bool:
@@ -387,26 +401,13 @@ def keys_fall(problem: Problem) -> bool:
     return problem.band.left is not None
 
 
-def constants(problem: Problem, config: Config) -> dict[str, Any]:
-    """The main kernel's compile-time arguments."""
-    return {
-        "BLOCK_D": config.block_d,
-        "BLOCK_DV": config.block_dv,
-        "BLOCK_M": config.block_m,
-        "BY_GRADIENT": config.by_gradient,
-        "STAGES": config.stages,
-        "K_STAGES": config.k_stages,
-        "V_STAGES": config.v_stages,
-        "DS_STAGES": config.ds_stages,
-        "DQ_WIDTH": config.dq_width,
-        "REGISTERS": config.registers,
-        "DQ_REGISTERS": config.dq_registers,
-        "HAS_LEFT": problem.band.left is not None,
-        "HAS_RIGHT": problem.band.right is not None,
-        "HAS_SOFTCAP": problem.softcap > 0,
-        "FALLING": keys_fall(problem),
-        "VARLEN": problem.varlen,
-    }
+def _tiles(config: Config) -> Tiles:
+    c, has_third = config, config.dq_registers > 0
+    share = c.block_d if c.block_m == 128 or has_third else c.block_d // 2
+    return Tiles(
+        c.block_m, c.block_n, c.block_n // configs.PART_KEYS, c.stages, c.k_stages, c.v_stages, c.ds_stages,
+        1 if has_third else 2, share, c.dq_width, c.registers, c.dq_registers,
+    )  # fmt: skip
 
 
 def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, rows_k: int, num_sms: int) -> int:

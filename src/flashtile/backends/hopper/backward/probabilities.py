@@ -36,17 +36,29 @@ class KeyRows:
 
 
 @gluon.jit
+def first_keeping(position, band):
+    """The first row that keeps the key at a position: as a row keeps keys, with the sides exchanged."""
+    return mask.first_key(position, band.right, band.right is not None)
+
+
+@gluon.jit
+def last_keeping(position, end, band):
+    """The last row that does, of those before ``end``."""
+    return mask.last_key(position, end, band.left, band.left is not None)
+
+
+@gluon.jit
 def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
-    """The ``KeyRows`` of a part of a tile. A key's rows are what a row's keys are, with the sides exchanged."""
+    """The ``KeyRows`` of a part of a tile."""
     key = records.get(tiles, "key") + PART * PART_KEYS
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
     keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
     shift = seqlen_k - seqlen_q
-    first = gl.where(keys < seqlen_k, mask.first_key(keys - shift, grid.right, grid.has_right), FAR)
-    last = mask.last_key(keys - shift, seqlen_q, grid.left, grid.has_left)
-    clear_from = mask.first_key(key + (PART_KEYS - 1) - shift, grid.right, grid.has_right)
+    first = gl.where(keys < seqlen_k, first_keeping(keys - shift, grid.call.terms.band), FAR)
+    last = last_keeping(keys - shift, seqlen_q, grid.call.terms.band)
+    clear_from = first_keeping(key + (PART_KEYS - 1) - shift, grid.call.terms.band)
     clear_from = gl.where(key + PART_KEYS > seqlen_k, FAR, clear_from)
-    clear_to = mask.last_key(key - shift, FAR, grid.left, grid.has_left) + 1
+    clear_to = last_keeping(key - shift, FAR, grid.call.terms.band) + 1
     first, last = from_thread_column(first, like), from_thread_column(last, like)
     head, _ = query_heads(records.get(tiles, "head"), grid)
     return KeyRows(records.get(tiles, "sequence"), head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to)
@@ -62,15 +74,15 @@ def pairs_of(kept, rows):
 def is_cut(start, kept, grid):
     """Whether some row of the block from ``start`` on does not keep some of the keys."""
     cut = start < kept.clear_from
-    if grid.has_left:
-        cut = cut | (start + grid.block_m > kept.clear_to)
+    if grid.call.terms.band.left is not None:
+        cut = cut | (start + grid.tiles.BLOCK_M > kept.clear_to)
     return cut
 
 
 @gluon.jit
 def keep_rows(x, start, kept, grid):
     """What [64, block_m] is in rows ``start ...``, 0 where a row does not keep a key."""
-    return keep_columns(x, kept.first - start, kept.last - start, 0.0, True, grid.has_left)
+    return keep_columns(x, kept.first - start, kept.last - start, 0.0, True, grid.call.terms.band.left is not None)
 
 
 @gluon.jit

@@ -51,21 +51,25 @@ def key_tile(rings, use, part, step):
 
 
 @gluon.jit
-def load_keys(desc, tile, grid, rings, use, COLS: gl.constexpr):
-    """Starts the load of a tile's keys or values, if there are rings for them, 64 at a time."""
+def load_keys(tensor, tile, grid, rings, use):
+    """Starts the load of a tile's keys or values (``records.Rows``), if there are rings for them, 64 at a time."""
     if rings is not None:
-        full = rings[0].acquire(use, grid.parts * PART_KEYS * COLS * 2)
-        rows = HeadRows(tile.b, key_head(tile.head, grid), tile.start_k, tile.seqlen_k, grid.varlen)
-        for part in gl.static_range(grid.parts):
-            load_boxes(desc, key_tile(rings, use, part, 0), full, rows, tile.key + part * PART_KEYS, COLS, WIDEST)
+        COLS: gl.constexpr = tensor.BLOCK_DIM
+        full = rings[0].acquire(use, grid.tiles.PARTS * PART_KEYS * COLS * 2)
+        rows = HeadRows(tile.b, key_head(tile.head, grid), tile.start_k, tile.seqlen_k, grid.call.q.PACKED)
+        for part in gl.static_range(grid.tiles.PARTS):
+            key = tile.key + part * PART_KEYS
+            load_boxes(tensor.desc, key_tile(rings, use, part, 0), full, rows, key, COLS, WIDEST)
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, channels,
-             grid):  # fmt: skip
+def producer(channels, grid):
     """Takes tiles and loads what they need, in the order in which it is used and buffers become free."""
-    q_bytes: gl.constexpr = grid.block_m * grid.block_d * 2
-    row_bytes: gl.constexpr = 2 * grid.block_m * 4
+    BLOCK_M: gl.constexpr = grid.tiles.BLOCK_M
+    COLS: gl.constexpr = grid.call.q.BLOCK_DIM
+    COLS_V: gl.constexpr = grid.call.v.BLOCK_DIM
+    q_bytes: gl.constexpr = BLOCK_M * COLS * 2
+    row_bytes: gl.constexpr = 2 * BLOCK_M * 4
     stages: gl.constexpr = channels.queries[0].stages
     # With two buffers for keys, one is free before the values' is; a single one is free last.
     keys_first: gl.constexpr = channels.keys[0].stages > 1
@@ -74,7 +78,7 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
     key_use = 0
     is_end = False
     while not is_end:
-        tile = next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+        tile = next_tile(grid)
         is_end = tile.is_end
         publish_tile(channels.tiles, tiles, tile, grid)
         if not is_end:
@@ -85,25 +89,24 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
             head, num_heads = query_heads(tile.head, grid)
             steps = num_heads * (tile.m_max - tile.m_min)
             for i in range(steps):
-                rows = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.varlen)
+                rows = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.call.q.PACKED)
                 full = channels.queries[0].acquire(used, q_bytes + row_bytes)
-                load_boxes(q_desc, tiles_at(channels.queries, used), full, rows, m * grid.block_m, grid.block_d, WIDEST)
-                tma_load(rows_desc, [2 * (row_blocks + m), 0], full, channels.rows.index(used % stages))
+                load_boxes(grid.call.q.desc, tiles_at(channels.queries, used), full, rows, m * BLOCK_M, COLS, WIDEST)
+                tma_load(grid.work.rows, [2 * (row_blocks + m), 0], full, channels.rows.index(used % stages))
                 if i == 0:
                     if keys_first:
-                        load_keys(k_desc, tile, grid, channels.keys, key_use, grid.block_d)
+                        load_keys(grid.call.k, tile, grid, channels.keys, key_use)
                     else:
-                        load_keys(v_desc, tile, grid, channels.values, key_use, grid.block_dv)
+                        load_keys(grid.call.v, tile, grid, channels.values, key_use)
                 full = channels.dout[0].full.index(used % stages)
-                mbarrier.expect(full, grid.block_m * grid.block_dv * 2)
-                load_boxes(
-                    dout_desc, tiles_at(channels.dout, used), full, rows, m * grid.block_m, grid.block_dv, WIDEST
-                )
+                mbarrier.expect(full, BLOCK_M * COLS_V * 2)
+                dout_tiles = tiles_at(channels.dout, used)
+                load_boxes(grid.gradients.dout.desc, dout_tiles, full, rows, m * BLOCK_M, COLS_V, WIDEST)
                 if i == 0:
                     if keys_first:
-                        load_keys(v_desc, tile, grid, channels.values, key_use, grid.block_dv)
+                        load_keys(grid.call.v, tile, grid, channels.values, key_use)
                     else:
-                        load_keys(k_desc, tile, grid, channels.keys, key_use, grid.block_d)
+                        load_keys(grid.call.k, tile, grid, channels.keys, key_use)
                 used += 1
                 m += 1
                 if m == tile.m_max:
@@ -116,8 +119,8 @@ def producer(q_desc, k_desc, v_desc, dout_desc, rows_desc, counter_ptr, cu_seqle
 @gluon.jit
 def score_zeros(grid):
     """[64, block_m] float32 as WGMMA has it in registers: keys by rows, so that probabilities are left operands."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, grid.block_m, 16])
-    return gl.zeros([PART_KEYS, grid.block_m], gl.float32, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, grid.tiles.BLOCK_M, 16])
+    return gl.zeros([PART_KEYS, grid.tiles.BLOCK_M], gl.float32, layout)
 
 
 @gluon.jit
@@ -139,34 +142,34 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
     """
     zeros = score_zeros(grid)
     # With wider accumulators, scores and dprobs must share registers.
-    together: gl.constexpr = grid.block_d + grid.block_dv <= 256
+    together: gl.constexpr = grid.call.q.BLOCK_DIM + grid.call.v.BLOCK_DIM <= 256
     dtype: gl.constexpr = channels.queries[0].buffers.dtype
     layout: gl.constexpr = zeros.type.layout
     q_tile, dout_tile = tiles_at(channels.queries, used), tiles_at(channels.dout, used)
     k_tile = key_tile(channels.keys, key_use, WARPGROUP, used)
-    if grid.has_dscores:
+    if grid.gradients.HAS_DSCORES:
         v_tile = key_tile(channels.values, key_use, WARPGROUP, used)
     numbers = channels.rows.index(used % channels.queries[0].stages)
     channels.queries[0].wait(used)
     s = start_sum(k_tile, q_tile, zeros)
     channels.dout[0].wait(used)
-    if grid.has_dscores and together:
+    if grid.gradients.HAS_DSCORES and together:
         dp = start_sum(v_tile, dout_tile, zeros)
     pairs = pairs_of(kept, rows)
     fetched = mod.fetch(pairs, zeros)
-    s = warpgroup_mma_wait(len(channels.dout) if grid.has_dscores and together else 0, deps=[s])
+    s = warpgroup_mma_wait(len(channels.dout) if grid.gradients.HAS_DSCORES and together else 0, deps=[s])
     p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
-    if grid.has_dv:
+    if grid.gradients.HAS_DV:
         dv = add_products(p.to(dtype), channels.dout, used, dv)
-    if grid.has_dscores:
+    if grid.gradients.HAS_DSCORES:
         if not together:
             dv = wait_for_products(dv)
             dp = start_sum(v_tile, dout_tile, zeros)
-        dp = warpgroup_mma_wait(len(dv) if grid.has_dv and together else 0, deps=[dp])
+        dp = warpgroup_mma_wait(len(dv) if grid.gradients.HAS_DV and together else 0, deps=[dp])
         ds = (factor * (dp - numbers.slice(1, 1).load(layout))).to(dtype)
-        if grid.has_dk:
+        if grid.gradients.HAS_DK:
             dk = add_products(ds, channels.queries, used, dk)
-    if grid.has_dq:
+    if grid.gradients.HAS_DQ:
         if ADDS_DQ:
             channels.dscores.wait(used - 1)
             dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
@@ -184,12 +187,12 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
 @gluon.jit
 def wait_for_gradients(dk, dv, grid, PENDING: gl.constexpr):
     """Waits for all but PENDING products; returns dk and dv, of which one may not be computed."""
-    if grid.has_dk and grid.has_dv:
+    if grid.gradients.HAS_DK and grid.gradients.HAS_DV:
         both = wait_for_products(dk + dv, PENDING)
         dk, dv = both[: len(dk)], both[len(dk) :]
-    elif grid.has_dk:
+    elif grid.gradients.HAS_DK:
         dk = wait_for_products(dk, PENDING)
-    elif grid.has_dv:
+    elif grid.gradients.HAS_DV:
         dv = wait_for_products(dv, PENDING)
     return dk, dv
 
@@ -199,7 +202,7 @@ def blank_step(channels, used, grid, WARPGROUP: gl.constexpr):
     """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
     channels.dscores.claim(used)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    blank = gl.zeros([PART_KEYS, grid.block_m], channels.queries[0].buffers.dtype, layout)
+    blank = gl.zeros([PART_KEYS, grid.tiles.BLOCK_M], channels.queries[0].buffers.dtype, layout)
     channels.dscores.part(used, WARPGROUP).store(blank)
     fence_async_shared()
     channels.dscores.publish(used)
@@ -209,7 +212,7 @@ def blank_step(channels, used, grid, WARPGROUP: gl.constexpr):
 @gluon.jit
 def boxes(desc, grad, grid):
     """The parts of dk or dv in pieces as wide as a descriptor's box."""
-    width: gl.constexpr = desc.block_type.shape[4 if grid.varlen else 3]
+    width: gl.constexpr = desc.block_type.shape[4 if grid.call.q.PACKED else 3]
     found = ()
     for i in gl.static_range(len(grad)):
         found = found + pieces(grad[i].to(desc.dtype), width)
@@ -219,7 +222,7 @@ def boxes(desc, grad, grid):
 @gluon.jit
 def add_to_sums(sums_ptr, grad, records, tiles, grid, COLS: gl.constexpr, PART: gl.constexpr):
     """Adds a warpgroup's 64 keys of dk or dv, with COLS columns, to the workspace's: those of PART of the tile."""
-    offset = sums_block(records, tiles, grid).to(gl.int64) * (grid.block_n * COLS) + PART * (PART_KEYS * COLS)
+    offset = sums_block(records, tiles, grid).to(gl.int64) * (grid.tiles.KEYS * COLS) + PART * (PART_KEYS * COLS)
     for i in gl.static_range(len(grad)):
         numbers = in_order(grad[i], width_of(COLS, i, WIDEST))
         add_from_registers(sums_ptr, offset + PART_KEYS * start_of(COLS, i, WIDEST), numbers)
@@ -232,7 +235,7 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
     In float32, half the columns at a time: they hold no more. With gqa_splits they are added to sums.
     """
     if out is not None:
-        if grid.splits_gqa:
+        if grid.schedule.splits is not None:
             add_to_sums(out, grad, records, tiles, grid, COLS, WARPGROUP)
         else:
             keys = key_rows(records, tiles, grid)
@@ -247,15 +250,16 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
                 buffer = out_s.index(WARPGROUP * count + i % count + (tiles >> 30))
                 as_tile(buffer, out.dtype, width).store(parts[i])
                 fence_async_shared()
-                tma_put(out, keys.at(key, i * width), as_box(buffer, out), grid.adds)
+                tma_put(out, keys.at(key, i * width), as_box(buffer, out), grid.gradients.ADDS)
 
 
 @gluon.jit
-def consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
+def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
     # No row of a tile's first row block may keep any of its second 64 keys.
-    may_be_blank: gl.constexpr = grid.has_right and WARPGROUP == 1 and grid.block_m < grid.block_n
-    computes_dq: gl.constexpr = grid.has_dq and grid.dq_warpgroups == 2
+    HAS_RIGHT: gl.constexpr = grid.call.terms.band.right is not None
+    may_be_blank: gl.constexpr = HAS_RIGHT and WARPGROUP == 1 and grid.tiles.BLOCK_M < grid.tiles.KEYS
+    computes_dq: gl.constexpr = grid.gradients.HAS_DQ and grid.tiles.DQ_WARPGROUPS == 2
     records = channels.tiles
     tiles = 0
     used = 0
@@ -269,7 +273,7 @@ def consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
         end = used + num_heads * steps_of_a_head(records, tiles)
         if end > used:
             channels.keys[0].wait(key_use)
-            if grid.has_dscores:
+            if grid.gradients.HAS_DSCORES:
                 channels.values[0].wait(key_use)
             if computes_dq:
                 # The row block whose dq is still to be added.
@@ -277,7 +281,8 @@ def consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
                 is_blank = False
                 if may_be_blank:
                     # The first row that keeps a key lies after the first row block.
-                    is_blank = rows.start + grid.block_m <= kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.right
+                    first = kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.call.terms.band.right
+                    is_blank = rows.start + grid.tiles.BLOCK_M <= first
                 if is_blank:
                     blank_step(channels, used, grid, WARPGROUP)
                 else:
@@ -293,20 +298,20 @@ def consumer(dk_out, dv_out, channels, grid, mod, WARPGROUP: gl.constexpr):
                     dk, dv = step(channels, used, key_use, dk, dv, rows, kept, None, grid, mod, False, WARPGROUP)
                     rows = next_rows(rows, records, tiles, grid)
                     used += 1
-            if grid.has_dscores:
+            if grid.gradients.HAS_DSCORES:
                 channels.values[0].release(key_use)
             if computes_dq:
                 channels.dscores.wait(used - 1)
                 dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
             # dv leaves under the last product.
-            store_gradient(dv_out, dv, records, tiles, channels.out, grid, grid.block_dv, WARPGROUP)
+            store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
             if computes_dq:
                 add_dq(dq, block, channels, used - 1, key_use, grid, WARPGROUP)
             channels.keys[0].release(key_use)
             key_use += 1
         else:
-            store_gradient(dv_out, dv, records, tiles, channels.out, grid, grid.block_dv, WARPGROUP)
-        dk = times(dk, grid.softmax_scale)
-        store_gradient(dk_out, dk, records, tiles, channels.out, grid, grid.block_d, WARPGROUP)
+            store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
+        dk = times(dk, grid.call.terms.scale)
+        store_gradient(grid.gradients.dk, dk, records, tiles, channels.out, grid, grid.call.q.BLOCK_DIM, WARPGROUP)
         tiles = records.next(tiles)
     tma_store_wait(0)

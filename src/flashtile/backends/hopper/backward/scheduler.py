@@ -12,74 +12,11 @@ from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.ring import slot_of
 
 
-@aggregate
-class KeyGrid:
-    """What is the same for every tile of a call. Lengths are those of a packed tensor's rows if ``varlen``.
-
-    Tiles are handed out with keys rising, or falling if ``falling``. A tile has ``parts`` of 64 keys each. Each of
-    ``dq_warpgroups`` has ``dq_share`` columns of 64 rows of a row block's dq, and computes ``dq_width`` at once.
-    ``has_dq`` and its like say which gradients are computed; dq and dk need those of the scores, ``has_dscores``. If
-    ``adds``, dk and dv are added to what is there. If ``chained``, the workspace has the rows of all packed sequences
-    as those of one.
-
-    ``first_head`` and ``heads`` are of a chain's: the key heads of which there are tiles.
-
-    ``splits_gqa``: the query heads of a key head are cut into ``gqa_splits`` of ``heads_per_split`` heads (the last may
-    have fewer), and a tile visits one split: its ``head`` is ``key head * gqa_splits + split``. Its dk and dv are added
-    to sums, ``sum_heads`` of them a key head: one, or one for each split.
-    """
-
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    batch: gl.tensor
-    num_heads_kv: gl.tensor
-    group_size: gl.tensor
-    gqa_splits: gl.tensor
-    heads_per_split: gl.tensor
-    sum_heads: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
-    heads_at_once: gl.tensor
-    first_head: gl.tensor
-    heads: gl.tensor
-    softmax_scale: gl.tensor
-    has_left: gl.constexpr
-    has_right: gl.constexpr
-    varlen: gl.constexpr
-    falling: gl.constexpr
-    block_m: gl.constexpr
-    block_n: gl.constexpr
-    block_d: gl.constexpr
-    block_dv: gl.constexpr
-    parts: gl.constexpr
-    dq_warpgroups: gl.constexpr
-    dq_share: gl.constexpr
-    dq_width: gl.constexpr
-    has_dscores: gl.constexpr
-    has_dq: gl.constexpr
-    has_dk: gl.constexpr
-    has_dv: gl.constexpr
-    adds: gl.constexpr
-    chained: gl.constexpr
-    splits_gqa: gl.constexpr
-
-
-@gluon.jit
-def num_heads_of_tiles(grid):
-    """Heads of tiles in each sequence: key heads, or the splits of all of them."""
-    if grid.splits_gqa:
-        return grid.num_heads_kv * grid.gqa_splits
-    elif grid.chained:
-        return grid.heads
-    else:
-        return grid.num_heads_kv
-
-
 @gluon.jit
 def key_head(head, grid):
     """The key head of a tile's head."""
-    if grid.splits_gqa:
-        return head // grid.gqa_splits
+    if grid.schedule.splits is not None:
+        return head // grid.schedule.splits.count
     else:
         return head
 
@@ -87,17 +24,18 @@ def key_head(head, grid):
 @gluon.jit
 def query_heads(head, grid):
     """(first, number) of the query heads of a tile's head."""
-    if grid.splits_gqa:
-        place = head % grid.gqa_splits * grid.heads_per_split
-        first = head // grid.gqa_splits * grid.group_size + place
-        return first, gl.minimum(grid.group_size - place, grid.heads_per_split)
+    group_size = grid.call.group_size
+    if grid.schedule.splits is not None:
+        count, heads = grid.schedule.splits.count, grid.schedule.splits.heads
+        place = head % count * heads
+        return head // count * group_size + place, gl.minimum(group_size - place, heads)
     else:
-        return head * grid.group_size, grid.group_size
+        return head * group_size, group_size
 
 
 @aggregate
 class KeyTile:
-    """One tile: ``block_n`` keys of one head of one sequence, from ``key`` on, and the row blocks that see them."""
+    """One tile: keys of one head of one sequence, from ``key`` on, and the row blocks that see them."""
 
     is_end: gl.tensor
     b: gl.tensor
@@ -112,91 +50,114 @@ class KeyTile:
 
 
 @gluon.jit
-def _place(index, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
+def sequence_of(sequences, b, grid):
+    """(start, length) of a sequence of queries or keys, of which the roles need to know but one number of sequences."""
+    return sequence.sequence(sequences.cu_seqlens, b, grid.call.keys.count, sequences.length, grid.call.q.PACKED)
+
+
+@gluon.jit
+def _place(index, grid):
     """(block, b, head, is_tile, is_end) of a place in the order of all tiles.
 
     Sequences without rows have no tiles where gradients are added to what is there.
     """
-    if grid.varlen:
-        num_blocks = grid.seqlen_k // grid.block_n + grid.batch + 1
-        num_heads = num_heads_of_tiles(grid)
-        is_end = index >= num_blocks * num_heads
+    batch, heads = grid.call.keys.count, grid.schedule.all_heads
+    if grid.call.q.PACKED:
+        num_blocks = grid.call.keys.length // grid.tiles.KEYS + batch + 1
+        is_end = index >= num_blocks * heads
         index = gl.where(is_end, 0, index)
-        place, head = scheduler.grouped_tile(index, num_blocks, num_heads, grid.heads_at_once)
-        if grid.chained:
-            head += grid.first_head
-        if grid.falling:
+        place, head = scheduler.grouped_tile(index, num_blocks, heads, grid.schedule.heads_at_once)
+        if grid.schedule.CHAINED:
+            head += grid.schedule.first_head
+        if grid.schedule.FALLING:
             place = num_blocks - 1 - place
-        b, block = scheduler.packed_tile(cu_seqlens_k_ptr, grid.batch, place, grid.block_n)
-        _, length = sequence.sequence(cu_seqlens_k_ptr, b, grid.batch, grid.seqlen_k, True)
-        is_tile = block * grid.block_n < length
-        if grid.adds:
-            _, rows = sequence.sequence(cu_seqlens_q_ptr, b, grid.batch, grid.seqlen_q, True)
-            is_tile = is_tile & (rows > 0) & (b < grid.batch)
+        b, block = scheduler.packed_tile(grid.call.keys.cu_seqlens, batch, place, grid.tiles.KEYS)
+        _, length = sequence_of(grid.call.keys, b, grid)
+        is_tile = block * grid.tiles.KEYS < length
+        if grid.gradients.ADDS:
+            _, rows = sequence_of(grid.call.queries, b, grid)
+            is_tile = is_tile & (rows > 0) & (b < batch)
         return block, b, head, is_tile, is_end
     else:
-        num_blocks = (grid.seqlen_k + grid.block_n - 1) // grid.block_n
-        heads_each = num_heads_of_tiles(grid)
-        num_heads = grid.batch * heads_each
-        is_end = index >= num_blocks * num_heads
+        num_blocks = (grid.call.keys.length + grid.tiles.KEYS - 1) // grid.tiles.KEYS
+        is_end = index >= num_blocks * heads
         index = gl.where(is_end, 0, index)
-        block, head = scheduler.grouped_tile(index, num_blocks, num_heads, grid.heads_at_once)
-        if grid.falling:
+        block, head = scheduler.grouped_tile(index, num_blocks, heads, grid.schedule.heads_at_once)
+        if grid.schedule.FALLING:
             block = num_blocks - 1 - block
-        b = head // heads_each
-        return block, b, head - b * heads_each, index >= 0, is_end
+        b = head // grid.schedule.heads
+        return block, b, head - b * grid.schedule.heads, index >= 0, is_end
 
 
 @gluon.jit
-def next_tile(counter_ptr, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
+def next_tile(grid):
     """The next tile that no program has taken. Tiles are taken in order, so whoever waits for an earlier one may."""
     index = gl.to_tensor(0)
     block, b, head, is_tile, is_end = index, index, index, index < 0, index < 0
     while not (is_tile | is_end):
-        index = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        block, b, head, is_tile, is_end = _place(index, grid, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
-    start_q, seqlen_q = sequence.sequence(cu_seqlens_q_ptr, b, grid.batch, grid.seqlen_q, grid.varlen)
-    start_k, seqlen_k = sequence.sequence(cu_seqlens_k_ptr, b, grid.batch, grid.seqlen_k, grid.varlen)
-    if grid.varlen:
+        index = gl.atomic_add(grid.work.counter, 1, sem="relaxed")
+        block, b, head, is_tile, is_end = _place(index, grid)
+    start_q, seqlen_q = sequence_of(grid.call.queries, b, grid)
+    start_k, seqlen_k = sequence_of(grid.call.keys, b, grid)
+    if grid.call.q.PACKED:
         # The keys past the last sequence have no rows.
-        seqlen_q = gl.where(b < grid.batch, seqlen_q, 0)
-    key = block * grid.block_n
-    last = gl.minimum(key + grid.block_n, seqlen_k) - 1
-    m_min, _, _, m_max = blocks.query_blocks(
-        key, last, seqlen_q, seqlen_k, grid.left, grid.right, grid.has_left, grid.has_right, grid.block_m
-    )
+        seqlen_q = gl.where(b < grid.call.keys.count, seqlen_q, 0)
+    key = block * grid.tiles.KEYS
+    last = gl.minimum(key + grid.tiles.KEYS, seqlen_k) - 1
+    m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.terms.band, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
     return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
 
 
 @gluon.jit
+def row_blocks_of(key, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
+    """(first, end) of the row blocks that see some of the keys from ``key`` to ``last``."""
+    m_min, _, _, m_max = blocks.query_blocks(
+        key, last, seqlen_q, seqlen_k, band.left, band.right, band.left is not None, band.right is not None, BLOCK
+    )
+    return m_min, m_max
+
+
+@gluon.jit
 def row_blocks_per_head(grid):
     """Row blocks of one head in the workspace of a sequence, or of all packed ones."""
-    return blocks_per_head(grid.seqlen_q, grid.batch, grid.block_m, grid.varlen and not grid.chained)
+    VARLEN: gl.constexpr = grid.call.q.PACKED and not grid.schedule.CHAINED
+    return blocks_per_head(grid.call.queries.length, grid.call.keys.count, grid.tiles.BLOCK_M, VARLEN)
 
 
 @gluon.jit
 def first_row_block(tile, grid):
     """The workspace's row block of the tile's sequence and of its first head of queries, row 0."""
     head, _ = query_heads(tile.head, grid)
-    if grid.varlen:
-        first = head * row_blocks_per_head(grid) + tile.start_q // grid.block_m
-        if not grid.chained:
+    if grid.call.q.PACKED:
+        first = head * row_blocks_per_head(grid) + tile.start_q // grid.tiles.BLOCK_M
+        if not grid.schedule.CHAINED:
             first += tile.b
         return first
     else:
-        return (tile.b * grid.num_heads_kv * grid.group_size + head) * row_blocks_per_head(grid)
+        if grid.schedule.splits is not None:
+            before = tile.b * grid.call.num_heads_q
+        else:
+            before = tile.b * grid.schedule.heads * grid.call.group_size
+        return (before + head) * row_blocks_per_head(grid)
+
+
+@gluon.jit
+def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
+    """(first, end) of the blocks of keys that some of the rows from ``first`` to ``last`` see."""
+    n_min, _, _, n_max = blocks.key_blocks(
+        first, last, seqlen_q, seqlen_k, band.left, band.right, band.left is not None, band.right is not None, BLOCK
+    )
+    return n_min, n_max
 
 
 @gluon.jit
 def tiles_before(first, key, seqlen_q, seqlen_k, grid):
     """How many tiles add to dq's rows from ``first`` on before the tile that starts at ``key``."""
-    last = gl.minimum(first + grid.block_m, seqlen_q) - 1
-    n_min, _, _, n_max = blocks.key_blocks(
-        first, last, seqlen_q, seqlen_k, grid.left, grid.right, grid.has_left, grid.has_right, grid.block_n
-    )
-    n = key // grid.block_n
-    if grid.falling:
+    last = gl.minimum(first + grid.tiles.BLOCK_M, seqlen_q) - 1
+    n_min, n_max = key_blocks_of(first, last, seqlen_q, seqlen_k, grid.call.terms.band, grid.tiles.KEYS)
+    n = key // grid.tiles.KEYS
+    if grid.schedule.FALLING:
         return n_max - 1 - n
     else:
         return n - n_min
@@ -230,19 +191,21 @@ def publish_tile(records, use, tile, grid):
 def key_rows(records, use, grid):
     """Where a tile's gradients of keys and values lie."""
     start, length = records.get(use, "start_k"), records.get(use, "seqlen_k")
-    return HeadRows(records.get(use, "sequence"), records.get(use, "head"), start, length, grid.varlen)
+    return HeadRows(records.get(use, "sequence"), records.get(use, "head"), start, length, grid.call.q.PACKED)
 
 
 @gluon.jit
 def sums_block(records, use, grid):
     """The block of a tile's keys among the sums of dk and dv, which are laid out as dq is."""
-    head, b, block = records.get(use, "head"), records.get(use, "sequence"), records.get(use, "key") // grid.block_n
-    head = head // grid.gqa_splits * grid.sum_heads + gl.minimum(head % grid.gqa_splits, grid.sum_heads - 1)
-    if grid.varlen:
-        block += records.get(use, "start_k") // grid.block_n + b
+    head, b, block = records.get(use, "head"), records.get(use, "sequence"), records.get(use, "key") // grid.tiles.KEYS
+    count, sums_each = grid.schedule.splits.count, grid.schedule.splits.sums_each
+    head = head // count * sums_each + gl.minimum(head % count, sums_each - 1)
+    VARLEN: gl.constexpr = grid.call.q.PACKED
+    if VARLEN:
+        block += records.get(use, "start_k") // grid.tiles.KEYS + b
     else:
-        head += b * grid.num_heads_kv * grid.sum_heads
-    return head * blocks_per_head(grid.seqlen_k, grid.batch, grid.block_n, grid.varlen) + block
+        head += b * grid.schedule.splits.sums
+    return head * blocks_per_head(grid.call.keys.length, grid.call.keys.count, grid.tiles.KEYS, VARLEN) + block
 
 
 @aggregate
@@ -267,7 +230,7 @@ def first_rows(records, tiles, grid):
     """The first ``RowBlock`` of a tile."""
     m_min = records.get(tiles, "m_min")
     return RowBlock(
-        m_min * grid.block_m, gl.to_tensor(0), records.get(tiles, "row_block"), steps_of_a_head(records, tiles)
+        m_min * grid.tiles.BLOCK_M, gl.to_tensor(0), records.get(tiles, "row_block"), steps_of_a_head(records, tiles)
     )
 
 
@@ -280,12 +243,12 @@ def steps_of_a_head(records, tiles):
 @gluon.jit
 def next_rows(rows, records, tiles, grid):
     """The next ``RowBlock``: after a head's last one comes the lowest of the next head that shares the keys."""
-    start, head = rows.start + grid.block_m, rows.head
+    start, head = rows.start + grid.tiles.BLOCK_M, rows.head
     block = rows.block + 1
     remaining = rows.remaining - 1
     if remaining == 0:
         remaining = steps_of_a_head(records, tiles)
-        start -= remaining * grid.block_m
+        start -= remaining * grid.tiles.BLOCK_M
         head += 1
         block += row_blocks_per_head(grid) - remaining
     return RowBlock(start, head, block, remaining)

@@ -45,11 +45,11 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
     p, factor = probabilities(s, lse_log2.load(zeros.type.layout), kept, grid, mod, pairs, fetched)
     if IS_FIRST:
         tma_store_wait(0)
-    if grid.has_dscores:
+    if grid.gradients.HAS_DSCORES:
         channels.probs.claim(used)
         channels.probs.at(used).store((factor * PROBS_SCALE).to(gl.float16))
         channels.probs.publish(used)
-    if grid.has_dv:
+    if grid.gradients.HAS_DV:
         channels.dout[0].wait(used)
         dv = add_products(p.to(channels.dout[0].buffers.dtype), channels.dout, used, dv)
         dv = wait_for_products(dv)
@@ -78,12 +78,12 @@ def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr
     ds = ds.to(channels.queries[0].buffers.dtype)
     if IS_FIRST:
         tma_store_wait(0)
-    if grid.has_dq:
+    if grid.gradients.HAS_DQ:
         channels.dscores.claim(used)
         channels.dscores.at(used).store(ds)
         fence_async_shared()
         channels.dscores.publish(used)
-    if grid.has_dk:
+    if grid.gradients.HAS_DK:
         dk = wait_for_products(add_products(ds, channels.queries, used, dk))
     channels.queries[0].release(used)
     return dk
@@ -98,7 +98,7 @@ def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.conste
     from registers.
     """
     if out is not None:
-        if grid.splits_gqa:
+        if grid.schedule.splits is not None:
             add_to_sums(out, grad, records, tiles, grid, COLS, 0)
         else:
             keys, key = key_rows(records, tiles, grid), records.get(tiles, "key")
@@ -111,19 +111,19 @@ def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.conste
                 tma_store_wait(1 if i > 0 else 0)
                 as_tile(ring.at(used + i % 2), out.dtype, width).store(parts[i])
                 fence_async_shared()
-                tma_put(out, keys.at(key, i * width), as_box(ring.at(used + i % 2), out), grid.adds)
+                tma_put(out, keys.at(key, i * width), as_box(ring.at(used + i % 2), out), grid.gradients.ADDS)
 
 
 @gluon.jit
-def gradient_consumer(out, channels, grid, mod, WARPGROUP: gl.constexpr):
+def gradient_consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dv of every tile's keys, or dk, if it is wanted, and what the next one needs."""
     # For dv alone the second warpgroup has nothing to do.
-    if WARPGROUP == 0 or grid.has_dscores:
-        gradient_tiles(out, channels, grid, mod, WARPGROUP)
+    if WARPGROUP == 0 or grid.gradients.HAS_DSCORES:
+        gradient_tiles(channels, grid, mod, WARPGROUP)
 
 
 @gluon.jit
-def gradient_tiles(out, channels, grid, mod, WARPGROUP: gl.constexpr):
+def gradient_tiles(channels, grid, mod, WARPGROUP: gl.constexpr):
     """The tiles of a warpgroup, one after another."""
     records = channels.tiles
     tiles = 0
@@ -153,9 +153,10 @@ def gradient_tiles(out, channels, grid, mod, WARPGROUP: gl.constexpr):
                 channels.keys[0].release(key_use)
             key_use += 1
         if WARPGROUP == 1:
-            grad = times(grad, grid.softmax_scale)
-            store_in_pieces(out, grad, records, tiles, channels.dscores, used, grid, grid.block_d)
+            grad = times(grad, grid.call.terms.scale)
+            ring = channels.dscores
+            store_in_pieces(grid.gradients.dk, grad, records, tiles, ring, used, grid, grid.call.q.BLOCK_DIM)
         else:
-            store_in_pieces(out, grad, records, tiles, channels.probs, used, grid, grid.block_dv)
+            store_in_pieces(grid.gradients.dv, grad, records, tiles, channels.probs, used, grid, grid.call.v.BLOCK_DIM)
         tiles = records.next(tiles)
     tma_store_wait(0)

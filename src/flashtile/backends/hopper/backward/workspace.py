@@ -13,7 +13,7 @@ With gqa_splits, dk and dv are added up likewise, in blocks of a tile's keys.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from flashtile.backends.gpu.device import scheduler, sequence
 from flashtile.backends.gpu.launch import Pointer
 from flashtile.backends.hopper.backward import gqa_splits
 from flashtile.backends.hopper.backward.config import Config
+from flashtile.backends.hopper.backward.records import Work
 from flashtile.call.problem import Problem, Tensors
 
 
@@ -77,21 +78,18 @@ class Workspace(NamedTuple):
         end += 0 if dv_at is None else 4 * keys * config.block_dv
         return cls(blocks, count, rows_at, counter_at, dq_order_at, sum_heads, dk_at, dv_at, end // 4)
 
-    def zeros(self) -> dict[str, Any]:
-        """The sums of dk and dv, for the kernel that sets them to 0."""
-        begin = self.dv_at if self.dk_at is None else self.dk_at
-        if begin is None:
-            return {"sums_ptr": None, "sums_size": 0}
-        return {"sums_ptr": Pointer(torch.float32, "work", begin), "sums_size": self.floats - begin // 4}
-
-    def pointers(self) -> dict[str, Pointer | None]:
-        """The kernels' arguments."""
-        return {
-            "dq_ptr": Pointer(torch.float32, "work") if self.rows_at else None,
-            "rows_ptr": Pointer(torch.float32, "work", self.rows_at),
-            "counter_ptr": Pointer(torch.int32, "work", self.counter_at),
-            "dq_order_ptr": None if self.dq_order_at is None else Pointer(torch.int32, "work", self.dq_order_at),
-        }
+    def record(self) -> Work:
+        """The kernels' argument, as ``preprocess.prepare_rows`` takes it."""
+        sums_at = self.dv_at if self.dk_at is None else self.dk_at
+        return Work(
+            Pointer(torch.float32, "work", self.rows_at),
+            Pointer(torch.float32, "work") if self.rows_at else None,
+            None,
+            None if self.dq_order_at is None else Pointer(torch.int32, "work", self.dq_order_at),
+            Pointer(torch.int32, "work", self.counter_at),
+            None if sums_at is None else Pointer(torch.float32, "work", sums_at),
+            None if sums_at is None else self.floats - sums_at // 4,
+        )
 
 
 def key_blocks(problem: Problem, config: Config, tensors: Tensors) -> int:
@@ -113,19 +111,18 @@ def blocks_per_head(seqlen, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def locate(
-    block_index, cu_seqlens_q_ptr, batch, seqlen_q, num_heads_q, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr
-):  # fmt: skip
+def locate(block_index, sequences, num_heads, BLOCK_M: tl.constexpr):
     """(b, h, start, first row, rows) of a row block; no rows past the last packed sequence."""
-    num_blocks = blocks_per_head(seqlen_q, batch, BLOCK_M, VARLEN)
+    VARLEN: tl.constexpr = sequences.cu_seqlens is not None
+    num_blocks = blocks_per_head(sequences.length, sequences.count, BLOCK_M, VARLEN)
+    head = block_index // num_blocks
+    block = block_index % num_blocks
     if VARLEN:
-        h = block_index // num_blocks
-        b, block = scheduler.packed_tile(cu_seqlens_q_ptr, batch, block_index % num_blocks, BLOCK_M)
+        h = head
+        b, block = scheduler.packed_tile(sequences.cu_seqlens, sequences.count, block, BLOCK_M)
     else:
-        head = block_index // num_blocks
-        block = block_index % num_blocks
-        b, h = head // num_heads_q, head % num_heads_q
-    start, length = sequence.sequence(cu_seqlens_q_ptr, b, batch, seqlen_q, VARLEN)
+        b, h = head // num_heads, head % num_heads
+    start, length = sequence.sequence(sequences.cu_seqlens, b, sequences.count, sequences.length, VARLEN)
     return b, h, start, block * BLOCK_M, length
 
 
