@@ -142,25 +142,6 @@ def _score_layout(dtype: torch.dtype, sides: tuple[int, ...]) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
 
 
-def score_arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
-    """What kernels take for ALiBi, bias and mask, None where a call lacks one, and what they may rely on."""
-    slopes, bias, mask = tensors.alibi_slopes, tensors.attn_bias, tensors.attn_mask
-    arguments: dict[str, Any] = {
-        "alibi_ptr": slopes,
-        "alibi_stride_b": problem.num_heads_q if slopes is not None and slopes.dim() == 2 else 0,
-        "bias_ptr": bias,
-        "mask_ptr": None if mask is None else mask.view(torch.uint8),
-        # Kept keys are then never past their row.
-        "ALIBI_ONE_SIDED": problem.band.right is not None and problem.band.right <= 0,
-        "BIAS_CONTIGUOUS": score_strides(bias)[3] == 1,
-        "MASK_CONTIGUOUS": score_strides(mask)[3] == 1,
-    }
-    for name, tensor in (("bias", bias), ("mask", mask)):
-        names = (f"{name}_stride_{axis}" for axis in ("b", "head", "row", "col"))
-        arguments |= dict(zip(names, score_strides(tensor), strict=True))
-    return arguments
-
-
 def score_strides(tensor: Tensor | None) -> tuple[int, ...]:
     """Strides over (batch, head, row, key), 0 where the tensor broadcasts."""
     if tensor is None:

@@ -76,9 +76,10 @@ def attention_backward(grid):
 @gluon.jit
 def score_mod(terms, batch):
     """The ``ScoreMod`` of ``records.Terms``; there are slopes of ``batch`` sequences."""
-    alibi = alibi_terms(terms.slopes.ptr, terms.slopes.stride_b, batch, terms.slopes.ONE_SIDED)
-    return ScoreMod(terms.scale_log2, terms.softcap, terms.prescale, terms.HAS_SOFTCAP, False,
-                    score_tensors(terms.bias) + alibi, score_tensors(terms.mask), (), (), (), ())  # fmt: skip
+    alibi = alibi_terms(terms.alibi.ptr, terms.alibi.batch_step, batch, terms.alibi.ONE_SIDED)
+    bias, masks = score_tensors((terms.bias.ptr, terms.bias.steps)), score_tensors((terms.mask.ptr, terms.mask.steps))
+    return ScoreMod(terms.scale_log2, terms.softcap, terms.prescale, terms.softcap is not None, False,
+                    bias + alibi, masks, (), (), (), ())  # fmt: skip
 
 
 @gluon.jit

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device import scheduler
-from flashtile.backends.gpu.device.mask import Band
-from flashtile.backends.gpu.device.records import Call, Rows, Sequences
+from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
@@ -26,15 +25,14 @@ from flashtile.backends.hopper.backward.preprocess import prepare_rows
 from flashtile.backends.hopper.backward.records import (
     Results,
     Schedule,
-    ScoreArgument,
-    Slopes,
     Splits,
     Sums,
-    Terms,
     Tiles,
     Work,
 )
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
+from flashtile.backends.hopper.device.records import Terms
+from flashtile.backends.hopper.records import terms_of
 from flashtile.call.backend import Chain, Gradients, Known
 from flashtile.call.problem import Problem, Tensors
 
@@ -314,7 +312,7 @@ def _call(problem: Problem, t: Tensors, config: Config) -> Call:
         _rows("q", t.q, (config.block_m, cols), config.block_d, p.varlen),
         _rows("k", t.k, (keys, cols), config.block_d, p.varlen),
         _rows("v", t.v, (keys, cols_v), config.block_dv, p.varlen),
-        _queries(p, t), _keys(p, t), p.num_heads_q, p.group_size, _terms(p, t), None,
+        _queries(p, t), _keys(p, t), Heads(p.num_heads_q, p.group_size), _terms(p, t),
     )  # fmt: skip
 
 
@@ -333,28 +331,11 @@ def _keys(problem: Problem, t: Tensors) -> Sequences:
 
 
 def _terms(problem: Problem, t: Tensors) -> Terms:
-    p, scale, cap = problem, problem.softmax_scale, problem.softcap
-    slopes = Slopes(None, None, None)
-    if t.alibi_slopes is not None:
-        # Kept keys are never past their row where the right side is not positive.
-        is_one_sided = p.band.right is not None and p.band.right <= 0
-        stride_b = p.num_heads_q if t.alibi_slopes.dim() == 2 else 0
-        slopes = Slopes(pointer(t.alibi_slopes, "alibi"), stride_b, is_one_sided)
-    bounds = zip((p.band.left, p.band.right), tensor_maps.bounds(p).values(), strict=True)
-    band = Band(*(None if side is None else bound for side, bound in bounds))
-    return Terms(
-        float(scale), scale * LOG2_E.value, float(cap), 2 * LOG2_E.value * scale / cap if cap > 0 else 0.0, band,
-        slopes, _score_argument("bias", t.attn_bias), _score_argument("mask", t.attn_mask), cap > 0,
-    )  # fmt: skip
-
-
-def _score_argument(name: str, tensor: Tensor | None) -> ScoreArgument:
-    if tensor is None:
-        return ScoreArgument(None, None)
-    if tensor.dtype == torch.bool:
-        tensor = tensor.view(torch.uint8)
-    *steps, last = tensor_maps.score_strides(tensor)
-    return ScoreArgument(pointer(tensor, name), (*steps, Const(1) if last == 1 else last))
+    """Those of the forward, but that products may be multiplied with a scale that is not > 0: no maximum is taken."""
+    terms = terms_of(problem, t, None, None)._replace(sinks=None, SCALE_FIRST=False)
+    if problem.softcap > 0:
+        return terms
+    return terms._replace(scale_log2=problem.softmax_scale * LOG2_E.value, prescale=None)
 
 
 def _gradients(
@@ -373,7 +354,7 @@ def _gradients(
     return records.Gradients(
         _rows("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
         of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
-        wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
+        float(p.softmax_scale), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
     )  # fmt: skip
 
 

@@ -9,64 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Slopes(NamedTuple):
-    """ALiBi's slopes.
-
-    Attributes:
-        ptr: Of (sequence, head), or None.
-        stride_b: 0 if sequences share them.
-        ONE_SIDED: Whether no row keeps a key past its position.
-    """
-
-    ptr: Any
-    stride_b: Any
-    ONE_SIDED: Any
-
-
-class ScoreArgument(NamedTuple):
-    """A bias or a mask over (batch, heads, rows, keys).
-
-    Attributes:
-        ptr: Its first element, or None.
-        steps: Elements from one sequence, head, row and key to the next, 0 where it broadcasts. They follow lengths, so
-            that no code depends on whether 16 divides them.
-    """
-
-    ptr: Any
-    steps: Any
-
-
-class Terms(NamedTuple):
-    """How products become scores.
-
-    Attributes:
-        scale: softmax_scale.
-        scale_log2: It in units of base 2.
-        softcap: The cap, read only if HAS_SOFTCAP.
-        prescale: What products are multiplied with before it.
-        band: ``mask.Band``.
-        slopes: ``Slopes``.
-        bias: ``ScoreArgument``, like mask, which is uint8.
-        HAS_SOFTCAP: Whether there is a cap.
-    """
-
-    scale: Any
-    scale_log2: Any
-    softcap: Any
-    prescale: Any
-    band: Any
-    slopes: Any
-    bias: Any
-    mask: Any
-    HAS_SOFTCAP: Any
-
-
 class Gradients(NamedTuple):
     """What goes in and comes out.
 
     Attributes:
         dout: ``records.Rows``.
         dk: A descriptor of it, with gqa_splits a pointer to the workspace's sums; None: not computed. So is dv.
+        scale: softmax_scale, with which dk is multiplied.
         HAS_DQ: Whether dq is computed; so are the next two.
         HAS_DSCORES: Whether the gradients of the scores are, which dq and dk need.
         ADDS: Whether dk and dv are added to what is there, in float32.
@@ -75,6 +24,7 @@ class Gradients(NamedTuple):
     dout: Any
     dk: Any
     dv: Any
+    scale: Any
     HAS_DQ: Any
     HAS_DK: Any
     HAS_DV: Any
@@ -169,7 +119,8 @@ class Tiles(NamedTuple):
 class KeyGrid(NamedTuple):
     """The main kernel's argument: what is the same for every tile.
 
-    ``call`` is a ``records.Call`` with descriptors of q, k and v and ``Terms``, the others are records of their names.
+    ``call`` is a ``records.Call`` with descriptors of q, k and v and Hopper's ``Terms``, the others have their names'
+    records.
     """
 
     call: Any

@@ -311,7 +311,7 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
             key_use += 1
         else:
             store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
-        dk = times(dk, grid.call.terms.scale)
+        dk = times(dk, grid.gradients.scale)
         store_gradient(grid.gradients.dk, dk, records, tiles, channels.out, grid, grid.call.q.BLOCK_DIM, WARPGROUP)
         tiles = records.next(tiles)
     tma_store_wait(0)

@@ -24,7 +24,7 @@ def key_head(head, grid):
 @gluon.jit
 def query_heads(head, grid):
     """(first, number) of the query heads of a tile's head."""
-    group_size = grid.call.group_size
+    group_size = grid.call.heads.group_size
     if grid.schedule.splits is not None:
         count, heads = grid.schedule.splits.count, grid.schedule.splits.heads
         place = head % count * heads
@@ -136,9 +136,9 @@ def first_row_block(tile, grid):
         return first
     else:
         if grid.schedule.splits is not None:
-            before = tile.b * grid.call.num_heads_q
+            before = tile.b * grid.call.heads.num_q
         else:
-            before = tile.b * grid.schedule.heads * grid.call.group_size
+            before = tile.b * grid.schedule.heads * grid.call.heads.group_size
         return (before + head) * row_blocks_per_head(grid)
 
 

@@ -153,7 +153,7 @@ def gradient_tiles(channels, grid, mod, WARPGROUP: gl.constexpr):
                 channels.keys[0].release(key_use)
             key_use += 1
         if WARPGROUP == 1:
-            grad = times(grad, grid.call.terms.scale)
+            grad = times(grad, grid.gradients.scale)
             ring = channels.dscores
             store_in_pieces(grid.gradients.dk, grad, records, tiles, ring, used, grid, grid.call.q.BLOCK_DIM)
         else:
