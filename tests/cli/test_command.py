@@ -224,3 +224,14 @@ def test_the_module_is_the_command() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "--seqlen" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_shape_of_too_few_numbers_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashtile import cli
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["tune", "--shape", "1,2"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "--shape" in shown

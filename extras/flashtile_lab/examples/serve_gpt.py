@@ -86,7 +86,7 @@ class Server:
     def _attend(self, batch: PagedBatch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flashtile.attention_with_kvcache(
             q, self.cache.k[layer], self.cache.v[layer], k=k, v=v, rotary_cos=self.cos, rotary_sin=self.sin,
-            **vars(batch),
+            **batch,
         )  # fmt: skip
         return cast(Tensor, out)
 

@@ -13,7 +13,7 @@ from flashtile.api.keywords import CacheKeywords, refused
 from flashtile.call import arguments, autocast
 from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read
-from flashtile.call.cached_problem import check_apart, check_length
+from flashtile.call.cached_problem import check_apart, check_length, problem_of
 from flashtile.core.errors import InvalidInputError
 from flashtile.ops import cached as ops
 
@@ -127,16 +127,15 @@ def attention_with_kvcache(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,
     ))  # fmt: skip
+    if k_cache is v_cache and k is not None and not k_cache.is_meta:
+        problem_of(tensors, options)
+        check_apart(tensors)
     lse = ops.attend(tensors, options)
     return (tensors.out, lse) if return_lse else tensors.out
 
 
 def completed(t: CacheTensors) -> CacheTensors:
-    """A new record of a call with what its caller left out: out, bounds of new keys, a length for all as a tensor.
-
-    Raises:
-        InvalidInputError: Naming what is no tensor, or requires a gradient, or a length that does not fit.
-    """
+    """A new record of a call with what its caller left out: out, bounds of new keys, a length for all as a tensor."""
     if autocast.is_on():
         check_tensor("q", t.q)
         t.q, t.k, t.v = _cast(t.q, t.k, t.v)
@@ -152,8 +151,6 @@ def completed(t: CacheTensors) -> CacheTensors:
         t.cache_seqlens = _filled(length, t.q, t.cu_seqlens_q)
         ops.CACHED.check_types(t)
         check_length(t, length)
-    if t.k_cache is t.v_cache and not t.k_cache.is_meta:
-        check_apart(t)
     return t
 
 

@@ -13,7 +13,6 @@ from flashtile.core.errors import shown
 _ELSEWHERE = {
     "is_causal": "causal, aligned with the last key and not the first", "scale": "softmax_scale",
     "sm_scale": "softmax_scale", "dropout": "dropout_p", "mask": "attn_mask (True keeps) or attn_bias (added)",
-    "enable_gqa": "nothing: fewer key heads than query heads are grouped", "window": "window_size",
     "block_table": "page_table", "key_padding_mask": "attn_mask=valid[:, None, None, :], where True keeps",
 }  # fmt: skip
 

@@ -88,12 +88,7 @@ def _explained(problem: Problem, backend: str | None, only: Direction | None = N
 def _over_cache(
     function: str, t: Tensors, asked: tuple[Any, ...], cached: dict[str, Any]
 ) -> tuple[CacheTensors, CacheOptions]:
-    """The records of a call over a cache, from the arguments that all calls have and those that it alone has.
-
-    Raises:
-        InvalidInputError: An argument is one that these calls do not have, or k_cache is missing.
-        TypeError: There is a keyword that no call has.
-    """
+    """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
     precision, causal, window_size, return_lse, plain, _, lengths = asked
     unknown = {name: value for name, value in cached.items() if name not in CachedCall.__annotations__}
     if unknown:

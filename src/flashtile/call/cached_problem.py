@@ -144,11 +144,7 @@ def check_length(t: CacheTensors, length: int) -> None:
 
 
 def check_apart(t: CacheTensors) -> None:
-    """Refuses appending to caches that are one tensor, unless keys and values are one too and nothing rotates keys.
-
-    Raises:
-        InvalidInputError: The new values would overwrite the new keys.
-    """
+    """Refuses appending to caches that are one tensor, unless keys and values are one too and nothing rotates keys."""
     k, v = t.k_cache, t.v_cache
     one = k is v or (k.data_ptr(), k.shape, k.stride()) == (v.data_ptr(), v.shape, v.stride())
     if one and t.k is not None and t.v is not None and k.numel() and not (t.k is t.v and t.rotary_cos is None):
