@@ -162,7 +162,8 @@ class MultiheadAttention(nn.Module):
 
         Args:
             x: ``(batch, seqlen, embed_dim)``, or packed ``(total, embed_dim)`` with cu_seqlens.
-            context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``; x, or None, for itself.
+            context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``;
+                x by default.
             value: What values are made of, in context's shape; context by default.
             key_padding_mask: bool, ``(batch, seqlen_context)``; **True hides** a key, as in torch's module.
             attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**. Pass a
@@ -184,14 +185,12 @@ class MultiheadAttention(nn.Module):
             UnsupportedError: No backend can run the call.
         """
         apart = context_positions, cu_seqlens_context, max_seqlen_context
-        if context is x and (value is None or value is x) and all(each is None for each in apart):
+        if context is x and (value is None or value is x) and not any(each is not None for each in apart):
             context = value = None
         itself = context is None
         source = x if context is None else context
-        if context is None and value is not None:
-            raise InvalidInputError("value", "is given, but there is no context")
         if itself:
-            _refuse_without_context(*apart)
+            _refuse_without_context(value, *apart)
             if self.context_dim != self.embed_dim:
                 wanted = f"context_dim {self.context_dim}, embed_dim is {self.embed_dim}"
                 raise InvalidInputError("context", f"is None, must have {wanted}")
@@ -394,8 +393,8 @@ def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: T
         raise InvalidInputError(cu_name, f"{needs}: it goes with 2 dimensions")
 
 
-def _refuse_without_context(positions: object, cu_seqlens: object, max_seqlen: object) -> None:
+def _refuse_without_context(value: object, positions: object, cu_seqlens: object, max_seqlen: object) -> None:
     given = {"context_positions": positions, "cu_seqlens_context": cu_seqlens, "max_seqlen_context": max_seqlen}
-    for name, value in given.items():
-        if value is not None:
+    for name, each in {"value": value, **given}.items():
+        if each is not None:
             raise InvalidInputError(name, "is given, but there is no context")
