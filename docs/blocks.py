@@ -117,7 +117,7 @@ UNTYPED = {
 
 
 def check_types() -> int:
-    """Runs mypy over the code of each page but ``UNTYPED``, its blocks as one module with the page's line numbers; returns its code."""
+    """Runs mypy over the code of each page but ``UNTYPED``, a module with the page's line numbers; returns its code."""
     with tempfile.TemporaryDirectory() as folder:
         for page in PAGES:
             text, lines = page.read_text(encoding="utf-8"), [""] * 10_000
