@@ -61,6 +61,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python docs/blocks.py --types
 	$(BIN)/lint-imports
 	$(BIN)/python tools/limits.py
 

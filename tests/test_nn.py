@@ -260,7 +260,7 @@ def test_names_and_initial_scale() -> None:
     other = MultiheadAttention(256, 8, num_kv_heads=2)
     other.load_state_dict(state)
     shown = repr(MultiheadAttention(64, 4, num_kv_heads=2, causal=True, window_size=(7, 0), dropout=0.1))
-    assert "64, 4, num_kv_heads=2, causal=True, window_size=(7, 0), dropout=0.1" in shown
+    assert "embed_dim=64, num_heads=4, num_kv_heads=2, causal=True, window_size=(7, 0), dropout=0.1" in shown
 
 
 def test_autocast_and_low_precision() -> None:
@@ -368,3 +368,46 @@ def test_errors_speak_of_the_modules_own_arguments() -> None:
         module(X[0], cu_seqlens=CU)
     with pytest.raises(InvalidInputError, match=r"^context: batch is 1, but x has 2$"):
         module(X, X[:1])
+
+
+@pytest.mark.parametrize(("batch_first", "bias", "kdim"), [(True, True, None), (False, True, None), (False, False, 20)])
+def test_from_torch_computes_what_torchs_module_does(batch_first: bool, bias: bool, kdim: int | None) -> None:
+    theirs = nn.MultiheadAttention(32, 4, bias=bias, kdim=kdim, vdim=kdim, batch_first=batch_first, **DOUBLE)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.uniform_(-0.3, 0.3)
+    ours = MultiheadAttention.from_torch(theirs.eval())
+    assert ours.batch_first is batch_first and not ours.training
+    x, key, value = randn(2, 5, 32), randn(2, 7, kdim or 32), randn(2, 7, kdim or 32)
+    given = (x, key, value) if batch_first else tuple(each.transpose(0, 1) for each in (x, key, value))
+    hidden = torch.arange(7) >= torch.tensor([[4], [7]])
+    out, expected = ours(*given, key_padding_mask=hidden), theirs(*given, key_padding_mask=hidden)[0]
+    assert_close(out, expected)
+    dout = torch.randn_like(out)
+    grads = (torch.autograd.grad(each, (x, key, value), dout) for each in (out, expected))
+    assert_close(*grads)
+
+
+def test_one_tensor_three_times_is_self_attention() -> None:
+    module, x = MultiheadAttention(32, 4, rotary=True, causal=True, **DOUBLE), randn(2, 6, 32)
+    assert_close(module(x, x, x, positions=9), module(x, positions=9))
+
+
+def test_a_key_padding_mask_goes_with_a_mask() -> None:
+    module, x = MultiheadAttention(32, 4, **DOUBLE), randn(2, 6, 32)
+    hidden, keep = torch.arange(6) >= torch.tensor([[4], [6]]), band(6, 3, 2)
+    out = module(x, attn_mask=keep, key_padding_mask=hidden)
+    assert_close(out, module(x, attn_mask=keep & ~hidden[:, None, None, :]))
+    for name, mask in (("shape", hidden[:, :3]), ("dtype", hidden.double())):
+        with pytest.raises(InvalidInputError, match=f"^key_padding_mask: .*{name}"):
+            module(x, key_padding_mask=mask)
+
+
+def test_from_torch_refuses_what_it_cannot_copy() -> None:
+    for module in (
+        nn.Linear(2, 2),
+        nn.MultiheadAttention(8, 2, add_zero_attn=True),
+        nn.MultiheadAttention(8, 2, kdim=4),
+    ):
+        with pytest.raises(InvalidInputError, match="^module: "):
+            MultiheadAttention.from_torch(module)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from typing import get_overloads
 
 import pytest
 import torch
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
+from flashtile.api.keywords import CacheKeywords, Keywords
+from flashtile.call import problem
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import settings
 from flashtile.core.masks import Band
@@ -276,3 +281,60 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     got = flashtile.attention(Q, K, K, window_size=(numpy.int64(2), numpy.int32(-1)), softmax_scale=numpy.float32(0.5))
     assert torch.equal(got, flashtile.attention(Q, K, K, window_size=(2, None), softmax_scale=0.5))
+
+
+@pytest.mark.parametrize(("run", "message"), [
+    (call(is_causal=True), "'is_causal': it is called causal"),
+    (packed(scale=1.0), "'scale': it is called softmax_scale"),
+    (call(dropout=0.1), "'dropout': it is called dropout_p"), (call(dropuot=0.1), "'dropuot'$"),
+    (lambda: flashtile.attention(Q, K, K, True), "True as a position too many: give causal"),
+    (lambda: flashtile.attention_with_kvcache(Q, K, K, 3), "cache_seqlens"),
+    (lambda: flashtile.explain(Q, K, K, scale=1.0), "it is called softmax_scale"),
+    (lambda: flashtile.warm_up(Q, K, K, scale=1.0, device="cpu"), "^warm_up.*softmax_scale"),
+])  # fmt: skip
+def test_keywords_of_other_libraries_are_named(run: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        run()
+
+
+def test_int64_bounds_get_a_hint() -> None:
+    with pytest.raises(InvalidInputError, match=r"must be int32: give cu_seqlens_q\.int\(\)$"):
+        packed(cu_seqlens_q=CU.long())()
+
+
+def test_heads_before_rows_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "_warned", False)
+    heads_first = torch.randn(1, 4, 257, 8)
+    with plans.own_plans(), pytest.warns(UserWarning, match=r"257 heads of 4 rows; .*transpose\(1, 2\)") as caught:
+        flashtile.attention(heads_first, heads_first, heads_first)
+        flashtile.attention(heads_first[:, :3], heads_first[:, :3], heads_first[:, :3])
+    assert len(caught) == 1
+    with plans.own_plans(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(problem, "_warned", False)
+        right = heads_first.transpose(1, 2)
+        flashtile.attention(right, right, right)
+        flashtile.attention(heads_first[:, :, :64], heads_first[:, :, :64], heads_first[:, :, :64])
+
+
+def test_overloads_have_the_keywords_of_the_functions() -> None:
+    shared = {"q", "k", "v", "return_lse", *Keywords.__annotations__}
+    bounds = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    cached = {"q", "k_cache", "v_cache", "cache_seqlens", "return_lse", *CacheKeywords.__annotations__}
+    for function, names in (
+        (flashtile.attention, shared), (flashtile.attention_varlen, shared | bounds),
+        (flashtile.attention_with_kvcache, cached),
+    ):  # fmt: skip
+        assert names == set(inspect.signature(function).parameters) - {"_more", "_unknown"}
+        assert [str(inspect.signature(each).return_annotation) for each in get_overloads(function)] == [
+            "Tensor", "tuple[Tensor, Tensor]", "Tensor | tuple[Tensor, Tensor]",
+        ]  # fmt: skip
+
+
+def test_explain_answers_for_meta_tensors_as_the_call_does() -> None:
+    meta = Q.to("meta")
+    assert flashtile.attention(meta, meta, meta).shape == Q.shape
+    assert "no backend: a call makes results of the right shapes" in flashtile.explain(meta, meta, meta)
+    for run in (flashtile.attention, flashtile.explain):
+        with pytest.raises(InvalidInputError, match="^k: "):
+            run(meta, meta[..., :4], meta)

@@ -28,6 +28,7 @@ KERNEL_FOLDERS = (*(f"src/flashtile/backends/{name}/" for name in ("gpu/device",
 PUBLIC = (
     "src/flashtile/api/attention.py",
     "src/flashtile/api/cached.py",
+    "src/flashtile/api/prepare.py",
     "src/flashtile/distributed/attention.py",
     "src/flashtile/distributed/cache.py",
     "src/flashtile/api/quantize.py",

@@ -8,11 +8,10 @@ from flashtile.api.attention import (
     attention_varlen,
     attention_with_kvcache,
     backends,
-    explain,
     merge_states,
     support_table,
-    warm_up,
 )
+from flashtile.api.prepare import explain, warm_up
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:

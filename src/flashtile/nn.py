@@ -6,7 +6,7 @@ It imports only PyTorch, the public functions and the checks of arguments; ``imp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: Features of x and of the result.
         num_heads: Query heads.
+        batch_first: Whether the batch comes before the rows in x, context, value and the result. torch's is False.
         num_kv_heads: Key and value heads, a divisor of num_heads: fewer is GQA, one is MQA. num_heads by default.
         head_dim: Features of a head; ``embed_dim / num_heads`` by default.
         context_dim: Features of the context of cross-attention; embed_dim by default.
@@ -59,6 +60,7 @@ class MultiheadAttention(nn.Module):
         embed_dim: int,
         num_heads: int,
         *,
+        batch_first: bool = True,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         context_dim: int | None = None,
@@ -78,6 +80,7 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = _head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
+        self.batch_first = flag("batch_first", batch_first)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -103,6 +106,34 @@ class MultiheadAttention(nn.Module):
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=out_bias, **place)
         self.reset_parameters()
 
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, **settings: Any) -> MultiheadAttention:
+        """A module that computes what a ``torch.nn.MultiheadAttention`` does, with copies of its weights.
+
+        Args:
+            module: With kdim equal to vdim, and without add_bias_kv and add_zero_attn.
+            settings: Other settings of this class, such as causal or backend.
+
+        Raises:
+            InvalidInputError: The module has something that this class has not.
+        """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise InvalidInputError("module", f"is of type {type(module).__name__}, must be a nn.MultiheadAttention")
+        if module.kdim != module.vdim or module.bias_k is not None or module.add_zero_attn:
+            raise InvalidInputError("module", "has kdim other than vdim, add_bias_kv or add_zero_attn")
+        out, width = module.out_proj, module.embed_dim
+        weights: Any = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        if module.in_proj_weight is not None:
+            weights = module.in_proj_weight.chunk(3)
+        usual = dict(bias=out.bias is not None, dropout=module.dropout, batch_first=module.batch_first)
+        place = dict(context_dim=module.kdim, device=out.weight.device, dtype=out.weight.dtype)
+        made = cls(width, module.num_heads, **{**usual, **place, **settings})
+        state: dict[str, Any] = {f"{name}_proj.weight": weight for name, weight in zip("qkv", weights, strict=True)}
+        if module.in_proj_bias is not None:
+            state |= {f"{name}_proj.bias": b for name, b in zip("qkv", module.in_proj_bias.chunk(3), strict=True)}
+        made.load_state_dict({**state, **{f"out_proj.{name}": x for name, x in out.state_dict().items()}})
+        return made.train(module.training)
+
     def reset_parameters(self) -> None:
         """Draws weights of variance ``1 / fan_in``, so that the scale is the same for any head count; biases are 0."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
@@ -115,7 +146,9 @@ class MultiheadAttention(nn.Module):
         self,
         x: Tensor,
         context: Tensor | None = None,
+        value: Tensor | None = None,
         *,
+        key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         attn_bias: Tensor | None = None,
         positions: int | Tensor = 0,
@@ -125,11 +158,14 @@ class MultiheadAttention(nn.Module):
         cu_seqlens_context: Tensor | None = None,
         max_seqlen_context: int | None = None,
     ) -> Tensor:
-        """Attends from x to itself, or to a context.
+        """Attends from x to itself, or to a context; x, context and value are torch's query, key and value.
 
         Args:
             x: ``(batch, seqlen, embed_dim)``, or packed ``(total, embed_dim)`` with cu_seqlens.
-            context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``; x by default.
+            context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``;
+                x by default.
+            value: What values are made of, in context's shape; context by default.
+            key_padding_mask: bool, ``(batch, seqlen_context)``; **True hides** a key, as in torch's module.
             attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**. Pass a
                 mask of valid keys ``(batch, seqlen_context)`` as ``valid[:, None, None, :]``.
             attn_bias: float16 to float64, broadcastable to the same shape; added to the scores; has a gradient.
@@ -148,10 +184,13 @@ class MultiheadAttention(nn.Module):
             InvalidInputError: Naming the argument that is wrong.
             UnsupportedError: No backend can run the call.
         """
+        apart = context_positions, cu_seqlens_context, max_seqlen_context
+        if context is x and (value is None or value is x) and not any(each is not None for each in apart):
+            context = value = None
         itself = context is None
         source = x if context is None else context
         if itself:
-            _refuse_without_context(context_positions, cu_seqlens_context, max_seqlen_context)
+            _refuse_without_context(value, *apart)
             if self.context_dim != self.embed_dim:
                 wanted = f"context_dim {self.context_dim}, embed_dim is {self.embed_dim}"
                 raise InvalidInputError("context", f"is None, must have {wanted}")
@@ -163,10 +202,10 @@ class MultiheadAttention(nn.Module):
                 raise InvalidInputError(name, "is given, but goes with packed sequences alone")
         if source.dim() != x.dim():
             raise InvalidInputError("context", f"has {source.dim()} dimensions, but x has {x.dim()}")
-        q = _split("q_proj", self.q_proj(x), self.head_dim)
-        k = _split("k_proj", self.k_proj(source), self.head_dim)
-        v = _split("v_proj", self.v_proj(source), self.head_dim)
-        self._check_heads(q.shape[-2], k.shape[-2], v.shape[-2])
+        if value is not None:
+            _check_rows("value", value, self.context_dim, "cu_seqlens_context", cu_seqlens_context)
+        q, k, v = self._projected(x, source, source if value is None else value)
+        attn_mask = _with_padding(attn_mask, key_padding_mask, k)
         if self.rotary is not None:
             q = self.rotary(q, positions, cu_seqlens)
             k = self.rotary(k, 0 if context_positions is None else context_positions, cu_seqlens_context)
@@ -177,26 +216,38 @@ class MultiheadAttention(nn.Module):
                 lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
                 out = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
         except InvalidInputError as error:
-            raise error.renamed(_OWN_NAMES if itself else {**_OWN_NAMES, **_CONTEXT_NAMES}) from None
-        return self.out_proj(cast(Tensor, out).flatten(-2))
+            named = {} if itself else {**_CONTEXT_NAMES, "v": "context" if value is None else "value"}
+            raise error.renamed({**_OWN_NAMES, **named}) from None
+        found: Tensor = self.out_proj(out.flatten(-2))
+        return found if self.batch_first or found.dim() == 2 else found.transpose(0, 1)
 
-    def _check_heads(self, q: int, k: int, v: int) -> None:
-        """Refuses a shard whose query heads would meet other key heads than without sharding."""
-        for name, kv in (("k_proj", k), ("v_proj", v)):
-            if self.num_kv_heads > 1 and q * self.num_kv_heads != kv * self.num_heads:
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _projected(self, x: Tensor, context: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads of q, k and v, batch first; refuses a shard whose query heads would meet other key heads than whole."""
+        if not self.batch_first and x.dim() == 3:
+            x, context, value = (each.transpose(0, 1) for each in (x, context, value))
+        q = _split("q_proj", self.q_proj(x), self.head_dim)
+        k = _split("k_proj", self.k_proj(context), self.head_dim)
+        v = _split("v_proj", self.v_proj(value), self.head_dim)
+        heads = q.shape[-2]
+        for name, kv in (("k_proj", k.shape[-2]), ("v_proj", v.shape[-2])):
+            if self.num_kv_heads > 1 and heads * self.num_kv_heads != kv * self.num_heads:
                 whole = f"whole they have {self.num_kv_heads} and {self.num_heads}; shard them alike"
-                raise InvalidInputError(name, f"gives {kv} heads and q_proj {q}, but {whole}")
+                raise InvalidInputError(name, f"gives {kv} heads and q_proj {heads}, but {whole}")
+        return q, k, v
 
-    def _options(self) -> dict:
+    def _options(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in _DEFAULTS if name != "dropout"}
         return {**plain, "dropout_p": self.dropout if self.training else 0.0}
 
     def extra_repr(self) -> str:
         """The settings that differ from their defaults, for printing."""
         sizes = {"num_kv_heads": self.num_heads, "head_dim": self.embed_dim // self.num_heads}
-        defaults = {**sizes, "context_dim": self.embed_dim, **_DEFAULTS}
+        defaults = {"batch_first": True, **sizes, "context_dim": self.embed_dim, **_DEFAULTS}
         shown = [f"{name}={getattr(self, name)}" for name, usual in defaults.items() if getattr(self, name) != usual]
-        return ", ".join([f"{self.embed_dim}, {self.num_heads}", *shown])
+        return ", ".join([f"embed_dim={self.embed_dim}, num_heads={self.num_heads}", *shown])
 
 
 # What the arguments of ``attention`` are called here.
@@ -275,6 +326,9 @@ class TransformerBlock(nn.Module):
         x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
 
 def _rotary(rotary: bool | nn.Module, head_dim: int) -> nn.Module | None:
     """The module of the argument ``rotary``."""
@@ -310,6 +364,21 @@ def _split(name: str, rows: Tensor, head_dim: int) -> Tensor:
     return rows.unflatten(-1, (width // head_dim, head_dim))
 
 
+def _with_padding(attn_mask: Tensor | None, hidden: Tensor | None, k: Tensor) -> Tensor | None:
+    """attn_mask without the keys that key_padding_mask hides."""
+    if hidden is None:
+        return attn_mask
+    for name, mask in (("key_padding_mask", hidden), ("attn_mask", hidden if attn_mask is None else attn_mask)):
+        check_tensor(name, mask)
+        if mask.dtype != torch.bool:
+            raise InvalidInputError(name, f"dtype is {mask.dtype}, must be bool")
+    if k.dim() == 3 or hidden.shape != k.shape[:2]:
+        must = "(batch, seqlen_context), of sequences that are not packed"
+        raise InvalidInputError("key_padding_mask", f"has shape {tuple(hidden.shape)}, must be {must}")
+    kept = ~hidden[:, None, None, :]
+    return kept if attn_mask is None else attn_mask & kept
+
+
 def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:
     """Checks the rank, 3 or, with cu_seqlens, 2, and the last dimension."""
     check_tensor(name, rows)
@@ -324,8 +393,8 @@ def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: T
         raise InvalidInputError(cu_name, f"{needs}: it goes with 2 dimensions")
 
 
-def _refuse_without_context(positions: object, cu_seqlens: object, max_seqlen: object) -> None:
+def _refuse_without_context(value: object, positions: object, cu_seqlens: object, max_seqlen: object) -> None:
     given = {"context_positions": positions, "cu_seqlens_context": cu_seqlens, "max_seqlen_context": max_seqlen}
-    for name, value in given.items():
-        if value is not None:
+    for name, each in {"value": value, **given}.items():
+        if each is not None:
             raise InvalidInputError(name, "is given, but there is no context")

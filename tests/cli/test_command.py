@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -224,3 +225,15 @@ def test_the_module_is_the_command() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "--seqlen" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_shape_of_too_few_numbers_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from flashtile import cli
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("FLASHTILE_TILES", str(tmp_path / "tiles.json"))
+    assert cli.main(["tune", "--shape", "1,2"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "--shape" in shown

@@ -114,3 +114,13 @@ def test_the_real_package_is_not_replaced_once_imported(monkeypatch: pytest.Monk
 def test_unknown_packages_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="^package: is 'xformers'"):
         install("xformers")
+
+
+def test_what_compat_does_not_have_is_said_in_words() -> None:
+    code = (
+        "import flashtile.compat; flashtile.compat.install(); import flash_attn\n"
+        "try:\n    import flash_attn.modules.mha\nexcept ModuleNotFoundError as error:\n    print(error.name, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("flash_attn.modules flashtile has no flash_attn.modules; it stands in for flash_attn")
+    assert "flash_attn.bert_padding" in done.stdout

@@ -683,7 +683,7 @@ def test_models_that_compute_their_own_attention_are_refused() -> None:
         enable(hf.LongT5Model(config))
     with pytest.raises(UnsupportedError, match="a Linear"):
         enable(nn.Linear(2, 2))
-    with pytest.raises(UnsupportedError, match="a type, which holds no PreTrainedModel"):
+    with pytest.raises(UnsupportedError, match="a type is no PreTrainedModel and holds none to switch$"):
         enable(hf.LlamaForCausalLM)
 
 

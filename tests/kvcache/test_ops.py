@@ -157,14 +157,15 @@ def test_exports_with_its_mutation() -> None:
 
 def test_autocast_casts_queries_and_new_keys_but_no_cache() -> None:
     half = CACHE.bfloat16()
-    mine, theirs = half.clone(), half.clone()
+    mine, theirs, *values = (half.clone() for _ in range(4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = flashtile.attention_with_kvcache(Q, mine, mine, cache_seqlens=5, k=NEW, v=NEW)
+        got = flashtile.attention_with_kvcache(Q, mine, values[0], cache_seqlens=5, k=NEW, v=NEW)
         with pytest.raises(InvalidInputError, match=r"^k_cache: dtype is torch.float32"):
             flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=5)
     new = NEW.bfloat16()
-    want = flashtile.attention_with_kvcache(Q.bfloat16(), theirs, theirs, cache_seqlens=5, k=new, v=new)
-    assert got.dtype == torch.bfloat16 and torch.equal(got, want) and torch.equal(mine, theirs)
+    want = flashtile.attention_with_kvcache(Q.bfloat16(), theirs, values[1], cache_seqlens=5, k=new, v=new)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+    assert torch.equal(mine, theirs) and torch.equal(*values)
 
 
 def test_there_is_no_derivative_of_any_kind() -> None:

@@ -40,7 +40,7 @@ def packed(**changes: Any) -> dict[str, Any]:
 
 
 def rotary(**changes: Any) -> dict[str, Any]:
-    return new(rotary_cos=COS, rotary_sin=COS) | changes
+    return new(v_cache=CACHE.clone(), rotary_cos=COS, rotary_sin=COS) | changes
 
 
 def bits(**changes: Any) -> dict[str, Any]:
@@ -215,9 +215,8 @@ def test_says_what_it_is_and_what_it_must_be() -> None:
 def test_every_argument_is_refused_somehow() -> None:
     import inspect
 
-    assert {argument for argument, _ in BAD.values()} == set(
-        inspect.signature(flashtile.attention_with_kvcache).parameters
-    )
+    arguments = set(inspect.signature(flashtile.attention_with_kvcache).parameters)
+    assert {argument for argument, _ in BAD.values()} == arguments - {"_more", "_unknown"}
 
 
 def test_gradients_are_no_matter_where_they_are_off() -> None:
@@ -252,3 +251,31 @@ def test_the_operators_refuse_new_keys_that_they_would_not_declare() -> None:
         torch.ops.flashtile.attention_with_kvcache(*CACHED.flatten(given, CacheOptions()))
     with pytest.raises(InvalidInputError, match=r"^k: is None: the operator is attention_with_kvcache"):
         torch.ops.flashtile.append_attention_with_kvcache(*CACHED.flatten(tensors, CacheOptions()))
+
+
+def test_one_tensor_as_both_caches_is_refused_while_appending() -> None:
+    keys, values = NEW, NEW.clone()
+    for other in (CACHE, CACHE[:]):
+        held = CACHE.clone()
+        with pytest.raises(InvalidInputError, match="^v_cache: is the same tensor as k_cache"):
+            flashtile.attention_with_kvcache(Q, CACHE, other, cache_seqlens=5, k=keys, v=values)
+        assert torch.equal(CACHE, held)
+    flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=5)
+    alone = torch.empty(3, 16, 2, 2, 8)
+    flashtile.attention_with_kvcache(Q, *alone.unbind(2), cache_seqlens=0, k=keys, v=values)
+    assert torch.equal(alone[:2, :3, 0], keys) and torch.equal(alone[:2, :3, 1], values)
+
+
+def test_explain_takes_a_call_over_a_cache() -> None:
+    call: dict[str, Any] = {"k_cache": CACHE, "v_cache": CACHE.clone(), "cache_seqlens": LENGTHS}
+    text = flashtile.explain(Q, NEW, NEW, **call)
+    assert "3 x a cache of 16" in text and "decode: cpu" in text and ", causal" in text
+    assert ", full" in flashtile.explain(Q, **call, causal=False)
+    assert "in pages of 16" in flashtile.explain(Q, **call, page_table=PAGES)
+    assert flashtile.warm_up(Q.to("meta"), **{name: x.to("meta") for name, x in call.items()}, device="cpu") == []
+    for name, changes in {
+        "attn_mask": {"attn_mask": torch.ones(3, 16, dtype=torch.bool)}, "dropout_p": {"dropout_p": 0.5},
+        "v_cache": {"v_cache": None}, "cache_seqlens": {"cache_seqlens": 20}, "v": {"k": NEW},
+    }.items():  # fmt: skip
+        with pytest.raises(InvalidInputError, match=f"^{name if name != 'v' else 'k'}: "):
+            flashtile.explain(Q, **call | changes)

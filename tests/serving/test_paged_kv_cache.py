@@ -304,3 +304,18 @@ def test_refusals() -> None:
 def test_it_is_imported_only_when_asked_for() -> None:
     code = "import sys, flashtile; assert 'flashtile.serving' not in sys.modules; flashtile.serving.PagedKVCache"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_list_is_one_token_for_each_and_a_batch_unpacks() -> None:
+    cache = PagedKVCache(1, 4, 2, 8, page_size=2)
+    first, second = cache.allocate(), cache.allocate()
+    assert cache.pages_needed([first, second]) == 2
+    batch = cache.append([second, first])
+    assert (cache.length(first), cache.length(second)) == (1, 1) and batch.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert {**batch} == vars(batch)
+    with pytest.raises(InvalidInputError, match="^counts: "):
+        cache.append([first, first])
+    shown = (
+        "PagedKVCache(num_layers=1, num_pages=4, num_heads_kv=2, head_dim=8, page_size=2: float32 on cpu, 2 sequences"
+    )
+    assert repr(cache) == f"{shown}, 2 pages free)"

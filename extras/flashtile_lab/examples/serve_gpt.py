@@ -84,11 +84,10 @@ class Server:
         return [partial(self._attend, batch, layer) for layer in range(self.model.config.num_layers)]
 
     def _attend(self, batch: PagedBatch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flashtile.attention_with_kvcache(
+        return flashtile.attention_with_kvcache(
             q, self.cache.k[layer], self.cache.v[layer], k=k, v=v, rotary_cos=self.cos, rotary_sin=self.sin,
-            **vars(batch),
+            **batch,
         )  # fmt: skip
-        return cast(Tensor, out)
 
     def _unread(self, request: Request) -> list[int]:
         """The tokens of a request that are not in the cache yet."""

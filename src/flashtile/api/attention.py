@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -16,13 +13,12 @@ from torch import Tensor
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
+from flashtile.api.keywords import Keywords, refused
 from flashtile.call import autocast
-from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, flag, read, wanting, without_data
-from flashtile.call.backend import Build, directions_of
-from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
+from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
-from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.errors import InvalidInputError
 from flashtile.ops import dispatch, flops, operation, sharding, transforms
 from flashtile.ops import operators as ops
 from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
@@ -31,11 +27,26 @@ transforms.register()
 operation.REGISTERS += [flops.register, sharding.register]
 
 
+@overload
+def attention(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
+    *, return_lse: Literal[False] = False, **others: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
+    *, return_lse: Literal[True], **others: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
+    *, return_lse: bool, **others: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor | Quantized,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    *,
+    *_more: Any,
     causal: bool = False,
     window_size: Sequence[int | None] | None = None,
     softmax_scale: float | None = None,
@@ -49,6 +60,7 @@ def attention(
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
+    **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, in memory linear in the sequence lengths.
 
@@ -86,6 +98,8 @@ def attention(
     Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691.
     """
     global _last
+    if _more or _unknown:
+        raise refused("attention", _more, _unknown)
     alone = Tensors(q, k, v)  # type: ignore[arg-type]
     if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
         # Most calls have the keywords of the one before. Compared by identity, since True == 1.
@@ -103,7 +117,7 @@ def attention(
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
     if precision is not None or isinstance(q, Quantized):
-        return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain))
+        return quantized_calls().attend(tensors, (precision, causal, window_size, return_lse, plain))
     options = read(tensors, causal, window_size, return_lse, plain)
     if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
         _last = options, causal, window_size, *plain
@@ -115,6 +129,24 @@ _NO_GRADS = Grads()
 _last: tuple[Any, ...] = (Options(), object(), *[None] * 6)
 
 
+@overload
+def attention_varlen(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    *, return_lse: Literal[False] = False, **others: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    *, return_lse: Literal[True], **others: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    *, return_lse: bool, **others: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
     q: Tensor | Quantized,
     k: Tensor | None = None,
@@ -123,7 +155,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
+    *_more: Any,
     causal: bool = False,
     window_size: Sequence[int | None] | None = None,
     softmax_scale: float | None = None,
@@ -137,6 +169,7 @@ def attention_varlen(
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
+    **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences packed one after another; each sequence attends to itself only.
 
@@ -160,6 +193,8 @@ def attention_varlen(
         InvalidInputError: A ValueError that names the argument.
         UnsupportedError: No backend can run the call; lists the reasons of each.
     """
+    if _more or _unknown:
+        raise refused("attention_varlen", _more, _unknown)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
     plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
     is_quantized = isinstance(q, Quantized)
@@ -167,11 +202,11 @@ def attention_varlen(
         if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
     if precision is not None or is_quantized:
-        return _eight_bits().attend(tensors, (precision, causal, window_size, return_lse, plain, True, longest))
+        return quantized_calls().attend(tensors, (precision, causal, window_size, return_lse, plain, True, longest))
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse)
 
 
-def _eight_bits() -> Any:
+def quantized_calls() -> Any:
     """The calls in 8 bits: what few programs need is not loaded by all."""
     from flashtile.api import quantized as api
 
@@ -243,141 +278,6 @@ def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
     for name, tensor, shape in (("lse_a", lse_a, rows), ("out_b", out_b, tuple(out_a.shape)), ("lse_b", lse_b, rows)):
         if tuple(tensor.shape) != shape:
             raise InvalidInputError(name, f"has shape {tuple(tensor.shape)}, must be {shape} to match out_a")
-
-
-def explain(
-    q: Tensor | Quantized,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window_size: Sequence[int | None] | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    precision: str | None = None,
-    backend: str | None = None,
-) -> str:
-    """Says which backend and tiles a call would run with, and why the other backends would not.
-
-    Takes the arguments of ``attention``, or with cu_seqlens those of ``attention_varlen``, and raises the same errors.
-    Nothing is computed.
-
-    Returns:
-        A few lines of text.
-    """
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
-    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
-    if precision is not None or isinstance(q, Quantized):
-        asked = precision, causal, window_size, return_lse, plain, None, longest
-        calls = _eight_bits().calls(tensors, asked, None)
-        return "\n".join(dispatch.explain(problem, backend, each) for problem, _, each in calls)
-    options = read(tensors, causal, window_size, return_lse, plain, longest)
-    problem = Problem.of(autocast.cast(tensors, q.device.type), options)
-    if problem.varlen and problem.device_type == "cpu":
-        check_values(problem, tensors)
-    return dispatch.explain(problem, backend)
-
-
-@dataclasses.dataclass(frozen=True)
-class BuildTime:
-    """The build time of one kernel: backend, direction, kernel, and seconds to build it or find it built."""
-
-    backend: str
-    direction: str
-    kernel: str
-    seconds: float
-
-
-def warm_up(
-    q: Tensor | Quantized,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window_size: Sequence[int | None] | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    precision: str | None = None,
-    backend: str | None = None,
-    device: torch.device | str = "cuda",
-    backward: bool = True,
-) -> list[BuildTime]:
-    """Builds the kernels that a call needs, in parallel, so that the call itself does not wait for them.
-
-    Takes the arguments of ``explain``. Only shapes, strides and dtypes of the tensors are read: they may be on the meta
-    device, ``torch.empty(8, 512, 16, 64, dtype=torch.bfloat16, device="meta")``, where they take no memory.
-
-    device is where the call will run. With backward the backward is built too, for the tensors that require a gradient,
-    or for all if none does; its dout is assumed contiguous.
-
-    Returns:
-        A record per kernel; no records for a backend that needs no build.
-    """
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
-    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
-    place, backward = _device(device), flag("backward", backward)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
-    asked = precision, causal, window_size, return_lse, plain, None, longest
-    in_8_bits = precision is not None or isinstance(q, Quantized)
-    if in_8_bits:
-        calls = _eight_bits().calls(tensors, asked, place, backward)
-    else:
-        options = wanting(tensors, read(tensors, causal, window_size, return_lse, plain, longest), backward)
-        shapes = autocast.cast(without_data(tensors), place.type)
-        if options.dropout_p > 0:
-            shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
-        where = {"device_type": place.type, "compute_capability": compute_capability(place), "gpu": gpu_name(place)}
-        problem = Problem.of(shapes, options).but(**where)
-        calls = [(problem, shapes, direction) for direction in directions_of(problem)]
-    wanted: list[tuple[str, str, Build]] = []
-    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
-        if in_8_bits:
-            rounding = _eight_bits().rounding_builds(tensors, asked, place)
-            wanted += [("quantization", "quantize", build) for build in rounding]
-        for problem, shapes, direction in calls:
-            chosen = dispatch.select(problem, direction, backend)
-            for each, share in dispatch.shares(chosen, problem, direction):
-                wanted += [(chosen.name, direction, build) for build in each.builds(share, shapes, direction)]
-    # Compilers run in their own processes, so threads are enough to build kernels in parallel.
-    with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
-        return list(pool.map(_make, wanted))
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInputError("device", f"is {shown(device)}, must be a torch.device or its name") from error
-
-
-def _make(wanted: tuple[str, str, Build]) -> BuildTime:
-    backend, direction, build = wanted
-    start_s = time.perf_counter()
-    build.make()
-    return BuildTime(backend, direction, build.name, time.perf_counter() - start_s)
 
 
 def backends() -> tuple[str, ...]:

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from flashtile.api.keywords import CacheKeywords, refused
 from flashtile.call import arguments, autocast
 from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read
-from flashtile.call.cached_problem import check_length
+from flashtile.call.cached_problem import check_apart, check_length, problem_of
 from flashtile.core.errors import InvalidInputError
 from flashtile.ops import cached as ops
 
 
+@overload
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    *, cache_seqlens: Tensor | int, return_lse: Literal[False] = False, **others: Unpack[CacheKeywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    *, cache_seqlens: Tensor | int, return_lse: Literal[True], **others: Unpack[CacheKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    *, cache_seqlens: Tensor | int, return_lse: bool, **others: Unpack[CacheKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *,
+    *_more: Any,
     cache_seqlens: Tensor | int,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
@@ -45,6 +62,7 @@ def attention_with_kvcache(
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
+    **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over keys and values in a cache, which may be in pages, with new keys appended first.
 
@@ -102,27 +120,38 @@ def attention_with_kvcache(
 
     Source: Dao et al. 2022, arXiv:2205.14135; Kwon et al. 2023, arXiv:2309.06180 (pages).
     """
-    plain = (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend)
-    options = read(causal, window_size, return_lse, plain)
-    if autocast.is_on():
-        check_tensor("q", q)
-        q, k, v = _cast(q, k, v)
-    if k is not None and cu_seqlens_k_new is None:
-        cu_seqlens_k_new = cu_seqlens_q
-    result = _empty_out(q, v_cache) if out is None else out
-    one_length = None
-    # isinstance alone would take longer than making the record below.
-    if not (type(cache_seqlens) is Tensor or isinstance(cache_seqlens, Tensor)):
-        one_length, cache_seqlens = cache_seqlens, _filled(cache_seqlens, q, cu_seqlens_q)
-    tensors = CacheTensors(
-        result, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,
+    if _more or _unknown:
+        raise refused("attention_with_kvcache", _more, _unknown)
+    options = read(causal, window_size, return_lse, (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend))
+    tensors = completed(CacheTensors(
+        out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,
-    )  # fmt: skip
-    ops.CACHED.check_types(tensors)
-    if one_length is not None:
-        check_length(tensors, one_length)
+    ))  # fmt: skip
+    if k_cache is v_cache and k is not None and not k_cache.is_meta:
+        problem_of(tensors, options)
+        check_apart(tensors)
     lse = ops.attend(tensors, options)
-    return (result, lse) if return_lse else result
+    return (tensors.out, lse) if return_lse else tensors.out
+
+
+def completed(t: CacheTensors) -> CacheTensors:
+    """A new record of a call with what its caller left out: out, bounds of new keys, a length for all as a tensor."""
+    if autocast.is_on():
+        check_tensor("q", t.q)
+        t.q, t.k, t.v = _cast(t.q, t.k, t.v)
+    if t.k is not None and t.cu_seqlens_k_new is None:
+        t.cu_seqlens_k_new = t.cu_seqlens_q
+    if t.out is None:
+        t.out = _empty_out(t.q, t.v_cache)
+    length: Any = t.cache_seqlens
+    # isinstance alone would take longer than making the record.
+    if type(length) is Tensor or isinstance(length, Tensor):
+        ops.CACHED.check_types(t)
+    else:
+        t.cache_seqlens = _filled(length, t.q, t.cu_seqlens_q)
+        ops.CACHED.check_types(t)
+        check_length(t, length)
+    return t
 
 
 def _empty_out(q: Tensor, v_cache: Tensor) -> Tensor:

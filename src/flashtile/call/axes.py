@@ -42,7 +42,8 @@ def checked_kinds(record: Any, rows: Mapping[str, Argument]) -> list[tuple[str, 
             others = (q.dtype,) * row.like_q + (torch.float64,) * wide
             if x.dtype not in row.dtypes[0] + others:
                 must = row.dtypes[1] + " or float64" * wide + f" or q's {q.dtype}" * row.like_q
-                raise InvalidInputError(name, f"dtype is {x.dtype}, must be {must}")
+                hint = f": give {name}.int()" if x.dtype == torch.int64 and torch.int32 in row.dtypes[0] else ""
+                raise InvalidInputError(name, f"dtype is {x.dtype}, must be {must}{hint}")
         if x.device != q.device:
             raise InvalidInputError(name, f"is on {x.device}, but q is on {q.device}")
     return found

@@ -143,8 +143,16 @@ def check_length(t: CacheTensors, length: int) -> None:
         raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into a cache of {capacity}")
 
 
+def check_apart(t: CacheTensors) -> None:
+    """Refuses appending to caches that are one tensor, unless keys and values are one too and nothing rotates keys."""
+    k, v = t.k_cache, t.v_cache
+    one = k is v or (k.data_ptr(), k.shape, k.stride()) == (v.data_ptr(), v.shape, v.stride())
+    if one and t.k is not None and t.v is not None and k.numel() and not (t.k is t.v and t.rotary_cos is None):
+        raise InvalidInputError("v_cache", "is the same tensor as k_cache: new values would overwrite new keys")
+
+
 def check_values(problem: Problem, tensors: CacheTensors) -> None:
-    """Checks what index tensors hold: lengths, left padding, entries, pages, positions and bounds.
+    """Checks that caches are two, and what index tensors hold: lengths, padding, entries, pages, positions and bounds.
 
     On a GPU this waits for the device, so callers run it only when ``FLASHTILE_CHECK`` is set.
 
@@ -152,6 +160,7 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
         InvalidInputError: Naming the tensor or the length that is wrong.
     """
     t, batch, capacity = tensors, problem.batch, problem.seqlen_k
+    check_apart(t)
     rows = _row_counts(problem, t)
     lengths, new = lengths_of(t, batch)
     for b, length in enumerate(lengths):

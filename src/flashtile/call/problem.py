@@ -7,6 +7,7 @@ where that costs no synchronisation. Everything below this layer may assume vali
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -262,6 +263,20 @@ def described(**values: Any) -> Problem:
     return _NOTHING.but(**values)
 
 
+# No model has so many heads, and none that had them would attend to so few rows.
+_MANY_HEADS, _FEW_ROWS = 256, 128
+_warned = False
+
+
+def _warn_of_heads_first(shape: tuple[int, ...]) -> None:
+    """Once in a process."""
+    global _warned
+    if not _warned:
+        _warned = True
+        read = f"q of shape {shape} is read as (batch, seqlen, heads, head_dim), so as {shape[2]} heads"
+        warnings.warn(f"{read} of {shape[1]} rows; if heads come before rows, give q.transpose(1, 2)", stacklevel=2)
+
+
 def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     """Checks dtypes, devices and shapes; returns sizes by axis name."""
     packed = t.cu_seqlens_q is not None or t.cu_seqlens_k is not None
@@ -279,6 +294,8 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     if t.origins is not None and not packed:
         raise InvalidInputError("origins", "is given, but goes with cu_seqlens alone")
     axes.check_heads()
+    if not packed and t.q.shape == t.k.shape and t.q.shape[1] <= _FEW_ROWS < _MANY_HEADS < t.q.shape[2]:
+        _warn_of_heads_first(tuple(t.q.shape))
     for name, row, x in rows[3:]:
         axes.bind(name, x, row)
     return axes.sizes

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"pip install ./extras (in flashtile's repository), then flashtile-lab {words[0]}"
         print(f"flashtile: {words[0]} is a command of flashtile-lab: {where}", file=sys.stderr)
         return 2
-    return start("flashtile.cli.app", "flashtile", '"flashtile[cli]"', words)
+    return start("flashtile.cli.app", "flashtile", "typer rich", words)
 
 
 def start(module: str, name: str, package: str, arguments: list[str]) -> int:

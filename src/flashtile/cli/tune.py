@@ -112,7 +112,7 @@ def _tune(todo: list[tuning.Task], seconds: float) -> tuple[list[tuning.Result],
 def _problem(text: str, dtype: torch.dtype, band: Band) -> Problem:
     """A call of a shape as it was written, with all gradients, on the GPU if there is one."""
     sizes, _, dim_v = text.partition("/")
-    batch, seqlen, heads, *rest = integers([sizes], "--shape")
+    batch, seqlen, heads, *rest = [*integers([sizes], "--shape"), *[0] * 3][: max(3, sizes.count(",") + 1)]
     if len(rest) not in (1, 2):
         raise InvalidInputError(
             "--shape", f"is {text}, must be batch,seqlen,heads,head_dim or have key heads before it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -23,7 +23,7 @@ def install(package: str = "flash_attn") -> ModuleType:
     flash_attn_func``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``,
     ``flash_attn.ops.triton.rotary``. After ``install("flash_attn_interface")``, which is FlashAttention-3:
     ``import flash_attn_interface``, and ``flash_attn_3.flash_attn_interface`` with the same functions. Any other
-    submodule is missing (ModuleNotFoundError), and so are names that flashtile does not have (ImportError).
+    submodule is missing (a ModuleNotFoundError that lists these), and so are names that flashtile does not have.
 
     Call it before anything imports the package. A copy on disk that is not yet imported is shadowed. Only imports
     change: code that asks ``importlib.metadata`` whether a distribution of that name is installed gets the same answer
@@ -58,7 +58,20 @@ def install(package: str = "flash_attn") -> ModuleType:
         if parent:
             setattr(modules[parent], child, module)
     sys.modules.update(modules)
+    if _Missing not in sys.meta_path:
+        sys.meta_path.append(_Missing)
     return modules[package]
+
+
+class _Missing:
+    """The last to be asked for a module: says in words which ones of the packages flashtile has."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        package = name.partition(".")[0]
+        if name != package and getattr(sys.modules.get(package), "__flashtile__", False):
+            has = ", ".join(each for each in sys.modules if each.startswith(f"{package}."))
+            raise ModuleNotFoundError(f"flashtile has no {name}; it stands in for {package} with {has}", name=name)
 
 
 def _is_package(name: str, contents: _Contents) -> bool:

@@ -70,9 +70,10 @@ def enable(model: PreTrainedModel | None = None) -> str:
         modules = model.modules() if isinstance(model, nn.Module) else ()
         parts = [part for part in modules if isinstance(part, PreTrainedModel)]
         fixed = sorted({type(part).__name__ for part in parts if not _is_replaceable(part)})
-        if not parts or fixed:
-            what = ", ".join(fixed) or f"a {type(model).__name__}, which holds no PreTrainedModel,"
-            raise UnsupportedError(f"transformers cannot replace the attention of {what}")
+        if not parts:
+            raise UnsupportedError(f"a {type(model).__name__} is no PreTrainedModel and holds none to switch")
+        if fixed:
+            raise UnsupportedError(f"transformers cannot replace the attention of {', '.join(fixed)}")
         for part in parts:
             part.set_attn_implementation(NAME)
     return NAME

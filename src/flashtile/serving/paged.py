@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class OutOfPagesError(RuntimeError):
 class PagedBatch:
     """The sequences of one call, as arguments of ``flashtile.attention_with_kvcache`` with packed queries.
 
-    Attributes have the arguments' names, so that ``**vars(batch)`` passes them.
+    Attributes have the arguments' names, so that ``**batch`` passes them.
 
     Attributes:
         page_table: ``(batch, max_pages)`` int32; -1, or anything in fixed buffers, past a sequence's last page.
@@ -49,6 +50,13 @@ class PagedBatch:
     cache_seqlens: Tensor
     cu_seqlens_q: Tensor
     max_seqlen_q: int
+
+    def keys(self) -> tuple[str, ...]:
+        """The arguments' names; with ``batch[name]`` all that ``**batch`` needs."""
+        return "page_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q"
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self)[name]
 
 
 class PagedKVCache:
@@ -126,6 +134,12 @@ class PagedKVCache:
         self._lengths: dict[int, int] = {}
         self._made = 0
 
+    def __repr__(self) -> str:
+        layers, pages, page_size, heads, width = self.k.shape
+        what = f"num_layers={layers}, num_pages={pages}, num_heads_kv={heads}, head_dim={width}, page_size={page_size}"
+        place = f"{str(self.k.dtype).removeprefix('torch.')} on {self.k.device}"
+        return f"PagedKVCache({what}: {place}, {len(self._pages)} sequences, {len(self._free)} pages free)"
+
     @property
     def num_free_pages(self) -> int:
         """Pages that no sequence holds."""
@@ -170,8 +184,9 @@ class PagedKVCache:
         self._release(self._pages.pop(self._known(sequence)))
         del self._lengths[sequence]
 
-    def pages_needed(self, counts: Mapping[int, int]) -> int:
+    def pages_needed(self, counts: Mapping[int, int] | Sequence[int]) -> int:
         """Pages that ``append(counts)`` would take: new ones, and copies of shared pages that are partly filled."""
+        counts = _counts(counts)
         needed, writers = 0, Counter[int]()
         for sequence, count in counts.items():
             length, pages = self._lengths[self._known(sequence)], self._pages[sequence]
@@ -181,11 +196,12 @@ class PagedKVCache:
         # Who comes last need not copy, if all that share a page append to it.
         return needed + sum(min(count, self._references[page] - 1) for page, count in writers.items())
 
-    def append(self, counts: Mapping[int, int], out: PagedBatch | None = None) -> PagedBatch:
+    def append(self, counts: Mapping[int, int] | Sequence[int], out: PagedBatch | None = None) -> PagedBatch:
         """Makes room for the next tokens of some sequences: for all of them, or for none if pages are missing.
 
         Args:
-            counts: For each sequence of the batch, in its order, how many tokens follow; 0 is allowed.
+            counts: For each sequence of the batch, in its order, how many tokens follow; 0 is allowed. A
+                list of sequences is one token for each.
             out: Fixed buffers from ``buffers`` to write into. Sequences that they have room for beyond those in
                 counts get length -1, by which a call knows that they are not there, and no tokens.
 
@@ -197,6 +213,7 @@ class PagedKVCache:
             OutOfPagesError: If the free pages are too few; nothing has changed.
             InvalidInputError: If a sequence is unknown, a count is negative, or ``out`` is too small.
         """
+        counts = _counts(counts)
         needed = self.pages_needed(counts)
         before = [self._lengths[sequence] for sequence in counts]
         longest = max((self._pages_for(self._lengths[s] + count) for s, count in counts.items()), default=0)
@@ -306,6 +323,14 @@ class PagedKVCache:
     def _pinned(self, numbers: Tensor) -> Tensor:
         """From pinned memory a copy to the device does not wait for it."""
         return numbers.pin_memory() if self.k.device.type == "cuda" else numbers
+
+
+def _counts(counts: Mapping[int, int] | Sequence[int]) -> Mapping[int, int]:
+    if isinstance(counts, Mapping):
+        return counts
+    if not isinstance(counts, Sequence) or len(set(counts)) < len(counts):
+        raise InvalidInputError("counts", f"is {shown(counts)}, must be tokens by sequence, or different sequences")
+    return dict.fromkeys(counts, 1)
 
 
 def _check_room(out: PagedBatch, batch: int, pages: int, seqlen_q: int) -> None:

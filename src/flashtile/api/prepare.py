@@ -1,0 +1,209 @@
+"""``explain`` and ``warm_up``: what a call would run, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from flashtile.api.attention import quantized_calls
+from flashtile.api.cached import completed
+from flashtile.api.keywords import CachedCall, refused
+from flashtile.call import autocast, cached_arguments, cached_problem
+from flashtile.call.arguments import Tensors, flag, read, wanting, without_data
+from flashtile.call.backend import Build, Direction, directions_of
+from flashtile.call.cached_arguments import CacheOptions, CacheTensors
+from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
+from flashtile.call.quantized import Quantized
+from flashtile.core.errors import InvalidInputError, shown
+from flashtile.ops import dispatch
+
+
+def explain(
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | None = None,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str | None = None,
+    backend: str | None = None,
+    **cached: Unpack[CachedCall],
+) -> str:
+    """Says which backend and tiles a call would run with, and why the other backends would not.
+
+    Takes the arguments of ``attention``, or with cu_seqlens those of ``attention_varlen``, and raises the same errors;
+    with k_cache, v_cache and cache_seqlens by name, those of ``attention_with_kvcache``. causal is that function's own
+    default, unless given. Nothing is computed. Tensors on the meta device give results of the right shapes in a call,
+    from no backend, and it says so.
+
+    Returns:
+        A few lines of text.
+    """
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    causal = bool(cached) if causal is None else causal
+    asked = precision, causal, window_size, return_lse, plain, None, longest
+    if cached:
+        over, settings = _over_cache("explain", tensors, asked, {**cached})
+        problem = cached_problem.problem_of(over, settings)
+        if problem.device_type == "cpu":
+            cached_problem.check_values(problem, over)
+        return _explained(problem, backend)
+    if precision is not None or isinstance(q, Quantized):
+        calls = quantized_calls().calls(tensors, asked, None)
+        return "\n".join(_explained(problem, backend, each) for problem, _, each in calls)
+    options = read(tensors, causal, window_size, return_lse, plain, longest)
+    problem = Problem.of(autocast.cast(tensors, q.device.type), options)
+    if problem.varlen and problem.device_type == "cpu":
+        check_values(problem, tensors)
+    return _explained(problem, backend)
+
+
+def _explained(problem: Problem, backend: str | None, only: Direction | None = None) -> str:
+    if problem.device_type == "meta":
+        return f"{dispatch.describe_problem(problem)}\nno backend: a call makes results of the right shapes alone"
+    return dispatch.explain(problem, backend, only)
+
+
+def _over_cache(
+    function: str, t: Tensors, asked: tuple[Any, ...], cached: dict[str, Any]
+) -> tuple[CacheTensors, CacheOptions]:
+    """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
+    precision, causal, window_size, return_lse, plain, _, lengths = asked
+    unknown = {name: value for name, value in cached.items() if name not in CachedCall.__annotations__}
+    if unknown:
+        raise refused(function, (), unknown)
+    softmax_scale, softcap, dropout_p, deterministic, backend = plain
+    others = {
+        "attn_mask": t.attn_mask, "attn_bias": t.attn_bias, "cu_seqlens_k": t.cu_seqlens_k, "max_seqlen_k": lengths[1],
+        "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
+    }  # fmt: skip
+    for name, value in others.items():
+        if value is not None:
+            raise InvalidInputError(name, "is given, but a call over a cache has none")
+    for name in ("k_cache", "v_cache", "cache_seqlens"):
+        if cached.get(name) is None:
+            raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
+    alike = lengths[0], softmax_scale, softcap, cached.get("rotary_interleaved", False), backend
+    options = cached_arguments.read(causal, window_size, return_lse, alike)
+    given: dict[str, Any] = {name: cached.get(name, getattr(t, name, None)) for name in cached_arguments.TENSORS}
+    return completed(CacheTensors(**given)), options
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildTime:
+    """The build time of one kernel: backend, direction, kernel, and seconds to build it or find it built."""
+
+    backend: str
+    direction: str
+    kernel: str
+    seconds: float
+
+
+def warm_up(
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | None = None,
+    window_size: Sequence[int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: torch.device | str = "cuda",
+    backward: bool = True,
+    **cached: Unpack[CachedCall],
+) -> list[BuildTime]:
+    """Builds the kernels that a call needs, in parallel, so that the call itself does not wait for them.
+
+    Takes the arguments of ``explain``. Only shapes, strides and dtypes of the tensors are read: they may be on the meta
+    device, ``torch.empty(8, 512, 16, 64, dtype=torch.bfloat16, device="meta")``, where they take no memory.
+
+    device is where the call will run. With backward the backward is built too, for the tensors that require a gradient,
+    or for all if none does; its dout is assumed contiguous. A call over a cache has none; with k and v what appends is
+    built.
+
+    Returns:
+        A record per kernel; no records for a backend that needs no build.
+    """
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    place, backward = _device(device), flag("backward", backward)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
+    causal = bool(cached) if causal is None else causal
+    asked = precision, causal, window_size, return_lse, plain, None, longest
+    where = {"device_type": place.type, "compute_capability": compute_capability(place)}
+    in_8_bits = precision is not None or isinstance(q, Quantized)
+    calls: list[tuple[Problem, Any, Direction]]
+    if cached:
+        over, settings = _over_cache("warm_up", tensors, asked, {**cached})
+        over = without_data(over)
+        calls = [(cached_problem.problem_of(over, settings).but(**where), over, "decode")]
+    elif in_8_bits:
+        calls = quantized_calls().calls(tensors, asked, place, backward)
+    else:
+        options = wanting(tensors, read(tensors, causal, window_size, return_lse, plain, longest), backward)
+        shapes = autocast.cast(without_data(tensors), place.type)
+        if options.dropout_p > 0:
+            shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
+        problem = Problem.of(shapes, options).but(**where, gpu=gpu_name(place))
+        calls = [(problem, shapes, direction) for direction in directions_of(problem)]
+    wanted: list[tuple[str, str, Build]] = []
+    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        if in_8_bits and not cached:
+            rounding = quantized_calls().rounding_builds(tensors, asked, place)
+            wanted += [("quantization", "quantize", build) for build in rounding]
+        for problem, described, direction in calls:
+            chosen = dispatch.select(problem, direction, backend)
+            for each, share in dispatch.shares(chosen, problem, direction):
+                wanted += [(chosen.name, direction, build) for build in each.builds(share, described, direction)]
+    # Compilers run in their own processes, so threads are enough to build kernels in parallel.
+    with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
+        return list(pool.map(_make, wanted))
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError("device", f"is {shown(device)}, must be a torch.device or its name") from error
+
+
+def _make(wanted: tuple[str, str, Build]) -> BuildTime:
+    backend, direction, build = wanted
+    start_s = time.perf_counter()
+    build.make()
+    return BuildTime(backend, direction, build.name, time.perf_counter() - start_s)
