@@ -76,10 +76,13 @@ _CHUNK = CacheCase(
     "128 rows of an 8-bit cache", ((900, 64, 64), (30, 64, 64)), appends=True, heads=8, kv_heads=2, head_dim=128,
     page_size=16, float8="none",
 )  # fmt: skip
+# On Triton 3.6, which cannot ask whether a record is None that holds one: ``make kernels``.
+_PROMPT = dataclasses.replace(_CHUNK, name="a_prompt", sequences=((900, 300, 300),), float8="")
 FOUND = (
     ("gfx950", Drawn(0, "plain", Case("products", seqlen_q=64, seqlen_k=64, head_dim=16, wanted=""))),
     ("gfx950", Drawn(0, "quantizer", Quantizer("rotation", rotate=True, smooth_k=False), torch.float32)),
     ("sm_120", Drawn(0, "cached", _CHUNK, torch.float16)),
+    ("sm_90a", Drawn(0, "cached", _PROMPT, torch.bfloat16)),
 )
 
 

@@ -37,8 +37,8 @@ def rows_of(name: str, box: TensorMap, block_dim: int) -> Rows:
 def keys_of(problem: Problem, t: Tensors | QuantizedTensors, cache: Cache | None = None) -> Keys:
     """Those of a call; cache: where they are, if they are in one."""
     if cache is not None:
-        return Keys(None, problem.keys.length, cache, True)
-    return Keys(pointer(t.cu_seqlens_k, "cu_seqlens_k"), t.k.shape[-3], None, problem.varlen)
+        return Keys(None, problem.keys.length, cache, True, True)
+    return Keys(pointer(t.cu_seqlens_k, "cu_seqlens_k"), t.k.shape[-3], None, False, problem.varlen)
 
 
 def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined: bool = False) -> Output:

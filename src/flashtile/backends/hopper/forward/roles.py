@@ -103,7 +103,7 @@ def load_last_values(channels, use, tiles, call, schedule):
 @gluon.jit
 def load_block(operand, rings, use, records, tiles, n_block, call, schedule):
     """Starts the load of a block of a tile's keys or values, ``operand``."""
-    if call.keys.cache is None:
+    if not call.keys.CACHED:
         rows = key_rows(records, tiles, call)
         load(operand.desc, rings, use, ((rows, n_block * schedule.BLOCK_N),), operand.BLOCK_DIM)
     else:

@@ -96,7 +96,7 @@ def _place(step, call, schedule):
         b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
         _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
         is_tile = block * rows < num_rows(length, call, schedule)
-        if call.keys.cache is not None:  # noqa: SIM102 a compile-time condition
+        if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
             if call.keys.cache.FEW_ROWS is not None:
                 _, keys = entry_and_length(b, call)
                 is_left = (length * call.heads.group_size <= call.keys.cache.FEW_ROWS) & (
@@ -136,7 +136,7 @@ def next_tile(step, call, schedule):
         step += 1
     batch = call.queries.count
     start_q, seqlen_q = sequence.sequence(call.queries.cu_seqlens, b, batch, call.queries.length, call.q.PACKED)
-    if call.keys.cache is None:
+    if not call.keys.CACHED:
         start_k, seqlen_k = sequence.sequence(call.keys.cu_seqlens, b, batch, call.keys.length, call.q.PACKED)
         if call.q.PACKED:
             # The rows past the last sequence have no keys.
