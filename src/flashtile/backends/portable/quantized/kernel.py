@@ -28,12 +28,12 @@ PROBS_LOG2 = tl.constexpr(8.0)
 
 
 class Scale(NamedTuple):
-    """float32 scales by sequence, head and block; a stride is 0 where one serves all."""
+    """float32 scales by sequence, head and block, with their steps, 0 where one serves all; they follow lengths."""
 
     ptr: Any
-    stride_b: Any
-    stride_head: Any
-    stride_block: Any
+    batch_step: Any
+    head_step: Any
+    block_step: Any
 
 
 class Scales(NamedTuple):
@@ -64,8 +64,8 @@ def block_of(sequences, seq, b, first):
 @triton.jit
 def load_scale(scale, b, head, block, exists):
     """The scale of a block, 1 where it does not exist."""
-    at = tl.cast(b, tl.int64) * scale.stride_b + tl.cast(head, tl.int64) * scale.stride_head
-    return tl.load(scale.ptr + at + block * scale.stride_block, mask=exists, other=1.0)
+    at = tl.cast(b, tl.int64) * scale.batch_step + tl.cast(head, tl.int64) * scale.head_step
+    return tl.load(scale.ptr + at + block * scale.block_step, mask=exists, other=1.0)
 
 
 @triton.jit
