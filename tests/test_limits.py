@@ -35,7 +35,6 @@ def _function(parameters: int, lines: int = 2, before: str = "", first: str = ""
         ("src/flashtile/a.py", _function(11, first="x, /, *y"), ["src/flashtile/a.py:1 f: 13 parameters, at most 12"]),
         ("src/flashtile/api/attention.py", _function(20), []),
         ("src/flashtile/compat/a.py", _function(20), []),
-        ("src/flashtile/a.py", _function(20, before="@gluon.jit(do_not_specialize=X)\n"), []),
         ("src/flashtile/a.py", _function(13, before="@triton.jit\n"),
          ["src/flashtile/a.py:2 f: 13 parameters, at most 12"]),
         ("src/flashtile/a.py", "\n" * 401, ["src/flashtile/a.py: 401 lines, at most 400"]),

@@ -22,7 +22,7 @@ def test_parts_are_drawn_and_sloped_as_in_the_whole(dtype: torch.dtype, dropout:
 
 def test_the_reference_has_the_same_parts() -> None:
     class Oracle(cpu.CpuBackend):
-        def plan(self, direction, problem, like, given=(), known=None):  # type: ignore[no-untyped-def]
+        def plan(self, direction, problem, like, given=()):  # type: ignore[no-untyped-def]
             if direction == "forward":
                 return lambda t: reference.attention(problem, t)
             return super().plan(direction, problem, like, given)

@@ -83,7 +83,7 @@ def recorded(capability: Capability) -> Iterator[list[Launch]]:
 
     found: list[Launch] = []
 
-    def keep(step: Any, launch: Launch, operands: object, device: object, known: object = None) -> None:
+    def keep(step: Any, launch: Launch, operands: object, device: object) -> None:
         step.device = None
         found.append(launch)
 

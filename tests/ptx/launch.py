@@ -95,7 +95,7 @@ class Kernels:
                 return value
             values.append(value)
             if isinstance(value, torch.Tensor):
-                return pointer(value)
+                return pointer(value, "")
             if not hasattr(value, "block_shape"):
                 return value
             shape, layout = value.block_shape, getattr(value, "layout", None)

@@ -244,8 +244,6 @@ QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
 Plan = Callable[..., Any]
 # What a plan is made for besides the call's tensors: dout and dlse of a backward, nothing of other directions.
 Given = tuple[()] | tuple[Tensor, Tensor | None]
-# What the plans of a direction of one family of calls share.
-Known = dict[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,10 +266,8 @@ class Backend(Protocol):
     shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of the same
     layouts, so it must not keep those. It may be called from several threads at once.
 
-    ``known`` is one dictionary for all plans of a direction of a family, see ``plans.family_of``, or None. There a
-    backend keeps what it need not make again for other lengths, under keys that say what it depends on besides the
-    family. So whether a backend can run a call must not depend on lengths, batch or strides; whether it is chosen
-    depends on lengths by ``Problem.tiny`` alone.
+    Calls of a family, see ``plans.family_of``, share their backends. So whether a backend can run a call must not
+    depend on lengths, batch or strides; whether it is chosen depends on lengths by ``Problem.tiny`` alone.
     """
 
     name: str
@@ -286,9 +282,7 @@ class Backend(Protocol):
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles and the algorithm a problem would run with, in one line."""
 
-    def plan(
-        self, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
-    ) -> Plan:
+    def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
         """The plan of a direction of this problem: a ``Forward``, ``Backward``, ``Decode`` or ``QuantizedForward``.
 
         Args:
@@ -296,7 +290,6 @@ class Backend(Protocol):
             problem: A call that these capabilities cover.
             like: Tensors of the layouts that the plan will get.
             given: Of a backward dout and dlse, None for zero, in the layouts that it will get, which may be any.
-            known: See above.
         """
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:

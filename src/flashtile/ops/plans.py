@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call.arguments import Options, is_plain, option_values
-from flashtile.call.backend import DIRECTIONS, Backend, Direction, Given, Gradients, Plan, directions_of
+from flashtile.call.backend import Backend, Direction, Given, Gradients, Plan, directions_of
 from flashtile.call.problem import TINY, Problem, Tensors, is_aligned
 from flashtile.ops import dispatch
 
@@ -26,15 +26,13 @@ class Family:
     Attributes:
         problem: Of one of them; None until one has been planned.
         backends: By direction.
-        known: By direction, what the plans of a backend share.
     """
 
-    __slots__ = ("backends", "known", "problem")
+    __slots__ = ("backends", "problem")
 
     def __init__(self) -> None:
         self.problem: Problem | None = None
         self.backends: dict[str, Backend] = {}
-        self.known: dict[str, dict[Any, Any]] = {name: {} for name in DIRECTIONS}
 
     def problem_of(self, t: Tensors, options: Options, **but: Any) -> Problem:
         """The problem of a regular call, with other values of some fields, whose backends are then in ``backends``."""
@@ -57,10 +55,10 @@ class Family:
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = (), name: str = "") -> Plan:
         """A backend's plan; with another's after it where that computes the gradient of the bias."""
-        chosen, known = self.backend(direction, problem, name), self.known[direction]
+        chosen = self.backend(direction, problem, name)
         shares = dispatch.shares(chosen, problem, direction)
         if len(shares) == 1:
-            return chosen.plan(direction, problem, like, given, known)
+            return chosen.plan(direction, problem, like, given)
         main, bias = (backend.plan(direction, share, like, given) for backend, share in shares)
 
         def both(*call: Any) -> Gradients:

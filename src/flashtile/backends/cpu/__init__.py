@@ -15,7 +15,7 @@ import torch
 
 from flashtile.backends.cpu import backward, decode, forward, quantized
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import Build, Capabilities, Direction, Given, Known, Plan
+from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
 from flashtile.call.problem import DTYPES, Problem, Tensors
 
 _CAPABILITIES = Capabilities(
@@ -93,9 +93,7 @@ class CpuBackend:
         paths = {"forward": forward, "backward": backward, "decode": decode, "quantized": quantized}
         return paths[direction].describe(problem)
 
-    def plan(
-        self, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
-    ) -> Plan:
+    def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
         """See ``Backend.plan``; the same for all layouts."""
         if direction == "decode":
             return functools.partial(_uncast, decode.decode, problem, decode.single(problem))

@@ -47,9 +47,8 @@ class Build:
         unknown: Why the kernel cannot be launched without Triton, or None.
         function: The driver's handle.
         layout: Layout of its argument block; None if it cannot be launched without Triton.
-        places: Of each run-time leaf, in order: where its first value is among the block's, the 64-bit word of a block
-            that its address is written to, None for a number, and of a tensor descriptor (box, swizzle, bytes of an
-            element).
+        places: Of each run-time leaf, in order: the 64-bit word of a block that its address is written to, None for a
+            number, and of a tensor descriptor (box, swizzle, bytes of an element).
     """
 
     compiled: Any
@@ -57,7 +56,7 @@ class Build:
     unknown: str | None
     function: int
     layout: driver.BlockLayout | None
-    places: list[tuple[int, int | None, tuple[Any, ...] | None]]
+    places: list[tuple[int | None, tuple[Any, ...] | None]]
 
 
 # Keys keep their kernels alive; the tensor maps' makers keep Gluon's layouts alive.
@@ -95,14 +94,12 @@ def make_build(what: Specialisation, compiled: Any) -> Build:
     layout = driver.BlockLayout(what.signature, 32 * about.num_warps, about.shared)
     maps = iter(about.tensordesc_meta or [])
     places: list[Any] = []
-    count = 0
     for name, kind in what.signature.items():
         about_map = None
         if kind.startswith("tensordesc"):
             each = next(maps)
             about_map = (tuple(each["block_size"]), each["swizzle"], each["elem_size"])
-        places.append((count, layout.words[name] if about_map or kind.startswith("*") else None, about_map))
-        count += len(layout.formats[name])
+        places.append((layout.words[name] if about_map or kind.startswith("*") else None, about_map))
     return Build(compiled, what, None, compiled.function, layout, places)
 
 
@@ -183,7 +180,7 @@ class Step:
         """Makes the content of blocks."""
         values: list[Any] = []
         self._addresses = []
-        for value, (_at, word, about_map) in zip(leaves, self._build.places, strict=True):
+        for value, (word, about_map) in zip(leaves, self._build.places, strict=True):
             if word is None:
                 values.append(value)
                 continue

@@ -35,18 +35,18 @@ class Pointer(NamedTuple):
 
     Attributes:
         dtype: Of its elements.
-        operand: The step's operand that contains it; by default the one that the argument is named after.
+        operand: The step's operand that contains it.
         offset: Bytes from the operand's first element, a multiple of 16.
         aligned: Whether the address is a multiple of 16, as that of newly allocated memory is.
     """
 
     dtype: torch.dtype
-    operand: str = ""
+    operand: str
     offset: int = 0
     aligned: bool = True
 
 
-def pointer(tensor: Tensor | None, operand: str = "") -> Pointer | None:
+def pointer(tensor: Tensor | None, operand: str) -> Pointer | None:
     """The ``Pointer`` to a tensor of a layout, None for an absent one."""
     return None if tensor is None else Pointer(tensor.dtype, operand, 0, tensor.data_ptr() % 16 == 0)
 
@@ -60,7 +60,7 @@ class TensorMap(NamedTuple):
         strides: In elements.
         box: Elements that one descriptor operation moves.
         layout: Gluon's layout of the box in shared memory, or None where Triton chooses it.
-        operand: As in ``Pointer``.
+        operand: As in ``Pointer``; maps are given it where a record is built.
         offset: As in ``Pointer``.
     """
 
@@ -112,31 +112,13 @@ class Launch(NamedTuple):
     options: Mapping[str, int]
 
 
-def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """Batch, row and head strides of ``(batch, rows, heads, dim)``; the batch stride of a packed tensor is 0."""
-    strides = tensor.stride()
-    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
-    return {f"{name}_stride_b": batch, f"{name}_stride_row": row, f"{name}_stride_head": head}
-
-
-def named(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that are leaves, memory among them with its operand: "q" for q_ptr and q_desc."""
-    return {name: _named(name.rpartition("_")[0], value) for name, value in arguments.items()}
-
-
-def _named(operand: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return pointer(value, operand)
-    return value._replace(operand=value.operand or operand) if isinstance(value, (Pointer, TensorMap)) else value
-
-
 # What a leaf's field says of it.
 _NUMBER, _STRIDE, _CONSTANT = range(3)
 _LEAVES = (Pointer, TensorMap, Const)
 
 
 def _rule(name: str) -> int:
-    return _CONSTANT if name.isupper() else _STRIDE if name.startswith("stride") or "_stride_" in name else _NUMBER
+    return _CONSTANT if name.isupper() else _STRIDE if name.startswith("stride") else _NUMBER
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import Build, Capabilities, Direction, Given, Known, Plan
+from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
 from flashtile.call.problem import Problem, Tensors
 
 _FORWARD = Capabilities(
@@ -88,10 +88,8 @@ class _Backend:
         config = choose(problem)
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
-    def plan(
-        self, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
-    ) -> Plan:
-        plan: Plan = _plan_class(direction)(problem, like, *given, known=known)
+    def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
+        plan: Plan = _plan_class(direction)(problem, like, *given)
         return plan
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:

@@ -15,7 +15,7 @@ from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import Build, Capabilities, Direction, Given, Gradients, Known, Plan
+from flashtile.call.backend import Build, Capabilities, Direction, Given, Gradients, Plan
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import settings
 from flashtile.core.states import Partial
@@ -112,9 +112,7 @@ class PortableBackend:
         atomics = "atomic adds to dbias of up to 24 MB, with dq" if backward.may_add_bias(problem) else "no atomics"
         return f"Triton, tiles {'; '.join(parts)}; {atomics}"
 
-    def plan(
-        self, direction: Direction, problem: Problem, like: Any, given: Given = (), known: Known | None = None
-    ) -> Plan:
+    def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
         """See ``Backend.plan``.
 
         A forward is one kernel; a cached call one that appends, if there are new keys, and one that attends; a backward
@@ -123,10 +121,10 @@ class PortableBackend:
         module, name = _PLANS[direction]
         make = getattr(importlib.import_module(f"flashtile.backends.{module}.launch"), name)
         if direction == "decode" or not _needs_widening(problem):
-            return make(problem, like, *given, known=known)
+            return make(problem, like, *given)
         if direction == "quantized":
-            return _widened_forward(problem, make(problem.but(out_dtype=torch.float32), like, known=known))
-        plan = make(problem.but(dtype=torch.float32), like, *given, known=known)
+            return _widened_forward(problem, make(problem.but(out_dtype=torch.float32), like))
+        plan = make(problem.but(dtype=torch.float32), like, *given)
         return (_widened_forward if direction == "forward" else _widened_backward)(problem, plan)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:

@@ -16,7 +16,6 @@ from flashtile.backends.gpu.decode.kernel import cache_attention
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.trial import tried
-from flashtile.call.backend import Known
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
@@ -33,16 +32,15 @@ _APPEND_OPERANDS = (
 class DecodePlan:
     """Attention over a cache, of calls with the same layouts and options; see ``call.backend.Decode``."""
 
-    def __init__(self, problem: Problem, tensors: CacheTensors, known: Known | None = None) -> None:
+    def __init__(self, problem: Problem, tensors: CacheTensors) -> None:
         """Prepares the launches.
 
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors with the call's layouts.
-            known: See ``Backend``.
         """
         t = tensors
-        self._problem, self._known = problem, known
+        self._problem = problem
         self._like_lse = like_floats(t.q, problem.lse_shape(t.q))
         self._rotates = t.rotary_cos is not None
         self._append: tuple[Step] | None = None

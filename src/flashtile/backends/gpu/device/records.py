@@ -93,3 +93,12 @@ class Output(NamedTuple):
     lse: Any
     partial_out: Any
     partial_lse: Any
+
+
+class Scale(NamedTuple):
+    """float32 scales by sequence, head and block of rows, with their steps, 0 where one serves several."""
+
+    ptr: Any
+    batch_step: Any
+    head_step: Any
+    block_step: Any

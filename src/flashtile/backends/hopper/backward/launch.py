@@ -33,7 +33,7 @@ from flashtile.backends.hopper.backward.records import (
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
 from flashtile.backends.hopper.device.records import Terms
 from flashtile.backends.hopper.records import terms_of
-from flashtile.call.backend import Chain, Gradients, Known
+from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
 
 # Half of Hopper's 50 MB of L2; other chips may use it too: the order of tiles changes no sum within a tile.
@@ -56,7 +56,6 @@ class BackwardPlan:
         dout: Tensor,
         dlse: Tensor | None,
         config: Config | None = None,
-        known: Known | None = None,
     ) -> None:
         """Prepares the launches.
 
@@ -66,7 +65,6 @@ class BackwardPlan:
             dout: Gradient of out, any strides.
             dlse: Gradient of lse, or None for zero.
             config: Tiles to use instead of the chosen ones, for tuning.
-            known: See ``Backend``.
         """
         band = problem.band
         # A band that keeps nothing, or no rows, or no keys: TMA has no map of an empty tensor.
@@ -88,7 +86,7 @@ class BackwardPlan:
         self._work = Workspace.of(problem, config, tensors)
         self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
-        self._config, self._known = config, known
+        self._config = config
         self._in_chain = configs.in_chain(config)
         self._of_chain: Workspace | None = None
         self._steps: dict[Any, list[Step]] = {}

@@ -162,20 +162,11 @@ class Schedule(NamedTuple):
     CACHED_ROWS: Any
 
 
-class Scale(NamedTuple):
-    """float32 scales by sequence, head and block of rows, with their steps, 0 where one serves several."""
-
-    ptr: Any
-    batch_step: Any
-    head_step: Any
-    block_step: Any
-
-
 class Scales(NamedTuple):
     """What a call of 8-bit tensors has besides ``Call``.
 
     Attributes:
-        q: ``Scale``, like k and v.
+        q: ``gpu.device.records.Scale``, like k and v.
         k: Of the keys.
         v: Of the values.
         shift: Like lse: what smoothing took off the scores of a row, or None.

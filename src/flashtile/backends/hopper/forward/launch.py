@@ -17,7 +17,6 @@ from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.kernel import attention_forward
 from flashtile.backends.hopper.records import call_of, keys_of, output_of, rows_of, schedule_of, terms_of
-from flashtile.call.backend import Known
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
 from flashtile.core.states import Partial
@@ -32,16 +31,13 @@ _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 class ForwardPlan:
     """The forward of calls of one kind: ``plan(tensors)`` returns out and lse, as ``call.backend.Forward`` says."""
 
-    def __init__(
-        self, problem: Problem, tensors: Tensors, config: Config | None = None, known: Known | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors, config: Config | None = None) -> None:
         """Prepares the launch.
 
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors of its layouts.
             config: Tiles to use instead of the chosen ones, for tuning.
-            known: See ``Backend``.
         """
         q, k = tensors.q, tensors.k
         self._problem = problem

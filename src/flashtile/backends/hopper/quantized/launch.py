@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.gpu.device.records import Scale
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Scale, Scales
+from flashtile.backends.hopper.device.records import Scales
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.quantized import config as configs
 from flashtile.backends.hopper.quantized.config import Config
 from flashtile.backends.hopper.quantized.kernel import attention_quantized
 from flashtile.backends.hopper.records import call_of, keys_of, output_of, plain_terms, rows_of, schedule_of
-from flashtile.call.backend import Known
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import scale_strides
@@ -30,7 +30,7 @@ _OPERANDS = (
 class QuantizedPlan:
     """The forward of quantized calls of one kind; see ``call.backend.QuantizedForward``."""
 
-    def __init__(self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None) -> None:
+    def __init__(self, problem: Problem, tensors: QuantizedTensors) -> None:
         """As ``forward.launch.ForwardPlan``."""
         q = tensors.q
         self._problem = problem

@@ -34,7 +34,7 @@ from flashtile.backends.portable.backward.preprocess import ForwardResults, prep
 from flashtile.backends.portable.config import padded
 from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, rows_of, tiles_of
 from flashtile.backends.portable.tuned import or_tables
-from flashtile.call.backend import Gradients, Known
+from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
 
 _PREPARE_ROWS = 32
@@ -53,12 +53,10 @@ class BackwardPlan:
     Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, dk and dv by split.
     """
 
-    def __init__(
-        self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, known: Known | None = None
-    ) -> None:
-        """Lays out no launch yet: tiles depend on those on trial when the plan runs. For known see ``Backend``."""
+    def __init__(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> None:
+        """Lays out no launch yet: tiles depend on those on trial when the plan runs."""
         t = tensors
-        self._problem, self._known = problem, known
+        self._problem = problem
         self._copies_dout = dout.stride(-1) != 1
         self._like_rows = like_floats(t.q, (_places(problem, t)[-1],))
         self._empty_like: Callable[[Tensor], Tensor] = functools.partial(_empty_contiguous, dtype=problem.grad_dtype)

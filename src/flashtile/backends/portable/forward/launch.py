@@ -14,7 +14,6 @@ from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
 from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, tiles_of
 from flashtile.backends.portable.tuned import or_tables
-from flashtile.call.backend import Known
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.states import Partial
 
@@ -27,16 +26,15 @@ _OPERANDS = (
 class ForwardPlan:
     """The forward of calls with the same layouts and options; see ``call.backend.Forward``."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, known: Known | None = None) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors) -> None:
         """Prepares the launch.
 
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors with the call's layouts.
-            known: See ``Backend``.
         """
         q = tensors.q
-        self._problem, self._known = problem, known
+        self._problem = problem
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
         self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and problem.out_dtype == q.dtype
         self._like_lse = like_floats(q, problem.lse_shape(q))

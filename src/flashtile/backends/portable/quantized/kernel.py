@@ -27,22 +27,13 @@ SCALE_BLOCK = tl.constexpr(128)
 PROBS_LOG2 = tl.constexpr(8.0)
 
 
-class Scale(NamedTuple):
-    """float32 scales by sequence, head and block, with their steps, 0 where one serves all; they follow lengths."""
-
-    ptr: Any
-    batch_step: Any
-    head_step: Any
-    block_step: Any
-
-
 class Scales(NamedTuple):
     """What a call of 8-bit tensors has besides ``records.Call``.
 
     Attributes:
-        q: ``Scale``.
-        k: ``Scale``.
-        v: ``Scale``.
+        q: ``records.Scale``.
+        k: ``records.Scale``.
+        v: ``records.Scale``.
         shift: Like lse: ``q . mean(k)`` of each row if the keys' mean was subtracted, else None.
     """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import Call, Output, Rows
+from flashtile.backends.gpu.device.records import Call, Output, Rows, Scale
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.portable.quantized.config import choose
-from flashtile.backends.portable.quantized.kernel import Scale, Scales, attention_quantized
+from flashtile.backends.portable.quantized.kernel import Scales, attention_quantized
 from flashtile.backends.portable.records import (
     heads_at_once,
     heads_of,
@@ -21,7 +21,6 @@ from flashtile.backends.portable.records import (
     sequences_of,
     tiles_of,
 )
-from flashtile.call.backend import Known
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import scale_strides
@@ -35,10 +34,10 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 class QuantizedPlan:
     """The forward of quantized calls with the same layouts and options; see ``call.backend.QuantizedForward``."""
 
-    def __init__(self, problem: Problem, tensors: QuantizedTensors, known: Known | None = None) -> None:
+    def __init__(self, problem: Problem, tensors: QuantizedTensors) -> None:
         """As ``ForwardPlan``."""
         q = tensors.q
-        self._problem, self._known = problem, known
+        self._problem = problem
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
         self._like_lse = like_floats(q, problem.lse_shape(q))
         self._steps: dict[object, tuple[Step]] = {}
