@@ -59,7 +59,7 @@ def call_of(
         bias_sums: Whether a kernel's program sums over sequences, and over heads, that share a bias.
     """
     p = problem
-    block_d, block_dv = tile_dims(p.head_dim, p.head_dim_v)
+    block_d, block_dv = tile_dims(p)
     tensors = {"q": (t.q, config.block_m, block_d), "k": (t.k, config.block_n, block_d),
                "v": (t.v, config.block_n, block_dv), "dout": (dout, config.block_m, block_dv)}  # fmt: skip
     unit = _unit((p.head_dim, p.head_dim_v), [x for x, _, _ in tensors.values() if x is not None])
