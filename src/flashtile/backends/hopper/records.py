@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.mask import Band
+from flashtile.backends.gpu.device.mods import Band
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer

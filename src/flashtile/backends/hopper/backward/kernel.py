@@ -33,7 +33,7 @@ def attention_backward(grid):
     REGISTERS: gl.constexpr = grid.tiles.REGISTERS
     # Only rows past the last packed sequence have no slope of their own: without them a number less is handed on.
     batch = grid.call.keys.count if grid.call.q.PACKED else gl.to_tensor(2**30)
-    mod = score_mod(grid.call.terms, batch)
+    mod = score_mod(grid.call.mods, batch)
     channels = make_channels(grid)
     channels0, channels1, dq_order, added = channels, channels, None, None
     if grid.work.dq_order is not None:

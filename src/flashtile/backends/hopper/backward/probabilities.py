@@ -54,11 +54,11 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
     keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
     shift = seqlen_k - seqlen_q
-    first = gl.where(keys < seqlen_k, first_keeping(keys - shift, grid.call.terms.band), FAR)
-    last = last_keeping(keys - shift, seqlen_q, grid.call.terms.band)
-    clear_from = first_keeping(key + (PART_KEYS - 1) - shift, grid.call.terms.band)
+    first = gl.where(keys < seqlen_k, first_keeping(keys - shift, grid.call.mods.band), FAR)
+    last = last_keeping(keys - shift, seqlen_q, grid.call.mods.band)
+    clear_from = first_keeping(key + (PART_KEYS - 1) - shift, grid.call.mods.band)
     clear_from = gl.where(key + PART_KEYS > seqlen_k, FAR, clear_from)
-    clear_to = last_keeping(key - shift, FAR, grid.call.terms.band) + 1
+    clear_to = last_keeping(key - shift, FAR, grid.call.mods.band) + 1
     first, last = from_thread_column(first, like), from_thread_column(last, like)
     head, _ = query_heads(records.get(tiles, "head"), grid)
     return KeyRows(records.get(tiles, "sequence"), head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to)
@@ -74,7 +74,7 @@ def pairs_of(kept, rows):
 def is_cut(start, kept, grid):
     """Whether some row of the block from ``start`` on does not keep some of the keys."""
     cut = start < kept.clear_from
-    if grid.call.terms.band.left is not None:
+    if grid.call.mods.band.left is not None:
         cut = cut | (start + grid.tiles.BLOCK_M > kept.clear_to)
     return cut
 
@@ -82,7 +82,7 @@ def is_cut(start, kept, grid):
 @gluon.jit
 def keep_rows(x, start, kept, grid):
     """What [64, block_m] is in rows ``start ...``, 0 where a row does not keep a key."""
-    return keep_columns(x, kept.first - start, kept.last - start, 0.0, True, grid.call.terms.band.left is not None)
+    return keep_columns(x, kept.first - start, kept.last - start, 0.0, True, grid.call.mods.band.left is not None)
 
 
 @gluon.jit

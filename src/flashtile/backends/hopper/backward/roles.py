@@ -257,7 +257,7 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
 def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
     # No row of a tile's first row block may keep any of its second 64 keys.
-    HAS_RIGHT: gl.constexpr = grid.call.terms.band.right is not None
+    HAS_RIGHT: gl.constexpr = grid.call.mods.band.right is not None
     may_be_blank: gl.constexpr = HAS_RIGHT and WARPGROUP == 1 and grid.tiles.BLOCK_M < grid.tiles.KEYS
     computes_dq: gl.constexpr = grid.gradients.HAS_DQ and grid.tiles.DQ_WARPGROUPS == 2
     records = channels.tiles
@@ -281,7 +281,7 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
                 is_blank = False
                 if may_be_blank:
                     # The first row that keeps a key lies after the first row block.
-                    first = kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.call.terms.band.right
+                    first = kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.call.mods.band.right
                     is_blank = rows.start + grid.tiles.BLOCK_M <= first
                 if is_blank:
                     blank_step(channels, used, grid, WARPGROUP)

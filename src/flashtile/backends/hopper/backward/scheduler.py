@@ -104,7 +104,7 @@ def next_tile(grid):
         seqlen_q = gl.where(b < grid.call.keys.count, seqlen_q, 0)
     key = block * grid.tiles.KEYS
     last = gl.minimum(key + grid.tiles.KEYS, seqlen_k) - 1
-    m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.terms.band, grid.tiles.BLOCK_M)
+    m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
     return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
 
@@ -155,7 +155,7 @@ def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
 def tiles_before(first, key, seqlen_q, seqlen_k, grid):
     """How many tiles add to dq's rows from ``first`` on before the tile that starts at ``key``."""
     last = gl.minimum(first + grid.tiles.BLOCK_M, seqlen_q) - 1
-    n_min, n_max = key_blocks_of(first, last, seqlen_q, seqlen_k, grid.call.terms.band, grid.tiles.KEYS)
+    n_min, n_max = key_blocks_of(first, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.KEYS)
     n = key // grid.tiles.KEYS
     if grid.schedule.FALLING:
         return n_max - 1 - n

@@ -148,7 +148,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
     while loop.is_tile:
         factor = gl.full([BLOCK_M], 1.0, gl.float32, row_max.type.layout)
         # A skipped block still waits at the ping-pong barrier and arrives at the next one.
-        if schedule.PINGPONG and call.terms.band.right is not None:  # noqa: SIM102
+        if schedule.PINGPONG and call.mods.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
                 row_max = pingpong_arrive(pingpong_wait(row_max, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
         state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum)
@@ -212,8 +212,8 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
     rows = gl.arange(0, schedule.BLOCK_M, rows_layout)
     positions, heads = queries_of(records, tiles, rows, call, schedule, WARPGROUP)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
-    if call.terms.sinks is not None:
-        sink = gl.load(call.terms.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
+    if call.mods.sinks is not None:
+        sink = gl.load(call.mods.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
         sink = sink.to(gl.float32)
         if call.q.PACKED:
             # Rows past the last sequence have lse -inf.

@@ -89,18 +89,18 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     positions, seqlen_k = rows, call.keys.length
     # Without a band, all blocks are full but the one in which the keys end.
     n_full_max = n_block_max - gl.where((seqlen_k & (schedule.BLOCK_N - 1)) > 0, 1, 0)
-    if call.terms.band.left is not None:
+    if call.mods.band.left is not None:
         n_full_min = records.get_own(tiles, "n_full_min", WARPGROUP)
-    if call.terms.band.right is not None:
+    if call.mods.band.right is not None:
         skipped = records.get_own(tiles, "skipped", WARPGROUP)
-    if call.terms.band.left is not None or call.terms.band.right is not None or call.keys.OWN_LENGTHS:
+    if call.mods.band.left is not None or call.mods.band.right is not None or call.keys.OWN_LENGTHS:
         n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
         if schedule.PACK_GQA:
             positions, _ = queries_of(records, tiles, rows - WARPGROUP * schedule.BLOCK_M, call, schedule, WARPGROUP)
         positions += records.get(tiles, "position")
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1
-    left, right = call.terms.band.left, call.terms.band.right
+    left, right = call.mods.band.left, call.mods.band.right
     first_keys = from_thread_column(mask.first_key(positions, left, left is not None), like)
     last_keys = from_thread_column(mask.last_key(positions, seqlen_k, right, right is not None), like)
     slope = gl.to_tensor(0.0)
@@ -127,7 +127,7 @@ def block_pairs(records, tiles, use, loop, n_block, call, schedule, is_tile, WAR
 def is_edge(loop, n_block, call):
     """Whether a block needs the band's mask."""
     edge = n_block >= loop.n_full_max
-    if call.terms.band.left is not None:
+    if call.mods.band.left is not None:
         edge = edge | (n_block < loop.n_full_min)
     return edge
 
@@ -141,7 +141,7 @@ def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MA
         if edge:
             start = n_block * schedule.BLOCK_N
             first, last = loop.first_keys - start, loop.last_keys - start
-            s = keep_columns(s, first, last, float("-inf"), call.terms.band.left is not None, True)
+            s = keep_columns(s, first, last, float("-inf"), call.mods.band.left is not None, True)
     return mod.select(s, fetched, float("-inf")), shift
 
 

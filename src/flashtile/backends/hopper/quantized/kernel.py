@@ -45,9 +45,9 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
     values = (make_ring(dtype, [BLOCK_DV, BLOCK_N], v_layout, schedule.STAGES, NUM_WARPGROUPS),)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + 1)
     out = make_outputs(output, schedule)
-    HAS_SOFTCAP: gl.constexpr = call.terms.softcap is not None
-    SCALE_FIRST: gl.constexpr = call.terms.SCALE_FIRST and not HAS_SOFTCAP
-    mod = ScoreMod(call.terms.scale_log2, call.terms.softcap, call.terms.prescale, HAS_SOFTCAP, SCALE_FIRST,
+    HAS_SOFTCAP: gl.constexpr = call.mods.softcap is not None
+    SCALE_FIRST: gl.constexpr = call.mods.SCALE_FIRST and not HAS_SOFTCAP
+    mod = ScoreMod(call.mods.scale_log2, call.mods.softcap, call.mods.prescale, HAS_SOFTCAP, SCALE_FIRST,
                    (), (), (), (), (), ())  # fmt: skip
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)

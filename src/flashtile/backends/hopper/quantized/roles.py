@@ -140,7 +140,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = thread_sums(zeros)
         # A skipped block still waits at the ping-pong barrier and arrives at the next one.
-        if schedule.PINGPONG and call.terms.band.right is not None:  # noqa: SIM102
+        if schedule.PINGPONG and call.mods.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
                 row_sum = pingpong_arrive(pingpong_wait(row_sum, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
         accs = zero_parts(BLOCK_M, output.BLOCK_DIM, WIDTH)
