@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from flashtile.backends.hopper.backward.scheduler import FIELDS, RECORD_SIZE
 from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.head_dim_parts import make_rings, width_of, with_parts
+from flashtile.backends.hopper.device.parts import make_rings, width_of, with_parts
 from flashtile.backends.hopper.device.ring import Records, Ring, make_records, make_ring, make_ring_beside
 
 # Keys of a part of a tile: rows of a warpgroup's products.

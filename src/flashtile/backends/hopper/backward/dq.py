@@ -17,7 +17,7 @@ from flashtile.backends.hopper.backward.scheduler import (
     steps_of_a_head,
 )
 from flashtile.backends.hopper.device.gluon_compat import thread_barrier, tma_add, tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import num_parts, part_at, start_of, width_of, zero_accumulator
+from flashtile.backends.hopper.device.parts import num_parts, part_at, start_of, width_of, zero_accumulator
 
 
 @gluon.jit

@@ -7,9 +7,9 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gpu.device import mask, quick_scores, softmax
 from flashtile.backends.hopper.backward.channels import PART_KEYS
 from flashtile.backends.hopper.backward.scheduler import query_heads
+from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.score_mod import Pairs
-from flashtile.backends.hopper.device.wgmma_fragments import from_thread_column, keep_columns
 
 LOG2_E = softmax.LOG2_E
 # Past every row.

@@ -25,9 +25,9 @@ from flashtile.backends.hopper.backward.scheduler import (
     steps_of_a_head,
     sums_block,
 )
-from flashtile.backends.hopper.device.coordinates import HeadRows
 from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_load, tma_put, tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import (
+from flashtile.backends.hopper.device.parts import (
+    HeadRows,
     add_products,
     also,
     load_boxes,

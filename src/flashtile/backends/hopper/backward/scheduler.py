@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import blocks, scheduler, sequence
 from flashtile.backends.hopper.backward.workspace import blocks_per_head
-from flashtile.backends.hopper.device.coordinates import HeadRows
 from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.parts import HeadRows
 from flashtile.backends.hopper.device.ring import slot_of
 
 

@@ -18,7 +18,7 @@ from flashtile.backends.hopper.backward.probabilities import pairs_of, probabili
 from flashtile.backends.hopper.backward.roles import add_to_sums, boxes, key_tile, score_zeros, times
 from flashtile.backends.hopper.backward.scheduler import first_rows, key_rows, next_rows, query_heads, steps_of_a_head
 from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_put, tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import (
+from flashtile.backends.hopper.device.parts import (
     add_products,
     start_sum,
     tiles_at,

@@ -6,7 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device.gluon_compat import tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import (
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
+from flashtile.backends.hopper.device.parts import (
     also,
     load,
     of_rows,
@@ -16,7 +17,6 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     wait_for_products,
     zero_accumulators,
 )
-from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.forward.scheduler import (
     cached_keys,
     key_rows,

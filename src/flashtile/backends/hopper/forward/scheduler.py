@@ -6,9 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import balanced, blocks, scheduler, sequence
-from flashtile.backends.hopper.device.coordinates import HeadRows
 from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.head_dim_parts import also
+from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 
 

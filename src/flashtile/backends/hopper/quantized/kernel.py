@@ -11,7 +11,7 @@ arXiv:2407.08608, section 3.3.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.device.head_dim_parts import make_rings
+from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
 from flashtile.backends.hopper.device.score_mod import ScoreMod
 from flashtile.backends.hopper.forward.roles import make_outputs, scheduler

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.hopper.device.head_dim_parts import also, box_of
+from flashtile.backends.hopper.device.parts import also, box_of
 from flashtile.backends.hopper.quantized.inline_ptx import in_place, plus
 
 

@@ -5,9 +5,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
+from flashtile.backends.hopper.device.fragments import thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import also, load, start_scores
-from flashtile.backends.hopper.device.wgmma_fragments import thread_sums
+from flashtile.backends.hopper.device.parts import also, load, start_scores
 from flashtile.backends.hopper.forward.roles import epilogue, load_block
 from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows, strips
 from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device import inline_ptx
-from flashtile.backends.hopper.device.wgmma_fragments import row_tops, thread_sums
+from flashtile.backends.hopper.device.fragments import row_tops, thread_sums
 from flashtile.backends.hopper.forward.softmax_step import block_pairs, is_edge, shape_scores
 from flashtile.backends.hopper.quantized.inline_ptx import packed, pingpong_arrive, pingpong_wait
 
