@@ -7,14 +7,24 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.hopper.device.fragments import thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
+from flashtile.backends.hopper.device.inline_ptx import packed_operand, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.device.parts import also, load, start_scores
 from flashtile.backends.hopper.forward.roles import epilogue, load_block
 from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows, strips
 from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores
-from flashtile.backends.hopper.quantized.inline_ptx import operand, pingpong_arrive, pingpong_wait
-from flashtile.backends.hopper.quantized.products import add_product, start_products, zero_parts
-from flashtile.backends.hopper.quantized.scales import SCALE_ROWS, TileScales, fetch_block, first_block, tile_scales
-from flashtile.backends.hopper.quantized.softmax_step import PROBS_LOG2, probabilities, raise_max
+from flashtile.backends.hopper.quantized.step import (
+    PROBS_LOG2,
+    SCALE_ROWS,
+    TileScales,
+    add_product,
+    fetch_block,
+    first_block,
+    probabilities,
+    raise_max,
+    start_products,
+    tile_scales,
+    zero_parts,
+)
 
 # A column past the end of any tensor: TMA loads zeros.
 _NOWHERE = gl.constexpr(2**30)
@@ -135,14 +145,15 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
     block = first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule)
     used += loop.skipped
     if schedule.PINGPONG and schedule.NUM_WARPGROUPS - 1 == WARPGROUP:
-        pingpong_arrive(thread_sums(zeros), 0)
+        pingpong_arrive(thread_sums(zeros), 0, True)
     while loop.is_tile:
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = thread_sums(zeros)
         # A skipped block still waits at the ping-pong barrier and arrives at the next one.
         if schedule.PINGPONG and call.terms.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
-                row_sum = pingpong_arrive(pingpong_wait(row_sum, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
+                row_sum = pingpong_wait(row_sum, WARPGROUP, True)
+                row_sum = pingpong_arrive(row_sum, (WARPGROUP + 1) % schedule.NUM_WARPGROUPS, True)
         accs = zero_parts(BLOCK_M, output.BLOCK_DIM, WIDTH)
         n_block = loop.n_block
         at = Place(tiles, used, n_block, loop, own)
@@ -158,7 +169,9 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
             state = step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND, WARPGROUP)
             used += 1
         channels.values[0].wait(used)
-        accs, t = start_products(operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor)
+        accs, t = start_products(
+            packed_operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor
+        )
         # The next tile's first scores run under this one's epilogue; after the last tile, on stale buffers.
         loop = open_tile(channels.tiles, tiles + 1, call, schedule, rows, zeros, mod, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, call, schedule, WARPGROUP)
@@ -181,7 +194,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
         tiles += 1
         used += 1 + loop.skipped
     if schedule.PINGPONG and WARPGROUP == 0:
-        pingpong_wait(thread_sums(zeros), 0)
+        pingpong_wait(thread_sums(zeros), 0, True)
     tma_store_wait(0)
 
 
@@ -200,7 +213,7 @@ def first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule):
 def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.constexpr, WARPGROUP: gl.constexpr):
     """Multiplies the probabilities of use ``used`` with its values; scores the block at a ``Place``, the next use."""
     used, accs = at.used, state.accs
-    probs = operand(state.words, accs[0].shape[1])
+    probs = packed_operand(state.words, accs[0].shape[1])
     if BEHIND:
         channels.keys[0].wait(used + 1)
         s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
