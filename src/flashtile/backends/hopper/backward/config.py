@@ -13,7 +13,7 @@ PART_KEYS = 64
 
 
 def box_cols(width: int) -> int:
-    """Columns of the narrowest part of a tile; see ``channels.WIDEST``."""
+    """Columns of the narrowest part of a tile; see ``dq.WIDEST``."""
     return min(narrowest(width), 128)
 
 
