@@ -83,7 +83,8 @@ def score_mod(terms, batch):
 @gluon.jit
 def of_keys(channels, grid, mod, WARPGROUP: gl.constexpr):
     """A warpgroup that works on a tile's keys: one gradient of all of them, or both of its own."""
-    if channels.out is None:
-        gradient_consumer(channels, grid, mod, WARPGROUP)
-    else:
+    if channels.out is not None:
         consumer(channels, grid, mod, WARPGROUP)
+    elif WARPGROUP == 0 or grid.gradients.HAS_DSCORES:
+        # For dv alone the second of two that share keys has nothing to do.
+        gradient_consumer(channels, grid, mod, WARPGROUP)

@@ -45,6 +45,7 @@ from flashtile.backends.hopper.device.parts import (
     start_of,
     start_sum,
     tiles_at,
+    times,
     wait_for_products,
     width_of,
     zero_accumulators,
@@ -227,15 +228,6 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
         factor = keep_rows(factor, pairs.row, kept, grid) if mod.has_softcap else p
     p = mod.select(p, fetched, 0.0)
     return p, mod.select(factor, fetched, 0.0) if mod.has_softcap else p
-
-
-@gluon.jit
-def times(accs, factor):
-    """Accumulators times a number."""
-    scaled = ()
-    for i in gl.static_range(len(accs)):
-        scaled = also(scaled, accs[i] * factor)
-    return scaled
 
 
 @gluon.jit
@@ -510,14 +502,6 @@ def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.conste
 @gluon.jit
 def gradient_consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dv of every tile's keys, or dk, if it is wanted, and what the next one needs."""
-    # For dv alone the second warpgroup has nothing to do.
-    if WARPGROUP == 0 or grid.gradients.HAS_DSCORES:
-        gradient_tiles(channels, grid, mod, WARPGROUP)
-
-
-@gluon.jit
-def gradient_tiles(channels, grid, mod, WARPGROUP: gl.constexpr):
-    """The tiles of a warpgroup, one after another."""
     records = channels.tiles
     tiles = 0
     used = 0

@@ -241,18 +241,6 @@ def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
     return n_min, n_max
 
 
-@gluon.jit
-def tiles_before(first, key, seqlen_q, seqlen_k, grid):
-    """How many tiles add to dq's rows from ``first`` on before the tile that starts at ``key``."""
-    last = gl.minimum(first + grid.tiles.BLOCK_M, seqlen_q) - 1
-    n_min, n_max = key_blocks_of(first, last, seqlen_q, seqlen_k, grid.call.terms.band, grid.tiles.KEYS)
-    n = key // grid.tiles.KEYS
-    if grid.schedule.FALLING:
-        return n_max - 1 - n
-    else:
-        return n - n_min
-
-
 # What the producer tells the consumers of a tile. is_tile is 0 after the last one; row_block is where the workspace has
 # the first row block that the tile visits.
 FIELDS = gl.constexpr("is_tile m_min m_max key head sequence start_k seqlen_q seqlen_k row_block")
@@ -345,8 +333,13 @@ def next_rows(rows, records, tiles, grid):
 
 
 @gluon.jit
-def dq_order_of(start, records, tiles, grid):
-    """The value of the rows' dq_order semaphore at which this tile may add to their dq."""
-    key = records.get(tiles, "key")
+def dq_order_of(first, records, tiles, grid):
+    """How many tiles add to dq's rows from ``first`` on before this one: its place in their order."""
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
-    return tiles_before(start, key, seqlen_q, seqlen_k, grid)
+    last = gl.minimum(first + grid.tiles.BLOCK_M, seqlen_q) - 1
+    n_min, n_max = key_blocks_of(first, last, seqlen_q, seqlen_k, grid.call.terms.band, grid.tiles.KEYS)
+    n = records.get(tiles, "key") // grid.tiles.KEYS
+    if grid.schedule.FALLING:
+        return n_max - 1 - n
+    else:
+        return n - n_min

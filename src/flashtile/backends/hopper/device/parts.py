@@ -213,6 +213,15 @@ def rescale_rows(accs, factor):
 
 
 @gluon.jit
+def times(accs, factor):
+    """Accumulators times a number."""
+    scaled = ()
+    for i in gl.static_range(len(accs)):
+        scaled = also(scaled, accs[i] * factor)
+    return scaled
+
+
+@gluon.jit
 def of_rows(x, like):
     """[M] in the layout of the rows of ``like``."""
     layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)

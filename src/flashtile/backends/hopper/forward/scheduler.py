@@ -10,6 +10,9 @@ from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 
+# Rows that share a scale, of 8-bit tensors.
+SCALE_ROWS = gl.constexpr(128)
+
 
 @aggregate
 class Tile:
@@ -294,6 +297,12 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
                 length = _of_lane(lengths, lanes, i)
             found = also(found, (_rows_of(page, length, head, call, FILLS), gl.to_tensor(0)))
         return found
+
+
+@gluon.jit
+def first_scale(start, b):
+    """The number of the first scale of a packed sequence that begins at row ``start``."""
+    return start // SCALE_ROWS + b
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The producer and the consumers of the Hopper forward of 8-bit tensors; the scheduler is ``forward.roles``'s."""
+"""The consumers of the Hopper forward of 8-bit tensors; its scheduler and producer are ``forward.roles``'s."""
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
@@ -6,28 +6,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.hopper.device.fragments import thread_sums
-from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
+from flashtile.backends.hopper.device.gluon_compat import aggregate, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import packed_operand, pingpong_arrive, pingpong_wait
-from flashtile.backends.hopper.device.parts import also, load, start_scores
-from flashtile.backends.hopper.forward.roles import epilogue, load_block
-from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows, strips
+from flashtile.backends.hopper.device.parts import start_scores, times
+from flashtile.backends.hopper.forward.roles import epilogue
+from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows
 from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores
 from flashtile.backends.hopper.quantized.step import (
     PROBS_LOG2,
-    SCALE_ROWS,
     TileScales,
     add_product,
     fetch_block,
-    first_block,
     probabilities,
     raise_max,
     start_products,
     tile_scales,
     zero_parts,
 )
-
-# A column past the end of any tensor: TMA loads zeros.
-_NOWHERE = gl.constexpr(2**30)
 
 
 @aggregate
@@ -68,61 +63,6 @@ class Place:
     n_block: gl.tensor
     loop: KeyLoop
     own: TileScales
-
-
-@gluon.jit
-def producer(channels, call, schedule):
-    """Loads as ``forward.roles.producer`` does where tiles overlap."""
-    records = channels.tiles
-    tiles = 0
-    used = 0
-    records.ring.wait(tiles)
-    n_block = records.get(tiles, "n_block_max")
-    while n_block > 0:
-        n_block_min = records.get(tiles, "n_block_min")
-        for warpgroup in gl.static_range(schedule.NUM_WARPGROUPS):
-            rows = strips(records, tiles, call, schedule, warpgroup)
-            load(call.q.desc, channels.queries[warpgroup], tiles, rows, call.q.BLOCK_DIM)
-        n_block -= 1
-        load_block(call.k, channels.keys, used, records, tiles, n_block, call, schedule)
-        load_last_values(channels, used - 1, tiles - 1, call, schedule)
-        while n_block > n_block_min:
-            n_block -= 1
-            load_block(call.k, channels.keys, used + 1, records, tiles, n_block, call, schedule)
-            load_values(channels, used, tiles, n_block + 1, call, schedule)
-            used += 1
-        used += 1
-        tiles += 1
-        records.ring.wait(tiles)
-        n_block = records.get(tiles, "n_block_max")
-    load_last_values(channels, used - 1, tiles - 1, call, schedule)
-
-
-@gluon.jit
-def load_last_values(channels, use, tiles, call, schedule):
-    """Loads a tile's last values and releases its record; does nothing for tile -1."""
-    if tiles >= 0:
-        load_values(channels, use, tiles, channels.tiles.get(tiles, "n_block_min"), call, schedule)
-        channels.tiles.ring.release(tiles)
-
-
-@gluon.jit
-def load_values(channels, use, tiles, n_block, call, schedule):
-    """Starts the load of the columns of a block of values; of zeros where no key is."""
-    ring = channels.values[0]
-    tile = ring.at(use)
-    full = ring.acquire(use, tile.shape[0] * tile.shape[1])
-    b, seqlen_k = channels.tiles.get(tiles, "sequence"), call.keys.length
-    column = n_block * schedule.BLOCK_N
-    exists = column < seqlen_k
-    if call.q.PACKED:
-        seqlen_k = channels.tiles.get(tiles, "seqlen_k")
-        exists = column < seqlen_k
-        column += first_block(channels.tiles.get(tiles, "start_k"), b) * SCALE_ROWS
-        b = gl.to_tensor(0)
-    column = gl.where(exists, column, _NOWHERE)
-    at = (b, channels.tiles.get(tiles, "head_kv"), 0, column)
-    tma_load(call.v.desc, at, full, as_box(tile, call.v.desc))
 
 
 @gluon.jit
@@ -257,7 +197,4 @@ def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WA
         exists = (rows < where.length) & (where.b < call.queries.count)
         shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0)
         row_max += shift * scales.shift_scale
-    scaled_accs = ()
-    for i in gl.static_range(len(accs)):
-        scaled_accs = also(scaled_accs, accs[i] * state.unit)
-    epilogue(scaled_accs, row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)
+    epilogue(times(accs, state.unit), row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)

@@ -10,11 +10,9 @@ from flashtile.backends.hopper.device.fragments import row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.inline_ptx import in_place, packed, pingpong_arrive, pingpong_wait, plus
 from flashtile.backends.hopper.device.parts import also, box_of
-from flashtile.backends.hopper.forward.scheduler import query_rows
+from flashtile.backends.hopper.forward.scheduler import SCALE_ROWS, first_scale, query_rows
 from flashtile.backends.hopper.forward.softmax_step import block_pairs, is_edge, shape_scores
 
-# Rows that share a scale.
-SCALE_ROWS = gl.constexpr(128)
 # log2 of the factor of probabilities: the largest of a row become 256 of e4m3's 448.
 PROBS_LOG2 = gl.constexpr(8.0)
 
@@ -45,12 +43,6 @@ def scale_of(scale, start, row, exists):
 
 
 @gluon.jit
-def first_block(start, b):
-    """The number of the first block of a packed sequence that begins at row ``start``."""
-    return start // SCALE_ROWS + b
-
-
-@gluon.jit
 def tile_scales(channels, tiles, scales, loop, call, schedule, WARPGROUP: gl.constexpr):
     """The ``TileScales`` of a warpgroup."""
     records = channels.tiles
@@ -58,7 +50,7 @@ def tile_scales(channels, tiles, scales, loop, call, schedule, WARPGROUP: gl.con
     head_kv, num_keys = records.get(tiles, "head_kv"), call.keys.length
     first_q, first_k, own_b = gl.to_tensor(0), gl.to_tensor(0), b
     if call.q.PACKED:
-        first_q, first_k = first_block(records.get(tiles, "start_q"), b), first_block(records.get(tiles, "start_k"), b)
+        first_q, first_k = first_scale(records.get(tiles, "start_q"), b), first_scale(records.get(tiles, "start_k"), b)
         num_keys, own_b = records.get(tiles, "seqlen_k"), gl.to_tensor(0)
     num_keys = gl.where(loop.is_tile, num_keys, 0)
     row = records.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
