@@ -140,8 +140,8 @@ def paired(step, program, num_programs, num_blocks, num_heads):
         first_span = dealt // pairs
         first_pair = dealt - first_span * pairs
         tail_spans = num_spans - first_span
-        turn = step - 2 * rounds
-        place = turn * num_programs + tl.where((turn & 1) == 0, program, num_programs - 1 - program)
+        tail_step = step - 2 * rounds
+        place = tail_step * num_programs + tl.where((tail_step & 1) == 0, program, num_programs - 1 - program)
         is_end = place >= 2 * in_tail
         last_half = place >= in_tail
         place = tl.where(last_half, 2 * in_tail - 1 - place, place)
