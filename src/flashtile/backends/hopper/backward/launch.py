@@ -20,17 +20,8 @@ from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.backward.kernel import attention_backward
-from flashtile.backends.hopper.backward.postprocess import finish_gradient
-from flashtile.backends.hopper.backward.preprocess import prepare_rows
-from flashtile.backends.hopper.backward.records import (
-    Results,
-    Schedule,
-    Splits,
-    Sums,
-    Tiles,
-    Work,
-)
-from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
+from flashtile.backends.hopper.backward.records import Results, Schedule, Splits, Sums, Tiles, Work
+from flashtile.backends.hopper.backward.rows import Workspace, finish_gradient, key_blocks, prepare_rows
 from flashtile.backends.hopper.device.records import Terms
 from flashtile.backends.hopper.records import terms_of
 from flashtile.call.backend import Chain, Gradients
@@ -38,7 +29,7 @@ from flashtile.call.problem import Problem, Tensors
 
 # Half of Hopper's 50 MB of L2; other chips may use it too: the order of tiles changes no sum within a tile.
 _CACHE_BYTES = 25 * 1024 * 1024
-# Rows of a gradient that one program of the postprocess kernel finishes.
+# Rows of a gradient that one program of ``finish_gradient`` finishes.
 _ROWS = 64
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",

@@ -33,7 +33,7 @@ class Gradients(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The workspace, see there.
+    """The workspace, see ``rows``.
 
     Attributes:
         rows: [2 * blocks, BLOCK_M] float32; of the main kernel a descriptor.
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The query heads of a key head are cut into splits, and a tile visits one: see ``gqa_splits``.
+    """The query heads of a key head are cut into splits, and a tile visits one: see ``scheduler.gqa_splits``.
 
     Attributes:
         count: Splits of a key head.

@@ -10,9 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.gpu.decode import states, work
 from flashtile.backends.gpu.decode.kernel import Place, finish
 from flashtile.backends.gpu.device import softmax
-from flashtile.backends.hopper.device.coordinates import HeadRows
+from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, thread_barrier, tma_load
-from flashtile.backends.hopper.device.head_dim_parts import (
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait
+from flashtile.backends.hopper.device.parts import (
+    HeadRows,
     add_products,
     also,
     box_of,
@@ -22,9 +24,7 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     wait_for_products,
     zero_accumulators,
 )
-from flashtile.backends.hopper.device.inline_ptx import compute_before_wait
 from flashtile.backends.hopper.device.ring import Records
-from flashtile.backends.hopper.device.wgmma_fragments import from_thread_column, keep_columns, row_tops, thread_sums
 
 # A part of a tile: its place and lengths, its states, and its blocks of keys; in the order of ``scheduler``.
 FIELDS = gl.constexpr(

@@ -18,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
 from flashtile.backends.gpu.device import quick_scores, softmax
+from flashtile.backends.hopper.device.fragments import as_before, by_thread, thread_columns, thread_start
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
-from flashtile.backends.hopper.device.head_dim_parts import also
 from flashtile.backends.hopper.device.inline_ptx import compute_before_barrier, compute_before_fence, keep, widen
+from flashtile.backends.hopper.device.parts import also
 from flashtile.backends.hopper.device.ring import make_ring
-from flashtile.backends.hopper.device.wgmma_fragments import as_before, by_thread, thread_columns, thread_start
 
 LOG2_E = softmax.LOG2_E
 

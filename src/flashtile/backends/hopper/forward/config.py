@@ -101,7 +101,7 @@ class Config:
         return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
 
 
-# Widths of tiles, whose parts are powers of two (``device/head_dim_parts.py``): each takes less time than the next.
+# Widths of tiles, whose parts are powers of two (``device/parts.py``): each takes less time than the next.
 WIDTHS = (64, 96, 128, 160, 192, 256)
 # More buffers than these gain nothing.
 MOST_STAGES = 4

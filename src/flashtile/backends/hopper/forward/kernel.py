@@ -11,7 +11,7 @@ arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.device.head_dim_parts import make_rings
+from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
 from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_by_mma, alibi_terms, score_tensors, score_tiles
 from flashtile.backends.hopper.forward.roles import consumer, make_outputs, producer, scheduler

@@ -5,11 +5,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import balanced, blocks, scheduler, sequence
-from flashtile.backends.hopper.device.coordinates import HeadRows
+from flashtile.backends.gpu.device import blocks, scheduler, sequence
 from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.head_dim_parts import also
+from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
+
+# Rows that share a scale, of 8-bit tensors.
+SCALE_ROWS = gl.constexpr(128)
 
 
 @aggregate
@@ -109,13 +111,13 @@ def _place(step, call, schedule):
         num_heads = call.queries.count * own_heads
         if call.mods.band.right is not None and schedule.counter is None:
             program, num_programs = gl.program_id(0), gl.num_programs(0)
-            block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
+            block, head, is_tile, is_end = scheduler.paired(step, program, num_programs, num_blocks, num_heads)
         else:
             place, is_end = _deal(step, num_blocks * num_heads, schedule.counter)
             is_tile = step >= 0
             if call.mods.band.right is not None:
                 span = gl.maximum(schedule.CACHED_ROWS // call.keys.length, 1) * (call.heads.group_size // packed)
-                block, head = balanced.longest_first_by_spans(place, num_blocks, num_heads, span)
+                block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, span)
             else:
                 head = place // num_blocks
                 block = place - head * num_blocks
@@ -295,6 +297,12 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
                 length = _of_lane(lengths, lanes, i)
             found = also(found, (_rows_of(page, length, head, call, FILLS), gl.to_tensor(0)))
         return found
+
+
+@gluon.jit
+def first_scale(start, b):
+    """The number of the first scale of a packed sequence that begins at row ``start``."""
+    return start // SCALE_ROWS + b
 
 
 @gluon.jit

@@ -7,17 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import mask, softmax
-from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.head_dim_parts import (
-    add_products,
-    rescale_rows,
-    start_scores,
-    wait_for_products,
-)
-from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
-from flashtile.backends.hopper.device.ring import Records
-from flashtile.backends.hopper.device.score_mod import Pairs
-from flashtile.backends.hopper.device.wgmma_fragments import (
+from flashtile.backends.hopper.device.fragments import (
     as_before,
     by_thread,
     from_thread_column,
@@ -25,6 +15,16 @@ from flashtile.backends.hopper.device.wgmma_fragments import (
     row_tops,
     thread_sums,
 )
+from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
+from flashtile.backends.hopper.device.parts import (
+    add_products,
+    rescale_rows,
+    start_scores,
+    wait_for_products,
+)
+from flashtile.backends.hopper.device.ring import Records
+from flashtile.backends.hopper.device.score_mod import Pairs
 from flashtile.backends.hopper.forward.scheduler import queries_of, query_rows
 
 

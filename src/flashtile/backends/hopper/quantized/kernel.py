@@ -11,13 +11,13 @@ arXiv:2407.08608, section 3.3.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.device.head_dim_parts import make_rings
+from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
 from flashtile.backends.hopper.device.score_mod import ScoreMod
-from flashtile.backends.hopper.forward.roles import make_outputs, scheduler
+from flashtile.backends.hopper.forward.roles import make_outputs, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
 from flashtile.backends.hopper.forward.softmax_step import Channels
-from flashtile.backends.hopper.quantized.roles import consumer, producer
+from flashtile.backends.hopper.quantized.roles import consumer
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 0)),
             (consumer, (Channels(tiles, q1, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 1)),
-            (producer, (Channels(tiles, (q0, q1), keys, values, None), call, schedule)),
+            (producer, (Channels(tiles, (q0, q1), keys, values, None), (), call, schedule)),
             (scheduler, (tiles, call, schedule)),
         ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
     else:
@@ -64,6 +64,6 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
             (consumer, (Channels(tiles, q0, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 0)),
             (consumer, (Channels(tiles, q1, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 1)),
             (consumer, (Channels(tiles, q2, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 2)),
-            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), call, schedule)),
+            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), (), call, schedule)),
             (scheduler, (tiles, call, schedule)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
