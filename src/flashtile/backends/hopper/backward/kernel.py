@@ -15,10 +15,11 @@ FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the bac
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.hopper.backward.dq import DqOutput, dq_consumer, keep_dq_order, make_channels, with_dq
 from flashtile.backends.hopper.backward.roles import consumer, gradient_consumer, producer
+from flashtile.backends.hopper.device.mods import ScoreMod, alibi_terms, score_tensors
 from flashtile.backends.hopper.device.ring import make_ring, make_ring_beside
-from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_terms, score_tensors
 
 
 @gluon.jit
@@ -72,12 +73,17 @@ def attention_backward(grid):
 
 
 @gluon.jit
-def score_mod(terms, batch):
-    """The ``ScoreMod`` of ``records.Terms``; there are slopes of ``batch`` sequences."""
-    alibi = alibi_terms(terms.alibi.ptr, terms.alibi.batch_step, batch, terms.alibi.ONE_SIDED)
-    bias, masks = score_tensors((terms.bias.ptr, terms.bias.steps)), score_tensors((terms.mask.ptr, terms.mask.steps))
-    return ScoreMod(terms.scale_log2, terms.softcap, terms.prescale, terms.softcap is not None, False,
-                    bias + alibi, masks, (), (), (), ())  # fmt: skip
+def score_mod(mods, batch):
+    """The ``ScoreMod`` of ``records.Mods``; there are slopes of ``batch`` sequences."""
+    BIAS: gl.constexpr = place_of(mods.SCORES, "bias")
+    MASK: gl.constexpr = place_of(mods.MASKS, "mask")
+    HAS_SOFTCAP: gl.constexpr = place_of(mods.SCORES, "softcap") >= 0
+    softcap = None
+    if HAS_SOFTCAP:
+        softcap = mods.scores[0].operands
+    terms = score_tensors(mods.scores, BIAS) + alibi_terms(mods, batch)
+    return ScoreMod(mods.scale_log2, softcap, mods.prescale, HAS_SOFTCAP, False,
+                    terms, score_tensors(mods.masks, MASK), (), (), (), ())  # fmt: skip
 
 
 @gluon.jit

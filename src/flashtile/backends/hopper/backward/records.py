@@ -119,7 +119,7 @@ class Tiles(NamedTuple):
 class KeyGrid(NamedTuple):
     """The main kernel's argument: what is the same for every tile.
 
-    ``call`` is a ``records.Call`` with descriptors of q, k and v and Hopper's ``Terms``, the others have their names'
+    ``call`` is a ``records.Call`` with descriptors of q, k and v and Hopper's ``Mods``, the others have their names'
     records.
     """
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gpu.device import mask, quick_scores
+from flashtile.backends.gpu.device import mods, quick_scores
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.hopper.backward.dq import PART_KEYS, WIDEST, add_dq, add_from_registers, in_order, start_dq
 from flashtile.backends.hopper.backward.scheduler import (
@@ -36,6 +36,7 @@ from flashtile.backends.hopper.backward.scheduler import (
 )
 from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_tile, tma_load, tma_put, tma_store_wait
+from flashtile.backends.hopper.device.mods import Pairs
 from flashtile.backends.hopper.device.parts import (
     HeadRows,
     add_products,
@@ -50,7 +51,6 @@ from flashtile.backends.hopper.device.parts import (
     width_of,
     zero_accumulators,
 )
-from flashtile.backends.hopper.device.score_mod import Pairs
 
 # Past every row.
 FAR = gl.constexpr(2**30)
@@ -162,13 +162,13 @@ class KeyRows:
 @gluon.jit
 def first_keeping(position, band):
     """The first row that keeps the key at a position: as a row keeps keys, with the sides exchanged."""
-    return mask.first_key(position, band.right, band.right is not None)
+    return mods.first_key(position, band.right, band.right is not None)
 
 
 @gluon.jit
 def last_keeping(position, end, band):
     """The last row that does, of those before ``end``."""
-    return mask.last_key(position, end, band.left, band.left is not None)
+    return mods.last_key(position, end, band.left, band.left is not None)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from flashtile.backends.gpu.device import mask, softmax
+from flashtile.backends.gpu.device import mods, softmax
 from flashtile.backends.hopper.device.fragments import (
     as_before,
     by_thread,
@@ -17,6 +17,7 @@ from flashtile.backends.hopper.device.fragments import (
 )
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
+from flashtile.backends.hopper.device.mods import Pairs
 from flashtile.backends.hopper.device.parts import (
     add_products,
     rescale_rows,
@@ -24,7 +25,6 @@ from flashtile.backends.hopper.device.parts import (
     wait_for_products,
 )
 from flashtile.backends.hopper.device.ring import Records
-from flashtile.backends.hopper.device.score_mod import Pairs
 from flashtile.backends.hopper.forward.scheduler import queries_of, query_rows
 
 
@@ -101,8 +101,8 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1
     left, right = call.mods.band.left, call.mods.band.right
-    first_keys = from_thread_column(mask.first_key(positions, left, left is not None), like)
-    last_keys = from_thread_column(mask.last_key(positions, seqlen_k, right, right is not None), like)
+    first_keys = from_thread_column(mods.first_key(positions, left, left is not None), like)
+    last_keys = from_thread_column(mods.last_key(positions, seqlen_k, right, right is not None), like)
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)
