@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.hopper.backward.dq import DqOutput, dq_consumer, keep_dq_order, make_channels, with_dq
 from flashtile.backends.hopper.backward.roles import consumer, gradient_consumer, producer
-from flashtile.backends.hopper.device.mods import ScoreMod, alibi_terms, score_tensors
+from flashtile.backends.hopper.device.mods import Transforms, alibi_terms, score_tensors
 from flashtile.backends.hopper.device.ring import make_ring, make_ring_beside
 
 
@@ -74,7 +74,7 @@ def attention_backward(grid):
 
 @gluon.jit
 def score_mod(mods, batch):
-    """The ``ScoreMod`` of ``records.Mods``; there are slopes of ``batch`` sequences."""
+    """The ``Transforms`` of ``records.Mods``; there are slopes of ``batch`` sequences."""
     BIAS: gl.constexpr = place_of(mods.SCORES, "bias")
     MASK: gl.constexpr = place_of(mods.MASKS, "mask")
     HAS_SOFTCAP: gl.constexpr = place_of(mods.SCORES, "softcap") >= 0
@@ -82,7 +82,7 @@ def score_mod(mods, batch):
     if HAS_SOFTCAP:
         softcap = mods.scores[0].operands
     terms = score_tensors(mods.scores, BIAS) + alibi_terms(mods, batch)
-    return ScoreMod(mods.scale_log2, softcap, mods.prescale, HAS_SOFTCAP, False,
+    return Transforms(mods.scale_log2, softcap, mods.prescale, HAS_SOFTCAP, False,
                     terms, score_tensors(mods.masks, MASK), (), (), (), ())  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gpu.device import mods, quick_scores
+from flashtile.backends.gpu.device import mods
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.hopper.backward.dq import PART_KEYS, WIDEST, add_dq, add_from_registers, in_order, start_dq
 from flashtile.backends.hopper.backward.scheduler import (
@@ -217,7 +217,7 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     """
     if mod.has_softcap:
         # In units of the cap.
-        s = quick_scores.softcap(s, 1.0, mod.prescale)
+        s = mods.quick_softcap(s, 1.0, mod.prescale)
         p = gl.exp2(mod.add_terms(s * (mod.softcap * LOG2_E), pairs, fetched, LOG2_E) - lse_log2)
         factor = p * (1.0 - s * s)
     else:

@@ -17,8 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from flashtile.backends.gpu.device import quick_scores, softmax
-from flashtile.backends.gpu.device.mods import place_of
+from flashtile.backends.gpu.device import softmax
+from flashtile.backends.gpu.device.mods import place_of, quick_softcap
 from flashtile.backends.hopper.device.fragments import as_before, by_thread, thread_columns, thread_start
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
 from flashtile.backends.hopper.device.inline_ptx import compute_before_barrier, compute_before_fence, keep, widen
@@ -269,7 +269,7 @@ class ScoreTiles:
 
 
 @aggregate
-class ScoreMod:
+class Transforms:
     """How products become scores: softcap, scale, terms and masks; the numbers are those of ``records.Mods``.
 
     Attributes:
@@ -312,7 +312,7 @@ class ScoreMod:
     def scores(self, s, pairs, fetched):
         """(scores, shift): ``scale_log2`` turns scores into exponents, and ``shift`` is () or ([M, 4],), then added."""
         if self.has_softcap:
-            s = quick_scores.softcap(s, self.softcap, self.prescale)
+            s = quick_softcap(s, self.softcap, self.prescale)
         if self.scale_first:
             s = s * self.prescale
         unit = LOG2_E / self.scale_log2

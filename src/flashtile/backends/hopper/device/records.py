@@ -41,7 +41,7 @@ class Mods(NamedTuple):
 
     Attributes:
         scale_log2: Turns scores, after what follows, into exponents of 2; > 0.
-        prescale: What products are multiplied with before the softmax, with a softcap as ``quick_scores`` has it.
+        prescale: What products are multiplied with before the softmax, with a softcap as ``quick_softcap`` has it.
         scores: As there; operands are the cap, ``Slopes`` and ``PairTensor``.
         band: As there.
         masks: As there; a mask's operand is a ``PairTensor`` of bytes.

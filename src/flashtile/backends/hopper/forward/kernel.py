@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.hopper.device.mods import (
-    ScoreMod,
+    Transforms,
     alibi_by_mma,
     alibi_terms,
     score_tensors,
@@ -63,7 +63,7 @@ def attention_forward(call, output, schedule):
     if HAS_SOFTCAP:
         softcap = call.mods.scores[0].operands
     IS_LATE: gl.constexpr = call.mods.SCALE_FIRST
-    mod = ScoreMod(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP,
+    mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP,
                    IS_LATE and not HAS_SOFTCAP, biases + alibi if IS_LATE else (), masks, () if IS_LATE else biases,
                    () if IS_LATE else alibi_by_mma(alibi, BLOCK_N), () if IS_LATE else bias_tiles,
                    by_tma if IS_LATE else mask_tiles)  # fmt: skip

@@ -134,7 +134,7 @@ def is_edge(loop, n_block, call):
 
 @gluon.jit
 def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MASKED: gl.constexpr):
-    """Applies score and mask mods and the band to a block; (scores, shift) as ``ScoreMod.scores``."""
+    """Applies score and mask mods and the band to a block; (scores, shift) as ``Transforms.scores``."""
     s, shift = mod.scores(s, pairs, fetched)
     # MASKED is decided when the kernel is compiled, edge when it runs.
     if MASKED:  # noqa: SIM102

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device.mods import place_of
-from flashtile.backends.hopper.device.mods import ScoreMod
+from flashtile.backends.hopper.device.mods import Transforms
 from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
 from flashtile.backends.hopper.forward.roles import make_outputs, producer, scheduler
@@ -51,7 +51,7 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
     if HAS_SOFTCAP:
         softcap = call.mods.scores[0].operands
     SCALE_FIRST: gl.constexpr = call.mods.SCALE_FIRST and not HAS_SOFTCAP
-    mod = ScoreMod(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP, SCALE_FIRST,
+    mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP, SCALE_FIRST,
                    (), (), (), (), (), ())  # fmt: skip
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
