@@ -318,7 +318,7 @@ def head_of(mods, b, h, seqlen_q, seqlen_k):
         scores = (_of_head(mods.scores[0], at), _of_head(mods.scores[1], at))
     if NUM == 3:
         scores = (_of_head(mods.scores[0], at), _of_head(mods.scores[1], at), _of_head(mods.scores[2], at))
-    if mods.masks is not None:
+    if count(mods.MASKS) == 1:
         masks = (_of_head(mods.masks[0], at),)
     return Head(b, h, seqlen_k - seqlen_q, seqlen_q, seqlen_k, scores, masks)
 
@@ -388,6 +388,6 @@ def score_gradient(probs, dprobs, delta, slope, mods, edge):
     With masks, 0 wherever the probability is 0: a masked pair's slope may be infinite. edge as for ``select``.
     """
     dscores = probs * (dprobs - delta) * slope
-    if mods.masks is not None or edge:
+    if count(mods.MASKS) > 0 or edge:
         dscores = tl.where(probs == 0.0, 0.0, dscores)
     return dscores
