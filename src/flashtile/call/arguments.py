@@ -1,6 +1,6 @@
 """The table of a call's arguments, from which checks, schema and gradients are derived.
 
-``Tensors`` and ``Options`` hold a call; those of a cached call are in ``kvcache.arguments``. The ``Argument`` of each
+``Tensors`` and ``Options`` hold a call; those of a cached call are in ``cached_arguments``. The ``Argument`` of each
 field describes its allowed values; the checks, the operators' schema and the list of gradients are read from there. To
 add an argument, add a field here and name it in the public signatures.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -173,8 +173,20 @@ def _five(name: str, value: Sequence[bool]) -> Grads:
     return Grads(*value)
 
 
+class HashKept:
+    """Options of a kind of call, a frozen dataclass, whose ``__hash__`` is ``kept_hash``."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))  # type: ignore[arg-type]
+
+    def kept_hash(self) -> int:
+        """The hash, computed once."""
+        return self._hash
+
+
 @dataclass(frozen=True)
-class Options:
+class Options(HashKept):
     """The non-tensor arguments of one call, checked; hashable, with the hash cached."""
 
     window_left: Annotated[int | None, Argument("Left bound of the Band.", "int?")] = None
@@ -193,12 +205,7 @@ class Options:
         """What ``ops`` knows of calls with these options."""
         return {}
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(option_values(self))
-
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = HashKept.kept_hash
 
 
 def table(record: type) -> dict[str, Argument]:
@@ -272,24 +279,38 @@ def read(
     Raises:
         InvalidInputError: Naming the argument that is wrong.
     """
-    grads = _grads(tensors)
-    left, right = (None, None) if window_size is None else window_bounds(window_size)
-    if torch.compiler.is_compiling():
-        return _make(causal, return_lse, left, right, *lengths, grads, *plain)
-    try:
-        return _made(causal, return_lse, left, right, *lengths, grads, *plain)
-    except TypeError:  # a list or a symbolic number, which have no hash
-        return _make(causal, return_lse, left, right, *lengths, grads, *plain)
+    return _options(causal, window_size, return_lse, (*lengths, _grads(tensors), *plain))
 
 
-def _make(causal: object, return_lse: object, *plain: object) -> Options:
-    causal, _ = flag("causal", causal), flag("return_lse", return_lse)
-    left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
-    return Options(left, 0 if causal else right, *others)
+def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]:
+    """A function that makes options from ``causal``, ``window_size``, ``return_lse`` and a tuple of the other fields.
+
+    It takes the fields that follow window_right in their order. The same arguments give the same object, unless one is
+    unhashable. It raises InvalidInputError, naming the argument that is wrong.
+    """
+    rows, new = table(options), cast(Callable[..., S], options)
+
+    def make(causal: object, return_lse: object, *plain: object) -> S:
+        causal, _ = flag("causal", causal), flag("return_lse", return_lse)
+        left, right, *others = (row.check(name, x) for (name, row), x in zip(rows.items(), plain, strict=True))
+        return new(left, 0 if causal else right, *others)
+
+    # Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
+    made = functools.lru_cache(maxsize=4096, typed=True)(make)
+
+    def read(causal: Any, window_size: Any, return_lse: Any, plain: tuple[object, ...]) -> S:
+        left, right = (None, None) if window_size is None else window_bounds(window_size)
+        if torch.compiler.is_compiling():
+            return make(causal, return_lse, left, right, *plain)
+        try:
+            return made(causal, return_lse, left, right, *plain)
+        except TypeError:  # a list or a symbolic number, which have no hash
+            return make(causal, return_lse, left, right, *plain)
+
+    return read
 
 
-# Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
-_made = functools.lru_cache(maxsize=4096, typed=True)(_make)
+_options = reader(Options)
 
 
 def _grads(t: Tensors) -> tuple[bool, ...]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from flashtile.call import arguments
 from flashtile.call.arguments import FLOAT8 as FLOAT8
-from flashtile.call.arguments import FLOAT32, INT32, Argument, fields_of
+from flashtile.call.arguments import FLOAT32, INT32, Argument, HashKept
 
 _CACHE = ((FLOAT8,), "float8_e4m3fn")
 
@@ -59,7 +56,7 @@ class CacheTensors:
 
 
 @dataclass(frozen=True)
-class CacheOptions:
+class CacheOptions(HashKept):
     """The non-tensor arguments of one cached call, checked; hashable, with the hash cached."""
 
     window_left: Annotated[int | None, arguments.OPTIONS["window_left"]] = None
@@ -70,42 +67,9 @@ class CacheOptions:
     rotary_interleaved: Annotated[bool, Argument("Pairs (2i, 2i + 1).", "bool", check=arguments.flag)] = False
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(option_values(self))
-
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = HashKept.kept_hash
 
 
-TENSORS, OPTIONS = arguments.table(CacheTensors), arguments.table(CacheOptions)
-tensor_values, option_values = fields_of(TENSORS), fields_of(OPTIONS)
-
-
-def read(
-    causal: object, window_size: Sequence[int | None] | None, return_lse: object, plain: tuple[object, ...]
-) -> CacheOptions:
-    """Makes the options of a call from its keywords; ``plain`` holds those from max_seqlen_q on, in that order.
-
-    The same arguments give the same object, unless one is unhashable.
-
-    Raises:
-        InvalidInputError: Naming the argument that is wrong.
-    """
-    left, right = (None, None) if window_size is None else arguments.window_bounds(window_size)
-    if torch.compiler.is_compiling():
-        return _make(causal, return_lse, left, right, *plain)
-    try:
-        return _made(causal, return_lse, left, right, *plain)
-    except TypeError:  # a list or a symbolic number, which have no hash
-        return _make(causal, return_lse, left, right, *plain)
-
-
-def _make(causal: object, return_lse: object, *plain: object) -> CacheOptions:
-    causal, _ = arguments.flag("causal", causal), arguments.flag("return_lse", return_lse)
-    left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
-    return CacheOptions(left, 0 if causal else right, *others)
-
-
-# Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
-_made = functools.lru_cache(maxsize=4096, typed=True)(_make)
+TENSORS = arguments.table(CacheTensors)
+# Makes the options of a call from its keywords, of the others those from max_seqlen_q on.
+read = arguments.reader(CacheOptions)

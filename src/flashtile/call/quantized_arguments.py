@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call import arguments
-from flashtile.call.arguments import FLOAT8, FLOAT32, Argument, Options, fields_of
+from flashtile.call.arguments import FLOAT8, FLOAT32, Argument, HashKept, Options, fields_of
 from flashtile.core.errors import InvalidInputError, shown
 
 _E4M3 = ((FLOAT8,), "float8_e4m3fn")
@@ -28,7 +28,7 @@ def _out_dtype(name: str, value: Any) -> torch.dtype:
 class QuantizedTensors:
     """The tensors of one quantized call, those of a ``Quantized`` and sinks; absent ones are None. Immutable.
 
-    ``quantization.blocks`` says how v lies in memory and which block a scale is of. Axes of scales may be 1, where one
+    ``call.blocks`` says how v lies in memory and which block a scale is of. Axes of scales may be 1, where one
     scale serves all; a packed call has ``num_heads_kv head_dim_v columns``, ``num_heads blocks`` and ``num_heads_q
     total_q`` in place of the axes of v, of scales and of shift.
     """
@@ -48,7 +48,7 @@ class QuantizedTensors:
 
 
 @dataclass(frozen=True)
-class QuantizedOptions:
+class QuantizedOptions(HashKept):
     """The non-tensor arguments of one quantized call, checked; hashable, with the hash cached."""
 
     window_left: Annotated[int | None, arguments.OPTIONS["window_left"]] = None
@@ -60,16 +60,11 @@ class QuantizedOptions:
     softcap: Annotated[float, arguments.OPTIONS["softcap"]] = 0.0
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(option_values(self))
-
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = HashKept.kept_hash
 
 
-TENSORS, OPTIONS = arguments.table(QuantizedTensors), arguments.table(QuantizedOptions)
-tensor_values, option_values = fields_of(TENSORS), fields_of(OPTIONS)
+TENSORS = arguments.table(QuantizedTensors)
+tensor_values = fields_of(TENSORS)
 
 
 def options_of(o: Options, dtype: torch.dtype) -> QuantizedOptions:
