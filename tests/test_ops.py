@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
-from flashtile.api.keywords import CachedCall
+from flashtile.api.keywords import AnyCall, CachedCall
 from flashtile.call.arguments import Grads, Options, Tensors, differentiable, flatten, unflatten
 from flashtile.call.problem import Problem
 from flashtile.ops import dispatch, plans
@@ -358,7 +358,8 @@ def test_explain_takes_every_argument_of_a_call():
     q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     assert flashtile.explain(q, k, v, return_lse=True) == flashtile.explain(q, k, v)
     of_call = set(inspect.signature(flashtile.attention_varlen).parameters) - {"_more", "_unknown"}
-    assert set(inspect.signature(flashtile.explain).parameters) == of_call | {"cached"}
+    assert set(AnyCall.__annotations__) | {"q", "k", "v"} == of_call | set(CachedCall.__annotations__)
+    assert list(inspect.signature(flashtile.explain).parameters) == ["q", "k", "v", "keywords"]
     of_cached = set(inspect.signature(flashtile.attention_with_kvcache).parameters) - {"_more", "_unknown"}
     assert of_call | set(CachedCall.__annotations__) >= of_cached
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -70,6 +70,38 @@ class CachedCall(Cached, total=False):
     k_cache: Tensor
     v_cache: Tensor
     cache_seqlens: Tensor | int
+
+
+class AnyCall(Keywords, CachedCall, total=False):
+    """What ``explain`` and ``warm_up`` take by name."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    return_lse: bool
+
+
+class Asked(NamedTuple):
+    """What a public function was asked for besides tensors, as the caller gave it.
+
+    Attributes:
+        precision: None or "fp8".
+        causal: See ``attention``, like the next two.
+        window_size: See there.
+        return_lse: See there.
+        plain: As for ``arguments.read``.
+        packed: Whether the function takes packed sequences; None if either.
+        lengths: max_seqlen_q and max_seqlen_k.
+    """
+
+    precision: Any
+    causal: Any
+    window_size: Any
+    return_lse: Any
+    plain: tuple[object, ...]
+    packed: bool | None = False
+    lengths: tuple[Any, Any] = (None, None)
 
 
 def refused(function: str, more: tuple[object, ...], unknown: dict[str, object]) -> TypeError:
