@@ -14,14 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.call import autocast
 from flashtile.call.arguments import Tensors, integer, is_plain, other_tensors, read
-from flashtile.call.axes import lengths_between
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
-from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import LAYOUTS, Layout
+from flashtile.distributed.shards import document_lengths
 from flashtile.ops import plans
 
 
@@ -207,8 +206,7 @@ def _lengths(side: str, given: dict[str, Any], ranks: Ranks) -> tuple[tuple[int,
         return (integer(name, seqlen, 0),), False
     if seqlen is not None:
         raise InvalidInputError(name, f"is given together with {bounds_name}, which says it")
-    bounds = bounds_of(bounds_name, cu_seqlens)
-    lengths = lengths_between(bounds_name, list(bounds), bounds[-1], side)
+    lengths = document_lengths(bounds_name, cu_seqlens)
     if longest is not None and max(lengths, default=0) > integer(f"max_{name}", longest, 0):
         raise InvalidInputError(f"max_{name}", f"is {longest}, but {bounds_name} holds a sequence of {max(lengths)}")
-    return tuple(lengths), False
+    return lengths, False

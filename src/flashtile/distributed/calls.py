@@ -13,34 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.core.masks import Band
+from flashtile.core.masks import Band, Origin
 from flashtile.distributed.layouts import Piece
 
 # Differences of local indices, key minus row: the first and the last, both inclusive.
 Differences = tuple[int, int]
 
 
-class Origin(NamedTuple):
-    """Where a packed sequence of a call lies in the whole attention, for what depends on positions.
-
-    Row t is query ``i0 + i_stride * t`` and key u is key ``j0 + j_stride * u`` of their document. Query i stands at key
-    position ``i + shift``, where ``shift = seqlen_k - seqlen_q`` of the document. All are 0 where there are no pairs.
-
-    Attributes:
-        batch: The entry of the batch, or the document.
-        i0: Query of the first row.
-        i_stride: Queries from a row to the next.
-        j0: Key of the first key row.
-        j_stride: Keys from a key row to the next.
-        shift: Key position of query 0.
-    """
-
-    batch: int = 0
-    i0: int = 0
-    i_stride: int = 0
-    j0: int = 0
-    j_stride: int = 0
-    shift: int = 0
+# Of a sequence without pairs.
+NOWHERE = Origin(0, 0, 0, 0, 0, 0)
+# Rows of a part of a call are a multiple, so that it ends with a whole tile.
+_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -51,7 +34,7 @@ class Call:
         cu_seqlens_q: Bounds of the sequences among the rank's rows, from 0 to their number.
         cu_seqlens_k: Bounds of the same sequences among the rows of the shard.
         band: The mask of every sequence, aligned bottom-right as always.
-        origins: One for each sequence; empty if they were not asked for.
+        origins: Where each sequence lies, as in a call of one head; empty if they were not asked for.
     """
 
     cu_seqlens_q: tuple[int, ...]
@@ -208,16 +191,16 @@ def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) ->
 
 def _call(found: Sequence[Rectangle], band: Band, rows: int, keys: int, origins: bool) -> Call:
     """The call of rectangles that follow one another, with sequences of no keys and of no rows between them."""
-    cu_seqlens_q, cu_seqlens_k, nowhere = [0], [0], Origin()
+    cu_seqlens_q, cu_seqlens_k = [0], [0]
     where: list[Origin] = []
     for each in found:
         _skip(cu_seqlens_q, cu_seqlens_k, each.row, each.key)
-        where += [nowhere] * (len(cu_seqlens_q) - 1 - len(where))
+        where += [NOWHERE] * (len(cu_seqlens_q) - 1 - len(where))
         cu_seqlens_q.append(each.row + each.rows)
         cu_seqlens_k.append(each.key + each.keys)
         where.append(each.origin)
     _skip(cu_seqlens_q, cu_seqlens_k, rows, keys)
-    where += [nowhere] * (len(cu_seqlens_q) - 1 - len(where))
+    where += [NOWHERE] * (len(cu_seqlens_q) - 1 - len(where))
     return Call(tuple(cu_seqlens_q), tuple(cu_seqlens_k), band, tuple(where) if origins else ())
 
 
@@ -238,8 +221,70 @@ def repeated(call: Call, batch: int) -> Call:
     bounds = []
     for cu_seqlens in (call.cu_seqlens_q, call.cu_seqlens_k):
         bounds.append((0, *(entry * cu_seqlens[-1] + x for entry in range(batch) for x in cu_seqlens[1:])))
-    where = tuple(origin._replace(batch=entry) for entry in range(batch) for origin in call.origins)
+    where = tuple(origin._replace(head=entry) for entry in range(batch) for origin in call.origins)
     return Call(bounds[0], bounds[1], call.band, where)
+
+
+def in_two(calls: Sequence[Call], share: float = 0.5) -> tuple[list[Call], list[Call]]:
+    """Calls that together keep what the given ones do, in two lists; the first has about ``share`` of the work."""
+    if len(calls) == 1:
+        calls = _cut(calls[0], share)
+    first: list[Call] = []
+    final: list[Call] = []
+    missing = (2 * share - 1) * sum(each.pairs for each in calls)  # in the first, more than in the other
+    for call in sorted(calls, key=lambda each: -each.pairs):
+        (first if missing >= 0 else final).append(call)
+        missing -= call.pairs if missing >= 0 else -call.pairs
+    return first, final
+
+
+def _cut(call: Call, share: float) -> list[Call]:
+    """The first rows of each sequence, and the other ones; the call itself where they would have other bands."""
+    left, right = call.band.left, call.band.right
+    if (left is not None if right is None else right > 0) or not call.pairs:
+        return [call]
+    # Bounds of rows and of keys, and origins.
+    early: tuple[list[int], list[int], list[Origin]] = [0], [0], []
+    late: tuple[list[int], list[int], list[Origin]] = [0], [0], []
+    rows, keys = (list(itertools.pairwise(x)) for x in (call.cu_seqlens_q, call.cu_seqlens_k))
+    origins = call.origins or [NOWHERE] * len(rows)
+    for (row, row_stop), (key, key_stop), origin in zip(rows, keys, origins, strict=True):
+        count, shift = row_stop - row, key_stop - key - row_stop + row
+        cut = _rows_of(share, call.band, count, key_stop - key)
+        # With as many keys fewer as rows, the last row is still aligned with the last key.
+        seen = key_stop if right is None else key + max(0, cut + shift)
+        for bound, last, where in (
+            (row + cut, seen, origin),
+            (row_stop, seen, NOWHERE),
+            (row_stop, key_stop, NOWHERE),
+        ):
+            _append(early, bound, last, where)
+        _append(late, row + cut, key, NOWHERE)
+        _append(late, row_stop, key_stop, origin._replace(row=origin.row + origin.row_step * cut))
+    return [Call(tuple(q), tuple(k), call.band, tuple(where) if call.origins else ()) for q, k, where in (early, late)]
+
+
+def _append(part: tuple[list[int], list[int], list[Origin]], row: int, key: int, origin: Origin) -> None:
+    """A sequence up to these bounds, unless it would be empty."""
+    if (row, key) != (part[0][-1], part[1][-1]):
+        part[0].append(row)
+        part[1].append(key)
+        part[2].append(origin)
+
+
+def _rows_of(share: float, band: Band, rows: int, keys: int) -> int:
+    """First rows of a sequence that have about a share of its pairs."""
+    if band.right is None or not keys:
+        cut = int(rows * share)
+    else:
+        wanted, low, cut = int(band.count(rows, keys) * share), 0, rows
+        while low < cut:
+            middle = (low + cut) // 2
+            if band.count(middle, max(0, middle + keys - rows)) < wanted:
+                low = middle + 1
+            else:
+                cut = middle
+    return cut if rows < 2 * _TILE else round(cut / _TILE) * _TILE
 
 
 def _lengths(cu_seqlens: Sequence[int]) -> Iterable[int]:
