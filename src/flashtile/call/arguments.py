@@ -234,26 +234,6 @@ other_tensors = fields_of(_OTHERS)
 is_plain: Callable[[Tensors], bool] = eval(f"lambda t: {' is '.join(f't.{name}' for name in _OTHERS)} is None")
 
 
-def both_ways(
-    tensors: type[R], options: type[S]
-) -> tuple[Callable[[R, S], tuple[Any, ...]], Callable[[Sequence[Any]], tuple[R, S]]]:
-    """``flatten``, which gives a call's arguments in the order of its operators' schema, and its inverse."""
-    count, values, others = len(table(tensors)), fields_of(table(tensors)), fields_of(table(options))
-
-    def flatten(t: R, o: S) -> tuple[Any, ...]:
-        return *values(t), *others(o)
-
-    def unflatten(args: Sequence[Any]) -> tuple[R, S]:
-        # The dispatcher turns Grads, the only tuple, into a list.
-        plain = (Grads(*x) if isinstance(x, list) else x for x in args[count:])
-        return tensors(*args[:count]), options(*plain)
-
-    return flatten, unflatten
-
-
-flatten, unflatten = both_ways(Tensors, Options)
-
-
 def checked(**plain: object) -> dict[str, Any]:
     """Checks non-tensor arguments given by name; returns them as stored in ``Options``.
 
