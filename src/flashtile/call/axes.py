@@ -6,7 +6,7 @@ One checker for every table of arguments.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,7 +150,9 @@ def _shape_text(axes: list[str]) -> str:
     return f"({axes[0]},)" if len(axes) == 1 else f"({', '.join(axes)})"
 
 
-def packed_lengths(side: str, bounds: Tensor, rows: int, longest: int, of: tuple[str, str] | None = None) -> list[int]:
+def packed_lengths(
+    side: str, bounds: Tensor, rows: int, longest: int, shown: Callable[[], dict[str, int]] = dict
+) -> list[int]:
     """The lengths of a side's packed sequences.
 
     Args:
@@ -158,15 +160,17 @@ def packed_lengths(side: str, bounds: Tensor, rows: int, longest: int, of: tuple
         bounds: Its cu_seqlens.
         rows: Rows of the packed tensor.
         longest: No sequence is longer.
-        of: The argument that says so and what it says, max_seqlen by default.
+        shown: Gives the arguments besides max_seqlen that say how long sequences are, and what they say.
 
     Raises:
         InvalidInputError: The values of the bounds do not fit.
     """
     lengths = lengths_between(f"cu_seqlens_{side}", bounds.tolist(), rows, side)
     if lengths and max(lengths) > longest:
-        argument, what = of or (f"max_seqlen_{side}", "is")
-        raise InvalidInputError(argument, f"{what} {longest}, but cu_seqlens_{side} holds a sequence of {max(lengths)}")
+        who = next((name for name, size in shown().items() if size == longest), None)
+        what = f"seqlen_{side} is" if who else "is"
+        holds = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
+        raise InvalidInputError(who or f"max_seqlen_{side}", f"{what} {longest}, {holds}")
     return lengths
 
 

@@ -322,11 +322,8 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
     t = tensors
     if t.cu_seqlens_q is None or t.cu_seqlens_k is None:
         return
-    for n, (side, bounds, x, longest) in enumerate(
-        (("q", t.cu_seqlens_q, t.q, problem.seqlen_q), ("k", t.cu_seqlens_k, t.k, problem.seqlen_k))
-    ):
-        who = next((name for name, size in _shown(t, n).items() if size == longest), None)
-        packed_lengths(side, bounds, x.shape[0], longest, (who, f"seqlen_{side} is") if who else None)
+    packed_lengths("q", t.cu_seqlens_q, t.q.shape[0], problem.seqlen_q, functools.partial(_shown, t, 0))
+    packed_lengths("k", t.cu_seqlens_k, t.k.shape[0], problem.seqlen_k, functools.partial(_shown, t, 1))
 
 
 @functools.lru_cache(maxsize=64)
