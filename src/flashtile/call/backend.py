@@ -221,7 +221,7 @@ Decode = Callable[[CacheTensors], Tensor]
 
 # The plan of a quantized call: returns out and lse as ``Forward`` does, out in ``problem.out_dtype``. All tensors are
 # contiguous; strides of the scales, 0 where one scale serves several blocks, heads or sequences, are those of
-# ``quantization.problem.scale_strides``.
+# ``quantized_problem.scale_strides``.
 QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
 
 # What ``Backend.plan`` returns: one of the four above.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -59,17 +60,10 @@ def _placed(x: Any, like: Any, placements: Any, shape: tuple[int, ...]) -> Any:
     from torch.distributed.tensor import DTensor
 
     strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return DTensor.from_local(
-        x, like.device_mesh, placements, run_check=False, shape=_size(shape), stride=tuple(strides)
-    )
-
-
-def _size(shape: tuple[int, ...]) -> Any:
-    import torch
-
-    return torch.Size(shape)
+    for length in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(length, 1))
+    size = torch.Size(shape)
+    return DTensor.from_local(x, like.device_mesh, placements, run_check=False, shape=size, stride=tuple(strides))
 
 
 def _shown(x: Any) -> str:
