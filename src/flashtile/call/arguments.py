@@ -11,7 +11,7 @@ import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ class Argument:
 
     Attributes:
         meaning: Description for the reader.
-        schema: Its type in the operators' schema.
         axes: Names of a tensor's dimensions; one in brackets may be left out. A packed call has ``total_q`` in place
             of ``batch seqlen_q``.
         dtypes: Those that a tensor may have; None for q's. q's also goes if ``like_q``, float64 with a float64 q if
@@ -47,10 +46,10 @@ class Argument:
         like_q: See dtypes.
         wide: See dtypes.
         check: For non-tensor arguments: returns the value as stored in ``Options``, or raises.
+        schema: Its type in the operators' schema, if that does not follow from the field's.
     """
 
     meaning: str
-    schema: str
     axes: str = ""
     dtypes: tuple[tuple[torch.dtype, ...], str] | None = None
     layout: str = "whole"
@@ -59,6 +58,7 @@ class Argument:
     like_q: bool = False
     wide: bool = False
     check: Callable[[str, Any], Any] = lambda name, value: value
+    schema: str = ""
 
 
 # Kernels get numbers as float32, here without those of fewer digits, and lengths as int32.
@@ -135,28 +135,20 @@ _PAIRS = "batch num_heads_q seqlen_q seqlen_k"
 class Tensors:
     """The tensors of one call; absent ones are None. Treat it as immutable; frozen=True would cost 2.5 us."""
 
-    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT, "rows", "dq")]
-    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", None, "rows", "dk")]
-    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", None, "rows", "dv")]
-    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", FLOAT32, wide=True)] = (
+    q: Annotated[Tensor, Argument("Queries.", "batch seqlen_q num_heads_q head_dim", _FLOAT, "rows", "dq")]
+    k: Annotated[Tensor, Argument("Keys.", "batch seqlen_k num_heads_kv head_dim", None, "rows", "dk")]
+    v: Annotated[Tensor, Argument("Values.", "batch seqlen_k num_heads_kv head_dim_v", None, "rows", "dv")]
+    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "[batch] num_heads_q", FLOAT32, wide=True)] = None
+    attn_mask: Annotated[Tensor | None, Argument("True keeps a pair.", _PAIRS, _BOOL, "any", broadcasts=True)] = None
+    attn_bias: Annotated[Tensor | None, Argument("Added scores.", _PAIRS, _FLOAT, "any", "dbias", broadcasts=True)] = (
         None
     )
-    attn_mask: Annotated[
-        Tensor | None,
-        Argument("True keeps a pair.", "Tensor?", _PAIRS, _BOOL, "any", broadcasts=True),
-    ] = None
-    attn_bias: Annotated[
-        Tensor | None,
-        Argument("Added scores.", "Tensor?", _PAIRS, _FLOAT, "any", "dbias", broadcasts=True),
-    ] = None
-    sinks: Annotated[
-        Tensor | None, Argument("Logits per head.", "Tensor?", "num_heads_q", _FLOAT, gradient="dsinks")
-    ] = None
-    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", INT32)] = None
-    cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", INT32)] = None
-    rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64, "any")] = None
+    sinks: Annotated[Tensor | None, Argument("Logits per head.", "num_heads_q", _FLOAT, gradient="dsinks")] = None
+    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "batch+1", INT32)] = None
+    cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "batch+1", INT32)] = None
+    rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "numbers", _INT64, "any")] = None
     # No public function takes them: ``masks.Origin``.
-    origins: Annotated[Tensor | None, Argument("Parts of sequences.", "Tensor?", "batch origin", INT32)] = None
+    origins: Annotated[Tensor | None, Argument("Parts of sequences.", "batch origin", INT32)] = None
 
 
 class Grads(NamedTuple):
@@ -189,16 +181,20 @@ class HashKept:
 class Options(HashKept):
     """The non-tensor arguments of one call, checked; hashable, with the hash cached."""
 
-    window_left: Annotated[int | None, Argument("Left bound of the Band.", "int?")] = None
-    window_right: Annotated[int | None, Argument("Right bound of the Band.", "int?")] = None
-    max_seqlen_q: Annotated[int | None, Argument("Longest packed queries, if known.", "SymInt?", check=_length)] = None
-    max_seqlen_k: Annotated[int | None, Argument("Longest packed keys, if known.", "SymInt?", check=_length)] = None
-    grads: Annotated[Grads, Argument("Which inputs need gradients.", "bool[5]", check=_five)] = Grads()  # noqa: RUF009
-    softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", "float?", check=_scale)] = None
-    softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", "float", check=_softcap)] = 0.0
-    dropout_p: Annotated[float, Argument("Probability of dropping.", "float", check=probability)] = 0.0
-    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", "bool", check=flag)] = False
-    backend: Annotated[str, Argument("Explicit choice, empty for none.", "str", check=_backend)] = ""
+    window_left: Annotated[int | None, Argument("Left bound of the Band.")] = None
+    window_right: Annotated[int | None, Argument("Right bound of the Band.")] = None
+    max_seqlen_q: Annotated[
+        int | None, Argument("Longest packed queries, if known.", schema="SymInt?", check=_length)
+    ] = None
+    max_seqlen_k: Annotated[int | None, Argument("Longest packed keys, if known.", schema="SymInt?", check=_length)] = (
+        None
+    )
+    grads: Annotated[Grads, Argument("Which inputs need gradients.", check=_five)] = Grads()  # noqa: RUF009
+    softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", check=_scale)] = None
+    softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", check=_softcap)] = 0.0
+    dropout_p: Annotated[float, Argument("Probability of dropping.", check=probability)] = 0.0
+    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", check=flag)] = False
+    backend: Annotated[str, Argument("Explicit choice, empty for none.", check=_backend)] = ""
 
     @functools.cached_property
     def kinds(self) -> dict[Any, Any]:
@@ -209,9 +205,19 @@ class Options(HashKept):
 
 
 def table(record: type) -> dict[str, Argument]:
-    """The rows of a record's fields by name."""
-    hints = get_type_hints(record, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+    """The rows of a record's fields by name, with their types in the operators' schema."""
+    found = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        kind, row = get_args(hint)
+        given = [each for each in get_args(kind) if each is not type(None)]
+        schema = row.schema or (f"{_SCHEMAS[given[0]]}?" if given else _SCHEMAS[kind])
+        found[name] = replace(row, schema=schema)
+    return found
+
+
+_SCHEMAS = {
+    Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", Grads: "bool[5]",
+}  # fmt: skip
 
 
 TENSORS, OPTIONS = table(Tensors), table(Options)

@@ -172,12 +172,12 @@ _FLOAT8 = ((E4M3,), "float8_e4m3fn")
 class _Given:
     """The tensors that ``Quantized.from_fp8`` takes."""
 
-    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT8)]
-    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", _FLOAT8)]
-    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", _FLOAT8)]
-    q_descale: Annotated[Tensor | None, Argument("Of q.", "Tensor?", "batch num_heads_kv", FLOAT32)]
-    k_descale: Annotated[Tensor | None, Argument("Of k.", "Tensor?", "batch num_heads_kv", FLOAT32)]
-    v_descale: Annotated[Tensor | None, Argument("Of v.", "Tensor?", "batch num_heads_kv", FLOAT32)]
+    q: Annotated[Tensor, Argument("Queries.", "batch seqlen_q num_heads_q head_dim", _FLOAT8)]
+    k: Annotated[Tensor, Argument("Keys.", "batch seqlen_k num_heads_kv head_dim", _FLOAT8)]
+    v: Annotated[Tensor, Argument("Values.", "batch seqlen_k num_heads_kv head_dim_v", _FLOAT8)]
+    q_descale: Annotated[Tensor | None, Argument("Of q.", "batch num_heads_kv", FLOAT32)]
+    k_descale: Annotated[Tensor | None, Argument("Of k.", "batch num_heads_kv", FLOAT32)]
+    v_descale: Annotated[Tensor | None, Argument("Of v.", "batch num_heads_kv", FLOAT32)]
     cu_seqlens_q: Annotated[Tensor | None, TENSORS["cu_seqlens_q"]]
     cu_seqlens_k: Annotated[Tensor | None, TENSORS["cu_seqlens_k"]]
 

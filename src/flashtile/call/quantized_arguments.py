@@ -33,14 +33,14 @@ class QuantizedTensors:
     total_q`` in place of the axes of v, of scales and of shift.
     """
 
-    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _E4M3)]
-    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", _E4M3)]
-    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch num_heads_kv head_dim_v columns", _E4M3)]
-    q_scale: Annotated[Tensor, Argument("Of blocks of q.", "Tensor", "batch num_heads_q blocks_q", FLOAT32)]
-    k_scale: Annotated[Tensor, Argument("Of blocks of k.", "Tensor", "batch num_heads_kv blocks_k", FLOAT32)]
-    v_scale: Annotated[Tensor, Argument("Of blocks of v.", "Tensor", "batch num_heads_kv blocks_k", FLOAT32)]
+    q: Annotated[Tensor, Argument("Queries.", "batch seqlen_q num_heads_q head_dim", _E4M3)]
+    k: Annotated[Tensor, Argument("Keys.", "batch seqlen_k num_heads_kv head_dim", _E4M3)]
+    v: Annotated[Tensor, Argument("Values.", "batch num_heads_kv head_dim_v columns", _E4M3)]
+    q_scale: Annotated[Tensor, Argument("Of blocks of q.", "batch num_heads_q blocks_q", FLOAT32)]
+    k_scale: Annotated[Tensor, Argument("Of blocks of k.", "batch num_heads_kv blocks_k", FLOAT32)]
+    v_scale: Annotated[Tensor, Argument("Of blocks of v.", "batch num_heads_kv blocks_k", FLOAT32)]
     shift: Annotated[
-        Tensor | None, Argument("q times the mean key taken off.", "Tensor?", "batch num_heads_q seqlen_q", FLOAT32)
+        Tensor | None, Argument("q times the mean key taken off.", "batch num_heads_q seqlen_q", FLOAT32)
     ] = None
     sinks: Annotated[Tensor | None, arguments.TENSORS["sinks"]] = None
     cu_seqlens_q: Annotated[Tensor | None, arguments.TENSORS["cu_seqlens_q"]] = None
@@ -55,7 +55,7 @@ class QuantizedOptions(HashKept):
     window_right: Annotated[int | None, arguments.OPTIONS["window_right"]] = None
     max_seqlen_q: Annotated[int | None, arguments.OPTIONS["max_seqlen_q"]] = None
     max_seqlen_k: Annotated[int | None, arguments.OPTIONS["max_seqlen_k"]] = None
-    dtype: Annotated[torch.dtype, Argument("Of the output.", "ScalarType", check=_out_dtype)] = torch.bfloat16
+    dtype: Annotated[torch.dtype, Argument("Of the output.", check=_out_dtype)] = torch.bfloat16
     softmax_scale: Annotated[float | None, arguments.OPTIONS["softmax_scale"]] = None
     softcap: Annotated[float, arguments.OPTIONS["softcap"]] = 0.0
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
