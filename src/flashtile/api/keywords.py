@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
+from flashtile.call.arguments import TENSORS, Tensors
 from flashtile.core.errors import shown
 
 # What other libraries call a keyword -> what it is called here.
@@ -112,3 +113,28 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
     name = next(iter(unknown))
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def asked_of(
+    function: str, sides: tuple[Any, Any, Any], given: Mapping[str, Any], known: Any = AnyCall
+) -> tuple[Tensors, Asked, dict[str, Any]]:
+    """The tensors of a call, what else it is, and the arguments that a call over a cache alone has, by name.
+
+    Raises:
+        TypeError: ``known``, the type of the keywords that the function has, lacks one of those given.
+    """
+    unknown = {name: value for name, value in given.items() if name not in known.__annotations__}
+    if unknown:
+        raise refused(function, (), unknown)
+    tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
+    cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
+    causal, lengths = given.get("causal"), (given.get("max_seqlen_q"), given.get("max_seqlen_k"))
+    plain = tuple(given.get(name, usual) for name, usual in _PLAIN.items())
+    return tensors, Asked(
+        given.get("precision"), bool(cached) if causal is None else causal, given.get("window_size"),
+        given.get("return_lse", False), plain, None, lengths,
+    ), cached  # fmt: skip
+
+
+# What ``arguments.read`` takes as a tuple, with the defaults of the public functions.
+_PLAIN = {"softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None}

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flashtile.api.attention import quantized_calls
 from flashtile.api.cached import completed
-from flashtile.api.keywords import AnyCall, Asked, CachedCall, refused
+from flashtile.api.keywords import AnyCall, Asked, asked_of
 from flashtile.call import autocast, cached_arguments, cached_problem
-from flashtile.call.arguments import TENSORS, Options, Tensors, flag, read, wanting, without_data
+from flashtile.call.arguments import Options, Tensors, flag, read, wanting, without_data
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
@@ -40,7 +40,7 @@ def explain(
     Returns:
         A few lines of text.
     """
-    tensors, asked, cached = _asked("explain", (q, k, v), keywords)
+    tensors, asked, cached = asked_of("explain", (q, k, v), keywords)
     backend = keywords.get("backend")
     if cached:
         over, settings = _over_cache(tensors, asked, cached)
@@ -62,26 +62,6 @@ def _explained(problem: Problem, backend: str | None, only: Direction | None = N
     if problem.device_type == "meta":
         return f"{dispatch.describe_problem(problem)}\nno backend: a call makes results of the right shapes alone"
     return dispatch.explain(problem, backend, only)
-
-
-def _asked(function: str, sides: tuple[Any, Any, Any], keywords: AnyCall) -> tuple[Tensors, Asked, dict[str, Any]]:
-    """The tensors of a call, what else it is, and the arguments that a call over a cache alone has, by name."""
-    given: dict[str, Any] = {**keywords}
-    unknown = {name: value for name, value in given.items() if name not in AnyCall.__annotations__}
-    if unknown:
-        raise refused(function, (), unknown)
-    tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
-    cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
-    causal, lengths = given.get("causal"), (given.get("max_seqlen_q"), given.get("max_seqlen_k"))
-    plain = tuple(given.get(name, usual) for name, usual in _PLAIN.items())
-    return tensors, Asked(
-        given.get("precision"), bool(cached) if causal is None else causal, given.get("window_size"),
-        given.get("return_lse", False), plain, None, lengths,
-    ), cached  # fmt: skip
-
-
-# What ``arguments.read`` takes as a tuple, with the defaults of the public functions.
-_PLAIN = {"softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None}
 
 
 def _read(tensors: Tensors, asked: Asked) -> Options:
@@ -139,7 +119,7 @@ def warm_up(
     Returns:
         A record per kernel; no records for a backend that needs no build.
     """
-    tensors, asked, cached = _asked("warm_up", (q, k, v), keywords)
+    tensors, asked, cached = asked_of("warm_up", (q, k, v), keywords)
     place, backward = _device(device), flag("backward", backward)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")

@@ -40,7 +40,7 @@ def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any
     if tuple(_members(q.device_mesh, along)) != ranks_of(mesh).members:
         raise InvalidInputError("q", f"is placed as {_shown(q)}, must be sharded along dimension {rows} over mesh")
     others = [placed for i, placed in enumerate(q.placements) if i not in along]
-    if given["dropout_p"] and any(placed.is_shard() for placed in others):
+    if given.get("dropout_p") and any(placed.is_shard() for placed in others):
         raise UnsupportedError(
             "dropout_p: of DTensors whose batch or heads are sharded; a shard does not know its place"
         )
@@ -48,8 +48,8 @@ def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any
         given |= {"seqlen_q": q.shape[1], "seqlen_k": given["k"].shape[1]}
     local = {name: x.to_local() if name in _TENSORS and is_one(x) else x for name, x in given.items()}
     found = attention(mesh=mesh, **local)
-    out = _placed(found[0] if given["return_lse"] else found, q, q.placements, (*q.shape[:-1], v.shape[-1]))
-    if not given["return_lse"]:
+    out = _placed(found[0] if given.get("return_lse") else found, q, q.placements, (*q.shape[:-1], v.shape[-1]))
+    if not given.get("return_lse"):
         return out
     # In lse, rows and heads have changed places.
     places = [type(p)(p.dim if p.dim < rows else 2 * rows + 1 - p.dim) if p.is_shard() else p for p in q.placements]
