@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.cases import Case, make_inputs
-from benchmarks.checks import Call, Outputs, Reference, judged
-from benchmarks.providers import STEP, Provider, prepared
+from benchmarks.cases import Case
+from benchmarks.checks import Call
+from benchmarks.providers import STEP, Provider
 from benchmarks.results import Row
+from benchmarks.run import checked
 from benchmarks.session import Session
 from benchmarks.timing import interleaved, summarise
 
@@ -22,14 +22,7 @@ def checked_calls(
 ) -> tuple[dict[str, Call], dict[str, float | str]]:
     """The calls whose results are correct, and the error or failure reason of all, by name."""
     case = replace(case, direction="forward" if what == "forward" else "backward")
-    inputs = make_inputs(case, session.device)
-
-    def make(provider: Provider) -> tuple[Call, Outputs]:
-        call = prepared(provider, case, inputs, what)
-        return call, provider.native(call(), case)
-
-    makers = {provider.name: functools.partial(make, provider) for provider in chosen}
-    return judged(Reference(case, inputs), session.device, makers)
+    return checked(case, chosen, session.device, what)
 
 
 def timed_rows(

@@ -50,8 +50,10 @@ def _series(cells: Sequence[Cell], value: Callable[[Row], float | None]) -> dict
     return found
 
 
-def _panel(ax: Any, series: dict[str, list[tuple[int, float]]], title: str, ticks: Sequence[str] = ()) -> None:
-    """Curves over lengths, or over the places of what ``ticks`` names."""
+def _panel(
+    ax: Any, series: dict[str, list[tuple[int, float]]], *labels: str, ticks: Sequence[str] = (), log: bool = False
+) -> None:
+    """Curves over lengths, or over the places of what ``ticks`` names; labels are a title, x's and y's."""
     for name, points in series.items():
         ax.plot(*zip(*points, strict=True), label=name, markersize=5, **_STYLES.get(name, {}))
     lengths = sorted({x for points in series.values() for x, _ in points})
@@ -61,10 +63,20 @@ def _panel(ax: Any, series: dict[str, list[tuple[int, float]]], title: str, tick
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
         ax.minorticks_off()
-    ax.set_title(title, fontsize=10)
-    ax.grid(alpha=0.3, linewidth=0.6)
+    _labels(ax, *labels)
+    if log:
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(bottom=0)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
+
+
+def _labels(ax: Any, title: str, x: str = "", y: str = "") -> None:
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    ax.grid(alpha=0.3, linewidth=0.6)
 
 
 def _save(figure: Any, axes: Any, title: str, path: Path) -> Path:
@@ -112,12 +124,8 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
     figure, axes = _figure(len(down), len(across))
     for (row, column), cells in places.items():
         i, j = down.index(row), across.index(column)
-        _panel(axes[i, j], _series(cells, table.UNITS[unit]), f"{row}, {column}")
-        axes[i, j].set_ylim(bottom=0)
-        if j == 0:
-            axes[i, j].set_ylabel(unit)
-        if i == len(down) - 1:
-            axes[i, j].set_xlabel("sequence length")
+        x, y = "sequence length" if i == len(down) - 1 else "", unit if j == 0 else ""
+        _panel(axes[i, j], _series(cells, table.UNITS[unit]), f"{row}, {column}", x, y)
     for row, column in {(row, column) for row in down for column in across} - places.keys():
         axes[down.index(row), across.index(column)].axis("off")
     what = "forward in 8 bits" if suite == "fp8" else f"{suite}, bf16"
@@ -140,10 +148,9 @@ def serving_plot(rows: Sequence[Row], path: Path) -> Path | None:
             for name in cell.rows if (cell.case.heads, cell.case.cache) == (heads, cache) else ():
                 if ratio := cell.ratio(name, decode.PEER):
                     series.setdefault(name, []).append((steps.index(cell.case.step), ratio))
-        _panel(axes[i, j], {name: sorted(series[name]) for name in table.in_order(series)}, f"{heads}, {cache}", steps)
-        axes[i, j].set_ylim(bottom=0)
-        if j == 0:
-            axes[i, j].set_ylabel(f"speed over {decode.PEER}")
+        points = {name: sorted(series[name]) for name in table.in_order(series)}
+        y = f"speed over {decode.PEER}" if j == 0 else ""
+        _panel(axes[i, j], points, f"{heads}, {cache}", "", y, ticks=steps)
     return _save(figure, axes, f"a server's step, bf16, {chosen[-1].device}", path)
 
 
@@ -162,10 +169,7 @@ def memory_plot(rows: Sequence[Row], path: Path) -> Path | None:
 
     for ax, direction in zip(axes[0], directions, strict=True):
         panel = [c for c in grid if c.case.direction == direction]
-        _panel(ax, _series(panel, mib), direction)
-        ax.set_yscale("log")
-        ax.set_xlabel("sequence length")
-        ax.set_ylabel("extra memory, MiB")
+        _panel(ax, _series(panel, mib), direction, "sequence length", "extra memory, MiB", log=True)
     c = grid[0].case
     title = f"batch {c.batch}, {c.num_heads_q} heads, head_dim {c.head_dim}, {c.mask}, {chosen[-1].device}"
     return _save(figure, axes, title, path)
@@ -187,23 +191,15 @@ def training_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
         left.plot(steps, curve, label=name, **style)
         if not training.tokens_per_s:
             right.plot(steps[: len(base)], [a - b for a, b in zip(curve, base, strict=False)], **style)
-    left.set_title(f"loss, means of {_SMOOTHED_STEPS} steps", fontsize=10)
-    left.set_xlabel("step")
-    left.set_ylabel("nats a character")
-    left.grid(alpha=0.3, linewidth=0.6)
+    _labels(left, f"loss, means of {_SMOOTHED_STEPS} steps", "step", "nats a character")
     series: dict[str, list[tuple[int, float]]] = {}
     for seqlen, by_name in sorted(training.tokens_per_s.items()):
         for name in table.in_order(by_name):
             series.setdefault(name, []).append((seqlen, by_name[name] / 1e3))
     if series:
-        _panel(right, series, "training speed")
-        right.set_ylim(bottom=0)
-        right.set_xlabel("context")
-        right.set_ylabel("thousand tokens/s")
+        _panel(right, series, "training speed", "context", "thousand tokens/s")
     else:
-        right.set_title("over eager's", fontsize=10)
-        right.set_xlabel("step")
-        right.grid(alpha=0.3, linewidth=0.6)
+        _labels(right, "over eager's", "step")
     return _save(figure, axes, f"a character GPT in bf16, {chosen[-1].device}", path)
 
 

@@ -53,11 +53,14 @@ def run_cell(
 
 
 def checked(
-    case: Case, chosen: Sequence[Provider], device: torch.device
+    case: Case, chosen: Sequence[Provider], device: torch.device, what: str | None = None
 ) -> tuple[dict[str, Call], dict[str, float | str]]:
-    """The calls of the providers whose results are correct, and the error or failure reason of all, by name."""
+    """The calls of the providers whose results are correct, and the error or failure reason of all, by name.
+
+    ``what``: as for ``Provider.prepare``.
+    """
     inputs = make_inputs(case, device)
-    makers = {provider.name: functools.partial(second_call, provider, case, inputs) for provider in chosen}
+    makers = {provider.name: functools.partial(second_call, provider, case, inputs, what) for provider in chosen}
     return judged(Reference(case, inputs), device, makers, {provider.name: provider.limit for provider in chosen})
 
 
@@ -77,9 +80,9 @@ def timed_row(run: results.Run, case: Case, name: str, verdict: float | str, tim
     return run.row(case.to_dict(), name, **measured)
 
 
-def second_call(provider: Provider, case: Case, inputs: Inputs) -> tuple[Call, Outputs]:
+def second_call(provider: Provider, case: Case, inputs: Inputs, what: str | None = None) -> tuple[Call, Outputs]:
     """A provider's call and its second result, in memory that was filled with NaN after the first."""
-    call = prepared(provider, case, inputs)
+    call = prepared(provider, case, inputs, what)
     poison(call())
     return call, provider.native(call(), case)
 

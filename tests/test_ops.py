@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
-from flashtile.api.keywords import CachedCall
-from flashtile.call.arguments import Grads, Options, Tensors, differentiable, flatten, unflatten
+from flashtile.api.keywords import AnyCall, CachedCall
+from flashtile.call.arguments import Grads, Options, Tensors, differentiable
 from flashtile.call.problem import Problem
 from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops
@@ -33,7 +33,9 @@ def arguments(**options: Any) -> tuple[Any, ...]:
     v = torch.randn(2, 9, 2, 8, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, 1, 9, dtype=torch.float64, requires_grad=True)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    return flatten(Tensors(q, k, v, None, None, bias, sinks), Options(**{"grads": Grads(*[True] * 5)} | options))
+    return ops.REGULAR.flatten(
+        Tensors(q, k, v, None, None, bias, sinks), Options(**{"grads": Grads(*[True] * 5)} | options)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"window_right": 0}, {"softcap": 2.0, "window_left": 3}], ids=str)
@@ -47,7 +49,7 @@ def test_opcheck_forward_packed() -> None:
     state = torch.tensor([1, 2])
     options = Options(max_seqlen_q=4, grads=Grads(True, True, True), dropout_p=0.2)
     tensors = Tensors(x, x, x, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, rng_state=state)
-    args = flatten(tensors, options)
+    args = ops.REGULAR.flatten(tensors, options)
     torch.library.opcheck(torch.ops.flashtile.attention_forward.default, args)
 
 
@@ -154,13 +156,13 @@ SUBSETS = [tuple(bool(n >> i & 1) for i in range(5)) for n in (1, 2, 4, 8, 16, 6
 @pytest.mark.parametrize("wanted", SUBSETS, ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_gradients_are_those_asked_for(wanted: tuple[bool, ...], softcap: float) -> None:
-    tensors, options = unflatten(arguments(softcap=softcap))
+    tensors, options = ops.REGULAR.unflatten(arguments(softcap=softcap))
     leaves = differentiable(tensors)
-    out, lse = torch.ops.flashtile.attention_forward(*flatten(tensors, options))
+    out, lse = torch.ops.flashtile.attention_forward(*ops.REGULAR.flatten(tensors, options))
     dout = torch.randn_like(out)
     everything = torch.autograd.grad(out, leaves, dout)
     asked = dataclasses.replace(options, grads=Grads(*wanted))
-    found = torch.ops.flashtile.attention_backward(dout, None, out, lse, *flatten(tensors, asked))
+    found = torch.ops.flashtile.attention_backward(dout, None, out, lse, *ops.REGULAR.flatten(tensors, asked))
     for want, got, is_wanted in zip(everything, found, wanted, strict=True):
         torch.testing.assert_close(got, want if is_wanted else want.new_empty(0))
     plain = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(leaves, wanted, strict=True)]
@@ -358,7 +360,8 @@ def test_explain_takes_every_argument_of_a_call():
     q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     assert flashtile.explain(q, k, v, return_lse=True) == flashtile.explain(q, k, v)
     of_call = set(inspect.signature(flashtile.attention_varlen).parameters) - {"_more", "_unknown"}
-    assert set(inspect.signature(flashtile.explain).parameters) == of_call | {"cached"}
+    assert set(AnyCall.__annotations__) | {"q", "k", "v"} == of_call | set(CachedCall.__annotations__)
+    assert list(inspect.signature(flashtile.explain).parameters) == ["q", "k", "v", "keywords"]
     of_cached = set(inspect.signature(flashtile.attention_with_kvcache).parameters) - {"_more", "_unknown"}
     assert of_call | set(CachedCall.__annotations__) >= of_cached
 

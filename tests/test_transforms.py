@@ -21,9 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError, nn, reference
 from flashtile.backends.cpu import jvp as forward_mode
-from flashtile.call.arguments import Options, Tensors, flatten
+from flashtile.call.arguments import Options, Tensors
 from flashtile.compat import flash_attn_2
 from flashtile.ops import operation
+from flashtile.ops import operators as ops
 from tests.cases import CASES, Call, build
 from tests.rule import assert_close
 
@@ -377,7 +378,7 @@ def test_forward_mode_takes_memory_linear_in_the_lengths() -> None:
     q = torch.randn(1, 2048, 1, 4)
     out, lse = flashtile.attention(q, q, q, return_lse=True)
     with Largest() as largest:
-        forward_mode.jvp(q, q, q, None, None, out, lse, *flatten(Tensors(q, q, q), Options()))
+        forward_mode.jvp((q, q, q, None, None), out, lse, Tensors(q, q, q), Options())
     assert 0 < largest.numbers <= 2048 * 2048 // 16
 
 
@@ -411,7 +412,7 @@ def test_compiled_whole(name: str) -> None:
 def test_opcheck_forward_mode() -> None:
     q = normal(1, 5, 2, 4)
     out, lse = flashtile.attention(q, q, q, return_lse=True)
-    args = (q, None, q, None, None, out, lse, *flatten(Tensors(q, q, q), Options()))
+    args = (q, None, q, None, None, out, lse, *ops.REGULAR.flatten(Tensors(q, q, q), Options()))
     torch.library.opcheck(torch.ops.flashtile.attention_jvp.default, args)
 
 

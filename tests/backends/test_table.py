@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.call.backend import FEATURES
+from flashtile.call.backend import DIRECTIONS, FEATURES
 from flashtile.ops import dispatch
 from tests.cases import CASES, Case, build, judge
 
@@ -26,10 +26,15 @@ def test_the_table_uses_every_feature() -> None:
     assert used == regular - alone, "those of caches are in tests/kvcache, origins in tests/test_origins.py"
 
 
+def test_capabilities_name_features_that_exist() -> None:
+    declared = [dispatch.backend(name).capabilities(each) for name in dispatch.NAMES for each in DIRECTIONS]
+    assert all(c is None or c.features <= {f.name for f in FEATURES} for c in declared)
+
+
 def test_the_support_table_says_what_is_declared() -> None:
     rows = {row.split(" | ")[0].strip("| "): row for row in flashtile.support_table().splitlines()}
     for feature in FEATURES:
         cells = [cell.strip() for cell in rows[feature.label].strip("|").split("|")][1:]
         for name, cell in zip(dispatch.NAMES, cells, strict=True):
             declared = [dispatch.backend(name).capabilities(each) for each in feature.directions]
-            assert (cell == "no") == (not any(c is not None and getattr(c, feature.name) for c in declared))
+            assert (cell == "no") == (not any(c is not None and feature.name in c.features for c in declared))

@@ -22,7 +22,7 @@ def kept(call: Call) -> Counter[tuple[int, ...]]:
         for i in range(row_stop - row):
             for j in range(*call.band.row_keys(i, row_stop - row, key_stop - key)):
                 o = call.origins[n] if call.origins else None
-                where = (o.batch, o.i0 + o.i_stride * i, o.j0 + o.j_stride * j, o.shift) if o else ()
+                where = (o.head, o.row + o.row_step * i, o.key + o.key_step * j, o.shift) if o else ()
                 found[row + i, key + j, *where] += 1
     return found
 

@@ -26,8 +26,9 @@ from typing import Literal, NamedTuple, get_args
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.distributed.layouts import Layout
-from flashtile.distributed.plan import Call, Plan, Sizes, exchanged_bytes, gathered_bytes, make_plan
+from flashtile.distributed.plan import Call, Plan, make_plan
 from flashtile_lab.analysis.roofline import H200
+from flashtile_lab.analysis.sent import Sizes, bytes_sent, exchanged_bytes, gathered_bytes
 from flashtile_lab.analysis.shape import dtype_bytes, require_positive
 
 Scheme = Literal["ring", "allgather"]
@@ -351,7 +352,7 @@ class _Steps:
         # What travels during a step, and after all of them.
         beside = [a + b for a, b in itertools.zip_longest(coming[1:], [0.0, *leaving], fillvalue=0.0)]
         waiting = sum(max(0.0, a - b) for a, b in itertools.zip_longest(beside, busy, fillvalue=0.0))
-        sent = max(plan.bytes_sent(sizes, self.backward) for plan in self.plans)
+        sent = max(bytes_sent(plan, sizes, self.backward) for plan in self.plans)
         return _Parts(*self._total(), sum(coming) + sum(leaving), waiting, sent)
 
     def gathered(self, cluster: Cluster) -> _Parts:

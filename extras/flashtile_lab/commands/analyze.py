@@ -9,11 +9,12 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from flashtile.cli.options import MAX_SIZE, AsJson, Dtype, HeadDim, facts, integers, positive_int, show, units
+from flashtile.cli.options import AsJson, integers, positive_int
 from flashtile.core.errors import InvalidInputError
 from flashtile_lab import analysis
 from flashtile_lab.analysis import AttentionShape, Blocks, Device, LoopOrder
 from flashtile_lab.commands.fp8 import fp8
+from flashtile_lab.commands.options import MAX_SIZE, Dtype, HeadDim, facts, show, units
 from flashtile_lab.commands.ring import ring
 
 app = typer.Typer(

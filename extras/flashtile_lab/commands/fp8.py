@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import torch
 import typer
 
-from flashtile.cli.options import AsJson, show
+from flashtile.cli.options import AsJson
 from flashtile.core.errors import InvalidInputError
+from flashtile_lab.commands.options import show
 
 if TYPE_CHECKING:
     from flashtile_lab.fp8.errors import Error

@@ -7,9 +7,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from flashtile.cli.options import MAX_SIZE, AsJson, Dtype, HeadDim, facts, integers, show, units
+from flashtile.cli.options import AsJson, integers
 from flashtile_lab import analysis
 from flashtile_lab.analysis import Cluster, Link, RingShape
+from flashtile_lab.commands.options import MAX_SIZE, Dtype, HeadDim, facts, show, units
 
 _ms, _gb = units(1e-3, 2), units(1e9, 2)
 _INNER, _OUTER = analysis.H200_CLUSTER.inner, analysis.H200_CLUSTER.outer

@@ -103,6 +103,8 @@ def _capabilities(declared: Capabilities | None) -> dict[str, Any] | None:
     if declared is None:
         return None
     fields = dataclasses.asdict(declared)
+    fields |= {feature.name: feature.name in fields["features"] for feature in FEATURES}
+    del fields["features"]
     return {**fields, "dtypes": [str(dtype).removeprefix("torch.") for dtype in declared.dtypes]}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from flashtile.core.errors import InvalidInputError
-from flashtile.distributed.plan import exchanged_bytes, gathered_bytes
 from flashtile_lab.analysis import (
     H200_CLUSTER,
     H200_KERNELS,
@@ -18,6 +17,7 @@ from flashtile_lab.analysis import (
     fit_link,
     ring_cost,
 )
+from flashtile_lab.analysis.sent import exchanged_bytes, gathered_bytes
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 FREE = Link(0.0, 1e30)

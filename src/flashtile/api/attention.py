@@ -13,7 +13,7 @@ from torch import Tensor
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
-from flashtile.api.keywords import Keywords, refused
+from flashtile.api.keywords import Asked, Keywords, refused
 from flashtile.call import autocast
 from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
 from flashtile.call.quantized import Quantized
@@ -117,7 +117,7 @@ def attention(
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
     if precision is not None or isinstance(q, Quantized):
-        return quantized_calls().attend(tensors, (precision, causal, window_size, return_lse, plain))
+        return quantized_calls().attend(tensors, Asked(precision, causal, window_size, return_lse, plain))
     options = read(tensors, causal, window_size, return_lse, plain)
     if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
         _last = options, causal, window_size, *plain
@@ -202,7 +202,8 @@ def attention_varlen(
         if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
     if precision is not None or is_quantized:
-        return quantized_calls().attend(tensors, (precision, causal, window_size, return_lse, plain, True, longest))
+        asked = Asked(precision, causal, window_size, return_lse, plain, True, longest)
+        return quantized_calls().attend(tensors, asked)
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse)
 
 

@@ -138,7 +138,7 @@ def completed(t: CacheTensors) -> CacheTensors:
     """A new record of a call with what its caller left out: out, bounds of new keys, a length for all as a tensor."""
     if autocast.is_on():
         check_tensor("q", t.q)
-        t.q, t.k, t.v = _cast(t.q, t.k, t.v)
+        t = autocast.cast(t, t.q.device.type)
     if t.k is not None and t.cu_seqlens_k_new is None:
         t.cu_seqlens_k_new = t.cu_seqlens_q
     if t.out is None:
@@ -175,13 +175,3 @@ def _filled(length: int, q: Tensor, bounds: Tensor | None) -> Tensor:
         check_tensor("cu_seqlens_q", bounds)
     sequences = q.shape[:1] if bounds is None else (bounds.numel() - 1,)
     return torch.full(sequences, length, dtype=torch.int32, device=q.device)
-
-
-def _cast(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The queries, new keys and new values in autocast's dtype, as ``autocast.cast`` has them; caches stay."""
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    k, v = (x if x is None else autocast.cast_one(x, dtype) for x in (k, v))
-    return autocast.cast_one(q, dtype), k, v

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
+from flashtile.call.arguments import TENSORS, Tensors
 from flashtile.core.errors import shown
 
 # What other libraries call a keyword -> what it is called here.
@@ -72,6 +73,38 @@ class CachedCall(Cached, total=False):
     cache_seqlens: Tensor | int
 
 
+class AnyCall(Keywords, CachedCall, total=False):
+    """What ``explain`` and ``warm_up`` take by name."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    return_lse: bool
+
+
+class Asked(NamedTuple):
+    """What a public function was asked for besides tensors, as the caller gave it.
+
+    Attributes:
+        precision: None or "fp8".
+        causal: See ``attention``, like the next two.
+        window_size: See there.
+        return_lse: See there.
+        plain: As for ``arguments.read``.
+        packed: Whether the function takes packed sequences; None if either.
+        lengths: max_seqlen_q and max_seqlen_k.
+    """
+
+    precision: Any
+    causal: Any
+    window_size: Any
+    return_lse: Any
+    plain: tuple[object, ...]
+    packed: bool | None = False
+    lengths: tuple[Any, Any] = (None, None)
+
+
 def refused(function: str, more: tuple[object, ...], unknown: dict[str, object]) -> TypeError:
     """The error of a call with more positions than a function has, or with keywords that it does not know."""
     if more:
@@ -80,3 +113,28 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
     name = next(iter(unknown))
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def asked_of(
+    function: str, sides: tuple[Any, Any, Any], given: Mapping[str, Any], known: Any = AnyCall
+) -> tuple[Tensors, Asked, dict[str, Any]]:
+    """The tensors of a call, what else it is, and the arguments that a call over a cache alone has, by name.
+
+    Raises:
+        TypeError: ``known``, the type of the keywords that the function has, lacks one of those given.
+    """
+    unknown = {name: value for name, value in given.items() if name not in known.__annotations__}
+    if unknown:
+        raise refused(function, (), unknown)
+    tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
+    cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
+    causal, lengths = given.get("causal"), (given.get("max_seqlen_q"), given.get("max_seqlen_k"))
+    plain = tuple(given.get(name, usual) for name, usual in _PLAIN.items())
+    return tensors, Asked(
+        given.get("precision"), bool(cached) if causal is None else causal, given.get("window_size"),
+        given.get("return_lse", False), plain, None, lengths,
+    ), cached  # fmt: skip
+
+
+# What ``arguments.read`` takes as a tuple, with the defaults of the public functions.
+_PLAIN = {"softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None}

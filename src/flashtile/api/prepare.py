@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Unpack
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from flashtile.api.attention import quantized_calls
 from flashtile.api.cached import completed
-from flashtile.api.keywords import CachedCall, refused
+from flashtile.api.keywords import AnyCall, Asked, asked_of
 from flashtile.call import autocast, cached_arguments, cached_problem
-from flashtile.call.arguments import Tensors, flag, read, wanting, without_data
+from flashtile.call.arguments import Options, Tensors, flag, read, wanting, without_data
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
@@ -29,25 +28,7 @@ def explain(
     q: Tensor | Quantized,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool | None = None,
-    window_size: Sequence[int | None] | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    precision: str | None = None,
-    backend: str | None = None,
-    **cached: Unpack[CachedCall],
+    **keywords: Unpack[AnyCall],
 ) -> str:
     """Says which backend and tiles a call would run with, and why the other backends would not.
 
@@ -59,20 +40,18 @@ def explain(
     Returns:
         A few lines of text.
     """
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
-    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
-    causal = bool(cached) if causal is None else causal
-    asked = precision, causal, window_size, return_lse, plain, None, longest
+    tensors, asked, cached = asked_of("explain", (q, k, v), keywords)
+    backend = keywords.get("backend")
     if cached:
-        over, settings = _over_cache("explain", tensors, asked, {**cached})
+        over, settings = _over_cache(tensors, asked, cached)
         problem = cached_problem.problem_of(over, settings)
         if problem.device_type == "cpu":
             cached_problem.check_values(problem, over)
         return _explained(problem, backend)
-    if precision is not None or isinstance(q, Quantized):
+    if asked.precision is not None or isinstance(q, Quantized):
         calls = quantized_calls().calls(tensors, asked, None)
         return "\n".join(_explained(problem, backend, each) for problem, _, each in calls)
-    options = read(tensors, causal, window_size, return_lse, plain, longest)
+    options = _read(tensors, asked)
     problem = Problem.of(autocast.cast(tensors, q.device.type), options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
@@ -85,14 +64,13 @@ def _explained(problem: Problem, backend: str | None, only: Direction | None = N
     return dispatch.explain(problem, backend, only)
 
 
-def _over_cache(
-    function: str, t: Tensors, asked: tuple[Any, ...], cached: dict[str, Any]
-) -> tuple[CacheTensors, CacheOptions]:
+def _read(tensors: Tensors, asked: Asked) -> Options:
+    return read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
+
+
+def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
     precision, causal, window_size, return_lse, plain, _, lengths = asked
-    unknown = {name: value for name, value in cached.items() if name not in CachedCall.__annotations__}
-    if unknown:
-        raise refused(function, (), unknown)
     softmax_scale, softcap, dropout_p, deterministic, backend = plain
     others = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias, "cu_seqlens_k": t.cu_seqlens_k, "max_seqlen_k": lengths[1],
@@ -125,26 +103,9 @@ def warm_up(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool | None = None,
-    window_size: Sequence[int | None] | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    precision: str | None = None,
-    backend: str | None = None,
     device: torch.device | str = "cuda",
     backward: bool = True,
-    **cached: Unpack[CachedCall],
+    **keywords: Unpack[AnyCall],
 ) -> list[BuildTime]:
     """Builds the kernels that a call needs, in parallel, so that the call itself does not wait for them.
 
@@ -158,24 +119,21 @@ def warm_up(
     Returns:
         A record per kernel; no records for a backend that needs no build.
     """
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
-    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    tensors, asked, cached = asked_of("warm_up", (q, k, v), keywords)
     place, backward = _device(device), flag("backward", backward)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
-    causal = bool(cached) if causal is None else causal
-    asked = precision, causal, window_size, return_lse, plain, None, longest
     where = {"device_type": place.type, "compute_capability": compute_capability(place)}
-    in_8_bits = precision is not None or isinstance(q, Quantized)
+    in_8_bits = asked.precision is not None or isinstance(q, Quantized)
     calls: list[tuple[Problem, Any, Direction]]
     if cached:
-        over, settings = _over_cache("warm_up", tensors, asked, {**cached})
+        over, settings = _over_cache(tensors, asked, cached)
         over = without_data(over)
         calls = [(cached_problem.problem_of(over, settings).but(**where), over, "decode")]
     elif in_8_bits:
         calls = quantized_calls().calls(tensors, asked, place, backward)
     else:
-        options = wanting(tensors, read(tensors, causal, window_size, return_lse, plain, longest), backward)
+        options = wanting(tensors, _read(tensors, asked), backward)
         shapes = autocast.cast(without_data(tensors), place.type)
         if options.dropout_p > 0:
             shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
@@ -187,7 +145,7 @@ def warm_up(
             rounding = quantized_calls().rounding_builds(tensors, asked, place)
             wanted += [("quantization", "quantize", build) for build in rounding]
         for problem, described, direction in calls:
-            chosen = dispatch.select(problem, direction, backend)
+            chosen = dispatch.select(problem, direction, keywords.get("backend"))
             for each, share in dispatch.shares(chosen, problem, direction):
                 wanted += [(chosen.name, direction, build) for build in each.builds(share, described, direction)]
     # Compilers run in their own processes, so threads are enough to build kernels in parallel.

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from flashtile.backends.cpu.rounding import quantized
 from flashtile.call.arguments import Options, check_tensor, checked, fields_of, flag, integer
+from flashtile.call.axes import Axes, checked_kinds
+from flashtile.call.cached_arguments import TENSORS
 from flashtile.call.problem import Problem, Tensors, check_values
 from flashtile.call.quantized import Choices, Inputs, Quantized, Scales, check_widths
 from flashtile.core import settings
@@ -160,20 +162,18 @@ def _problem(given: Inputs, choices: Choices, lengths: Lengths) -> Problem:
     return problem
 
 
+_ROTARY = {name: TENSORS[name] for name in ("rotary_cos", "rotary_sin")}
+
+
 def _check_rotary(given: Inputs, problem: Problem) -> None:
     cos, sin = given.rotary_cos, given.rotary_sin
     if cos is None and sin is None:
         return
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_tensor(name, x)
-        assert x is not None
-        if x.dtype not in (torch.float32, given.q.dtype):
-            raise InvalidInputError(name, f"dtype is {x.dtype}, must be float32 or q's {given.q.dtype}")
-        if x.device != given.q.device:
-            raise InvalidInputError(name, f"is on {x.device}, but q is on {given.q.device}")
-        if x.dim() != 2:
-            raise InvalidInputError(name, f"has {x.dim()} dimensions, must have 2: (seqlen_rotary, rotary_dim/2)")
     assert cos is not None and sin is not None
+    for name, (row, x) in checked_kinds(given, _ROTARY).items():
+        Axes({}).bind(name, x, row)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         is_, other = (f"is {tuple(x.shape)} {x.dtype}" for x in (sin, cos))
         raise InvalidInputError("rotary_sin", f"{is_}, but rotary_cos {other}")

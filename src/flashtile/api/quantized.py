@@ -8,12 +8,13 @@ would not go with that lse: the probabilities of a row would not add up to 1, an
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flashtile.api.keywords import Asked
 from flashtile.api.quantize import quantize
 from flashtile.backends.cpu.rounding import restored
 from flashtile.call import arguments, autocast
@@ -30,34 +31,12 @@ from flashtile.ops import quantized as ops
 from flashtile.ops.operation import refuse_tangents
 
 
-class Asked(NamedTuple):
-    """What a public function was asked for besides tensors.
-
-    Attributes:
-        precision: None or "fp8".
-        causal: As the caller gave it, like the next two.
-        window_size: See causal.
-        return_lse: See causal.
-        plain: As for ``arguments.read``.
-        packed: Whether the function takes packed sequences; None if either.
-        lengths: max_seqlen_q and max_seqlen_k.
-    """
-
-    precision: Any
-    causal: Any
-    window_size: Any
-    return_lse: Any
-    plain: tuple[object, ...]
-    packed: bool | None = False
-    lengths: tuple[Any, Any] = (None, None)
-
-
-def attend(given: Tensors, asked: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
+def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
     """The call of a ``Quantized`` in place of q, or in the precision "fp8".
 
     Args:
         given: The call's tensors; q may be a ``Quantized``.
-        asked: The rest of the call, in the order of ``Asked``.
+        asked: The rest of the call.
 
     Returns:
         out, or ``(out, lse)``, as the public functions do.
@@ -66,8 +45,7 @@ def attend(given: Tensors, asked: tuple[Any, ...]) -> Tensor | tuple[Tensor, Ten
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call.
     """
-    call = Asked(*asked)
-    tensors, options = read(given, call)
+    tensors, options = read(given, asked)
     if any(options.grads) and not isinstance(given.q, Quantized):
         if not torch.compiler.is_compiling():
             # A call whose backward cannot run is refused now.
@@ -75,7 +53,7 @@ def attend(given: Tensors, asked: tuple[Any, ...]) -> Tensor | tuple[Tensor, Ten
         out, lse, *_ = _StraightThrough.apply(options, *arguments.tensor_values(tensors))
     else:
         out, lse = ops.attend(*quantized_call(given, tensors, options))
-    return (out, lse) if call.return_lse else out
+    return (out, lse) if asked.return_lse else out
 
 
 def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
@@ -121,7 +99,7 @@ def _of_record(given: Tensors, asked: Asked) -> tuple[Tensors, tuple[Any, Any]]:
 
 
 def calls(
-    given: Tensors, asked: tuple[Any, ...], device: torch.device | None, backward: bool | None = None
+    given: Tensors, asked: Asked, device: torch.device | None, backward: bool | None = None
 ) -> list[tuple[Problem, Any, Direction]]:
     """What a call runs, without running it: problems, their tensors on the meta device, and directions.
 
@@ -131,7 +109,7 @@ def calls(
         device: Where the call would run; None is where its tensors are.
         backward: As for ``warm_up``; None takes the gradients that the tensors require.
     """
-    tensors, options = read(given, Asked(*asked))
+    tensors, options = read(given, asked)
     device, shapes = device or tensors.q.device, arguments.without_data(tensors)
     if isinstance(given.q, Quantized):
         t, o = quantized_call(given, tensors, options)
@@ -146,7 +124,7 @@ def calls(
     return found
 
 
-def rounding_builds(given: Tensors, asked: tuple[Any, ...], device: torch.device) -> list[Build]:
+def rounding_builds(given: Tensors, asked: Asked, device: torch.device) -> list[Build]:
     """The kernels that round the tensors of a call on the current GPU; none for a ``Quantized``, and off GPUs."""
     if isinstance(given.q, Quantized) or device.type != "cuda" or not find_spec("triton"):
         return []
@@ -154,7 +132,7 @@ def rounding_builds(given: Tensors, asked: tuple[Any, ...], device: torch.device
     from flashtile.backends.portable.rounding import launch
     from flashtile.call.quantized import Choices, Inputs
 
-    tensors, options = read(given, Asked(*asked))
+    tensors, options = read(given, asked)
     t = arguments.without_data(tensors)
     inputs = Inputs(t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k)
     choices = Choices(smooth_k=options.softcap == 0)

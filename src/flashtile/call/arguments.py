@@ -1,6 +1,6 @@
 """The table of a call's arguments, from which checks, schema and gradients are derived.
 
-``Tensors`` and ``Options`` hold a call; those of a cached call are in ``kvcache.arguments``. The ``Argument`` of each
+``Tensors`` and ``Options`` hold a call; those of a cached call are in ``cached_arguments``. The ``Argument`` of each
 field describes its allowed values; the checks, the operators' schema and the list of gradients are read from there. To
 add an argument, add a field here and name it in the public signatures.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ class Argument:
 
     Attributes:
         meaning: Description for the reader.
-        schema: Its type in the operators' schema.
         axes: Names of a tensor's dimensions; one in brackets may be left out. A packed call has ``total_q`` in place
             of ``batch seqlen_q``.
         dtypes: Those that a tensor may have; None for q's. q's also goes if ``like_q``, float64 with a float64 q if
@@ -47,10 +46,10 @@ class Argument:
         like_q: See dtypes.
         wide: See dtypes.
         check: For non-tensor arguments: returns the value as stored in ``Options``, or raises.
+        schema: Its type in the operators' schema, if that does not follow from the field's.
     """
 
     meaning: str
-    schema: str
     axes: str = ""
     dtypes: tuple[tuple[torch.dtype, ...], str] | None = None
     layout: str = "whole"
@@ -59,6 +58,7 @@ class Argument:
     like_q: bool = False
     wide: bool = False
     check: Callable[[str, Any], Any] = lambda name, value: value
+    schema: str = ""
 
 
 # Kernels get numbers as float32, here without those of fewer digits, and lengths as int32.
@@ -135,28 +135,20 @@ _PAIRS = "batch num_heads_q seqlen_q seqlen_k"
 class Tensors:
     """The tensors of one call; absent ones are None. Treat it as immutable; frozen=True would cost 2.5 us."""
 
-    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT, "rows", "dq")]
-    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", None, "rows", "dk")]
-    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", None, "rows", "dv")]
-    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "Tensor?", "[batch] num_heads_q", FLOAT32, wide=True)] = (
+    q: Annotated[Tensor, Argument("Queries.", "batch seqlen_q num_heads_q head_dim", _FLOAT, "rows", "dq")]
+    k: Annotated[Tensor, Argument("Keys.", "batch seqlen_k num_heads_kv head_dim", None, "rows", "dk")]
+    v: Annotated[Tensor, Argument("Values.", "batch seqlen_k num_heads_kv head_dim_v", None, "rows", "dv")]
+    alibi_slopes: Annotated[Tensor | None, Argument("ALiBi.", "[batch] num_heads_q", FLOAT32, wide=True)] = None
+    attn_mask: Annotated[Tensor | None, Argument("True keeps a pair.", _PAIRS, _BOOL, "any", broadcasts=True)] = None
+    attn_bias: Annotated[Tensor | None, Argument("Added scores.", _PAIRS, _FLOAT, "any", "dbias", broadcasts=True)] = (
         None
     )
-    attn_mask: Annotated[
-        Tensor | None,
-        Argument("True keeps a pair.", "Tensor?", _PAIRS, _BOOL, "any", broadcasts=True),
-    ] = None
-    attn_bias: Annotated[
-        Tensor | None,
-        Argument("Added scores.", "Tensor?", _PAIRS, _FLOAT, "any", "dbias", broadcasts=True),
-    ] = None
-    sinks: Annotated[
-        Tensor | None, Argument("Logits per head.", "Tensor?", "num_heads_q", _FLOAT, gradient="dsinks")
-    ] = None
-    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", INT32)] = None
-    cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", INT32)] = None
-    rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "Tensor?", "numbers", _INT64, "any")] = None
+    sinks: Annotated[Tensor | None, Argument("Logits per head.", "num_heads_q", _FLOAT, gradient="dsinks")] = None
+    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "batch+1", INT32)] = None
+    cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "batch+1", INT32)] = None
+    rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "numbers", _INT64, "any")] = None
     # No public function takes them: ``masks.Origin``.
-    origins: Annotated[Tensor | None, Argument("Parts of sequences.", "Tensor?", "batch origin", INT32)] = None
+    origins: Annotated[Tensor | None, Argument("Parts of sequences.", "batch origin", INT32)] = None
 
 
 class Grads(NamedTuple):
@@ -173,38 +165,59 @@ def _five(name: str, value: Sequence[bool]) -> Grads:
     return Grads(*value)
 
 
+class HashKept:
+    """Options of a kind of call, a frozen dataclass, whose ``__hash__`` is ``kept_hash``."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))  # type: ignore[arg-type]
+
+    def kept_hash(self) -> int:
+        """The hash, computed once."""
+        return self._hash
+
+
 @dataclass(frozen=True)
-class Options:
+class Options(HashKept):
     """The non-tensor arguments of one call, checked; hashable, with the hash cached."""
 
-    window_left: Annotated[int | None, Argument("Left bound of the Band.", "int?")] = None
-    window_right: Annotated[int | None, Argument("Right bound of the Band.", "int?")] = None
-    max_seqlen_q: Annotated[int | None, Argument("Longest packed queries, if known.", "SymInt?", check=_length)] = None
-    max_seqlen_k: Annotated[int | None, Argument("Longest packed keys, if known.", "SymInt?", check=_length)] = None
-    grads: Annotated[Grads, Argument("Which inputs need gradients.", "bool[5]", check=_five)] = Grads()  # noqa: RUF009
-    softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", "float?", check=_scale)] = None
-    softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", "float", check=_softcap)] = 0.0
-    dropout_p: Annotated[float, Argument("Probability of dropping.", "float", check=probability)] = 0.0
-    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", "bool", check=flag)] = False
-    backend: Annotated[str, Argument("Explicit choice, empty for none.", "str", check=_backend)] = ""
+    window_left: Annotated[int | None, Argument("Left bound of the Band.")] = None
+    window_right: Annotated[int | None, Argument("Right bound of the Band.")] = None
+    max_seqlen_q: Annotated[
+        int | None, Argument("Longest packed queries, if known.", schema="SymInt?", check=_length)
+    ] = None
+    max_seqlen_k: Annotated[int | None, Argument("Longest packed keys, if known.", schema="SymInt?", check=_length)] = (
+        None
+    )
+    grads: Annotated[Grads, Argument("Which inputs need gradients.", check=_five)] = Grads()  # noqa: RUF009
+    softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", check=_scale)] = None
+    softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", check=_softcap)] = 0.0
+    dropout_p: Annotated[float, Argument("Probability of dropping.", check=probability)] = 0.0
+    deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", check=flag)] = False
+    backend: Annotated[str, Argument("Explicit choice, empty for none.", check=_backend)] = ""
 
     @functools.cached_property
     def kinds(self) -> dict[Any, Any]:
         """What ``ops`` knows of calls with these options."""
         return {}
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(option_values(self))
-
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = HashKept.kept_hash
 
 
 def table(record: type) -> dict[str, Argument]:
-    """The rows of a record's fields by name."""
-    hints = get_type_hints(record, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+    """The rows of a record's fields by name, with their types in the operators' schema."""
+    found = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        kind, row = get_args(hint)
+        given = [each for each in get_args(kind) if each is not type(None)]
+        schema = row.schema or (f"{_SCHEMAS[given[0]]}?" if given else _SCHEMAS[kind])
+        found[name] = replace(row, schema=schema)
+    return found
+
+
+_SCHEMAS = {
+    Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", Grads: "bool[5]",
+}  # fmt: skip
 
 
 TENSORS, OPTIONS = table(Tensors), table(Options)
@@ -225,26 +238,6 @@ _OTHERS = list(TENSORS)[3:]
 other_tensors = fields_of(_OTHERS)
 # Whether a call has only q, k and v.
 is_plain: Callable[[Tensors], bool] = eval(f"lambda t: {' is '.join(f't.{name}' for name in _OTHERS)} is None")
-
-
-def both_ways(
-    tensors: type[R], options: type[S]
-) -> tuple[Callable[[R, S], tuple[Any, ...]], Callable[[Sequence[Any]], tuple[R, S]]]:
-    """``flatten``, which gives a call's arguments in the order of its operators' schema, and its inverse."""
-    count, values, others = len(table(tensors)), fields_of(table(tensors)), fields_of(table(options))
-
-    def flatten(t: R, o: S) -> tuple[Any, ...]:
-        return *values(t), *others(o)
-
-    def unflatten(args: Sequence[Any]) -> tuple[R, S]:
-        # The dispatcher turns Grads, the only tuple, into a list.
-        plain = (Grads(*x) if isinstance(x, list) else x for x in args[count:])
-        return tensors(*args[:count]), options(*plain)
-
-    return flatten, unflatten
-
-
-flatten, unflatten = both_ways(Tensors, Options)
 
 
 def checked(**plain: object) -> dict[str, Any]:
@@ -272,24 +265,38 @@ def read(
     Raises:
         InvalidInputError: Naming the argument that is wrong.
     """
-    grads = _grads(tensors)
-    left, right = (None, None) if window_size is None else window_bounds(window_size)
-    if torch.compiler.is_compiling():
-        return _make(causal, return_lse, left, right, *lengths, grads, *plain)
-    try:
-        return _made(causal, return_lse, left, right, *lengths, grads, *plain)
-    except TypeError:  # a list or a symbolic number, which have no hash
-        return _make(causal, return_lse, left, right, *lengths, grads, *plain)
+    return _options(causal, window_size, return_lse, (*lengths, _grads(tensors), *plain))
 
 
-def _make(causal: object, return_lse: object, *plain: object) -> Options:
-    causal, _ = flag("causal", causal), flag("return_lse", return_lse)
-    left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
-    return Options(left, 0 if causal else right, *others)
+def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]:
+    """A function that makes options from ``causal``, ``window_size``, ``return_lse`` and a tuple of the other fields.
+
+    It takes the fields that follow window_right in their order. The same arguments give the same object, unless one is
+    unhashable. It raises InvalidInputError, naming the argument that is wrong.
+    """
+    rows, new = table(options), cast(Callable[..., S], options)
+
+    def make(causal: object, return_lse: object, *plain: object) -> S:
+        causal, _ = flag("causal", causal), flag("return_lse", return_lse)
+        left, right, *others = (row.check(name, x) for (name, row), x in zip(rows.items(), plain, strict=True))
+        return new(left, 0 if causal else right, *others)
+
+    # Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
+    made = functools.lru_cache(maxsize=4096, typed=True)(make)
+
+    def read(causal: Any, window_size: Any, return_lse: Any, plain: tuple[object, ...]) -> S:
+        left, right = (None, None) if window_size is None else window_bounds(window_size)
+        if torch.compiler.is_compiling():
+            return make(causal, return_lse, left, right, *plain)
+        try:
+            return made(causal, return_lse, left, right, *plain)
+        except TypeError:  # a list or a symbolic number, which have no hash
+            return make(causal, return_lse, left, right, *plain)
+
+    return read
 
 
-# Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
-_made = functools.lru_cache(maxsize=4096, typed=True)(_make)
+_options = reader(Options)
 
 
 def _grads(t: Tensors) -> tuple[bool, ...]:

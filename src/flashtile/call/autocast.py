@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtile.call.arguments import Tensors
+from flashtile.call.cached_arguments import CacheTensors
+
+T = TypeVar("T", Tensors, CacheTensors)
 
 # Whether autocast is on for any device: the one question that every call asks.
 is_on = torch._C._is_any_autocast_enabled
 
 
-def cast(tensors: Tensors, device_type: str) -> Tensors:
-    """q, k and v in the dtype of the autocast that is on for a device type; other tensors stay as they are.
+def cast(tensors: T, device_type: str) -> T:
+    """A call's q, k and v in the dtype of the autocast that is on for a device type; other tensors stay as they are.
 
     As for ``scaled_dot_product_attention``, float64 is left alone. Any float dtype will do for attn_bias and sinks, so
     they are not rounded. Gradients flow back in the dtypes before the cast.
@@ -22,8 +26,8 @@ def cast(tensors: Tensors, device_type: str) -> Tensors:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    names = ("q", "k", "v")
-    return dataclasses.replace(tensors, **{name: cast_one(getattr(tensors, name), dtype) for name in names})
+    given = {name: getattr(tensors, name) for name in ("q", "k", "v")}
+    return dataclasses.replace(tensors, **{name: cast_one(x, dtype) for name, x in given.items() if x is not None})
 
 
 def cast_one(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,12 @@
 """The check of tensors against one another: dtypes, devices, and sizes by the names of axes.
 
-One checker for every table of arguments, those of ``arguments`` and of ``kvcache.arguments``.
+One checker for every table of arguments.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +16,16 @@ from flashtile.call.arguments import Argument, check_tensor, given
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 
-def refuse_tracing() -> None:
-    """Raises UnsupportedError under ``torch.jit.trace``.
-
-    Sizes are tensors there, launches are not recorded, and what is recorded holds for one length alone.
-    """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise UnsupportedError("torch.jit.trace cannot record attention; torch.compile and torch.export can")
-
-
-def checked_kinds(record: Any, rows: Mapping[str, Argument]) -> list[tuple[str, Argument, Tensor]]:
-    """The given tensors of a record, each of a dtype that its row allows and on q's device.
+def checked_kinds(record: Any, rows: Mapping[str, Argument]) -> dict[str, tuple[Argument, Tensor]]:
+    """The given tensors of a record with their rows by name, each of a dtype that its row allows and on q's device.
 
     Raises:
         InvalidInputError: Naming the tensor that is not.
+        UnsupportedError: Under ``torch.jit.trace``. Sizes are tensors there, launches are not recorded, and what is
+            recorded holds for one length alone.
     """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise UnsupportedError("torch.jit.trace cannot record attention; torch.compile and torch.export can")
     found, q = given(record, rows), record.q
     for name, row, x in found:
         check_tensor(name, x)
@@ -46,7 +41,7 @@ def checked_kinds(record: Any, rows: Mapping[str, Argument]) -> list[tuple[str, 
                 raise InvalidInputError(name, f"dtype is {x.dtype}, must be {must}{hint}")
         if x.device != q.device:
             raise InvalidInputError(name, f"is on {x.device}, but q is on {q.device}")
-    return found
+    return {name: (row, x) for name, row, x in found}
 
 
 class Axes:
@@ -97,10 +92,38 @@ class Axes:
                     must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
                 raise InvalidInputError(argument, f"{axis} is {size}, {must}")
 
-    def bind_bounds(self, argument: str, bounds: Tensor | None, row: Argument) -> None:
+    def bind_sides(self, t: Any, rows: Mapping[str, tuple[Argument, Tensor]], longest: Sequence[int | None]) -> bool:
+        """Checks q, k and v, the bounds of packed ones and the given longest lengths; returns whether they are packed.
+
+        Args:
+            t: The tensors of a call.
+            rows: Those that are given, with their rows, by name.
+            longest: max_seqlen_q and max_seqlen_k; where they are None all rows of a tensor bound a length.
+        """
+        packed = is_packed(t)
+        for name in ("q", "k", "v"):
+            self.bind(name, rows[name][1], rows[name][0])
+        for side, length in zip("qk", longest, strict=True):
+            bounds = f"cu_seqlens_{side}"
+            if packed:
+                self.bind_bounds(bounds, rows)
+                rows_of_side = self.sizes[f"total_{side}"]
+                self.fix(f"max_seqlen_{side}", f"seqlen_{side}", rows_of_side if length is None else length)
+            elif length is not None:
+                raise InvalidInputError(f"max_seqlen_{side}", "is given, but goes with cu_seqlens alone")
+        self.check_heads()
+        return packed
+
+    def bind_all(self, rows: Mapping[str, tuple[Argument, Tensor]]) -> None:
+        """Checks all tensors; those that were bound before fit."""
+        for name, (row, x) in rows.items():
+            self.bind(name, x, row)
+
+    def bind_bounds(self, argument: str, rows: Mapping[str, tuple[Argument, Tensor]]) -> None:
         """Checks cu_seqlens, and sets or checks the batch by them."""
-        if bounds is None:
+        if argument not in rows:
             raise InvalidInputError(argument, "is None, must be an int32 tensor of shape (batch + 1,)")
+        row, bounds = rows[argument]
         self.bind(argument, bounds, row)
         if self.sizes["batch+1"] == 0:
             raise InvalidInputError(argument, "is empty, must have shape (batch + 1,)")
@@ -118,8 +141,37 @@ class Axes:
             raise InvalidInputError("q", f"{heads}; heads are the dimension after seqlen")
 
 
+def is_packed(t: Any) -> bool:
+    """Whether the tensors of a call have bounds of packed sequences."""
+    return t.cu_seqlens_q is not None or t.cu_seqlens_k is not None
+
+
 def _shape_text(axes: list[str]) -> str:
     return f"({axes[0]},)" if len(axes) == 1 else f"({', '.join(axes)})"
+
+
+def packed_lengths(
+    side: str, bounds: Tensor, rows: int, longest: int, shown: Callable[[], dict[str, int]] = dict
+) -> list[int]:
+    """The lengths of a side's packed sequences.
+
+    Args:
+        side: "q" or "k".
+        bounds: Its cu_seqlens.
+        rows: Rows of the packed tensor.
+        longest: No sequence is longer.
+        shown: Gives the arguments besides max_seqlen that say how long sequences are, and what they say.
+
+    Raises:
+        InvalidInputError: The values of the bounds do not fit.
+    """
+    lengths = lengths_between(f"cu_seqlens_{side}", bounds.tolist(), rows, side)
+    if lengths and max(lengths) > longest:
+        who = next((name for name, size in shown().items() if size == longest), None)
+        what = f"seqlen_{side} is" if who else "is"
+        holds = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
+        raise InvalidInputError(who or f"max_seqlen_{side}", f"{what} {longest}, {holds}")
+    return lengths
 
 
 def lengths_between(argument: str, bounds: list[int], rows: int, owner: str) -> list[int]:

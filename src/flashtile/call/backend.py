@@ -1,6 +1,6 @@
 """The backend protocol and the record in which a backend declares its capabilities.
 
-``Capabilities`` defaults every feature to unsupported; ``FEATURES`` lists each feature once, with a test of whether a
+A feature that ``Capabilities`` do not name is unsupported. ``FEATURES`` lists each once, with a test of whether a
 problem uses it; refusals and the printed support table come from it.
 """
 
@@ -41,7 +41,7 @@ class Feature:
     """One feature of a call.
 
     Attributes:
-        name: The field of ``Capabilities`` that says whether it is supported.
+        name: Its name in ``Capabilities.features``.
         label: Its name in refusals and in the support table.
         used: Whether a problem needs it.
         directions: Those whose calls can use it.
@@ -85,7 +85,7 @@ FEATURES: tuple[Feature, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The features that one direction of a backend supports. A field is True only if a numerical test covers it.
+    """What one direction of a backend supports; of ``FEATURES`` the names of those that a numerical test covers.
 
     Attributes:
         device_types: PyTorch device types it runs on.
@@ -98,6 +98,7 @@ class Capabilities:
         chain_rows: Multiples on which sequences that have keys begin, and end unless with the last row, in a ``Chain``;
             0 for a backward that takes none.
         slow_if_tiny: Whether ``Problem.tiny`` calls go to the next backend that can run them, unless this one is named.
+        features: Names of the supported features.
     """
 
     device_types: tuple[str, ...]
@@ -109,29 +110,12 @@ class Capabilities:
     nvidia: bool = False
     chain_rows: int = 0
     slow_if_tiny: bool = False
-    causal: bool = False
-    window: bool = False
-    grouped_heads: bool = False
-    varlen: bool = False
-    head_dim_v: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    mask: bool = False
-    bias: bool = False
-    bias_grad: bool = False
-    sinks: bool = False
-    dropout: bool = False
-    origins: bool = False
-    deterministic: bool = False
-    unaligned: bool = False
-    pages: bool = False
-    float8_cache: bool = False
-    odd_float8_cache: bool = False
+    features: frozenset[str] = frozenset()
 
     def reasons(self, problem: Problem) -> list[str]:
         """Every reason why the problem cannot run here, empty if it can."""
         why = [*self._device_reasons(problem), *self._shape_reasons(problem)]
-        return why + [f"no {f.label}" for f in FEATURES if not getattr(self, f.name) and f.used(problem)]
+        return why + [f"no {f.label}" for f in FEATURES if f.name not in self.features and f.used(problem)]
 
     def _device_reasons(self, problem: Problem) -> list[str]:
         if problem.device_type not in self.device_types:
@@ -237,7 +221,7 @@ Decode = Callable[[CacheTensors], Tensor]
 
 # The plan of a quantized call: returns out and lse as ``Forward`` does, out in ``problem.out_dtype``. All tensors are
 # contiguous; strides of the scales, 0 where one scale serves several blocks, heads or sequences, are those of
-# ``quantization.problem.scale_strides``.
+# ``quantized_problem.scale_strides``.
 QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
 
 # What ``Backend.plan`` returns: one of the four above.

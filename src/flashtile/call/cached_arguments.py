@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from flashtile.call import arguments
 from flashtile.call.arguments import FLOAT8 as FLOAT8
-from flashtile.call.arguments import FLOAT32, INT32, Argument, fields_of
+from flashtile.call.arguments import FLOAT32, INT32, Argument, HashKept
 
 _CACHE = ((FLOAT8,), "float8_e4m3fn")
+_BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
 
 
 @dataclass(eq=False)
@@ -25,41 +23,33 @@ class CacheTensors:
     place of ``entries capacity``. New keys are packed if cu_seqlens_k_new is given.
     """
 
-    out: Annotated[Tensor, Argument("Written.", "Tensor", "batch seqlen_q num_heads_q head_dim_v", layout="any")]
+    out: Annotated[Tensor, Argument("Written.", "batch seqlen_q num_heads_q head_dim_v", layout="any")]
     q: Annotated[Tensor, arguments.TENSORS["q"]]
-    k_cache: Annotated[
-        Tensor, Argument("Keys.", "Tensor", "entries capacity num_heads_kv head_dim", _CACHE, "any", like_q=True)
-    ]
+    k_cache: Annotated[Tensor, Argument("Keys.", "entries capacity num_heads_kv head_dim", _CACHE, "any", like_q=True)]
     v_cache: Annotated[
-        Tensor, Argument("Values.", "Tensor", "entries capacity num_heads_kv head_dim_v", _CACHE, "any", like_q=True)
+        Tensor, Argument("Values.", "entries capacity num_heads_kv head_dim_v", _CACHE, "any", like_q=True)
     ]
-    cache_seqlens: Annotated[Tensor, Argument("Lengths before appending.", "Tensor", "batch", INT32)]
-    page_table: Annotated[Tensor | None, Argument("Pages.", "Tensor?", "batch max_pages", INT32, "rows")] = None
-    cache_batch_idx: Annotated[Tensor | None, Argument("Entries.", "Tensor?", "batch", INT32)] = None
-    cache_leftpad: Annotated[Tensor | None, Argument("First keys.", "Tensor?", "batch", INT32)] = None
-    k: Annotated[
-        Tensor | None, Argument("New keys.", "Tensor?", "batch seqlen_new num_heads_kv head_dim", None, "rows")
-    ] = None
-    v: Annotated[
-        Tensor | None, Argument("New values.", "Tensor?", "batch seqlen_new num_heads_kv head_dim_v", None, "rows")
-    ] = None
-    rotary_cos: Annotated[
-        Tensor | None, Argument("By position.", "Tensor?", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
-    ] = None
-    rotary_sin: Annotated[
-        Tensor | None, Argument("By position.", "Tensor?", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
-    ] = None
-    rotary_seqlens: Annotated[Tensor | None, Argument("First positions.", "Tensor?", "batch", INT32)] = None
-    k_scale: Annotated[Tensor | None, Argument("Of 8-bit keys.", "Tensor?", "[entries] num_heads_kv", FLOAT32)] = None
-    v_scale: Annotated[Tensor | None, Argument("Of 8-bit values.", "Tensor?", "[entries] num_heads_kv", FLOAT32)] = None
-    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "Tensor?", "batch+1", INT32)] = None
-    cu_seqlens_k_new: Annotated[Tensor | None, Argument("Bounds of packed keys.", "Tensor?", "batch+1", INT32)] = None
+    cache_seqlens: Annotated[Tensor, Argument("Lengths before appending.", "batch", INT32)]
+    page_table: Annotated[Tensor | None, Argument("Pages.", "batch max_pages", INT32, "rows")] = None
+    cache_batch_idx: Annotated[Tensor | None, Argument("Entries.", "batch", INT32)] = None
+    cache_leftpad: Annotated[Tensor | None, Argument("First keys.", "batch", INT32)] = None
+    k: Annotated[Tensor | None, Argument("New keys.", "batch seqlen_new num_heads_kv head_dim", None, "rows")] = None
+    v: Annotated[Tensor | None, Argument("New values.", "batch seqlen_new num_heads_kv head_dim_v", None, "rows")] = (
+        None
+    )
+    rotary_cos: Annotated[Tensor | None, _BY_POSITION] = None
+    rotary_sin: Annotated[Tensor | None, _BY_POSITION] = None
+    rotary_seqlens: Annotated[Tensor | None, Argument("First positions.", "batch", INT32)] = None
+    k_scale: Annotated[Tensor | None, Argument("Of 8-bit keys.", "[entries] num_heads_kv", FLOAT32)] = None
+    v_scale: Annotated[Tensor | None, Argument("Of 8-bit values.", "[entries] num_heads_kv", FLOAT32)] = None
+    cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "batch+1", INT32)] = None
+    cu_seqlens_k_new: Annotated[Tensor | None, Argument("Bounds of packed keys.", "batch+1", INT32)] = None
     alibi_slopes: Annotated[Tensor | None, arguments.TENSORS["alibi_slopes"]] = None
     sinks: Annotated[Tensor | None, arguments.TENSORS["sinks"]] = None
 
 
 @dataclass(frozen=True)
-class CacheOptions:
+class CacheOptions(HashKept):
     """The non-tensor arguments of one cached call, checked; hashable, with the hash cached."""
 
     window_left: Annotated[int | None, arguments.OPTIONS["window_left"]] = None
@@ -67,45 +57,12 @@ class CacheOptions:
     max_seqlen_q: Annotated[int | None, arguments.OPTIONS["max_seqlen_q"]] = None
     softmax_scale: Annotated[float | None, arguments.OPTIONS["softmax_scale"]] = None
     softcap: Annotated[float, arguments.OPTIONS["softcap"]] = 0.0
-    rotary_interleaved: Annotated[bool, Argument("Pairs (2i, 2i + 1).", "bool", check=arguments.flag)] = False
+    rotary_interleaved: Annotated[bool, Argument("Pairs (2i, 2i + 1).", check=arguments.flag)] = False
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(option_values(self))
-
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = HashKept.kept_hash
 
 
-TENSORS, OPTIONS = arguments.table(CacheTensors), arguments.table(CacheOptions)
-tensor_values, option_values = fields_of(TENSORS), fields_of(OPTIONS)
-
-
-def read(
-    causal: object, window_size: Sequence[int | None] | None, return_lse: object, plain: tuple[object, ...]
-) -> CacheOptions:
-    """Makes the options of a call from its keywords; ``plain`` holds those from max_seqlen_q on, in that order.
-
-    The same arguments give the same object, unless one is unhashable.
-
-    Raises:
-        InvalidInputError: Naming the argument that is wrong.
-    """
-    left, right = (None, None) if window_size is None else arguments.window_bounds(window_size)
-    if torch.compiler.is_compiling():
-        return _make(causal, return_lse, left, right, *plain)
-    try:
-        return _made(causal, return_lse, left, right, *plain)
-    except TypeError:  # a list or a symbolic number, which have no hash
-        return _make(causal, return_lse, left, right, *plain)
-
-
-def _make(causal: object, return_lse: object, *plain: object) -> CacheOptions:
-    causal, _ = arguments.flag("causal", causal), arguments.flag("return_lse", return_lse)
-    left, right, *others = (row.check(name, x) for (name, row), x in zip(OPTIONS.items(), plain, strict=True))
-    return CacheOptions(left, 0 if causal else right, *others)
-
-
-# Typed, since True == 1 == 1.0, but each argument accepts only one of these types.
-_made = functools.lru_cache(maxsize=4096, typed=True)(_make)
+TENSORS = arguments.table(CacheTensors)
+# Makes the options of a call from its keywords, of the others those from max_seqlen_q on.
+read = arguments.reader(CacheOptions)

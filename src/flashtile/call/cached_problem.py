@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from flashtile.call.axes import Axes, checked_kinds, lengths_between, refuse_tracing
+from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
 from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheOptions, CacheTensors
-from flashtile.call.problem import (
-    MaskMod,
-    Precision,
-    Problem,
-    ScoreMod,
-    SequenceLayout,
-    compute_capability,
-    is_aligned,
-)
+from flashtile.call.problem import Problem, ScoreMod, SequenceLayout, checked_problem
 from flashtile.core.errors import InvalidInputError
-from flashtile.core.masks import Band
 
 # What an argument is nothing without.
 _NEEDS = {
@@ -32,46 +23,31 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         InvalidInputError: Naming the argument that does not match.
         UnsupportedError: The call is traced by ``torch.jit.trace``.
     """
-    refuse_tracing()
     t, o, sizes = tensors, options, _check_tensors(tensors, options)
-    q, page_size = t.q, sizes.get("page_size", 0)
+    page_size = sizes.get("page_size", 0)
     capacity = sizes["max_pages"] * page_size if page_size else sizes["capacity"]
-    return Problem(
-        device_type=q.device.type,
-        compute_capability=compute_capability(q.device),
-        precision=Precision(q.dtype, t.k_cache.dtype, q.dtype, q.dtype),
-        queries=SequenceLayout(sizes["seqlen_q"], t.cu_seqlens_q is not None),
+    return checked_problem(
+        t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
-        batch=sizes["batch"],
-        num_heads_q=sizes["num_heads_q"],
-        num_heads_kv=sizes["num_heads_kv"],
-        head_dim=sizes["head_dim"],
-        head_dim_v=sizes["head_dim_v"],
-        softmax_scale=sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
-        mask_mod=MaskMod(Band(o.window_left, o.window_right)),
-        sinks=t.sinks is not None,
-        aligned=(q.device.type == "cpu" and t.k_cache.dtype != FLOAT8)
-        or all(is_aligned(x) for x in (q, t.k_cache, t.v_cache)),
         rotary_interleaved=o.rotary_interleaved,
-    )
+    )  # fmt: skip
 
 
 def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
     """Checks dtypes, devices, shapes and which go together; returns sizes by axis name."""
-    found = {name: (row, x) for name, row, x in checked_kinds(t, TENSORS)}
+    found = checked_kinds(t, TENSORS)
     _check_company(t, o)
     axes = Axes(_renamed(t))
     for name in ("q", "k_cache", "v_cache"):
         axes.bind(name, found[name][1], found[name][0])
     for name in ("cu_seqlens_q", "cu_seqlens_k_new"):
         if name in found:
-            axes.bind_bounds(name, found[name][1], found[name][0])
+            axes.bind_bounds(name, found)
     if t.cu_seqlens_q is not None:
         axes.fix("max_seqlen_q", "seqlen_q", axes.sizes["total_q"] if o.max_seqlen_q is None else o.max_seqlen_q)
     axes.check_heads()
-    for name, (row, x) in found.items():
-        axes.bind(name, x, row)
+    axes.bind_all(found)
     _check_sizes(t, axes.sizes)
     return axes.sizes
 
@@ -188,11 +164,7 @@ def _row_counts(problem: Problem, t: CacheTensors) -> list[int]:
     """The number of queries of each sequence."""
     if t.cu_seqlens_q is None:
         return [problem.seqlen_q] * problem.batch
-    rows = lengths_between("cu_seqlens_q", t.cu_seqlens_q.tolist(), t.q.shape[0], "q")
-    if rows and max(rows) > problem.seqlen_q:
-        holds = f"but cu_seqlens_q holds a sequence of {max(rows)}"
-        raise InvalidInputError("max_seqlen_q", f"is {problem.seqlen_q}, {holds}")
-    return rows
+    return packed_lengths("q", t.cu_seqlens_q, t.q.shape[0], problem.seqlen_q)
 
 
 def lengths_of(t: CacheTensors, batch: int) -> tuple[list[int], list[int]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashtile.call.arguments import DTYPES as DTYPES
 from flashtile.call.arguments import TENSORS, Grads, Options, differentiable
 from flashtile.call.arguments import Tensors as Tensors
-from flashtile.call.axes import Axes, checked_kinds, lengths_between, refuse_tracing
+from flashtile.call.axes import Axes, checked_kinds, is_packed, packed_lengths
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band, Origin
 
@@ -202,31 +202,15 @@ class Problem:
             InvalidInputError: Naming the argument that does not match.
             UnsupportedError: The call is traced by ``torch.jit.trace``.
         """
-        refuse_tracing()
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
-        q, bias, packed = t.q, t.attn_bias, t.cu_seqlens_q is not None
-        return cls(
-            device_type=q.device.type,
-            compute_capability=compute_capability(q.device),
-            precision=Precision(q.dtype, t.k.dtype, q.dtype, q.dtype),
-            queries=SequenceLayout(sizes["seqlen_q"], packed),
-            keys=SequenceLayout(sizes["seqlen_k"], packed),
-            batch=sizes["batch"],
-            num_heads_q=sizes["num_heads_q"],
-            num_heads_kv=sizes["num_heads_kv"],
-            head_dim=sizes["head_dim"],
-            head_dim_v=sizes["head_dim_v"],
-            softmax_scale=sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
-            score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None if bias is None else bias.dtype),
+        bias = None if t.attn_bias is None else t.attn_bias.dtype
+        return checked_problem(
+            t, o, sizes, (t.k, t.v),
+            score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias),
             mask_mod=MaskMod(Band(o.window_left, o.window_right), t.attn_mask is not None),
-            sinks=t.sinks is not None,
-            origins=t.origins is not None,
-            dropout_p=o.dropout_p,
-            deterministic=o.deterministic,
-            grads=o.grads,
-            aligned=q.device.type == "cpu" or all(is_aligned(x) for x in (q, t.k, t.v)),
-            gpu=gpu_name(q.device),
-        )
+            origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
+            gpu=gpu_name(t.q.device),
+        )  # fmt: skip
 
     def resized(self, tensors: Tensors, options: Options) -> Problem:
         """The problem of another call of its family, see ``plans.family_of``, which needs no checks."""
@@ -251,6 +235,31 @@ class Problem:
         given = [needs_grad and x is not None for x in differentiable(tensors)]
         grads = Grads(*given)._replace(bias=bias_grad)
         return cls.of(tensors, Options(window_left=band.left, window_right=band.right, grads=grads, **options))
+
+
+def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Tensor, Tensor], **own: Any) -> Problem:
+    """The problem of a call of any kind whose tensors have been checked.
+
+    Args:
+        t: Its tensors.
+        o: Its options.
+        sizes: Sizes by axis name.
+        keys_values: Its keys and its values.
+        own: Fields that this kind of call has, or has otherwise than most.
+    """
+    q, (k, v), packed = t.q, keys_values, t.cu_seqlens_q is not None
+    common: dict[str, Any] = {
+        "device_type": q.device.type, "compute_capability": compute_capability(q.device),
+        "precision": Precision(q.dtype, k.dtype, q.dtype, q.dtype),
+        "queries": SequenceLayout(sizes["seqlen_q"], packed), "keys": SequenceLayout(sizes.get("seqlen_k", 0), packed),
+        "softmax_scale": sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
+        "score_mod": ScoreMod(o.softcap), "mask_mod": MaskMod(Band(o.window_left, o.window_right)),
+        "sinks": t.sinks is not None,
+        # On CPUs too an 8-bit cache is read in words.
+        "aligned": (q.device.type == "cpu" and q.dtype == k.dtype) or all(map(is_aligned, (q, k, v))),
+        **{name: sizes[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},
+    }  # fmt: skip
+    return Problem(**common | own)
 
 
 _NOTHING = Problem(
@@ -279,40 +288,27 @@ def _warn_of_heads_first(shape: tuple[int, ...]) -> None:
 
 def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     """Checks dtypes, devices and shapes; returns sizes by axis name."""
-    packed = t.cu_seqlens_q is not None or t.cu_seqlens_k is not None
-    axes = Axes({"batch seqlen": "total"} if packed else {})
+    rows, axes = checked_kinds(t, TENSORS), Axes({"batch seqlen": "total"} if is_packed(t) else {})
     axes.fix("dropout's state", "numbers", 2)
     axes.fix("an origin", "origin", len(Origin._fields))
-    rows = checked_kinds(t, TENSORS)
-    for name, row, x in rows[:3]:
-        axes.bind(name, x, row)
-    if packed:
-        _bind_packed(axes, t, options)
-    for name in () if packed else ("max_seqlen_q", "max_seqlen_k"):
-        if getattr(options, name) is not None:
-            raise InvalidInputError(name, "is given, but goes with cu_seqlens alone")
+    longest = [options.max_seqlen_q, options.max_seqlen_k]
+    if is_packed(t):  # of masks and biases the sizes are bounds too
+        for side in range(2):
+            shown = (size for size in _shown(t, side).values() if size != 1)
+            longest[side] = next(shown, None) if longest[side] is None else longest[side]
+    packed = axes.bind_sides(t, rows, longest)
     if t.origins is not None and not packed:
         raise InvalidInputError("origins", "is given, but goes with cu_seqlens alone")
-    axes.check_heads()
     if not packed and t.q.shape == t.k.shape and t.q.shape[1] <= _FEW_ROWS < _MANY_HEADS < t.q.shape[2]:
         _warn_of_heads_first(tuple(t.q.shape))
-    for name, row, x in rows[3:]:
-        axes.bind(name, x, row)
+    axes.bind_all(rows)
     return axes.sizes
 
 
-def _bind_packed(axes: Axes, t: Tensors, options: Options) -> None:
-    """Adds batch and the upper bounds of the lengths, from cu_seqlens and the max_seqlen options."""
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        axes.bind_bounds(name, getattr(t, name), TENSORS[name])
-    for axis, total, longest, from_end in (
-        ("seqlen_q", "total_q", options.max_seqlen_q, 2),
-        ("seqlen_k", "total_k", options.max_seqlen_k, 1),
-    ):
-        if longest is None:
-            shown = [m.shape[-from_end] for m in (t.attn_mask, t.attn_bias) if m is not None and m.dim() >= from_end]
-            longest = next((size for size in shown if size != 1), axes.sizes[total])
-        axes.fix(f"max_{axis}", axis, longest)
+def _shown(t: Tensors, side: int) -> dict[str, int]:
+    """The rows, or for side 1 the keys, that attn_mask and attn_bias have, by name."""
+    given = {"attn_mask": t.attn_mask, "attn_bias": t.attn_bias}
+    return {name: m.shape[side - 2] for name, m in given.items() if m is not None and m.dim() >= 2 - side}
 
 
 def check_values(problem: Problem, tensors: Tensors) -> None:
@@ -323,20 +319,11 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
     Raises:
         InvalidInputError: Naming the tensor or the length that is wrong.
     """
-    for side, cu_seqlens, rows, longest, from_end in (
-        ("q", tensors.cu_seqlens_q, tensors.q.shape[0], problem.seqlen_q, 2),
-        ("k", tensors.cu_seqlens_k, tensors.k.shape[0], problem.seqlen_k, 1),
-    ):
-        if cu_seqlens is None:
-            continue
-        lengths = lengths_between(f"cu_seqlens_{side}", cu_seqlens.tolist(), rows, side)
-        if lengths and max(lengths) > longest:
-            shown = {"attn_mask": tensors.attn_mask, "attn_bias": tensors.attn_bias}
-            sizes = {name: m.shape[-from_end] for name, m in shown.items() if m is not None and m.dim() >= from_end}
-            who = next((name for name, size in sizes.items() if size == longest), None)
-            what = f"seqlen_{side} is {longest}" if who else f"is {longest}"
-            holds = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
-            raise InvalidInputError(who or f"max_seqlen_{side}", f"{what}, {holds}")
+    t = tensors
+    if t.cu_seqlens_q is None or t.cu_seqlens_k is None:
+        return
+    packed_lengths("q", t.cu_seqlens_q, t.q.shape[0], problem.seqlen_q, functools.partial(_shown, t, 0))
+    packed_lengths("k", t.cu_seqlens_k, t.k.shape[0], problem.seqlen_k, functools.partial(_shown, t, 1))
 
 
 @functools.lru_cache(maxsize=64)

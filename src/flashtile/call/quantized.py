@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call.arguments import FLOAT32, TENSORS, Argument, checked, table
-from flashtile.call.axes import Axes, checked_kinds
+from flashtile.call.axes import Axes, checked_kinds, is_packed
 from flashtile.call.blocks import (
     as_blocks,
     as_columns,
@@ -33,7 +33,7 @@ class Quantized:
     """8-bit queries, keys and values, as ``attention`` and ``attention_varlen`` take them in place of q, k and v.
 
     A number is its e4m3 value times the scale of its block: 128 rows of one head and sequence. Blocks of packed
-    sequences lie as ``quantization.blocks`` says: there are ``total // 128 + batch``, and sequence b's begin at
+    sequences lie as ``call.blocks`` says: there are ``total // 128 + batch``, and sequence b's begin at
     ``cu_seqlens[b] // 128 + b``.
 
     Attributes:
@@ -172,12 +172,12 @@ _FLOAT8 = ((E4M3,), "float8_e4m3fn")
 class _Given:
     """The tensors that ``Quantized.from_fp8`` takes."""
 
-    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _FLOAT8)]
-    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", _FLOAT8)]
-    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch seqlen_k num_heads_kv head_dim_v", _FLOAT8)]
-    q_descale: Annotated[Tensor | None, Argument("Of q.", "Tensor?", "batch num_heads_kv", FLOAT32)]
-    k_descale: Annotated[Tensor | None, Argument("Of k.", "Tensor?", "batch num_heads_kv", FLOAT32)]
-    v_descale: Annotated[Tensor | None, Argument("Of v.", "Tensor?", "batch num_heads_kv", FLOAT32)]
+    q: Annotated[Tensor, Argument("Queries.", "batch seqlen_q num_heads_q head_dim", _FLOAT8)]
+    k: Annotated[Tensor, Argument("Keys.", "batch seqlen_k num_heads_kv head_dim", _FLOAT8)]
+    v: Annotated[Tensor, Argument("Values.", "batch seqlen_k num_heads_kv head_dim_v", _FLOAT8)]
+    q_descale: Annotated[Tensor | None, Argument("Of q.", "batch num_heads_kv", FLOAT32)]
+    k_descale: Annotated[Tensor | None, Argument("Of k.", "batch num_heads_kv", FLOAT32)]
+    v_descale: Annotated[Tensor | None, Argument("Of v.", "batch num_heads_kv", FLOAT32)]
     cu_seqlens_q: Annotated[Tensor | None, TENSORS["cu_seqlens_q"]]
     cu_seqlens_k: Annotated[Tensor | None, TENSORS["cu_seqlens_k"]]
 
@@ -186,21 +186,12 @@ _ROWS = table(_Given)
 
 
 def _checked(given: _Given, *longest: int | None) -> dict[str, int]:
-    packed = given.cu_seqlens_q is not None or given.cu_seqlens_k is not None
-    found = {name: (row, x) for name, row, x in checked_kinds(given, _ROWS)}
+    found = checked_kinds(given, _ROWS)
     # The names of packed rows' axes keep descales' batch as it is.
-    axes = Axes({f"batch seqlen_{side}": f"total_{side}" for side in "qk"} if packed else {})
-    for name in ("q", "k", "v"):
-        axes.bind(name, found[name][1], found[name][0])
-    for side, length in zip("qk", longest, strict=True):
-        if packed:
-            axes.bind_bounds(f"cu_seqlens_{side}", getattr(given, f"cu_seqlens_{side}"), _ROWS[f"cu_seqlens_{side}"])
-        elif length is not None:
-            raise InvalidInputError(f"max_seqlen_{side}", "is given, but goes with cu_seqlens alone")
-        checked(**{f"max_seqlen_{side}": length})
-    axes.check_heads()
-    for name, (row, x) in found.items():
-        axes.bind(name, x, row)
+    axes = Axes({f"batch seqlen_{side}": f"total_{side}" for side in "qk"} if is_packed(given) else {})
+    axes.bind_sides(given, found, longest)
+    checked(**dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True)))
+    axes.bind_all(found)
     return axes.sizes
 
 

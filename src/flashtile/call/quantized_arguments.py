@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call import arguments
-from flashtile.call.arguments import FLOAT8, FLOAT32, Argument, Options, fields_of
+from flashtile.call.arguments import FLOAT8, FLOAT32, Argument, HashKept, Options, fields_of
 from flashtile.core.errors import InvalidInputError, shown
 
 _E4M3 = ((FLOAT8,), "float8_e4m3fn")
@@ -28,19 +28,19 @@ def _out_dtype(name: str, value: Any) -> torch.dtype:
 class QuantizedTensors:
     """The tensors of one quantized call, those of a ``Quantized`` and sinks; absent ones are None. Immutable.
 
-    ``quantization.blocks`` says how v lies in memory and which block a scale is of. Axes of scales may be 1, where one
+    ``call.blocks`` says how v lies in memory and which block a scale is of. Axes of scales may be 1, where one
     scale serves all; a packed call has ``num_heads_kv head_dim_v columns``, ``num_heads blocks`` and ``num_heads_q
     total_q`` in place of the axes of v, of scales and of shift.
     """
 
-    q: Annotated[Tensor, Argument("Queries.", "Tensor", "batch seqlen_q num_heads_q head_dim", _E4M3)]
-    k: Annotated[Tensor, Argument("Keys.", "Tensor", "batch seqlen_k num_heads_kv head_dim", _E4M3)]
-    v: Annotated[Tensor, Argument("Values.", "Tensor", "batch num_heads_kv head_dim_v columns", _E4M3)]
-    q_scale: Annotated[Tensor, Argument("Of blocks of q.", "Tensor", "batch num_heads_q blocks_q", FLOAT32)]
-    k_scale: Annotated[Tensor, Argument("Of blocks of k.", "Tensor", "batch num_heads_kv blocks_k", FLOAT32)]
-    v_scale: Annotated[Tensor, Argument("Of blocks of v.", "Tensor", "batch num_heads_kv blocks_k", FLOAT32)]
+    q: Annotated[Tensor, Argument("Queries.", "batch seqlen_q num_heads_q head_dim", _E4M3)]
+    k: Annotated[Tensor, Argument("Keys.", "batch seqlen_k num_heads_kv head_dim", _E4M3)]
+    v: Annotated[Tensor, Argument("Values.", "batch num_heads_kv head_dim_v columns", _E4M3)]
+    q_scale: Annotated[Tensor, Argument("Of blocks of q.", "batch num_heads_q blocks_q", FLOAT32)]
+    k_scale: Annotated[Tensor, Argument("Of blocks of k.", "batch num_heads_kv blocks_k", FLOAT32)]
+    v_scale: Annotated[Tensor, Argument("Of blocks of v.", "batch num_heads_kv blocks_k", FLOAT32)]
     shift: Annotated[
-        Tensor | None, Argument("q times the mean key taken off.", "Tensor?", "batch num_heads_q seqlen_q", FLOAT32)
+        Tensor | None, Argument("q times the mean key taken off.", "batch num_heads_q seqlen_q", FLOAT32)
     ] = None
     sinks: Annotated[Tensor | None, arguments.TENSORS["sinks"]] = None
     cu_seqlens_q: Annotated[Tensor | None, arguments.TENSORS["cu_seqlens_q"]] = None
@@ -48,28 +48,23 @@ class QuantizedTensors:
 
 
 @dataclass(frozen=True)
-class QuantizedOptions:
+class QuantizedOptions(HashKept):
     """The non-tensor arguments of one quantized call, checked; hashable, with the hash cached."""
 
     window_left: Annotated[int | None, arguments.OPTIONS["window_left"]] = None
     window_right: Annotated[int | None, arguments.OPTIONS["window_right"]] = None
     max_seqlen_q: Annotated[int | None, arguments.OPTIONS["max_seqlen_q"]] = None
     max_seqlen_k: Annotated[int | None, arguments.OPTIONS["max_seqlen_k"]] = None
-    dtype: Annotated[torch.dtype, Argument("Of the output.", "ScalarType", check=_out_dtype)] = torch.bfloat16
+    dtype: Annotated[torch.dtype, Argument("Of the output.", check=_out_dtype)] = torch.bfloat16
     softmax_scale: Annotated[float | None, arguments.OPTIONS["softmax_scale"]] = None
     softcap: Annotated[float, arguments.OPTIONS["softcap"]] = 0.0
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(option_values(self))
-
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = HashKept.kept_hash
 
 
-TENSORS, OPTIONS = arguments.table(QuantizedTensors), arguments.table(QuantizedOptions)
-tensor_values, option_values = fields_of(TENSORS), fields_of(OPTIONS)
+TENSORS = arguments.table(QuantizedTensors)
+tensor_values = fields_of(TENSORS)
 
 
 def options_of(o: Options, dtype: torch.dtype) -> QuantizedOptions:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashtile.call.axes import Axes, checked_kinds, lengths_between, refuse_tracing
+from flashtile.call.axes import Axes, checked_kinds, is_packed, packed_lengths
 from flashtile.call.blocks import BLOCK, num_blocks
-from flashtile.call.problem import (
-    MaskMod,
-    Precision,
-    Problem,
-    ScoreMod,
-    SequenceLayout,
-    compute_capability,
-    is_aligned,
-)
+from flashtile.call.problem import Precision, Problem, checked_problem
 from flashtile.call.quantized import check_widths
 from flashtile.call.quantized_arguments import TENSORS, QuantizedOptions, QuantizedTensors
 from flashtile.core.errors import InvalidInputError
-from flashtile.core.masks import Band
 
 
 def problem_of(tensors: QuantizedTensors, options: QuantizedOptions) -> Problem:
@@ -30,30 +21,13 @@ def problem_of(tensors: QuantizedTensors, options: QuantizedOptions) -> Problem:
         InvalidInputError: Naming the argument that does not match.
         UnsupportedError: The call is traced by ``torch.jit.trace``.
     """
-    refuse_tracing()
     t, o, sizes = tensors, options, _check_tensors(tensors, options)
-    q, packed = t.q, t.cu_seqlens_q is not None
     if t.shift is not None and o.softcap:
         raise InvalidInputError(
             "softcap", "does not go with keys whose mean was taken off: quantize with smooth_k=False"
         )
-    return Problem(
-        device_type=q.device.type,
-        compute_capability=compute_capability(q.device),
-        precision=Precision(q.dtype, t.k.dtype, o.dtype, q.dtype),
-        queries=SequenceLayout(sizes["seqlen_q"], packed),
-        keys=SequenceLayout(sizes["seqlen_k"], packed),
-        batch=sizes["batch"],
-        num_heads_q=sizes["num_heads_q"],
-        num_heads_kv=sizes["num_heads_kv"],
-        head_dim=sizes["head_dim"],
-        head_dim_v=sizes["head_dim_v"],
-        softmax_scale=sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
-        score_mod=ScoreMod(o.softcap),
-        mask_mod=MaskMod(Band(o.window_left, o.window_right)),
-        sinks=t.sinks is not None,
-        aligned=q.device.type == "cpu" or all(is_aligned(x) for x in (q, t.k, t.v)),
-    )
+    precision = Precision(t.q.dtype, t.k.dtype, o.dtype, t.q.dtype)
+    return checked_problem(t, o, sizes, (t.k, t.v), precision=precision)
 
 
 def scale_strides(scale: Tensor) -> tuple[int, int, int]:
@@ -72,19 +46,8 @@ _PACKED = {"batch seqlen": "total", "batch num_heads": "num_heads", "num_heads_q
 
 def _check_tensors(t: QuantizedTensors, o: QuantizedOptions) -> dict[str, int]:
     """Checks dtypes, devices and shapes; returns sizes by axis name."""
-    packed = t.cu_seqlens_q is not None or t.cu_seqlens_k is not None
-    axes, found = Axes(_PACKED if packed else {}), {name: (row, x) for name, row, x in checked_kinds(t, TENSORS)}
-    sizes = axes.sizes
-    for name in ("q", "k", "v"):
-        axes.bind(name, found[name][1], found[name][0])
-    for side, longest in (("q", o.max_seqlen_q), ("k", o.max_seqlen_k)):
-        bounds = f"cu_seqlens_{side}"
-        if packed:
-            axes.bind_bounds(bounds, getattr(t, bounds), TENSORS[bounds])
-            axes.fix(f"max_seqlen_{side}", f"seqlen_{side}", sizes[f"total_{side}"] if longest is None else longest)
-        elif longest is not None:
-            raise InvalidInputError(f"max_seqlen_{side}", "is given, but goes with cu_seqlens alone")
-    axes.check_heads()
+    axes, found = Axes(_PACKED if is_packed(t) else {}), checked_kinds(t, TENSORS)
+    packed, sizes = axes.bind_sides(t, found, (o.max_seqlen_q, o.max_seqlen_k)), axes.sizes
     check_widths(sizes)
     blocks_q, blocks_k = num_blocks(t.q.shape[-3], t.cu_seqlens_q), num_blocks(t.k.shape[-3], t.cu_seqlens_k)
     if sizes["columns"] != blocks_k * BLOCK:
@@ -122,13 +85,6 @@ def check_values(problem: Problem, tensors: QuantizedTensors) -> None:
         wrong = scale[~((scale > 0) & scale.isfinite())]
         if wrong.numel():
             raise InvalidInputError(name, f"has {wrong[0].item()}, must be positive and finite")
-    for side, bounds, rows, longest in (
-        ("q", tensors.cu_seqlens_q, tensors.q.shape[0], problem.seqlen_q),
-        ("k", tensors.cu_seqlens_k, tensors.k.shape[0], problem.seqlen_k),
-    ):
-        if bounds is None:
-            continue
-        lengths = lengths_between(f"cu_seqlens_{side}", bounds.tolist(), rows, side)
-        if lengths and max(lengths) > longest:
-            holds = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
-            raise InvalidInputError(f"max_seqlen_{side}", f"is {longest}, {holds}")
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+        packed_lengths("q", tensors.cu_seqlens_q, tensors.q.shape[0], problem.seqlen_q)
+        packed_lengths("k", tensors.cu_seqlens_k, tensors.k.shape[0], problem.seqlen_k)

@@ -11,18 +11,17 @@ import typer
 from flashtile.call.arguments import band_of, checked
 from flashtile.call.backend import Direction, directions_of
 from flashtile.call.problem import Problem, described, gpu_name
-from flashtile.cli.choices import DeviceType, DtypeName
+from flashtile.cli.options import MOST, DeviceType, DtypeName
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import dispatch
 
-_MAX = 2**40
 # Flags of other names than the arguments of ``attention``.
 _FLAGS = {"window_size": "--window", "softcap": "--softcap", "dropout_p": "--dropout", "backend": "--backend"}
 
-Length = Annotated[int, typer.Option(min=1, max=_MAX, help="Length of queries and keys, unless given apart.")]
-OtherLength = Annotated[int | None, typer.Option(min=1, max=_MAX, help="As --seqlen if left out.", show_default=False)]
-Size = Annotated[int, typer.Option(min=1, max=_MAX)]
+Length = Annotated[int, typer.Option(min=1, max=MOST, help="Length of queries and keys, unless given apart.")]
+OtherLength = Annotated[int | None, typer.Option(min=1, max=MOST, help="As --seqlen if left out.", show_default=False)]
+Size = Annotated[int, typer.Option(min=1, max=MOST)]
 
 
 def explain(
@@ -30,12 +29,12 @@ def explain(
     seqlen_q: OtherLength = None,
     seqlen_k: OtherLength = None,
     batch: Size = 1,
-    heads: Annotated[int, typer.Option(min=1, max=_MAX, help="Query heads.")] = 16,
+    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 16,
     kv_heads: Annotated[
-        int | None, typer.Option(min=1, max=_MAX, help="Key and value heads; as --heads if left out.")
+        int | None, typer.Option(min=1, max=MOST, help="Key and value heads; as --heads if left out.")
     ] = None,
     head_dim: Size = 128,
-    head_dim_v: Annotated[int | None, typer.Option(min=1, max=_MAX, help="As --head-dim if left out.")] = None,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, max=MOST, help="As --head-dim if left out.")] = None,
     dtype: Annotated[
         DtypeName | None, typer.Option(help="float32 on a CPU, bfloat16 on a GPU if left out.", show_default=False)
     ] = None,

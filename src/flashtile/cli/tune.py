@@ -16,8 +16,7 @@ from flashtile.backends.portable import tuned
 from flashtile.call.arguments import band_of
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, compute_capability, described, gpu_name
-from flashtile.cli.choices import DtypeName
-from flashtile.cli.options import AsJson, integers
+from flashtile.cli.options import AsJson, DtypeName, integers
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band

@@ -29,13 +29,6 @@ def integer(name: str, value: Any) -> int:
     return value
 
 
-def flag(name: str, value: Any) -> bool:
-    """The value, which must be a bool."""
-    if not isinstance(value, bool):
-        raise InvalidInputError(name, f"is {value!r}, must be True or False")
-    return value
-
-
 def bound(size: int | None) -> int | None:
     """One side of a window: any negative number means unbounded."""
     return None if isinstance(size, int) and size < 0 else size

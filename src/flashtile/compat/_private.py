@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import Grads, Options, Tensors, flatten, read
+from flashtile.call.arguments import Grads, Options, Tensors, read
 from flashtile.compat import _kvcache, _s_dmask
 from flashtile.compat._arguments import bound, length, names, refuse
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -260,7 +260,7 @@ def _backward(
         tensors = dataclasses.replace(tensors, rng_state=rng_state)
     options = dataclasses.replace(options, grads=Grads(*(target is not None for target in wanted)))
     gradients = torch.ops.flashtile.attention_backward(
-        dout, None, out.contiguous(), lse.contiguous(), *flatten(tensors, options)
+        dout, None, out.contiguous(), lse.contiguous(), *ops.REGULAR.flatten(tensors, options)
     )
     for (_, target, _), gradient in zip(targets, gradients[:3], strict=True):
         if target is not None:

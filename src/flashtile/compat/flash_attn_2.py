@@ -29,9 +29,9 @@ from torch import Tensor
 
 from flashtile.api.attention import attention, attention_varlen
 from flashtile.call import autocast
-from flashtile.call.arguments import Tensors, read
+from flashtile.call.arguments import Tensors, flag, read
 from flashtile.compat import _kvcache, _s_dmask
-from flashtile.compat._arguments import Window, flag, integer, length, names, unstack, window
+from flashtile.compat._arguments import Window, integer, length, names, unstack, window
 from flashtile.ops import sharding
 
 __all__ = [

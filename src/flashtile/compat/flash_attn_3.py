@@ -31,11 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import band_of
+from flashtile.call.arguments import band_of, flag
 from flashtile.compat import _descaled, _kvcache
 from flashtile.compat._arguments import (
     Window,
-    flag,
     index_tensor,
     integer,
     length,

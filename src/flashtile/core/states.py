@@ -57,6 +57,23 @@ def joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.transpose(-2, -3).contiguous(), lse
 
 
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0.
+
+    Args:
+        sinks: ``(num_heads_q,)``.
+        lse: ``(batch, num_heads_q, rows)`` or ``(num_heads_q, rows)``, sinks included.
+        delta: Of lse's shape and dtype, ``rowsum(dout * out) - dlse``.
+
+    Returns:
+        ``(num_heads_q,)`` in lse's dtype.
+    """
+    if lse.dim() == 2:
+        lse, delta = lse[None], delta[None]
+    probs = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == -torch.inf, torch.inf, lse))
+    return -(probs * delta).sum(dim=(0, 2))
+
+
 def _share(part: Tensor, part_lse: Tensor, lse: Tensor, empty: Tensor) -> Tensor:
     """One state's term of the merged output; an empty state's is 0 whatever out contains, and so is its gradient."""
     weight = torch.where(empty, 0.0, torch.exp(part_lse - lse))[..., None]

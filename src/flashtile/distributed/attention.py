@@ -6,23 +6,33 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashtile.api.keywords import Common, asked_of
 from flashtile.call import autocast
 from flashtile.call.arguments import Tensors, integer, is_plain, other_tensors, read
-from flashtile.call.axes import lengths_between
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
-from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import LAYOUTS, Layout
+from flashtile.distributed.shards import document_lengths
 from flashtile.ops import plans
+
+
+class OverRanks(Common, total=False):
+    """The keywords of ``flashtile.attention`` that calls over ranks have."""
+
+    attn_mask: Tensor | None
+    attn_bias: Tensor | None
+    dropout_p: float
+    deterministic: bool
+    return_lse: bool
 
 
 def attention(
@@ -39,18 +49,7 @@ def attention(
     cu_seqlens_k: Tensor | Sequence[int] | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window_size: Sequence[int | None] | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
+    **keywords: Unpack[OverRanks],
 ) -> Any:
     """Exact attention over a sequence whose rows are spread over the ranks of a mesh; each rank calls it with its rows.
 
@@ -74,18 +73,11 @@ def attention(
         cu_seqlens_k: The same for keys.
         max_seqlen_q: Not needed; checked.
         max_seqlen_k: Not needed; checked.
-        causal: As in ``flashtile.attention``, like all that follow, with positions in the whole sequence.
-        window_size: See there. Keys that no row of a rank sees do not travel to it.
-        softmax_scale: See there.
-        softcap: See there.
-        alibi_slopes: See there.
-        attn_mask: Not supported.
-        attn_bias: Not supported.
-        sinks: See there; the same on all ranks. Their gradient is that of all ranks' rows, on every rank.
-        dropout_p: See there. Which probabilities are dropped is drawn by the first rank's generator.
-        deterministic: See there.
-        return_lse: See there.
-        backend: See there.
+        **keywords: causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, deterministic,
+            return_lse and backend of ``flashtile.attention``, with positions in the whole sequence; attn_mask and
+            attn_bias are not supported. Keys that no row of a rank sees in its window do not travel to it. Sinks are
+            the same on all ranks, and their gradient is that of all ranks' rows, on every rank. Which probabilities are
+            dropped is drawn by the first rank's generator.
 
     Returns:
         This rank's rows of out, or ``(out, lse)``.
@@ -115,14 +107,14 @@ _disabled = functools.cache(torch.compiler.disable)
 
 def _call(given: dict[str, Any]) -> Any:
     """The call of these arguments."""
+    keywords = given.pop("keywords")
     q, k, v, mesh = (given[name] for name in ("q", "k", "v", "mesh"))
     if any(hasattr(x, "placements") for x in (q, k, v)):  # DTensors
-        return dtensors.run(attention, **given)
+        return dtensors.run(attention, **given, **keywords)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError("torch.func: attention over ranks has no transforms")
-    tensors = Tensors(q, k, v, *(given[name] for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks")))
-    plain = tuple(given[name] for name in ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend"))
-    options = read(tensors, given["causal"], given["window_size"], given["return_lse"], plain)
+    tensors, asked, _ = asked_of("attention", (q, k, v), keywords, OverRanks)
+    options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain)
     if autocast.is_on():
         tensors = autocast.cast(tensors, q.device.type)
     ranks = ranks_of(mesh)
@@ -136,7 +128,7 @@ def _call(given: dict[str, Any]) -> Any:
     if packed != (given["cu_seqlens_k"] is not None):
         raise InvalidInputError(f"cu_seqlens_{'k' if packed else 'q'}", "is None, but the other one is given")
     spec = Spec(
-        ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, given["return_lse"]
+        ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, asked.return_lse
     )
     return _run(_kind(spec, tensors), tensors)
 
@@ -207,8 +199,7 @@ def _lengths(side: str, given: dict[str, Any], ranks: Ranks) -> tuple[tuple[int,
         return (integer(name, seqlen, 0),), False
     if seqlen is not None:
         raise InvalidInputError(name, f"is given together with {bounds_name}, which says it")
-    bounds = bounds_of(bounds_name, cu_seqlens)
-    lengths = lengths_between(bounds_name, list(bounds), bounds[-1], side)
+    lengths = document_lengths(bounds_name, cu_seqlens)
     if longest is not None and max(lengths, default=0) > integer(f"max_{name}", longest, 0):
         raise InvalidInputError(f"max_{name}", f"is {longest}, but {bounds_name} holds a sequence of {max(lengths)}")
-    return tuple(lengths), False
+    return lengths, False

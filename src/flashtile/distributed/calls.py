@@ -13,36 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.core.masks import Band
+from flashtile.core.masks import Band, Origin
 from flashtile.distributed.layouts import Piece
 
-# Rows of a part are a multiple, so that it ends with a whole tile.
-_TILE = 128
 # Differences of local indices, key minus row: the first and the last, both inclusive.
 Differences = tuple[int, int]
-
-
-class Origin(NamedTuple):
-    """Where a packed sequence of a call lies in the whole attention, for what depends on positions.
-
-    Row t is query ``i0 + i_stride * t`` and key u is key ``j0 + j_stride * u`` of their document. Query i stands at key
-    position ``i + shift``, where ``shift = seqlen_k - seqlen_q`` of the document. All are 0 where there are no pairs.
-
-    Attributes:
-        batch: The entry of the batch, or the document.
-        i0: Query of the first row.
-        i_stride: Queries from a row to the next.
-        j0: Key of the first key row.
-        j_stride: Keys from a key row to the next.
-        shift: Key position of query 0.
-    """
-
-    batch: int = 0
-    i0: int = 0
-    i_stride: int = 0
-    j0: int = 0
-    j_stride: int = 0
-    shift: int = 0
+# Of a sequence without pairs.
+NOWHERE = Origin(0, 0, 0, 0, 0, 0)
+# Rows of a part of a call are a multiple, so that it ends with a whole tile.
+_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -53,7 +32,7 @@ class Call:
         cu_seqlens_q: Bounds of the sequences among the rank's rows, from 0 to their number.
         cu_seqlens_k: Bounds of the same sequences among the rows of the shard.
         band: The mask of every sequence, aligned bottom-right as always.
-        origins: One for each sequence; empty if they were not asked for.
+        origins: Where each sequence lies, as in a call of one head; empty if they were not asked for.
     """
 
     cu_seqlens_q: tuple[int, ...]
@@ -210,16 +189,16 @@ def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) ->
 
 def _call(found: Sequence[Rectangle], band: Band, rows: int, keys: int, origins: bool) -> Call:
     """The call of rectangles that follow one another, with sequences of no keys and of no rows between them."""
-    cu_seqlens_q, cu_seqlens_k, nowhere = [0], [0], Origin()
+    cu_seqlens_q, cu_seqlens_k = [0], [0]
     where: list[Origin] = []
     for each in found:
         _skip(cu_seqlens_q, cu_seqlens_k, each.row, each.key)
-        where += [nowhere] * (len(cu_seqlens_q) - 1 - len(where))
+        where += [NOWHERE] * (len(cu_seqlens_q) - 1 - len(where))
         cu_seqlens_q.append(each.row + each.rows)
         cu_seqlens_k.append(each.key + each.keys)
         where.append(each.origin)
     _skip(cu_seqlens_q, cu_seqlens_k, rows, keys)
-    where += [nowhere] * (len(cu_seqlens_q) - 1 - len(where))
+    where += [NOWHERE] * (len(cu_seqlens_q) - 1 - len(where))
     return Call(tuple(cu_seqlens_q), tuple(cu_seqlens_k), band, tuple(where) if origins else ())
 
 
@@ -240,7 +219,7 @@ def repeated(call: Call, batch: int) -> Call:
     bounds = []
     for cu_seqlens in (call.cu_seqlens_q, call.cu_seqlens_k):
         bounds.append((0, *(entry * cu_seqlens[-1] + x for entry in range(batch) for x in cu_seqlens[1:])))
-    where = tuple(origin._replace(batch=entry) for entry in range(batch) for origin in call.origins)
+    where = tuple(origin._replace(head=entry) for entry in range(batch) for origin in call.origins)
     return Call(bounds[0], bounds[1], call.band, where)
 
 
@@ -269,7 +248,7 @@ def _cut(call: Call, share: float) -> list[Call]:
     early: tuple[list[int], list[int], list[Origin]] = [0], [0], []
     late: tuple[list[int], list[int], list[Origin]] = [0], [0], []
     rows, keys = (list(itertools.pairwise(x)) for x in (call.cu_seqlens_q, call.cu_seqlens_k))
-    origins = call.origins or [Origin()] * len(rows)
+    origins = call.origins or [NOWHERE] * len(rows)
     for (row, row_stop), (key, key_stop), origin in zip(rows, keys, origins, strict=True):
         count, shift = row_stop - row, key_stop - key - row_stop + row
         cut = _first_rows(share, call.band, count, key_stop - key)
@@ -277,12 +256,12 @@ def _cut(call: Call, share: float) -> list[Call]:
         seen = key_stop if right is None else key + max(0, cut + shift)
         for bound, last, where in (
             (row + cut, seen, origin),
-            (row_stop, seen, Origin()),
-            (row_stop, key_stop, Origin()),
+            (row_stop, seen, NOWHERE),
+            (row_stop, key_stop, NOWHERE),
         ):
             _append(early, bound, last, where)
-        _append(late, row + cut, key, Origin())
-        _append(late, row_stop, key_stop, origin._replace(i0=origin.i0 + origin.i_stride * cut))
+        _append(late, row + cut, key, NOWHERE)
+        _append(late, row_stop, key_stop, origin._replace(row=origin.row + origin.row_step * cut))
     return [Call(tuple(q), tuple(k), call.band, tuple(where) if call.origins else ()) for q, k, where in (early, late)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -39,7 +40,7 @@ def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any
     if tuple(_members(q.device_mesh, along)) != ranks_of(mesh).members:
         raise InvalidInputError("q", f"is placed as {_shown(q)}, must be sharded along dimension {rows} over mesh")
     others = [placed for i, placed in enumerate(q.placements) if i not in along]
-    if given["dropout_p"] and any(placed.is_shard() for placed in others):
+    if given.get("dropout_p") and any(placed.is_shard() for placed in others):
         raise UnsupportedError(
             "dropout_p: of DTensors whose batch or heads are sharded; a shard does not know its place"
         )
@@ -47,8 +48,8 @@ def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any
         given |= {"seqlen_q": q.shape[1], "seqlen_k": given["k"].shape[1]}
     local = {name: x.to_local() if name in _TENSORS and is_one(x) else x for name, x in given.items()}
     found = attention(mesh=mesh, **local)
-    out = _placed(found[0] if given["return_lse"] else found, q, q.placements, (*q.shape[:-1], v.shape[-1]))
-    if not given["return_lse"]:
+    out = _placed(found[0] if given.get("return_lse") else found, q, q.placements, (*q.shape[:-1], v.shape[-1]))
+    if not given.get("return_lse"):
         return out
     # In lse, rows and heads have changed places.
     places = [type(p)(p.dim if p.dim < rows else 2 * rows + 1 - p.dim) if p.is_shard() else p for p in q.placements]
@@ -59,17 +60,10 @@ def _placed(x: Any, like: Any, placements: Any, shape: tuple[int, ...]) -> Any:
     from torch.distributed.tensor import DTensor
 
     strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return DTensor.from_local(
-        x, like.device_mesh, placements, run_check=False, shape=_size(shape), stride=tuple(strides)
-    )
-
-
-def _size(shape: tuple[int, ...]) -> Any:
-    import torch
-
-    return torch.Size(shape)
+    for length in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(length, 1))
+    size = torch.Size(shape)
+    return DTensor.from_local(x, like.device_mesh, placements, run_check=False, shape=size, stride=tuple(strides))
 
 
 def _shown(x: Any) -> str:

@@ -16,7 +16,7 @@ from flashtile.call.problem import Problem
 from flashtile.core import settings
 from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedError
 from flashtile.core.masks import Band
-from flashtile.core.states import Partial
+from flashtile.core.states import Partial, sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
@@ -156,9 +156,7 @@ def _check(spec: Spec, t: Tensors) -> None:
     for name in ("attn_mask", "attn_bias"):
         if getattr(t, name) is not None:
             raise UnsupportedError(f"{name}: is a matrix of rows and keys, of which a rank holds some; not supported")
-    bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
-    whole = dataclasses.replace(t, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    problem = Problem.of(whole, spec.options)
+    problem = _of_this_rank(spec, t)
     heads = _lines(spec, problem)[0]
     if spec.packed and len(spec.lengths_q) != len(spec.lengths_k):
         raise InvalidInputError("cu_seqlens_k", "holds another number of documents than cu_seqlens_q")
@@ -177,6 +175,12 @@ def _check(spec: Spec, t: Tensors) -> None:
     )  # fmt: skip
     for direction in reversed(directions_of(inner)):
         dispatch.select(inner, direction, spec.options.backend)
+
+
+def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
+    """The problem of this rank's tensors; where documents are packed, of as many as there are, without their bounds."""
+    bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
+    return Problem.of(dataclasses.replace(t, cu_seqlens_q=bounds, cu_seqlens_k=bounds), spec.options)
 
 
 def _needs_origins(spec: Spec, t: Tensors) -> bool:
@@ -253,8 +257,7 @@ class Kind:
     """
 
     def __init__(self, spec: Spec, t: Tensors, copies: bool) -> None:
-        bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
-        problem = Problem.of(dataclasses.replace(t, cu_seqlens_q=bounds, cu_seqlens_k=bounds), spec.options)
+        problem = _of_this_rank(spec, t)
         self.spec, self._problem, self._keys = spec, problem, spec.rows(t.k)
         heads, ring = _lines(spec, problem)
         batch = 1 if spec.packed else problem.batch
@@ -361,14 +364,13 @@ class Kind:
         return x if self.spec.packed else x.unflatten(0, (self._problem.batch, self._keys))
 
     def _dsinks(self, sinks: Tensor, rows: OfRows) -> Tensor:
-        """``-sum over rows of P_sink * delta``, where ``delta = rowsum(dout * out) - dlse``; over all ranks."""
+        """The gradient of sinks over all ranks' rows."""
         dtype = rows.lse.dtype
         delta = (rows.dout.to(dtype) * rows.out.to(dtype)).sum(-1).t()
         if rows.dlse is not None:
             delta = delta - rows.dlse.to(dtype)
-        probs = torch.exp(sinks.to(dtype)[:, None] - torch.where(rows.lse == -torch.inf, torch.inf, rows.lse))
         found = delta.new_zeros(self._problem.num_heads_q)
-        found[self._some] = -(probs * delta).sum(1)
+        found[self._some] = sinks_gradient(sinks, rows.lse, delta)
         return add_up(self.spec.ranks, "the sum of the gradients of sinks", found).to(sinks.dtype)
 
     def _like_q(self, x: Tensor, q: Tensor) -> Tensor:

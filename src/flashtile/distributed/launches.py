@@ -13,7 +13,6 @@ from torch import Tensor
 from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.call.backend import Backward, Chain, Forward, Gradients
 from flashtile.call.problem import Problem
-from flashtile.core.masks import Origin
 from flashtile.core.states import Partial
 from flashtile.distributed.plan import Call
 from flashtile.ops import dispatch
@@ -57,9 +56,9 @@ class CallPlan:
             self._bounds_k = _int32(call.cu_seqlens_k, device)
         self._origins: Tensor | None = None
         if call.origins:
-            rows = [Origin(o.batch * part.heads + part.first_head, *o[1:]) for o in call.origins]
+            rows = [o._replace(head=o.head * part.heads + part.first_head) for o in call.origins]
             self._origins = _int32(rows, device)
-            self._entries = _int32([o.batch for o in call.origins], device)
+            self._entries = _int32([o.head for o in call.origins], device)
         self._is_last = is_last
         # Whether dk and dv of calls of a chain are in the keys' dtype: no others are added to them.
         self.rounds = False

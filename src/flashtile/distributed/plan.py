@@ -20,45 +20,11 @@ from typing import NamedTuple
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.distributed.calls import Call as Call
-from flashtile.distributed.calls import Origin as Origin
 from flashtile.distributed.calls import Rectangle, calls_of, kept, rectangles, repeated
 from flashtile.distributed.layouts import Layout, Piece, check, pieces, shard_length
 
 # Rows that travel begin on a multiple, so that those of 16-bit elements begin on 16 bytes whatever their width.
 _ALIGNED = 8
-
-
-class Sizes(NamedTuple):
-    """The sizes of a call that bytes follow from; under Ulysses, of a whole call and not of a rank's heads.
-
-    Attributes:
-        num_heads_q: Query heads.
-        num_heads_kv: Key heads.
-        head_dim: Width of q and k.
-        head_dim_v: Width of v and out.
-        element_bytes: Bytes of an element of q, k, v and out.
-    """
-
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    element_bytes: int = 2
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of one key row with its value, all heads."""
-        return self.num_heads_kv * (self.head_dim + self.head_dim_v) * self.element_bytes
-
-    @property
-    def sums_bytes(self) -> int:
-        """Bytes of the float32 dk and dv of one key row, all heads."""
-        return self.num_heads_kv * (self.head_dim + self.head_dim_v) * 4
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of q and of out, all heads."""
-        return self.num_heads_q * (self.head_dim + self.head_dim_v) * self.element_bytes
 
 
 class Send(NamedTuple):
@@ -105,11 +71,6 @@ class Step:
     sums_back: int | None = None
     first: int = 0
 
-    @property
-    def pairs(self) -> int:
-        """Pairs of a row and a key that are kept, of one head."""
-        return sum(call.pairs for call in self.calls)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -134,37 +95,7 @@ class Plan:
     @property
     def pairs(self) -> int:
         """Pairs of a row and a key that the rank computes, of one head."""
-        return sum(step.pairs for step in self.steps)
-
-    def bytes_sent(self, sizes: Sizes, backward: bool = False) -> int:
-        """Bytes that the rank sends in a forward, or in a backward, where float32 sums go after the keys."""
-        sent = sum(send.keys for step in self.steps for send in step.sends) * sizes.key_bytes
-        if backward:
-            sent += sum(step.keys for step in self.steps if step.sums_to is not None) * sizes.sums_bytes
-        return sent
-
-
-def gathered_bytes(keys: int, world: int, sizes: Sizes, backward: bool = False) -> int:
-    """Bytes that a rank with so many keys sends where all keys go to all ranks: all_gather, and a full ring.
-
-    Forward: its keys and values to N - 1 others. Backward: again, and the float32 dk and dv of their keys back.
-    """
-    return (world - 1) * keys * (sizes.key_bytes + (sizes.sums_bytes if backward else 0))
-
-
-def exchanged_bytes(rows: int, world: int, sizes: Sizes) -> int:
-    """Bytes that a rank sends where rows become heads and heads rows again, in an all-to-all of N ranks (Ulysses).
-
-    Forward: q, k and v there, out back. Backward: dout there, and dq, dk and dv back, as many. Of each a rank keeps the
-    N-th part. Key heads that are fewer than ranks are sent to all ranks whose query heads use them.
-
-    Args:
-        rows: Rows of the rank, which are as many keys.
-        world: Ranks that exchange.
-        sizes: Of the whole call.
-    """
-    copies = max(1, world // sizes.num_heads_kv)
-    return rows * (world - 1) * (sizes.row_bytes + copies * sizes.key_bytes) // world
+        return sum(call.pairs for step in self.steps for call in step.calls)
 
 
 @functools.lru_cache(maxsize=32)

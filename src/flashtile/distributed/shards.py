@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashtile.call.arguments import check_tensor, integer
 from flashtile.call.axes import lengths_between
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.distributed.bounds import bounds_of
 from flashtile.distributed.exchange import Ranks, gather, ranks_of
 from flashtile.distributed.layouts import LAYOUTS, Layout, ranges
 from flashtile.distributed.layouts import positions as ranges_of_positions
@@ -138,11 +138,42 @@ def _lengths(cu_seqlens: Tensor | Sequence[int] | None, rows: int | None) -> tup
     """Lengths of the documents; of one if there are no bounds."""
     if cu_seqlens is None:
         return (rows or 0,)
-    bounds = bounds_of("cu_seqlens", cu_seqlens)
-    lengths = lengths_between("cu_seqlens", list(bounds), bounds[-1], "x")
+    lengths = document_lengths("cu_seqlens", cu_seqlens)
     if rows is not None and sum(lengths) != rows:
         raise InvalidInputError("cu_seqlens", f"ends with {sum(lengths)}, but there are {rows} rows")
-    return tuple(lengths)
+    return lengths
+
+
+# Values of tensors on a GPU, by identity: what was read, and how often the tensor had been written to.
+_read: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
+
+
+def document_lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """The lengths between the values of cu_seqlens; a tensor on a GPU is waited for once, and again once written to.
+
+    Raises:
+        InvalidInputError: They are no integers in one dimension that begin with 0 and never fall.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        found = tuple(integer(name, x, 0) for x in cu_seqlens)
+    elif cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        has = f"is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        raise InvalidInputError(name, f"{has}, must be int32 of shape (documents + 1,)")
+    elif cu_seqlens.device.type == "cpu":
+        found = tuple(cu_seqlens.tolist())
+    else:
+        found = _values(cu_seqlens)
+    if not found:
+        raise InvalidInputError(name, "is empty, must have shape (documents + 1,)")
+    return tuple(lengths_between(name, list(found), found[-1], "x"))
+
+
+def _values(x: Tensor) -> tuple[int, ...]:
+    version, place = 0 if x.is_inference() else x._version, id(x)
+    known = _read.get(place)
+    if known is None or known[0]() is not x or known[1] != version:
+        known = _read[place] = weakref.ref(x, lambda _: _read.pop(place, None)), version, tuple(x.tolist())
+    return known[2]
 
 
 def _place(ranks: Ranks, shard: int, layout: Layout) -> tuple[int, int, Layout, int, int]:

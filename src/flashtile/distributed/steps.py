@@ -8,9 +8,8 @@ ranks, and before its kernels.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,58 +27,31 @@ from flashtile.distributed.plan import Call, Plan, Step
 Sums = tuple[Tensor | None, Tensor | None]
 
 
-@dataclasses.dataclass
-class _Stage:
-    """What is posted before the launches of a step, and the launches.
+class _Stage(NamedTuple):
+    """A step with its launches, and the steps before and after it: what of theirs is posted before the launches.
 
     Attributes:
-        number: Of the step; the number of ranks for what follows the last.
-        launches: Its calls.
-        source: The rank whose keys they use.
-        first: The row of its shard with which they begin.
-        keys: Their rows.
-        keys_to: Where keys go, and whether they are this rank's own or those of this stage.
-        keys_from: Where the next stage's keys come from, None if it has none.
-        next_keys: Their rows.
-        sums_to: Where the sums go that the stage before added to.
-        is_home: Whether that is the owner of the keys.
-        sums_from: Where the next stage's sums come from.
-        sums_back: Where sums of this rank's own keys come from.
+        here: The step; after the last one it may be none.
+        before: Its sums leave now, or come back.
+        following: Its keys and sums arrive.
+        launches: The step's calls.
     """
 
-    number: int
-    launches: list[CallPlan] = dataclasses.field(default_factory=list)
-    source: int = 0
-    first: int = 0
-    keys: int = 0
-    keys_to: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
-    keys_from: int | None = None
-    next_keys: int = 0
-    sums_to: int | None = None
-    is_home: bool = False
-    sums_from: int | None = None
-    sums_back: int | None = None
+    here: Step
+    before: Step
+    following: Step
+    launches: list[CallPlan]
 
 
 def _stages(plan: Plan, launch_of: Callable[[Step, Call], CallPlan]) -> list[_Stage]:
     """The stages of a plan, in order; the first is that of step 0."""
-    found: dict[int, _Stage] = {}
-
-    def stage(number: int) -> _Stage:
-        return found.setdefault(number, _Stage(number))
-
-    for step in plan.steps:
-        here = stage(step.number)
-        here.launches = [launch_of(step, call) for call in step.calls]
-        here.source, here.first, here.keys = step.source, step.first, step.keys
-        if step.number:
-            before = stage(step.number - 1)
-            before.keys_to = [(send.to, send.source == plan.rank) for send in step.sends]
-            before.keys_from, before.next_keys, before.sums_from = step.receive_from, step.keys, step.sums_from
-        if step.sums_to is not None or step.sums_back is not None:
-            after = stage(step.number + 1)
-            after.sums_to, after.sums_back, after.is_home = step.sums_to, step.sums_back, step.sums_to == step.source
-    return [found[number] for number in sorted(found)]
+    steps = {step.number: step for step in plan.steps}
+    after = {step.number + 1 for step in plan.steps if step.sums_to is not None or step.sums_back is not None}
+    found = []
+    for number in sorted({*steps, *(number - 1 for number in steps if number), *after}):
+        here, before, following = (steps.get(number + i, Step(number + i, 0, 0, ())) for i in (0, -1, 1))
+        found.append(_Stage(here, before, following, [launch_of(here, call) for call in here.calls]))
+    return found
 
 
 class Steps:
@@ -109,7 +81,7 @@ class Steps:
         share: float = 0.5,
         rounds: bool = False,
     ) -> None:
-        self._line, self._grads, self._messages = line, options.grads, messages
+        self._line, self._rank, self._grads, self._messages = line, plan.rank, options.grads, messages
         self._travels = slice(*plan.travels)
         # Shards in a gathered tensor start on 16 bytes, whatever their width.
         self._most_keys = None if most_keys is None else -(-most_keys // 8) * 8
@@ -124,7 +96,7 @@ class Steps:
             return made[key]
 
         self._stages = _stages(plan, launch_of)
-        self._forward_stages = [each for each in self._stages if each.launches or each.keys_to or each.next_keys]
+        self._forward_stages = [x for x in self._stages if x.launches or x.following.sends or x.following.keys]
         # In the backward some of step 0 comes first, while keys leave, and the other part last, while sums return.
         own = plan.steps[0].calls
         ends = in_two(own, share) if line.size > 1 else (own, ())
@@ -147,7 +119,7 @@ class Steps:
         leaving = t.k[self._travels], t.v[self._travels]
         for stage in self._forward_stages:
             sends, receives, arriving = self._keys(stage, leaving, held)
-            pending = self._messages.post(stage.number, sends, receives)
+            pending = self._messages.post(stage.here.number, sends, receives)
             for launch in stage.launches:
                 state = launch.forward(t, held, state)
             pending.wait()
@@ -158,7 +130,7 @@ class Steps:
         own = t.k, t.v
         everyone, pending = gather(self._line, "the gathering of keys", own, self._most_keys or 0)
         for stage in self._stages:
-            keys = own if stage.number == 0 else _shard(everyone, stage)
+            keys = own if stage.here.number == 0 else _shard(everyone, stage.here)
             for launch in stage.launches:
                 state = launch.forward(t, keys, state)
             pending.wait()
@@ -178,16 +150,17 @@ class Steps:
         for stage in self._stages:
             sends, receives, arriving = self._keys(stage, leaving, held)
             coming = _NO_SUMS
-            if stage.sums_to is not None:
-                sends += _parcels(left, stage.sums_to, "back" if stage.is_home else "sums")
-            if stage.sums_from is not None:
-                coming = self._room_for_sums("sums", stage, arriving, rows)
-                receives += _parcels(coming, stage.sums_from, "sums")
-            if stage.sums_back is not None:
+            here, before, following = stage.here, stage.before, stage.following
+            if before.sums_to is not None:
+                sends += _parcels(left, before.sums_to, "back" if before.sums_to == before.source else "sums")
+            if following.sums_from is not None:
+                coming = self._room_for_sums("sums", here.number, arriving, rows)
+                receives += _parcels(coming, following.sums_from, "sums")
+            if before.sums_back is not None:
                 _add(total, back, self._travels)
-                back = self._room_for_sums("back", stage, leaving, rows)
-                receives += _parcels(back, stage.sums_back, "back")
-            pending = self._messages.post(stage.number, sends, receives)
+                back = self._room_for_sums("back", here.number, leaving, rows)
+                receives += _parcels(back, before.sums_back, "back")
+            pending = self._messages.post(here.number, sends, receives)
             if stage is self._stages[0]:
                 total = self._own(self._first, t, rows, None, chain, 0)
             elif stage.launches:
@@ -225,10 +198,10 @@ class Steps:
         pending.wait()
         sums = self._zero_sums(everyone, rows)
         for stage in self._stages[1:]:
-            some = slice(stage.first, stage.first + stage.keys)
-            dk, dv = (None if x is None else x[stage.source, some] for x in sums)
+            step = stage.here
+            dk, dv = (None if x is None else x[step.source, step.first : step.first + step.keys] for x in sums)
             for launch in stage.launches:
-                launch.backward(t, _shard(everyone, stage), rows, Gradients(total.dq, dk, dv))
+                launch.backward(t, _shard(everyone, step), rows, Gradients(total.dq, dk, dv))
         back, pending = scatter_sums(self._line, "the sum of gradients", [x for x in sums if x is not None])
         total = self._own(self._final, t, rows, total, None)
         pending.wait()
@@ -258,24 +231,25 @@ class Steps:
         )
         return dk, dv
 
-    def _room_for_sums(self, kind: str, stage: _Stage, keys: Keys, rows: OfRows) -> Sums:
+    def _room_for_sums(self, kind: str, number: int, keys: Keys, rows: OfRows) -> Sums:
         """Tensors to receive the gradients of keys that are wanted."""
         dk, dv = (
-            self._messages.room(kind, stage.number, part, x.shape, x, rows.lse.dtype) if is_wanted else None
+            self._messages.room(kind, number, part, x.shape, x, rows.lse.dtype) if is_wanted else None
             for part, (x, is_wanted) in enumerate(zip(keys, self._grads[1:3], strict=True))
         )
         return dk, dv
 
     def _keys(self, stage: _Stage, leaving: Keys, held: Keys) -> tuple[list[Parcel], list[Parcel], Keys]:
         """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does."""
-        sends = [Parcel(leaving if is_own else held, to, "keys") for to, is_own in stage.keys_to]
-        if stage.keys_from is None:
+        number, step = stage.here.number, stage.following
+        sends = [Parcel(leaving if each.source == self._rank else held, each.to, "keys") for each in step.sends]
+        if step.receive_from is None:
             return sends, [], leaving
         k, v = (
-            self._messages.room("keys", stage.number, part, (stage.next_keys, *x.shape[1:]), x, x.dtype)
+            self._messages.room("keys", number, part, (step.keys, *x.shape[1:]), x, x.dtype)
             for part, x in enumerate(leaving)
         )
-        return sends, [Parcel((k, v), stage.keys_from, "keys")], (k, v)
+        return sends, [Parcel((k, v), step.receive_from, "keys")], (k, v)
 
 
 # Keys of half the heads that occupy a GPU's multiprocessors: half the heads are then half of the work.
@@ -294,7 +268,7 @@ def _add(total: Gradients, sums: Sums, some: slice) -> None:
             x[some] += more
 
 
-def _shard(everyone: Keys, stage: _Stage) -> Keys:
-    """A stage's keys among gathered ones."""
-    k, v = (x[stage.source, stage.first : stage.first + stage.keys] for x in everyone)
+def _shard(everyone: Keys, step: Step) -> Keys:
+    """A step's keys among gathered ones."""
+    k, v = (x[step.source, step.first : step.first + step.keys] for x in everyone)
     return k, v

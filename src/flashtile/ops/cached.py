@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,15 +65,8 @@ CACHED = Operation(
 _others = fields_of(list(CACHED.rows)[5:])
 
 
-def _attend(*args: Any) -> Tensor:
-    return _checked(False, *CACHED.unflatten(args))
-
-
-def _append(*args: Any) -> Tensor:
-    return _checked(True, *CACHED.unflatten(args))
-
-
-def _checked(appends: bool, t: CacheTensors, options: CacheOptions) -> Tensor:
+def _run(appends: bool, *args: Any) -> Tensor:
+    t, options = CACHED.unflatten(args)
     if appends != (t.k is not None):
         other = "append_attention_with_kvcache" if t.k is not None else "attention_with_kvcache"
         raise InvalidInputError("k", f"is {'given' if t.k is not None else 'None'}: the operator is {other}")
@@ -82,12 +76,12 @@ def _checked(appends: bool, t: CacheTensors, options: CacheOptions) -> Tensor:
 
 
 def _fake(*args: Any) -> Tensor:
-    tensors, options = CACHED.unflatten(args)
-    problem = problem_of(tensors, options)
-    return tensors.q.new_empty(problem.lse_shape(tensors.q), dtype=problem.lse_dtype)
+    return CACHED.fake(*args)[1]
 
 
 # Kernels take any strides of caches, and Inductor of PyTorch 2.11 fails on a mutating operator that needs exact ones.
 _ABOUT: Any = {"results": ("lse",), "tags": (torch.Tag.needs_fixed_stride_order,)}
-ATTEND = CACHED.define("attention_with_kvcache", _attend, _fake, writes=("out",), **_ABOUT)
-APPEND = CACHED.define("append_attention_with_kvcache", _append, _fake, writes=("out", "k_cache", "v_cache"), **_ABOUT)
+ATTEND = CACHED.define("attention_with_kvcache", partial(_run, False), _fake, writes=("out",), **_ABOUT)
+APPEND = CACHED.define(
+    "append_attention_with_kvcache", partial(_run, True), _fake, writes=("out", "k_cache", "v_cache"), **_ABOUT
+)

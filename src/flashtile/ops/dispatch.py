@@ -71,7 +71,7 @@ def without_bias(problem: Problem) -> Problem:
 def shares(chosen: Backend, problem: Problem, direction: Direction) -> list[tuple[Backend, Problem]]:
     """The backends that run a direction, and what each computes: two where the first has no gradient of the bias."""
     can = chosen.capabilities(direction) if direction == "backward" and problem.grads.bias else None
-    if can is None or can.bias_grad:
+    if can is None or "bias_grad" in can.features:
         return [(chosen, problem)]
     bias = problem.but(grads=Grads(bias=True))
     return [(chosen, without_bias(problem)), (select(bias, direction), bias)]
@@ -173,7 +173,7 @@ def support_table() -> str:
 def _support(b: Backend, feature: Feature) -> str:
     """Yes, no, or which directions have the feature, of those that the backend and calls with it have."""
     has = {each: b.capabilities(each) for each in feature.directions}
-    able = {each: c is not None and getattr(c, feature.name) for each, c in has.items()}
+    able = {each: c is not None and feature.name in c.features for each, c in has.items()}
     if not any(able.values()):
         return "no"
     if "forward" not in able:

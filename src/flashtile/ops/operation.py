@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from flashtile.call import arguments
-from flashtile.call.arguments import both_ways, fields_of, table
+from flashtile.call.arguments import Grads, fields_of, table
 from flashtile.call.backend import Direction, Given, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
@@ -106,7 +106,7 @@ class Operation(Generic[T, S]):
         options: The record of its other arguments.
         problem_of: Checks the tensors against one another and makes the problem.
         check_values: Checks what tensors contain: on CPUs, or with ``FLASHTILE_CHECK``.
-        key: Everything that checks and launches depend on.
+        key: Everything that checks and launches depend on; by default all layouts.
         has_values: Whether there is something for ``check_values``.
         besides: What plans depend on that neither the problem nor the tensors' dtypes say.
         written: The tensors that a call writes.
@@ -118,18 +118,18 @@ class Operation(Generic[T, S]):
     options: type[S]
     problem_of: Callable[[T, S], Problem]
     check_values: Callable[[Problem, T], None]
-    key: Callable[[T, S], tuple[Any, ...]]
+    key: Callable[[T, S], tuple[Any, ...]] | None = None
     has_values: Callable[[Problem], bool] = lambda problem: True
     besides: Callable[[T], object] = lambda t: None
     written: Callable[[T], tuple[Tensor, ...]] | None = None
 
     def __post_init__(self) -> None:
         self.rows, self.option_rows = table(self.tensors), table(self.options)
-        self.values = fields_of(self.rows)
-        self.flatten, self.unflatten = both_ways(self.tensors, self.options)
+        self.values, self.option_values = fields_of(self.rows), fields_of(self.option_rows)
         self.in_rows, self.whole = (
             [name for name, row in self.rows.items() if row.layout == layout] for layout in ("rows", "whole")
         )
+        self.key_of = self.key or self._layouts
 
     def define(
         self,
@@ -170,6 +170,25 @@ class Operation(Generic[T, S]):
         OPERATORS.append(operator)
         return operator
 
+    def flatten(self, t: T, o: S) -> tuple[Any, ...]:
+        """A call's arguments in the order of its operators' schema."""
+        return *self.values(t), *self.option_values(o)
+
+    def unflatten(self, args: Sequence[Any]) -> tuple[T, S]:
+        """The inverse of ``flatten``; the dispatcher turns Grads, the only tuple, into a list."""
+        plain = (Grads(*x) if isinstance(x, list) else x for x in args[len(self.rows) :])
+        return self.tensors(*args[: len(self.rows)]), self.options(*plain)
+
+    def _layouts(self, t: T, o: S) -> tuple[Any, ...]:
+        return o, settings.BACKEND.raw(), *[None if x is None else plans.layout(x) for x in self.values(t)]
+
+    def fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """Empty out and lse of the call of these arguments."""
+        t, o = self.unflatten(args)
+        problem, q = self.problem_of(t, o), t.q  # type: ignore[attr-defined]
+        out = q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
+        return out, q.new_empty(problem.lse_shape(q), dtype=problem.lse_dtype)
+
     def run(self, *args: Any) -> Any:
         """A kernel for ``define``: runs the call of these arguments."""
         t, kind = self.kind(*self.unflatten(args))
@@ -178,7 +197,7 @@ class Operation(Generic[T, S]):
     def kind(self, t: T, o: S, key: tuple[Any, ...] | None = None) -> tuple[T, Kind]:
         """The tensors with readable strides, and the kept ``Kind`` of the call, whose key may be known."""
         try:
-            key = key or self.key(t, o)
+            key = key or self.key_of(t, o)
         except (RuntimeError, AttributeError):
             self.problem_of(t, o)  # names what is no tensor, or the nested or sparse one, which has no strides
             raise

@@ -148,14 +148,6 @@ def watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> t
     return tuple(x if wanted else None for x, wanted in zip(found, options.grads, strict=True))
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, options = REGULAR.unflatten(args)
-    problem = Problem.of(tensors, options)
-    q, v = tensors.q, tensors.v
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(problem.lse_shape(q), dtype=problem.lse_dtype)
-
-
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     tensors, options = REGULAR.unflatten(args)
     tensors, kind = REGULAR.kind(tensors, options)
@@ -174,7 +166,8 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
 def _jvp(*args: Any) -> tuple[Tensor, Tensor]:
     from flashtile.backends.cpu import jvp as forward_mode  # what few programs need is not loaded by all
 
-    return forward_mode.jvp(*args)
+    tensors, options = REGULAR.unflatten(args[7:])
+    return forward_mode.jvp(args[:5], args[5], args[6], tensors, options)
 
 
 def _jvp_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -215,9 +208,7 @@ _Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-define
 
 
 # ``transforms`` registers their derivatives.
-FORWARD = REGULAR.define(
-    "attention_forward", REGULAR.run, _forward_fake, flops=flops.forward_flops, has_derivative=True
-)
+FORWARD = REGULAR.define("attention_forward", REGULAR.run, REGULAR.fake, flops=flops.forward_flops, has_derivative=True)
 BACKWARD = REGULAR.define(
     "attention_backward",
     _backward,

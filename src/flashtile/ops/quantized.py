@@ -8,10 +8,8 @@ from torch import Tensor
 
 from flashtile.call.quantized_arguments import QuantizedOptions, QuantizedTensors
 from flashtile.call.quantized_problem import check_values, problem_of
-from flashtile.core import settings
 from flashtile.ops import flops
 from flashtile.ops.operation import Operation, is_watched
-from flashtile.ops.plans import layout
 
 
 def attend(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tensor]:
@@ -30,20 +28,7 @@ def attend(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tens
     return found
 
 
-def _key(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Any, ...]:
-    return (options, settings.BACKEND.raw(), *[None if x is None else layout(x) for x in QUANTIZED.values(t)])
-
-
-QUANTIZED = Operation(
-    "a quantized call", "quantized", QuantizedTensors, QuantizedOptions, problem_of, check_values, _key
-)
-
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, options = QUANTIZED.unflatten(args)
-    problem, q = problem_of(tensors, options), tensors.q
-    out = q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=options.dtype)
-    return out, q.new_empty(problem.lse_shape(q), dtype=problem.lse_dtype)
+QUANTIZED = Operation("a quantized call", "quantized", QuantizedTensors, QuantizedOptions, problem_of, check_values)
 
 
 def _flops(given: dict[str, Any]) -> int:
@@ -51,4 +36,4 @@ def _flops(given: dict[str, Any]) -> int:
     return 2 * flops.kept_pairs(given) * (given["q"][-1] + given["v"][-2])
 
 
-OPERATOR = QUANTIZED.define("attention_quantized", QUANTIZED.run, _fake, flops=_flops)
+OPERATOR = QUANTIZED.define("attention_quantized", QUANTIZED.run, QUANTIZED.fake, flops=_flops)

@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flashtile.cli.choices import DeviceType
 from flashtile.cli.info import machine, why_unusable
+from flashtile.cli.options import DeviceType
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import dispatch

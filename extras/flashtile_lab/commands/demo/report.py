@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from flashtile.cli.tables import number_table
 from flashtile_lab import explore
 from flashtile_lab.commands.demo import plots
 from flashtile_lab.commands.demo.exactness import Row
 from flashtile_lab.commands.demo.probe import Point
 from flashtile_lab.commands.demo.training import Run
+from flashtile_lab.commands.options import number_table
 
 _SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 

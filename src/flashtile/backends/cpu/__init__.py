@@ -18,51 +18,17 @@ from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
 from flashtile.call.problem import DTYPES, Problem, Tensors
 
+# What every direction has.
+_COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _CAPABILITIES = Capabilities(
     device_types=("cpu",),
     dtypes=DTYPES,
     max_head_dim=None,
-    causal=True,
-    window=True,
-    grouped_heads=True,
-    varlen=True,
-    head_dim_v=True,
-    softcap=True,
-    alibi=True,
-    mask=True,
-    bias=True,
-    bias_grad=True,
-    sinks=True,
-    dropout=True,
-    origins=True,
-    deterministic=True,
-    unaligned=True,
+    features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
 )
-_DECODE = dataclasses.replace(
-    _CAPABILITIES,
-    mask=False,
-    bias=False,
-    bias_grad=False,
-    dropout=False,
-    origins=False,
-    deterministic=False,
-    pages=True,
-    float8_cache=True,
-    odd_float8_cache=True,
-)
-_QUANTIZED = Capabilities(
-    device_types=("cpu",),
-    dtypes=(FLOAT8,),
-    max_head_dim=256,
-    head_dim_multiple=16,
-    causal=True,
-    window=True,
-    grouped_heads=True,
-    varlen=True,
-    head_dim_v=True,
-    softcap=True,
-    sinks=True,
-    unaligned=True,
+_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "odd_float8_cache"})
+_QUANTIZED = dataclasses.replace(
+    _CAPABILITIES, dtypes=(FLOAT8,), max_head_dim=256, head_dim_multiple=16, features=_COMMON
 )
 
 

@@ -14,6 +14,7 @@ from flashtile.backends.cpu.paths import Path, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
+from flashtile.core.states import sinks_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ def backward(
         seq = path.seq
         rows = _Rows(seq.view(out), seq.view(dout), None if dlse is None else seq.lse_view(dlse), seq.lse_view(lse))
         if dsinks is not None and t.sinks is not None:
-            dsinks += _sinks_gradient(t.sinks, rows)
+            dsinks += sinks_gradient(t.sinks, rows.lse, rows.delta)
         if not any(grads[:4]):
             continue
         whole = path.whole() if totals is None else None
@@ -197,12 +198,6 @@ def _add_reduced(total: Tensor, dscores: Tensor, rectangle: Rectangle) -> None:
     rows = slice(None) if total.shape[2] == 1 else slice(*rectangle.rows)
     keys = slice(None) if total.shape[3] == 1 else slice(*rectangle.keys)
     total[:, :, rows, keys] += dscores.sum(dim=broadcast, keepdim=True) if broadcast else dscores
-
-
-def _sinks_gradient(sinks: Tensor, rows: _Rows) -> Tensor:
-    """``-sum over rows of P_sink * delta``: a sink is a score whose value is 0."""
-    probs = torch.exp(sinks.to(rows.lse.dtype)[:, None] - rows.lse)
-    return -(probs * rows.delta).sum(dim=(0, 2))
 
 
 def describe(problem: Problem) -> str:

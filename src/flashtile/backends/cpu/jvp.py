@@ -8,14 +8,13 @@ lse is known, one pass suffices: with probabilities P and the tangent dS of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan, tiles
 from flashtile.backends.cpu.plan import Rectangle, Sequence
-from flashtile.call.arguments import unflatten
+from flashtile.call.arguments import Options
 from flashtile.call.problem import Problem, Tensors
 
 
@@ -30,15 +29,15 @@ class _Tangents:
     dsinks: Tensor | None
 
 
-def jvp(*args: Any) -> tuple[Tensor, Tensor]:
-    """The tangents of out and lse in their dtypes, from the arguments of ``attention_jvp``."""
+def jvp(
+    tangents: tuple[Tensor | None, ...], out: Tensor, lse: Tensor, tensors: Tensors, options: Options
+) -> tuple[Tensor, Tensor]:
+    """The tangents of out and lse in their dtypes, from those of q, k, v, attn_bias and sinks; None for 0."""
     with torch._C._DisableAutocast():  # or matrix products of float32 take autocast's dtype
-        return _tiled(_Tangents(*args[:5]), *args[5:])
+        return _tiled(_Tangents(*tangents), out, lse, tensors, Problem.of(tensors, options))
 
 
-def _tiled(given: _Tangents, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    tensors, options = unflatten(rest)
-    problem = Problem.of(tensors, options)
+def _tiled(given: _Tangents, out: Tensor, lse: Tensor, tensors: Tensors, problem: Problem) -> tuple[Tensor, Tensor]:
     dtype = problem.lse_dtype
     dout, dlse = out.new_zeros(out.shape, dtype=dtype), lse.new_zeros(lse.shape)
     safe_lse = torch.where(lse == -torch.inf, torch.inf, lse)  # makes the probabilities of an empty row 0

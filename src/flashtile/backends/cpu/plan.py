@@ -290,13 +290,7 @@ def _band_has_empty_rows(band: Band, diagonal: int, rows: int, keys: int) -> boo
 @torch.inference_mode(False)
 def _band_tile(band: Band, diagonal: int, rows: int, keys: int) -> Tensor:
     """Which pairs the band keeps where row m's diagonal is at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
-    offset = torch.arange(keys, device=_CPU) - torch.arange(rows, device=_CPU)[:, None] - diagonal
-    keep = torch.ones(rows, keys, dtype=torch.bool, device=_CPU)
-    if band.left is not None:
-        keep &= offset >= -band.left
-    if band.right is not None:
-        keep &= offset <= band.right
-    return keep[None, None]
+    return band.dense(rows, rows + diagonal, keys=(0, keys), device=_CPU)[None, None]
 
 
 def part(x: Tensor, rectangle: Rectangle) -> Tensor:

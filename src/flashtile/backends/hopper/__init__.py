@@ -13,6 +13,9 @@ from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
 from flashtile.call.problem import Problem, Tensors
 
+# What every direction has.
+_COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
+_BUT_BIAS_GRAD = _COMMON | {"alibi", "mask", "bias", "deterministic"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16),
@@ -22,29 +25,14 @@ _FORWARD = Capabilities(
     slow_if_tiny=True,
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
-    causal=True,
-    window=True,
-    grouped_heads=True,
-    varlen=True,
-    head_dim_v=True,
-    softcap=True,
-    alibi=True,
-    mask=True,
-    bias=True,
-    bias_grad=True,
-    sinks=True,
-    deterministic=True,
+    features=_BUT_BIAS_GRAD | {"bias_grad"},
 )
-
-_BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128, bias_grad=False)
+_BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128, features=_BUT_BIAS_GRAD)
 _DECODE = dataclasses.replace(
-    _FORWARD, head_dim_multiple=1, mask=False, bias=False, bias_grad=False, deterministic=False, unaligned=True,
-    pages=True, float8_cache=True, slow_if_tiny=False,
+    _FORWARD, head_dim_multiple=1, slow_if_tiny=False,
+    features=_COMMON | {"alibi", "unaligned", "pages", "float8_cache"},
 )  # fmt: skip
-_QUANTIZED = dataclasses.replace(
-    _FORWARD, dtypes=(FLOAT8,), head_dim_multiple=16, alibi=False, mask=False, bias=False, bias_grad=False,
-    deterministic=False, slow_if_tiny=False,
-)  # fmt: skip
+_QUANTIZED = dataclasses.replace(_FORWARD, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON)
 
 
 @functools.cache

@@ -20,51 +20,19 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.core import settings
 from flashtile.core.states import Partial
 
+# What every direction has.
+_COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     max_head_dim=256,
     min_compute_capability=(8, 0),
-    causal=True,
-    window=True,
-    grouped_heads=True,
-    varlen=True,
-    head_dim_v=True,
-    softcap=True,
-    alibi=True,
-    mask=True,
-    bias=True,
-    bias_grad=True,
-    sinks=True,
-    dropout=True,
-    origins=True,
-    deterministic=True,
-    unaligned=True,
+    features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
 )
-_DECODE = dataclasses.replace(
-    _CAPABILITIES,
-    mask=False,
-    bias=False,
-    bias_grad=False,
-    dropout=False,
-    origins=False,
-    deterministic=False,
-    pages=True,
-    float8_cache=True,
-)
+_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache"})
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(
-    _CAPABILITIES,
-    dtypes=(FLOAT8,),
-    head_dim_multiple=16,
-    min_compute_capability=(8, 9),
-    nvidia=True,
-    alibi=False,
-    mask=False,
-    bias=False,
-    bias_grad=False,
-    dropout=False,
-    deterministic=False,
+    _CAPABILITIES, dtypes=(FLOAT8,), head_dim_multiple=16, min_compute_capability=(8, 9), nvidia=True, features=_COMMON
 )
 
 
