@@ -2,18 +2,16 @@
 
 import contextlib
 import math
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flashtile
-from benchmarks import caches, decode, results, table
+from benchmarks import caches, decode, results
 from benchmarks.caches import DecodeCase
 from benchmarks.providers import PROVIDERS
 from benchmarks.table import cells
-from tests.benchmarks.synthetic import decode_row
 from tests.benchmarks.test_run import session_of
 
 CPU = torch.device("cpu")
@@ -207,18 +205,3 @@ def test_a_graph_holds_calls_for_a_millisecond_on_each_cache_in_turn(monkeypatch
     monkeypatch.setattr(decode, "loop_ms", lambda call, device, reps: 9.0)
     decode.sampler("graph", calls[:1], CPU, burst_ms=2.5)
     assert recording == [0], "one long call is enough"
-
-
-def test_ratios_are_of_one_run_and_of_plain_graphs():
-    paged = DecodeCase(32, 8, 128, 8, 8192, variant="page16")
-    plain, host = DecodeCase(32, 8, 128, 8, 8192), DecodeCase(32, 8, 128, 8, 8192, measure="host")
-    rows = [decode_row(plain, "fa3", 2.0), decode_row(plain, "flashtile-hopper", 1.0)]
-    rows += [decode_row(paged, "fa3", 3.0), decode_row(paged, "flashtile-hopper", 1.5)]
-    rows += [decode_row(host, "fa3", 2.0), decode_row(host, "flashtile-hopper", 4.0)]
-    assert [cell.case for cell in decode.plain(cells(rows))] == [plain]
-    assert table.summary_table(decode.plain(cells(rows)))[1][:5] == ["flashtile-hopper", "fa3", "1", "0", "2.000"]
-    assert decode.variants_table(cells(rows))[1] == ["d128-h32x8-b8-k8k-page16", "1.50", "1.50"]
-    later = [decode_row(paged, name, 3.0, run="2-b") for name in ("fa3", "flashtile-hopper")]
-    assert decode.variants_table(cells([*rows, *later]))[1][1:] == ["-", "-"]
-    random.Random(0).shuffle(rows)
-    assert decode.decode_table(cells(rows))[0][0] == "cell (GB/s)"
