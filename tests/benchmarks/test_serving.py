@@ -10,6 +10,7 @@ import flashtile
 from benchmarks import caches, decode, results, serving, steps, table
 from benchmarks.providers import PROVIDERS
 from benchmarks.steps import StepCase
+from tests.benchmarks.test_decode import flash_attention_3
 from tests.benchmarks.test_run import session_of
 
 CPU = torch.device("cpu")
@@ -125,24 +126,11 @@ def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch, fault):
 
 
 def test_flash_attention_3_gets_the_same_step(tmp_path, monkeypatch):
-    """Its operator made up, with names and rules of the real one: packed queries need the longest's length."""
-    seen = set()
-
-    def fwd(
-        q, k, v, *, seqused_k, softmax_scale, is_causal, num_splits, page_table=None, cu_seqlens_q=None,
-        max_seqlen_q=None,
-    ):  # fmt: skip
-        assert (cu_seqlens_q is None) == (max_seqlen_q is None) == (q.dim() == 4)
-        seen.add((max_seqlen_q, page_table is None, is_causal, num_splits))
-        own = {"cache_seqlens": seqused_k, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q}
-        out = flashtile.attention_with_kvcache(q, k, v, **own, softmax_scale=softmax_scale, causal=is_causal)
-        return out, None, None, None
-
-    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd), raising=False)
+    seen = flash_attention_3(monkeypatch)
     pool, session = caches.draw_pool(EVERY, CPU), session_of(tmp_path, "serving")
     rows = [row for group in TINY for row in decode.run_group(group, [PROVIDERS["fa3"]], session, pool, 2, 0.1)]
     assert len(rows) == len(EVERY) and all(row.median_ms > 0 and row.error < 0.01 for row in rows)
-    assert seen == {(most, whole, True, 0) for most in (1, 12, None) for whole in (False, True)}
+    assert seen == {(True, 0, most, whole) for most in (1, 12, None) for whole in (False, True)}
     refused = decode.run_group(TINY[0], [PROVIDERS["sdpa"]], session, pool, 2, 0.1)
     assert all(row.error.startswith("refused: ") for row in refused)
 
