@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flashtile import InvalidInputError
 from flashtile.call.rotary import row_positions
 from flashtile.nn import MultiheadAttention, RotaryEmbedding, TransformerBlock, apply_rotary
+from tests.compat.by_hand import spun
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -26,12 +27,7 @@ def randn(*shape: int) -> Tensor:
 
 def turned(x: Tensor, positions: Tensor, dim: int, base: float, interleaved: bool) -> Tensor:
     """Rotary by complex numbers: ``(batch, seqlen, heads, head_dim)``, positions ``(batch, seqlen)``."""
-    angle = positions.double()[..., None] * base ** (-torch.arange(0, dim, 2).double() / dim)
-    pairs = x[..., :dim].unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    a, b = pairs.unbind(-1 if interleaved else -2)
-    spun = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, :, None]
-    pair = torch.stack([spun.real, spun.imag], dim=-1 if interleaved else -2).flatten(-2)
-    return torch.cat([pair, x[..., dim:]], dim=-1)
+    return spun(x, positions.double()[..., None] * base ** (-torch.arange(0, dim, 2).double() / dim), interleaved)
 
 
 def by_hand(

@@ -2,18 +2,16 @@
 
 import contextlib
 import math
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flashtile
-from benchmarks import caches, decode, results, table
+from benchmarks import caches, decode, results
 from benchmarks.caches import DecodeCase
 from benchmarks.providers import PROVIDERS
 from benchmarks.table import cells
-from tests.benchmarks.synthetic import decode_row
 from tests.benchmarks.test_run import session_of
 
 CPU = torch.device("cpu")
@@ -155,9 +153,10 @@ def test_a_wrong_result_and_a_key_that_is_not_written_get_no_time(tmp_path, monk
     assert all(row.median_ms is None and row.error.startswith("refused: ") for row in refused)
 
 
-def test_flash_attention_3_is_called_as_its_own_function_calls_it(tmp_path, monkeypatch):
-    """Its operator made up, with the names of the real one's schema."""
-    seen = []
+def flash_attention_3(monkeypatch):
+    """Makes up its operator, with the names of the real one's schema and its rule: packed queries need the longest's
+    length. Returns the set of what it was called with: is_causal, num_splits, the longest, whether there are pages."""
+    seen = set()
 
     def fwd(
         q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None,
@@ -167,17 +166,25 @@ def test_flash_attention_3_is_called_as_its_own_function_calls_it(tmp_path, monk
         window_size_right=-1, attention_chunk=0, softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None,
         num_splits=0, pack_gqa=None, sm_margin=0,
     ):  # fmt: skip
-        seen.append((is_causal, num_splits, scheduler_metadata, pack_gqa))
+        assert (cu_seqlens_q is None) == (max_seqlen_q is None) == (q.dim() == 4)
+        assert scheduler_metadata is pack_gqa is None
+        seen.add((is_causal, num_splits, max_seqlen_q, page_table is None))
         own = {"k": k_new, "v": v_new, "cache_seqlens": seqused_k, "page_table": page_table, "rotary_cos": rotary_cos}
         own |= {"rotary_sin": rotary_sin, "causal": is_causal, "softmax_scale": softmax_scale}
-        return flashtile.attention_with_kvcache(q, k, v, **own), None, None, None
+        return flashtile.attention_with_kvcache(q, k, v, cu_seqlens_q=cu_seqlens_q, **own), None, None, None
 
     monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd), raising=False)
+    return seen
+
+
+def test_flash_attention_3_is_called_as_its_own_function_calls_it(tmp_path, monkeypatch):
+    seen = flash_attention_3(monkeypatch)
     rows = decode.run_group(
         tuple(EVERY), [PROVIDERS["fa3"]], session_of(tmp_path, "decode"), caches.draw_pool(EVERY, CPU), 2, 0.1
     )
     assert {row.case["variant"] for row in rows if row.median_ms is None} == {"fp8"}
-    assert all(row.error < 0.01 for row in rows if row.median_ms) and {*seen} == {(True, 0, None, None)}
+    assert all(row.error < 0.01 for row in rows if row.median_ms)
+    assert {each[:3] for each in seen} == {(True, 0, None)}
 
 
 def test_a_graph_holds_calls_for_a_millisecond_on_each_cache_in_turn(monkeypatch):
@@ -207,18 +214,3 @@ def test_a_graph_holds_calls_for_a_millisecond_on_each_cache_in_turn(monkeypatch
     monkeypatch.setattr(decode, "loop_ms", lambda call, device, reps: 9.0)
     decode.sampler("graph", calls[:1], CPU, burst_ms=2.5)
     assert recording == [0], "one long call is enough"
-
-
-def test_ratios_are_of_one_run_and_of_plain_graphs():
-    paged = DecodeCase(32, 8, 128, 8, 8192, variant="page16")
-    plain, host = DecodeCase(32, 8, 128, 8, 8192), DecodeCase(32, 8, 128, 8, 8192, measure="host")
-    rows = [decode_row(plain, "fa3", 2.0), decode_row(plain, "flashtile-hopper", 1.0)]
-    rows += [decode_row(paged, "fa3", 3.0), decode_row(paged, "flashtile-hopper", 1.5)]
-    rows += [decode_row(host, "fa3", 2.0), decode_row(host, "flashtile-hopper", 4.0)]
-    assert [cell.case for cell in decode.plain(cells(rows))] == [plain]
-    assert table.summary_table(decode.plain(cells(rows)))[1][:5] == ["flashtile-hopper", "fa3", "1", "0", "2.000"]
-    assert decode.variants_table(cells(rows))[1] == ["d128-h32x8-b8-k8k-page16", "1.50", "1.50"]
-    later = [decode_row(paged, name, 3.0, run="2-b") for name in ("fa3", "flashtile-hopper")]
-    assert decode.variants_table(cells([*rows, *later]))[1][1:] == ["-", "-"]
-    random.Random(0).shuffle(rows)
-    assert decode.decode_table(cells(rows))[0][0] == "cell (GB/s)"

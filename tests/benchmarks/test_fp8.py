@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import cudnn_fp8, page, plot, results, run, table
+from benchmarks import cudnn_fp8, results, run, table
 from benchmarks.cases import Case, make_inputs, suite
 from benchmarks.providers import PROVIDERS
 from benchmarks.session import Session
 from flashtile.call.quantized import E4M3
-from tests.benchmarks.synthetic import row
 
 CPU = torch.device("cpu")
 SMALL = Case("forward", "bfloat16", 2, 160, 160, 2, 2, 32, causal=True)
@@ -160,36 +159,3 @@ def test_cudnn_says_what_it_lacks(capsys):
     assert PROVIDERS["cudnn-fp8"].missing("forward", torch.device("cuda")) == "nvidia-cudnn-frontend is not installed"
     assert "windows" in PROVIDERS["cudnn-fp8"].refusal(replace(SMALL, window=(3, 0)), None)
     assert cudnn_fp8.OF_OUT * 6.9 < 448
-
-
-def rows_of_the_suite():
-    """cuDNN takes 1.25 times as long as ours, our 16 bits 1.5 times, rounding in the call a tenth more."""
-    factors = {
-        "flashtile-hopper-fp8": 1.0,
-        "flashtile-hopper-fp8-call": 1.1,
-        "flashtile-hopper": 1.5,
-        "cudnn-fp8": 1.25,
-    }
-    rounding = {table.ROUNDING: 0.1, table.COPY: 0.08}
-    return [
-        row(case, name, factor * (case.flops() / 8e11 or 1), suite="fp8", run="1")
-        for case in suite("fp8")
-        for name, factor in (factors if case.flops() else rounding).items()
-    ]
-
-
-def test_tables_and_plot_say_what_was_measured(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = rows_of_the_suite()
-    blocks = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("fp8", "fp8-summary", "fp8-rounding"))
-    text = page.fill_tables(blocks, rows)
-    assert "| forward-d128-causal-s32768 | 533 | 800 | 727 | 640 | 0.83 | 1.25 | 1.14 |" in text
-    assert text.count("| forward-d") == 24 + 9
-    assert "| 128 | flashtile-hopper-fp8 | cudnn-fp8 | 8 | 0 | 1.250 | 1.250 | 1.250 |" in text
-    assert "| 64 | flashtile-hopper-fp8-call | flashtile-hopper | 8 | 0 | 1.364 |" in text
-    # 369 MB in 100 us.
-    assert "| 8 x 2048 rows, 16 heads of 128 | 100.0 | 3691 | 0.80 |" in text
-    (path,) = plot.draw(rows, tmp_path, "svg")
-    drawn = path.read_text()
-    assert path.name == "fp8.svg" and "<!-- copy -->" not in drawn
-    assert all(f"<!-- {word} -->" in drawn for word in ("cudnn-fp8", "32k", "forward in 8 bits, Test device"))

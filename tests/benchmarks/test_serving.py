@@ -1,6 +1,6 @@
 """The suite of a server's steps: its cells, its reference, how both sides are called, and what gets no time."""
 
-import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +10,7 @@ import flashtile
 from benchmarks import caches, decode, results, serving, steps, table
 from benchmarks.providers import PROVIDERS
 from benchmarks.steps import StepCase
-from tests.benchmarks.synthetic import step_row
+from tests.benchmarks.test_decode import flash_attention_3
 from tests.benchmarks.test_run import session_of
 
 CPU = torch.device("cpu")
@@ -24,29 +24,11 @@ def call_of(case):
     return tensors
 
 
-def by_hand(case, tensors):
-    """All of a step in float64, query by query, by the rules of the public function."""
-    rows = []
-    for b, (seqlen_q, seqlen_k) in enumerate(case.sequences):
-        held = [[], []]
-        for j, (found, name) in itertools.product(range(seqlen_k), zip(held, "kv", strict=True)):
-            cache = tensors[f"{name}_cache"]
-            size = cache.shape[1]
-            entry, row = (tensors["page_table"][b, j // size], j % size) if "page_table" in tensors else (b, j)
-            found.append(cache[entry, row].double().repeat_interleave(case.num_heads_q // case.num_heads_kv, 0))
-        k, v = (torch.stack(x, dim=1) for x in held)
-        for i in range(seqlen_q):
-            q = tensors["q"][b, i] if case.variant else tensors["q"][case.bounds[b] + i]
-            seen = seqlen_k - (seqlen_q - 1 - i)
-            scores = (k[:, :seen] @ q.double()[:, :, None])[..., 0] * case.head_dim**-0.5
-            rows.append((torch.softmax(scores, dim=-1)[:, None] @ v[:, :seen])[:, 0])
-    return torch.stack(rows).view(tensors["q"].shape)
-
-
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
 def test_the_reference_is_what_the_call_means_and_sees_every_sequence(case):
     tensors = call_of(case)
-    exact, reference = by_hand(case, tensors), case.reference(tensors)
+    wide = {name: x.double() if name in ("q", "k_cache", "v_cache") else x for name, x in tensors.items()}
+    exact, reference = flashtile.attention_with_kvcache(**wide), case.reference(tensors)
     assert reference.error((exact,)) < 1e-12 < reference.limit < 0.02
     assert reference.error((flashtile.attention_with_kvcache(**tensors),)) <= reference.limit
     for last in (x - 1 for x in case.bounds[1:]):
@@ -139,27 +121,16 @@ def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch, fault):
     pool, session = caches.draw_pool([PACKED], CPU), session_of(tmp_path, "serving")
     (row,) = decode.run_group((PACKED,), [PROVIDERS["flashtile-cpu"]], session, pool, 2, 0.1)
     assert row.median_ms is None and row.error.startswith("wrong: relative error ")
+    shown = table.cells([replace(row, case=row.case | {"measure": "graph"})])
+    assert serving.steps_table(shown) == [["us (speed over fa3)", "tiny-prompt"], ["d16-h4x2 page16", "wrong"]]
 
 
 def test_flash_attention_3_gets_the_same_step(tmp_path, monkeypatch):
-    """Its operator made up, with names and rules of the real one: packed queries need the longest's length."""
-    seen = set()
-
-    def fwd(
-        q, k, v, *, seqused_k, softmax_scale, is_causal, num_splits, page_table=None, cu_seqlens_q=None,
-        max_seqlen_q=None,
-    ):  # fmt: skip
-        assert (cu_seqlens_q is None) == (max_seqlen_q is None) == (q.dim() == 4)
-        seen.add((max_seqlen_q, page_table is None, is_causal, num_splits))
-        own = {"cache_seqlens": seqused_k, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q}
-        out = flashtile.attention_with_kvcache(q, k, v, **own, softmax_scale=softmax_scale, causal=is_causal)
-        return out, None, None, None
-
-    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd), raising=False)
+    seen = flash_attention_3(monkeypatch)
     pool, session = caches.draw_pool(EVERY, CPU), session_of(tmp_path, "serving")
     rows = [row for group in TINY for row in decode.run_group(group, [PROVIDERS["fa3"]], session, pool, 2, 0.1)]
     assert len(rows) == len(EVERY) and all(row.median_ms > 0 and row.error < 0.01 for row in rows)
-    assert seen == {(most, whole, True, 0) for most in (1, 12, None) for whole in (False, True)}
+    assert seen == {(True, 0, most, whole) for most in (1, 12, None) for whole in (False, True)}
     refused = decode.run_group(TINY[0], [PROVIDERS["sdpa"]], session, pool, 2, 0.1)
     assert all(row.error.startswith("refused: ") for row in refused)
 
@@ -182,13 +153,3 @@ def test_kernels_are_compiled_ahead_by_ours_alone(monkeypatch, capsys):
     monkeypatch.setattr(serving, "side_by_side", in_turn)
     serving.compile_ahead(args, TINY, [PROVIDERS["flashtile-cpu"]])
     assert capsys.readouterr().out.startswith("compiled ahead in "), "the real calls go well"
-
-
-def test_a_table_of_steps_says_what_has_no_time():
-    cases = [StepCase(step, 16, 2, 128, 64) for step in ("decode", "chunks")]
-    rows = [step_row(cases[0], "flashtile", 0.05), step_row(cases[0], "fa3", 0.04)]
-    rows += [step_row(cases[1], "flashtile", None), step_row(cases[1], "fa3", 0.5)]
-    assert serving.steps_table(table.cells(rows)) == [
-        ["us (speed over fa3)", "decode", "chunks"],
-        ["d128-h16x2 page64", "50.0 (0.80)", "refused"],
-    ]

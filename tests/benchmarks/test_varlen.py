@@ -3,7 +3,6 @@ import torch
 
 from benchmarks import results, varlen
 from benchmarks.cases import Case
-from tests.benchmarks.synthetic import row
 
 LENGTHS = varlen.draw_lengths(65536, 16, 16384, varlen.SEED)
 PACKED = Case(
@@ -26,25 +25,6 @@ def test_the_dense_match_has_the_same_work():
     assert dense.flops() == pytest.approx(PACKED.flops(), rel=0.01)
     even = Case("forward", "bfloat16", 4, 256, 256, 2, 2, 64, lengths=(256,) * 4)
     assert varlen.dense_like(even).flops() == even.flops()
-
-
-def test_ratios_compare_within_a_run_and_name_the_loss():
-    dense = varlen.dense_like(PACKED)
-    fast = PACKED.flops() / 1e9 / 500
-    rows = [
-        row(PACKED, "flashtile-hopper", fast, run="1"),
-        row(dense, "flashtile-hopper", dense.flops() / 1e9 / 625, run="1"),
-        row(PACKED, "fa3", PACKED.flops() / 1e9 / 400, run="1"),
-        row(dense, "fa3", dense.flops() / 1e9 / 600, run="1"),
-        row(PACKED, "fa2", fast, run="2"),
-        row(PACKED, "flashtile-portable", None, run="1"),
-    ]
-    found = varlen.ratios(rows)
-    assert {name for _, name in found} == {"flashtile-hopper", "fa3"}
-    assert found[PACKED, "flashtile-hopper"] == pytest.approx((500, 625))
-    table = varlen.varlen_table(rows)
-    assert table[1][1:] == ["flashtile-hopper", "500", "625", "0.800", "1.25"]
-    assert table[2][1:] == ["fa3", "400", "600", "0.667", ""]
 
 
 def test_the_command_times_both_batches_on_the_cpu(tmp_path, capsys):

@@ -54,6 +54,15 @@ def by_hand(
     return torch.einsum("bhij,bjhd->bihd", probs, v), lse
 
 
+def spun(x: Tensor, angle: Tensor, interleaved: bool, scale: Tensor | float = 1.0) -> Tensor:
+    """Pairs of features of x (..., rows, heads, dim), turned by angles (..., rows, pairs); others stay."""
+    width = 2 * angle.shape[-1]
+    pairs = x[..., :width].unflatten(-1, (-1, 2)) if interleaved else x[..., :width].unflatten(-1, (2, -1)).mT
+    turned = torch.view_as_complex(pairs.contiguous()) * (torch.exp(1j * angle) * scale)[..., None, :]
+    pairs = torch.view_as_real(turned)
+    return torch.cat([(pairs if interleaved else pairs.mT).flatten(-2), x[..., width:]], dim=-1)
+
+
 def inputs(
     seqlen_q: int = 37,
     seqlen_k: int = 37,

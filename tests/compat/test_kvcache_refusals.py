@@ -12,26 +12,32 @@ from flashtile import InvalidInputError, UnsupportedError
 from flashtile.compat import flash_attn_2 as fa2
 from flashtile.compat import flash_attn_3 as fa3
 from tests.compat.by_hand import cumulated
-from tests.compat.caches import CAPACITY, Case, build, int32, packed_over_pages
+from tests.compat.caches import case_of, given, packed_over_pages
+from tests.kvcache.cases import build
+
+CAPACITY = 24
 
 
 def second(**changed: Any) -> Any:
-    call = build(Case("bad", new=(1, 1, 1), page=8), torch.float32).tensors
-    call["block_table"] = call.pop("table")
-    return fa2.flash_attn_with_kvcache(**{**call, **changed})
+    call = build(case_of("bad", 1, 1, page_size=8), torch.float32)
+    return fa2.flash_attn_with_kvcache(**{**given(fa2, call), **changed})
 
 
 def third(**changed: Any) -> Any:
-    call = build(Case("bad", new=(1, 1, 1), places=(1, 0, 2), page=8), torch.float32).tensors
-    call["page_table"] = call.pop("table")
-    return fa3.flash_attn_with_kvcache(**{**call, **changed})
+    call = build(case_of("bad", 1, 1, page_size=8), torch.float32)
+    rows = {"cache_batch_idx": torch.tensor((1, 0, 2), dtype=torch.int32)}
+    return fa3.flash_attn_with_kvcache(**{**given(fa3, call), **rows, **changed})
 
 
 def varlen(**changed: Any) -> Any:
-    _, call, args = packed_over_pages(torch.float32)
+    call, args = packed_over_pages(torch.float32)
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    given = {**dict(zip(names, args, strict=True)), "block_table": call.tensors["table"]}
-    return fa2.flash_attn_varlen_func(**{**given, **changed})
+    words = {**dict(zip(names, args, strict=True)), "block_table": call.tensors.page_table}
+    return fa2.flash_attn_varlen_func(**{**words, **changed})
+
+
+def int32(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def plan(**changed: Any) -> Tensor:

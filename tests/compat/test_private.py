@@ -13,6 +13,7 @@ import flashtile
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.compat import _private as private
 from flashtile.compat import flash_attn_2 as fa2
+from tests.compat.by_hand import assert_same
 
 FORWARD = "q k v dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes return_softmax"
 BACKWARD = (
@@ -40,11 +41,6 @@ def test_defaults() -> None:
     assert inspect.getfullargspec(private._flash_attn_forward).defaults is None
     assert inspect.getfullargspec(private._flash_attn_backward).defaults == (None,)
     assert inspect.getfullargspec(private._flash_attn_varlen_backward).defaults == (None, False)
-
-
-def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
 def randn(*shape: int) -> Tensor:

@@ -11,20 +11,15 @@ from torch import Tensor
 from flashtile import InvalidInputError
 from flashtile.compat import rotary
 from flashtile.compat.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
-from tests.compat.by_hand import shown
+from tests.compat.by_hand import shown, spun
 
 ANGLES = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 COS, SIN = ANGLES.cos(), ANGLES.sin()
 
 
 def turned(x: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Pairs as complex numbers, turned by exp(i angle); features behind the sixth stay."""
-    head, rest = x[..., :6], x[..., 6:]
-    pairs = head.unflatten(-1, (3, 2)) if interleaved else head.unflatten(-1, (2, 3)).transpose(-1, -2)
-    spun = torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * ANGLES[positions])[..., None, :]
-    pairs = torch.view_as_real(spun)
-    head = pairs.flatten(-2) if interleaved else pairs.transpose(-1, -2).flatten(-2)
-    return torch.cat([head, rest], dim=-1)
+    """By the angles of the tables; features behind the sixth stay."""
+    return spun(x, ANGLES[positions], interleaved)
 
 
 SIGNATURES = {
@@ -177,10 +172,7 @@ def module_turned(x: Tensor, positions: Tensor, base: float, interleaved: bool, 
     """All features of x (..., rows, heads, dim) turned by the angles of a RotaryEmbedding, times scale."""
     half = x.shape[-1] // 2
     angles = positions.double()[:, None] * base ** -(torch.arange(half, dtype=torch.float64) / half)
-    spin = torch.exp(1j * angles) * scale
-    pairs = x.double().unflatten(-1, (half, 2)) if interleaved else x.double().unflatten(-1, (2, half)).mT
-    spun = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * spin[..., None, :])
-    return spun.flatten(-2) if interleaved else spun.mT.flatten(-2)
+    return spun(x.double(), angles, interleaved, scale)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

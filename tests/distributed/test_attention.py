@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cases import Case
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
-from tests.distributed.ranks import CASES, NAMED, Case
+from tests.distributed.ranks import CASES, NAMED
 
 LAYOUTS = ("zigzag", "contiguous", "striped")
 
@@ -22,7 +23,9 @@ def ways(case: Case, world: int) -> list[tuple[str, str]]:
 # Every case on three ranks, which divide nothing; these also on two and eight.
 EVERYWHERE = ("causal", "window_causal", "dropout_causal", "few_rows", "packed_empty", "packed_short", "everything")
 USUAL = [(case, 3) for case in CASES] + [(NAMED[name], world) for name in EVERYWHERE for world in (2, 8)]
-OTHERS = [(case, world) for case in CASES for world in (2, 4, 8) if world == 4 or case.name not in EVERYWHERE]
+OTHERS = [
+    (case, world) for case in CASES for world in (2, 4, 8) if world == 4 or case not in map(NAMED.get, EVERYWHERE)
+]
 
 
 @pytest.mark.one_in(16)

@@ -64,6 +64,17 @@ class BoxLayout(Anything):
         return cls(int(shape[-1]))
 
 
+# In float32 both would depend on where in memory operands lie, as vector libraries start their loops.
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """In float32, of sums in float64."""
+    return (a.double() @ b.double()).float()
+
+
+def exp2(x: torch.Tensor) -> torch.Tensor:
+    """Rounded from float64."""
+    return torch.exp2(x.double()).to(x.dtype)
+
+
 def elementwise(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     """A function of one value or two."""
 
@@ -293,7 +304,7 @@ class Language:
             raise MachineError(f"a product of {a.dtype} and {b.dtype}")
 
         def finish() -> None:
-            product = a.data.float() @ b.data.float()
+            product = matmul(a.data, b.data)
             if adds:
                 product = product + (acc.result if isinstance(acc, Pending) else acc).data
             pending.set(Value(product))
@@ -320,7 +331,7 @@ class Language:
             "constexpr": lambda x: x,
             "tensor": Value,
             "where": select,
-            "exp2": elementwise(torch.exp2),
+            "exp2": elementwise(exp2),
             "log2": elementwise(torch.log2),
             "abs": elementwise(torch.abs),
             # A NaN gives way to a number, as in the instructions.
@@ -404,7 +415,7 @@ def _dot(a: Value, b: Value, acc: Value | None = None) -> Value:
     """A product that is over when it returns."""
     if a.data.dtype != b.data.dtype:
         raise MachineError(f"a product of {a.dtype} and {b.dtype}")
-    product = a.data.float() @ b.data.float()
+    product = matmul(a.data, b.data)
     return Value(product if acc is None else product + acc.data)
 
 

@@ -71,11 +71,10 @@ def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.div(a, b, rounding_mode="trunc")
 
 
-class Value:
-    """A tensor or scalar in registers."""
+class Typed:
+    """What kernels ask of a tensor, wherever it lies."""
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
+    data: torch.Tensor
 
     @property
     def dtype(self) -> Any:
@@ -88,6 +87,13 @@ class Value:
     @property
     def type(self) -> TypeOf:
         return TypeOf(self.dtype, self.shape)
+
+
+class Value(Typed):
+    """A tensor or scalar in registers."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
 
     def __bool__(self) -> bool:
         if self.data.dim():
@@ -253,7 +259,7 @@ class Pointer:
         self.memory[places[used]] = data[used]
 
 
-class SharedMemory:
+class SharedMemory(Typed):
     """A shared_memory_descriptor: part of an allocation and its places in the watch.
 
     Attributes:
@@ -293,18 +299,6 @@ class SharedMemory:
             [f"{name}[{i}]" for i in range(buffers) for _ in range(down * across)]
         )
         return cls(machine, data, places.reshape(buffers, down, across))
-
-    @property
-    def dtype(self) -> Any:
-        return TRITON_DTYPES[self.data.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.data.shape)
-
-    @property
-    def type(self) -> TypeOf:
-        return TypeOf(self.dtype, self.shape)
 
     @property
     def layout(self) -> Any:

@@ -6,7 +6,6 @@ none.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,11 +20,8 @@ from flashtile.backends.gpu import host
 from flashtile.backends.gpu.launch import Launch
 from flashtile.call.arguments import FLOAT8, Tensors
 from flashtile.call.backend import Backend, Chain, Direction, Gradients
-from flashtile.call.cached_arguments import CacheTensors, read
-from flashtile.call.cached_problem import problem_of as cached_problem
 from flashtile.call.problem import Problem
-from flashtile.call.quantized import Inputs
-from flashtile.call.quantized_arguments import QuantizedOptions, QuantizedTensors
+from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import problem_of as quantized_problem
 from flashtile.core.masks import Origin
 from flashtile.core.states import Partial
@@ -37,8 +33,9 @@ from tests.cases import Case, build, gradient_of
 from tests.fuzz.drawn import Drawn
 from tests.kvcache import cases as kvcache
 from tests.kvcache.cases import CacheCase
-from tests.quantization.cases import BLOCK, QuantizedCase
+from tests.quantization.cases import BLOCK, QuantizedCase, options_of
 from tests.quantization.quantizer import Case as QuantizerCase
+from tests.quantization.quantizer import inputs
 
 _SMS = 132
 # NVIDIA's by compute capability; None for AMD's.
@@ -190,10 +187,9 @@ def _of_chain(backend: Backend, problem: Problem, t: Tensors, dout: Tensor, lse:
 
 def _of_cached(call: Drawn, capability: Capability) -> Parts:
     assert isinstance(call.case, CacheCase)
-    case, t = call.case, laid_out(call.case, call.dtype)
-    options = read(case.causal, case.window, True, (_longest(case), case.scale, case.softcap, case.interleaved, None))
-    problem = _on(cached_problem(t, options), capability)
-    t = cached_ops.CACHED.readable(t)
+    case, made = call.case, kvcache.build(call.case, call.dtype, "meta")
+    problem = _on(made.problem, capability)
+    t = cached_ops.CACHED.readable(made.tensors)
     if not _is_able(problem, "decode"):
         return
     for backend in _backends(problem, "decode"):
@@ -203,54 +199,10 @@ def _of_cached(call: Drawn, capability: Capability) -> Parts:
         yield backend.name, "decode", about, problem
 
 
-def _longest(case: CacheCase) -> int | None:
-    return max((rows for _, rows, _ in case.sequences), default=0) if case.packed and case.say_longest else None
-
-
-def laid_out(case: CacheCase, dtype: torch.dtype) -> CacheTensors:
-    """The tensors of ``tests.kvcache.cases.build`` without data."""
-    old, rows, new = (tuple(s[n] for s in case.sequences) for n in range(3))
-    batch, dims = len(old), (case.head_dim, case.head_dim_v or case.head_dim)
-    index = functools.partial(empty, dtype=torch.int32)
-    packed_new = case.packed or case.packed_new
-    of_q = (sum(rows) + case.spare,) if case.packed else (batch, rows[0] if rows else 2)
-    of_new = (sum(new) + case.spare,) if packed_new else (batch, new[0] if new else 1)
-    capacity = case.capacity or max([*map(sum, zip(old, new, strict=True)), *case.leftpad], default=0) + 3
-    count, size = (batch + 2 * case.entries), capacity
-    if case.page_size:
-        size = case.page_size
-        count = 2 + sum(-(-(a + b) // size) for a, b in zip(old, new, strict=True))
-    of_cache = FLOAT8 if case.float8 else dtype
-    k, v = kvcache._lay_out(case.layout, *(empty(count, size, case.kv_heads, dim, dtype=of_cache) for dim in dims))
-    scale_shape = {"h": (case.kv_heads,), "eh": (count, case.kv_heads)}.get(case.float8)
-    scales = [None if scale_shape is None else empty(*scale_shape) for _ in "kv"]
-    wide = empty(*of_q, case.heads + (case.out == "part"), dims[1], dtype=dtype)
-    angles: list[Tensor | None] = [None, None]
-    if case.rotary:
-        positions = capacity + max(rows, default=0) + 9
-        angles = [empty(positions, case.rotary // 2, dtype=dtype if case.tables else torch.float32) for _ in "cs"]
-    bounds = index(batch + 1) if case.packed else None
-    bounds_new = index(batch + 1) if packed_new and (new != rows or not case.packed) else bounds
-    return CacheTensors(
-        out=wide[..., : case.heads, :], q=empty(*of_q, case.heads, dims[0], dtype=dtype), k_cache=k, v_cache=v,
-        cache_seqlens=index(batch),
-        page_table=index(batch, -(-capacity // size)) if case.page_size else None,
-        cache_batch_idx=index(batch) if case.entries else None,
-        cache_leftpad=index(batch) if case.leftpad else None,
-        k=empty(*of_new, case.kv_heads, dims[0], dtype=dtype) if case.appends else None,
-        v=empty(*of_new, case.kv_heads, dims[1], dtype=dtype) if case.appends else None,
-        rotary_cos=angles[0], rotary_sin=angles[1], rotary_seqlens=index(batch) if case.rotary_start else None,
-        k_scale=scales[0], v_scale=scales[1], cu_seqlens_q=bounds,
-        cu_seqlens_k_new=bounds_new if case.appends else None,
-        alibi_slopes=empty(*((case.heads,) if case.alibi == "h" else (batch, case.heads))) if case.alibi else None,
-        sinks=empty(case.heads, dtype=dtype) if case.sinks else None,
-    )  # fmt: skip
-
-
 def _of_quantized(call: Drawn, capability: Capability) -> Parts:
     assert isinstance(call.case, QuantizedCase)
-    t, options = laid_out_8_bits(call.case)
-    problem = _on(quantized_problem(t, options), capability)
+    t = laid_out_8_bits(call.case)
+    problem = _on(quantized_problem(t, options_of(call.case)), capability)
     if not _is_able(problem, "quantized"):
         return
     for backend in _backends(problem, "quantized"):
@@ -258,8 +210,8 @@ def _of_quantized(call: Drawn, capability: Capability) -> Parts:
         yield backend.name, "quantized", traits(problem), problem
 
 
-def laid_out_8_bits(case: QuantizedCase) -> tuple[QuantizedTensors, QuantizedOptions]:
-    """The tensors and options of ``tests.quantization.cases.build``, without data."""
+def laid_out_8_bits(case: QuantizedCase) -> QuantizedTensors:
+    """The tensors of ``tests.quantization.cases.build``, without data."""
     batch, dim_v = len(case.lengths), case.head_dim_v or case.head_dim
     total = [sum(pair[side] for pair in case.lengths) + case.spare for side in (0, 1)]
     rows_q, rows_k = (((n,) if case.packed else (batch, n // max(batch, 1))) for n in total)
@@ -270,7 +222,7 @@ def laid_out_8_bits(case: QuantizedCase) -> tuple[QuantizedTensors, QuantizedOpt
         return empty(*{"block": (*lead, heads, blocks), "head": (*lead, heads, 1)}.get(kind, (1,) * (len(lead) + 2)))
 
     bounds = [empty(batch + 1, dtype=torch.int32) if case.packed else None for _ in "qk"]
-    made = QuantizedTensors(
+    return QuantizedTensors(
         empty(*rows_q, case.heads, case.head_dim, dtype=FLOAT8),
         empty(*rows_k, case.kv_heads, case.head_dim, dtype=FLOAT8),
         empty(*lead, case.kv_heads, dim_v, blocks[1] * BLOCK, dtype=FLOAT8),
@@ -279,45 +231,19 @@ def laid_out_8_bits(case: QuantizedCase) -> tuple[QuantizedTensors, QuantizedOpt
         shift=empty(*lead, case.heads, rows_q[-1]) if case.shifted else None,
         sinks=empty(case.heads) if case.sinks else None, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1],
     )  # fmt: skip
-    longest = [max((pair[side] for pair in case.lengths), default=0) for side in (0, 1)]
-    options = QuantizedOptions(
-        None if case.window[0] in (None, -1) else case.window[0],
-        0 if case.causal else None if case.window[1] in (None, -1) else case.window[1],
-        *(longest if case.packed and case.say_longest else (None, None)),
-        torch.float16 if case.half else torch.bfloat16, case.scale, case.softcap,
-    )  # fmt: skip
-    return made, options
 
 
 def _of_quantizer(call: Drawn, capability: Capability) -> Parts:
     from flashtile.backends.portable.rounding.launch import QuantizePlan
 
     assert isinstance(call.case, QuantizerCase)
-    given = laid_out_inputs(call.case, call.dtype)
+    given = inputs(call.case, call.dtype, "meta")
     if 0 in (given.q.numel(), given.k.numel()):
         return
     QuantizePlan(given, call.case.choices)(given)
     about = {"dtype": str(call.dtype)[6:], "head_dim": call.case.head_dim, "head_dim_v": call.case.head_dim_v}
     about |= {name: getattr(call.case, name) for name in ("packed", "rotary_dim", "scales", "rotate", "smooth_k")}
     yield "portable", "quantize", about, None
-
-
-def laid_out_inputs(case: QuantizerCase, dtype: torch.dtype) -> Inputs:
-    """The tensors of ``tests.quantization.quantizer.inputs`` without data."""
-    made = []
-    for side, heads, dim in (
-        (0, case.heads[0], case.head_dim),
-        *((1, case.heads[1], d) for d in (case.head_dim, case.head_dim_v)),
-    ):
-        each = [lengths[side] for lengths in case.lengths]
-        rows = (sum(each) + 5,) if case.packed else (len(each), each[0])
-        made.append(empty(*rows, 2 * heads, dim, dtype=dtype)[..., :heads, :])
-    bounds = [empty(len(case.lengths) + 1, dtype=torch.int32) if case.packed else None for _ in "qk"]
-    angles: list[Tensor | None] = [None, None]
-    if case.rotary_dim:
-        rows_k = max(k for _, k in case.lengths)
-        angles = [empty(max(rows_k - 3, 1), case.rotary_dim // 2) for _ in "cs"]
-    return Inputs(*made, *bounds, *angles)
 
 
 def merging(dims: tuple[int, ...] = (16, 33, 64, 128, 192, 256)) -> list[Launch]:

@@ -98,14 +98,11 @@ def _tensors(call: Drawn) -> tuple[dict[str, Any], dict[str, Any]]:
         real, bare = cases.build(case, call.dtype), cases.build(case, call.dtype, "meta")
         assert dataclasses.replace(bare.problem, device_type="cpu", aligned=real.problem.aligned) == real.problem
         return vars(real.tensors), vars(bare.tensors)
-    if isinstance(case, CacheCase):
-        made = kvcache.build(case, call.dtype).tensors
-        return vars(made), vars(launches.laid_out(case, call.dtype))
     if isinstance(case, QuantizedCase):
-        options = quantization.build(case).options
-        assert launches.laid_out_8_bits(case)[1] == options
-        return vars(quantization.build(case).tensors), vars(launches.laid_out_8_bits(case)[0])
-    return vars(quantizer.inputs(case, call.dtype)), vars(launches.laid_out_inputs(case, call.dtype))
+        return vars(quantization.build(case).tensors), vars(launches.laid_out_8_bits(case))
+    if isinstance(case, CacheCase):
+        return vars(kvcache.build(case, call.dtype).tensors), vars(kvcache.build(case, call.dtype, "meta").tensors)
+    return vars(quantizer.inputs(case, call.dtype)), vars(quantizer.inputs(case, call.dtype, "meta"))
 
 
 def test_the_sweep_has_calls_with_splits_and_without() -> None:

@@ -242,9 +242,13 @@ class CacheCall:
 
 
 def build(case: CacheCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> CacheCall:
-    """The tensors of a case, random with a fixed seed; the same numbers on every device."""
-    make = torch.Generator().manual_seed(seed)
+    """The tensors of a case, random with a fixed seed, the same on every device; on meta their layouts alone."""
+    with torch.device("meta" if device == "meta" else "cpu"):
+        make = None if device == "meta" else torch.Generator().manual_seed(seed)
+        return _build(case, dtype, device, make)
 
+
+def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generator | None) -> CacheCall:
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=make).to(dtype)
 
@@ -295,7 +299,7 @@ def build(case: CacheCase, dtype: torch.dtype, device: str = "cpu", seed: int = 
 
 def _moved(x: Any, device: str) -> Any:
     """A tensor on a device, with its strides."""
-    if not isinstance(x, Tensor) or device == "cpu":
+    if not isinstance(x, Tensor) or device in ("cpu", "meta"):
         return x
     whole = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
@@ -322,7 +326,7 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
 _GARBAGE = (-1, 2**31 - 1, -(2**31))
 
 
-def _places(case: CacheCase, lengths: list[int], capacity: int, make: torch.Generator) -> dict[str, Tensor]:
+def _places(case: CacheCase, lengths: list[int], capacity: int, make: torch.Generator | None) -> dict[str, Tensor]:
     """page_table or cache_batch_idx, with pages and entries in a random order and some that nobody has."""
     batch = len(lengths)
     if case.entries:
@@ -332,6 +336,8 @@ def _places(case: CacheCase, lengths: list[int], capacity: int, make: torch.Gene
     size, most = case.page_size, -(-capacity // case.page_size)
     table = torch.empty(batch, most, dtype=torch.int32)
     table.flatten().copy_(torch.tensor(_GARBAGE).repeat(table.numel())[: table.numel()])
+    if make is None:
+        return {"page_table": table}
     order = iter(torch.randperm(sum(-(-length // size) for length in lengths) + 2, generator=make).tolist())
     for b, length in enumerate(lengths):
         first = case.leftpad[b] if case.leftpad else 0
@@ -343,7 +349,7 @@ def _places(case: CacheCase, lengths: list[int], capacity: int, make: torch.Gene
 
 
 def _caches(
-    case: CacheCase, places: dict[str, Tensor], capacity: int, dtype: torch.dtype, make: torch.Generator
+    case: CacheCase, places: dict[str, Tensor], capacity: int, dtype: torch.dtype, make: torch.Generator | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """The caches and their scales; what no sequence may see is NaN or infinite.
 
@@ -365,7 +371,7 @@ def _caches(
         shape = (heads,) if case.float8 == "h" else (count, heads)
         # The largest magnitude of keys is then 1.8 to 3.6: new ones saturate.
         scales = [(torch.rand(*shape, generator=make) + 1) * 0.004 for _ in dims]
-    for b, (old, _, _) in enumerate(case.sequences):
+    for b, (old, _, _) in enumerate(case.sequences if make is not None else ()):
         first = min(case.leftpad[b] if case.leftpad else 0, old)
         for x, dim in zip(values, dims, strict=True):
             for j in range(first, old):
@@ -410,7 +416,7 @@ def _lay_out(layout: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotary(
-    case: CacheCase, positions: int, batch: int, dtype: torch.dtype, make: torch.Generator
+    case: CacheCase, positions: int, batch: int, dtype: torch.dtype, make: torch.Generator | None
 ) -> dict[str, Tensor]:
     angle = torch.arange(positions)[:, None] * 0.7 ** torch.arange(1, case.rotary // 2 + 1)
     tables = {"rotary_cos": angle.cos(), "rotary_sin": angle.sin()}

@@ -160,8 +160,17 @@ def build(case: QuantizedCase, device: str = "cpu", seed: int = 0) -> QuantizedC
     if case.packed:
         for name, side in (("cu_seqlens_q", 0), ("cu_seqlens_k", 1)):
             tensors[name] = _bounds(case, side)
+    options = options_of(case)
+    made = QuantizedTensors(**{name: x.to(device) for name, x in tensors.items()})
+    shaped = {name: x if case.packed else _dense(x, batch) for name, x in wide.items()}
+    rows = Tensors(*shaped.values(), cu_seqlens_q=tensors.get("cu_seqlens_q"), cu_seqlens_k=tensors.get("cu_seqlens_k"))
+    return QuantizedCall(case, problem_of(made, options), made, options, rows)
+
+
+def options_of(case: QuantizedCase) -> QuantizedOptions:
+    """The options of a case's call."""
     longest = [max((pair[side] for pair in case.lengths), default=0) for side in (0, 1)]
-    options = QuantizedOptions(
+    return QuantizedOptions(
         None if case.window[0] in (None, -1) else case.window[0],
         0 if case.causal else None if case.window[1] in (None, -1) else case.window[1],
         *(longest if case.packed and case.say_longest else (None, None)),
@@ -169,10 +178,6 @@ def build(case: QuantizedCase, device: str = "cpu", seed: int = 0) -> QuantizedC
         case.scale,
         case.softcap,
     )
-    made = QuantizedTensors(**{name: x.to(device) for name, x in tensors.items()})
-    shaped = {name: x if case.packed else _dense(x, batch) for name, x in wide.items()}
-    rows = Tensors(*shaped.values(), cu_seqlens_q=tensors.get("cu_seqlens_q"), cu_seqlens_k=tensors.get("cu_seqlens_k"))
-    return QuantizedCall(case, problem_of(made, options), made, options, rows)
 
 
 def _bounds(case: QuantizedCase, side: int) -> Tensor:

@@ -57,8 +57,13 @@ CASES = (
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Inputs:
-    """Tensors with views' strides, keys with a mean, and numbers of all sizes."""
+    """Tensors with views' strides, keys with a mean, and numbers of all sizes; on meta their layouts alone."""
     torch.manual_seed(len(case.name))
+    with torch.device("meta" if device == "meta" else "cpu"):
+        return _inputs(case, dtype, device)
+
+
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     (heads_q, heads_kv), bounds = case.heads, None
 
     def rows(side: int, heads: int, dim: int) -> Tensor:

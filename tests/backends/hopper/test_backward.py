@@ -73,10 +73,10 @@ def test_deterministic_bits_of_split_groups() -> None:
 
 def test_sums_are_in_any_order_unless_asked_for() -> None:
     """Otherwise the test before this one shows nothing."""
-    case = Case("full", batch=1, seqlen_q=300, seqlen_k=420, head_dim=64)
+    case = Case("full", batch=1, seqlen_q=300, seqlen_k=900, head_dim=64)
     bits = set()
     for seed in range(12):
-        with on_cpu(seed, 4):
+        with on_cpu(seed, 8):
             call = build(case, torch.bfloat16)
             out, _ = call.run("hopper")
             (dq,) = torch.autograd.grad((out.float() ** 2).sum(), [call.leaves["q"]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtile import reference
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
@@ -22,50 +22,32 @@ from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
+from tests.kvcache.cases import CacheCase, build
 from tests.poison import poisoned_memory
 from tests.slow import slow_but
 
-FULL, CAUSAL, WINDOW = Band(), Band(None, 0), Band(40, 3)
+FULL: dict[str, Any] = {"causal": False}
+WINDOW: dict[str, Any] = {"causal": False, "window": (40, 3)}
 
 
-@dataclass(frozen=True)
-class Case:
-    """Sequences of (keys in the cache, queries), whose last ``new`` keys count as appended by the call.
-
-    ``table``: whether a sequence's entry is by cache_batch_idx; ``one``: keys and values are views of one tensor.
-    """
-
-    sequences: tuple[tuple[int, int], ...]
-    heads: int = 2
-    kv_heads: int = 1
-    head_dim: int = 64
-    page_size: int = 0
-    packed: bool = False
-    spare: int = 0
-    new: int = 0
-    table: bool = False
-    one: bool = False
-    band: Band = CAUSAL
-    softcap: float = 0.0
-    alibi: bool = False
-    sinks: bool = False
-
-    @property
-    def keys(self) -> list[int]:
-        return [max(count, 0) for count, _ in self.sequences]
+def case_of(sequences: tuple[tuple[int, int], ...], new: int = 0, **values: Any) -> CacheCase:
+    """Sequences of (keys, queries), of whose keys a call has appended the last ``new``; few heads of 64 features."""
+    old = tuple((keys - new if keys >= new else keys, rows, new) for keys, rows in sequences)
+    return CacheCase("", old, appends=new > 0, **{"kv_heads": 1, "head_dim": 64} | values)
 
 
 CASES = {
-    "rows": Case(((200, 130), (150, 130))),
-    "lengths": Case(((300, 70), (5, 70), (0, 70), (-1, 70), (128, 70)), heads=4, table=True),
-    "pages_of_16": Case(((200, 140), (3, 140)), page_size=16),
-    "pages_of_64": Case(((260, 140), (129, 140)), page_size=64, head_dim=128, one=True, new=7),
-    "pages_of_256": Case(((300, 140), (256, 140)), page_size=256, heads=1, band=FULL),
-    "window": Case(((280, 140), (90, 140)), page_size=32, band=WINDOW, sinks=True, one=True),
-    "wide": Case(((150, 135),), page_size=64, heads=1, head_dim=256, softcap=5.0),
-    "parts": Case(((150, 135),), page_size=16, heads=1, head_dim=96, alibi=True),
-    "packed": Case(((200, 90), (70, 3), (30, 4), (40, 0), (150, 33)), packed=True, page_size=16, spare=2, sinks=True),
-    "packed_apart": Case(((200, 90), (129, 129)), packed=True, table=True, new=3, alibi=True),
+    "rows": case_of(((200, 130), (150, 130))),
+    "lengths": case_of(((300, 70), (5, 70), (0, 70), (-1, 70), (128, 70)), heads=4, entries=True),
+    "pages_of_16": case_of(((200, 140), (3, 140)), page_size=16),
+    "pages_of_64": case_of(((260, 140), (129, 140)), 7, page_size=64, head_dim=128, layout="between"),
+    "pages_of_256": case_of(((300, 140), (256, 140)), page_size=256, heads=1, causal=False),
+    "window": case_of(((280, 140), (90, 140)), page_size=32, **WINDOW, sinks=True, layout="between"),
+    "wide": case_of(((150, 135),), page_size=64, heads=1, head_dim=256, softcap=5.0),
+    "parts": case_of(((150, 135),), page_size=16, heads=1, head_dim=96, alibi="h"),
+    "packed": case_of(((200, 90), (70, 3), (30, 4), (40, 0), (150, 33)), packed=True, page_size=16, spare=2,
+                      sinks=True),
+    "packed_apart": case_of(((200, 90), (129, 129)), 3, packed=True, entries=True, alibi="h"),
 }  # fmt: skip
 
 
@@ -73,49 +55,15 @@ CASES = {
 LEAVES = (16, 40)
 
 
-def tensors_of(case: Case) -> CacheTensors:
-    """A case's tensors; what lies behind the keys, and pages that nobody has, is NaN."""
-    torch.manual_seed(0)
-    batch, size, dim = len(case.sequences), case.page_size, case.head_dim
-    capacity = -(-max(case.keys) // max(size, 1)) * max(size, 1)
-    shape = (batch * capacity // size + 2, size) if size else (batch + 2, capacity)
-    both = torch.full((*shape, 2, case.kv_heads, dim), torch.nan).bfloat16()
-    k, v = both.unbind(2) if case.one else (x.contiguous() for x in both.unbind(2))
-    order = torch.randperm(shape[0], dtype=torch.int32)
-    table = order[: batch * capacity // size].view(batch, -1) if size else None
-    entries = order[:batch] if case.table else torch.arange(batch)
-    for b, count in enumerate(case.keys):
-        for cache in (k, v):
-            for j, row in enumerate(torch.randn(count, case.kv_heads, dim).bfloat16()):
-                cache[(int(table[b, j // size]), j % size) if table is not None else (int(entries[b]), j)] = row
-    rows = [rows for _, rows in case.sequences]
-    shape_q = (sum(rows) + case.spare,) if case.packed else (batch, rows[0])
-    q = torch.randn(*shape_q, case.heads, dim).bfloat16()
-    return CacheTensors(
-        torch.full_like(q, torch.nan), q, k, v,
-        torch.tensor([n - case.new if n >= case.new else n for n, _ in case.sequences], dtype=torch.int32),
-        page_table=table,
-        cache_batch_idx=order[:batch] if case.table else None,
-        # Appended already: what the call adds to the lengths is all that counts here.
-        k=q.new_empty(batch, case.new, case.kv_heads, dim) if case.new else None,
-        v=q.new_empty(batch, case.new, case.kv_heads, dim) if case.new else None,
-        cu_seqlens_q=torch.tensor([0, *rows]).cumsum(0).int() if case.packed else None,
-        alibi_slopes=torch.rand(case.heads) if case.alibi else None,
-        sinks=torch.randn(case.heads) if case.sinks else None,
-    )  # fmt: skip
-
-
-def problem_of(case: Case, tensors: CacheTensors, **changes: Any) -> Problem:
-    t, size = tensors, case.page_size
-    capacity = t.k_cache.shape[1] if t.page_table is None else t.page_table.shape[1] * size
-    facts: dict[str, Any] = dict(
-        device_type="cuda", compute_capability=(9, 0), batch=len(case.sequences), precision=Precision(*[t.q.dtype] * 4),
-        queries=SequenceLayout(max(rows for _, rows in case.sequences), case.packed),
-        keys=SequenceLayout(capacity, used=True, page_size=size), num_heads_q=case.heads, num_heads_kv=case.kv_heads,
-        head_dim=case.head_dim, head_dim_v=case.head_dim, softmax_scale=case.head_dim**-0.5, band=case.band,
-        softcap=case.softcap, alibi=case.alibi, sinks=case.sinks,
-    )  # fmt: skip
-    return described(**facts | changes)
+def call_of(case: CacheCase, seed: int = 0) -> tuple[Problem, CacheTensors]:
+    """A call on Hopper, its keys appended; what lies behind them, and pages that nobody has, is no number."""
+    call = build(case, torch.bfloat16, seed=seed)
+    t, written = call.tensors, reference.appended(call.problem, call.tensors)
+    # In place, for the caches' strides. What the call adds to the lengths is all that counts of k and v from here on.
+    t.k_cache.copy_(written.k_cache)
+    t.v_cache.copy_(written.v_cache)
+    t.out.fill_(torch.nan)
+    return call.problem.but(device_type="cuda", compute_capability=(9, 0)), t
 
 
 def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None) -> Tensor:
@@ -133,14 +81,14 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
     return lse
 
 
-def alone(case: Case, problem: Problem, tensors: CacheTensors, b: int) -> tuple[Tensor, Tensor]:
+def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of a sequence whose keys are a tensor of their own, by ``attention``'s plan."""
-    t, count = tensors, case.keys[b]
-    rows = case.sequences[b][1]
+    t, (old, rows, new) = tensors, case.sequences[b]
+    count = old + new if old >= 0 else 0
     start = int(t.cu_seqlens_q[b]) if t.cu_seqlens_q is not None else 0
     q = (t.q if case.packed else t.q[b])[start : start + rows]
     k, v = (
-        (x[t.page_table[b].long()].flatten(0, 1) if t.page_table is not None
+        (x[t.page_table[b, : -(-count // case.page_size)].long()].flatten(0, 1) if t.page_table is not None
          else x[b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])])[:count].contiguous()
         for x in (t.k_cache, t.v_cache)
     )  # fmt: skip
@@ -164,7 +112,7 @@ def test_bits_of_random_calls(shard: int) -> None:
         judge_bits(case, seed, LEAVES if case.packed and seed % 2 else None)
 
 
-def random_case(draw: random.Random) -> Case:
+def random_case(draw: random.Random) -> CacheCase:
     """Any combination of what a call on the forward may have, of up to 260 keys a sequence."""
     packed, kv_heads, page_size = draw.random() < 0.5, draw.choice([1, 1, 2]), draw.choice([0, 0, 16, 32, 64, 128, 256])
     rows, new = draw.choice([1, 33, 64, 65, 130, 150]), draw.choice([0, 0, 1, 9])
@@ -173,32 +121,32 @@ def random_case(draw: random.Random) -> Case:
         keys = max(new, draw.choice([0, 1, 64, 128, 129, draw.randint(2, 260)]))
         return keys if draw.random() < 0.9 else -1, draw.choice([0, 1, 3, 40, rows]) if packed else rows
 
-    return Case(
+    return case_of(
         (*(sequence() for _ in range(draw.randint(1, 3))), (draw.randint(20, 260), rows)),
+        new,
         heads=kv_heads * draw.choice([1, 2, 3, 8]),
         kv_heads=kv_heads,
         head_dim=draw.choice([64, 64, 96, 128, 192, 256]),
         page_size=page_size,
         packed=packed,
         spare=draw.choice([0, 3]) if packed else 0,
-        new=new,
-        table=not page_size and draw.random() < 0.5,
-        one=draw.random() < 0.5,
-        band=draw.choice([FULL, CAUSAL, CAUSAL, WINDOW]),
+        entries=not page_size and draw.random() < 0.5,
+        layout=draw.choice(["apart", "between"]),
         softcap=draw.choice([0.0, 0.0, 5.0]),
-        alibi=draw.random() < 0.3,
+        alibi="h" * (draw.random() < 0.3),
         sinks=draw.random() < 0.3,
+        **draw.choice([FULL, {}, {}, WINDOW]),
     )
 
 
-def judge_bits(case: Case, seed: int, leaves: tuple[int, int] | None) -> None:
+def judge_bits(case: CacheCase, seed: int, leaves: tuple[int, int] | None) -> None:
     """Asserts that each sequence's results are those of its keys in a tensor of their own, or that it is left out."""
-    tensors = tensors_of(case)
-    problem = problem_of(case, tensors)
+    problem, tensors = call_of(case)
     with on_cpu(seed=seed), poisoned_memory():
         lse = run(problem, tensors, leaves)
         at = 0
-        for b, (count, rows) in enumerate(case.sequences):
+        for b, (old, rows, new) in enumerate(case.sequences):
+            count = old + new if old >= 0 else 0
             out, own = (
                 (tensors.out[at : at + rows], lse[:, at : at + rows]) if case.packed else (tensors.out[b], lse[b])
             )
@@ -221,8 +169,7 @@ def judge_bits(case: Case, seed: int, leaves: tuple[int, int] | None) -> None:
 def test_short_prompts_take_two_warpgroups_and_long_ones_three(
     rows: int, keys: int, warpgroups: int, strip: int
 ) -> None:
-    case = Case(((1, 1),), heads=64, kv_heads=8, packed=True, page_size=16)
-    few = problem_of(case, tensors_of(case))
+    few, _ = call_of(case_of(((1, 1),), heads=64, kv_heads=8, packed=True, page_size=16))
     keys_of = SequenceLayout(keys, used=True, page_size=16)
     problem = few.but(
         batch=8000 // rows, queries=SequenceLayout(rows, True), keys=keys_of, seqlen_q=rows, seqlen_k=keys
@@ -232,17 +179,16 @@ def test_short_prompts_take_two_warpgroups_and_long_ones_three(
 
 
 def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
-    case = Case(
+    case = case_of(
         ((300, 5), (70, 3), (40, 0), (129, 1)), heads=16, kv_heads=2, packed=True, page_size=16, spare=2, sinks=True
     )
-    tensors = tensors_of(case)
-    problem = problem_of(case, tensors)
+    problem, tensors = call_of(case)
     config = choose(problem, tensors)
     assert config.specialised and not runs_forward(problem, tensors)
     with on_cpu(seed=3), poisoned_memory(), mock.patch.object(decode, "multiprocessors", lambda device: 3):
         lse = CachedPlan(problem, tensors)(tensors)
         at = 0
-        for b, (_, rows) in enumerate(case.sequences):
+        for b, (_, rows, _) in enumerate(case.sequences):
             want, want_lse = alone(case, problem, tensors, b)
             # Both round probabilities and outputs to bfloat16: 2^-9 of each.
             assert (tensors.out[at : at + rows].float() - want.float()).norm() <= 6e-3 * want.float().norm()
@@ -269,7 +215,7 @@ def test_which_kernel_and_why(change: dict[str, Any], says: str) -> None:
     facts: dict[str, Any] = {"rows": 100, "packed": False, "capacity": 4096, "page_size": 16, "head_dim": 128}
     facts |= {"kv": torch.bfloat16} | change
     problem = described(
-        device_type="cuda", compute_capability=(9, 0), batch=4, num_heads_q=32, num_heads_kv=8, band=CAUSAL,
+        device_type="cuda", compute_capability=(9, 0), batch=4, num_heads_q=32, num_heads_kv=8, band=Band(None, 0),
         precision=Precision(torch.bfloat16, facts["kv"], torch.bfloat16, torch.bfloat16),
         queries=SequenceLayout(facts["rows"], facts["packed"]),
         head_dim=facts["head_dim"], head_dim_v=facts["head_dim"],
@@ -280,9 +226,7 @@ def test_which_kernel_and_why(change: dict[str, Any], says: str) -> None:
 
 
 def test_calls_that_tma_cannot_read_stay_where_they_were() -> None:
-    case = CASES["pages_of_64"]
-    tensors = tensors_of(case)
-    problem = problem_of(case, tensors)
+    problem, tensors = call_of(CASES["pages_of_64"])
     assert runs_forward(problem, tensors)
     tensors.cache_leftpad = torch.zeros(2, dtype=torch.int32)
     assert not runs_forward(problem, tensors)

@@ -7,79 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, dropout, mods, records, scheduler, sequence, softmax
+from flashtile.backends.gpu.device import blocks, dropout, mods, records, scheduler, sequence
 from flashtile.backends.gpu.device.mods import Mod
+from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import interpret
 from flashtile.backends.gpu.launch import Const, Launch
 from flashtile.backends.gpu.records import named
-from flashtile.core import philox, states
+from flashtile.core import philox
 from flashtile.core.masks import Band
 
-
-@triton.jit
-def _softmax_kernel(scores_ptr, sink_ptr, out_ptr, num_keys, scale_log2, M: tl.constexpr, N: tl.constexpr):
-    rows, cols = tl.arange(0, M), tl.arange(0, N)
-    row_max = tl.full([M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M], tl.float32)
-    for start in range(0, num_keys, N):
-        x = tl.load(scores_ptr + rows[:, None] * num_keys + start + cols[None, :])
-        probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-        # Values are the key indices, so that the accumulated output is checked too.
-        acc = acc * rescale + tl.sum(probs * (start + cols)[None, :], 1)
-    rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, tl.load(sink_ptr))
-    scale, lse = softmax.finalise(row_max, row_sum)
-    tl.store(out_ptr + rows, acc * rescale * scale)
-    tl.store(out_ptr + M + rows, lse)
-    tl.store(out_ptr + 2 * M + rows, softmax.lse_log2_of(lse))
-
-
-@pytest.mark.parametrize("sink", [-torch.inf, 0.7, 40.0])
-def test_online_softmax(sink: float) -> None:
-    torch.manual_seed(0)
-    m, n, keys, scale = 8, 16, 64, 0.3
-    x = torch.randn(m, keys) * 5
-    x[1] = -torch.inf
-    x[2, :40] = -torch.inf
-    x[3, 20:] = -torch.inf
-    x[4] += 1e4
-    out = torch.full((3, m), torch.nan)
-    _softmax_kernel[(1,)](x, torch.tensor([sink]), out, keys, scale * softmax.LOG2_E.value, M=m, N=n)
-    logits = torch.cat([x.double() * scale, torch.full((m, 1), sink, dtype=torch.float64)], dim=1)
-    lse = torch.logsumexp(logits, dim=1)
-    probs = torch.nan_to_num(torch.softmax(logits, dim=1), nan=0.0)[:, :keys]
-    torch.testing.assert_close(out[0].double(), probs @ torch.arange(keys, dtype=torch.float64), rtol=2e-5, atol=1e-6)
-    torch.testing.assert_close(out[1].double(), lse, rtol=1e-5, atol=1e-5)
-    lse_log2 = torch.where(lse == -torch.inf, torch.inf, lse / torch.log(torch.tensor(2.0, dtype=torch.float64)))
-    torch.testing.assert_close(out[2].double(), lse_log2, rtol=1e-5, atol=1e-5)
-
-
-@triton.jit
-def _band_kernel(out_ptr, seqlen_q, seqlen_k, left, right, L: tl.constexpr, R: tl.constexpr,
-                 M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    i = (tl.arange(0, M) + seqlen_k - seqlen_q)[:, None]
-    j = tl.arange(0, N)[None, :]
-    band = mods.Band(left if L else None, right if R else None)
-    at = mods.At(0, 0, None, i, j, seqlen_q, seqlen_k)
-    x = mods.select_band(tl.zeros([M, N], tl.float32), band, at, float("-inf"))
-    tl.store(out_ptr + tl.arange(0, M)[:, None] * N + j, x)
-
-
 BANDS = [Band(), Band(None, 0), Band(3, None), Band(2, 5), Band(0, 0), Band(4, -2), Band(-1, 3)]
-
-
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(16, 16), (5, 13), (13, 5), (1, 16), (7, 0)])
-def test_band(band: Band, seqlen_q: int, seqlen_k: int) -> None:
-    masked = torch.full((16, 16), torch.nan)
-    left, right = band.left, band.right
-    _band_kernel[(1,)](masked, seqlen_q, seqlen_k, left or 0, right or 0, L=left is not None, R=right is not None,
-                       M=16, N=16)  # fmt: skip
-    expected = torch.zeros(seqlen_q, 16, dtype=torch.bool)
-    expected[:, :seqlen_k] = band.dense(seqlen_q, seqlen_k)
-    # Keys before the first one are never asked for, so nothing masks them; keys past the last one are.
-    assert torch.equal(masked[:seqlen_q] == 0, expected)
-    assert torch.equal(masked[:seqlen_q] == -torch.inf, ~expected)
 
 
 @triton.jit
@@ -191,35 +128,10 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
     if "bias" in given:
         want = want + bias[b, h]
     inside = torch.where(kept[b, h], want, 7.0) if "mask" in given else want
-    at_edge = torch.where(j <= i, torch.where(inside == 7.0, inside, inside * softmax.LOG2_E.value), 7.0)
+    at_edge = torch.where(j <= i, torch.where(inside == 7.0, inside, inside * LOG2_E.value), 7.0)
     for got, expected in ((out[:16], at_edge), (out[16:32], inside), (out[32:], slope)):
         torch.testing.assert_close(got[:rows, :keys], expected, rtol=1e-6, atol=1e-6)
     assert (out[:rows, keys:] == 7.0).all()
-
-
-@triton.jit
-def _merge_kernel(out_ptr, lse_ptr, D: tl.constexpr):
-    rows, cols = tl.arange(0, 8), tl.arange(0, D)[None, :]
-    at = rows[:, None] * D + cols
-    out, lse = softmax.merge(
-        tl.load(out_ptr + at), tl.load(lse_ptr + rows), tl.load(out_ptr + 8 * D + at), tl.load(lse_ptr + 8 + rows)
-    )
-    tl.store(out_ptr + 16 * D + at, out)
-    tl.store(lse_ptr + 16 + rows, lse)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_merging_two_states() -> None:
-    torch.manual_seed(0)
-    out, lse = torch.randn(3, 8, 16), torch.randn(3, 8) * 20
-    lse[0, 1], lse[1, 2], lse[:2, 3] = -torch.inf, -torch.inf, -torch.inf
-    out[0, 1], out[1, 2] = torch.nan, torch.inf  # an empty state's output is never looked at
-    out[2], lse[2] = torch.nan, torch.nan
-    want, want_lse = states.merge(out[0], lse[0], out[1], lse[1])
-    _merge_kernel[(1,)](out, lse, D=16)
-    torch.testing.assert_close(out[2], want, rtol=2e-6, atol=1e-6)
-    torch.testing.assert_close(lse[2], want_lse, rtol=2e-6, atol=1e-6)
-    assert (out[2, 3] == 0).all() and lse[2, 3] == -torch.inf
 
 
 @triton.jit
