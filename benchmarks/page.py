@@ -1,10 +1,11 @@
-"""The tables of the pages of performance and of docs/fp8.md, written from saved rows.
+"""The tables of the README, of the pages of performance and of docs/fp8.md, written from saved rows.
 
 A generated table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; text outside is unchanged.
 """
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,8 @@ from benchmarks.table import Cell
 
 Block = Callable[[list[Row]], str]
 
-DOCS_PAGES = tuple(ROOT / "docs" / name for name in ("performance.md", "performance-tables.md", "fp8.md"))
+_PAGES = ("docs/performance.md", "docs/performance-tables.md", "docs/fp8.md", "README.md")
+DOCS_PAGES = tuple(ROOT / name for name in _PAGES)
 
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -120,7 +122,7 @@ _HEADLINE = (
     ("shapes of models, forward", "models", "flashtile", table.BEST_PEER),
     ("shapes of models, backward", "models", "flashtile", table.BEST_PEER),
     ("Hopper, packed sequences, both", "varlen", "flashtile-hopper", table.BEST_PEER),
-    ("Hopper, decode", "decode", "flashtile-hopper", decode.PEER),
+    ("Hopper, decode", "decode", "flashtile", decode.PEER),
     ("Hopper, a server's step", "serving", "flashtile", decode.PEER),
     ("portable, forward", "forward", "flashtile-portable", "fa2"),
     ("portable, backward", "backward", "flashtile-portable", "fa2"),
@@ -130,7 +132,7 @@ _HEADLINE = (
 
 
 def _headline_block(rows: list[Row]) -> str:
-    lines = [["kernels, bf16", *table.SUMMARY_HEAD[:-1]]]
+    lines = [["kernels, bf16", *table.SUMMARY_HEAD[:-1], "GPU, last run"]]
     for name, suite, *pair in _HEADLINE:
         runs = {row.run for row in rows if row.suite == suite and row.provider == pair[0]}
         timed = [row for row in of_suite(rows, suite) if row.run in runs]
@@ -142,7 +144,8 @@ def _headline_block(rows: list[Row]) -> str:
         if suite.startswith("models"):
             grid = [c for c in grid if name.endswith(c.case.direction)]
         found = table.summaries(grid)
-        lines += [[name, s.against, *s.line()[:-1]] for s in found if [s.provider, s.against] == pair]
+        last = f"{timed[-1].device.split()[1]}, {datetime.date.fromisoformat(timed[-1].run[:8])}" if timed else ""
+        lines += [[name, s.against, *s.line()[:-1], last] for s in found if [s.provider, s.against] == pair]
     return table.to_markdown(lines)
 
 
