@@ -5,7 +5,6 @@ A generated table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; text
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Callable, Sequence
 
@@ -136,6 +135,8 @@ def _headline_block(rows: list[Row]) -> str:
     for name, suite, *pair in _HEADLINE:
         runs = {row.run for row in rows if row.suite == suite and row.provider == pair[0]}
         timed = [row for row in of_suite(rows, suite) if row.run in runs]
+        if not timed:
+            continue
         grid = [c for c in table.cells(timed) if c.case.dtype == "bfloat16"]
         if suite == "varlen":
             grid = [c for c in grid if c.case.lengths is not None]
@@ -144,7 +145,7 @@ def _headline_block(rows: list[Row]) -> str:
         if suite.startswith("models"):
             grid = [c for c in grid if name.endswith(c.case.direction)]
         found = table.summaries(grid)
-        last = f"{timed[-1].device.split()[1]}, {datetime.date.fromisoformat(timed[-1].run[:8])}" if timed else ""
+        last = re.sub(r"NVIDIA (\w+).*@(....)(..)(..)T.*", r"\1, \2-\3-\4", f"{timed[-1].device}@{timed[-1].run}")
         lines += [[name, s.against, *s.line()[:-1], last] for s in found if [s.provider, s.against] == pair]
     return table.to_markdown(lines)
 

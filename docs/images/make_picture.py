@@ -32,7 +32,6 @@ BUDGET_BYTES = 2 * 2**30
 ROUNDS = 5
 
 
-
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: bool = False) -> torch.Tensor:
     """PyTorch's own function, which takes a window as a mask of all pairs, made once a length."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
