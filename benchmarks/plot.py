@@ -113,17 +113,13 @@ def _speed_panel(ax: Any, cells: Sequence[Cell], unit: str, title: str) -> None:
 
 def overview_plot(rows: Sequence[Row], path: Path) -> Path | None:
     """The README's picture: causal forward, backward and decoding at head_dim 128, or None."""
-    causal, decoded = ("causal", "head_dim 128"), ("batch 8", "heads 32/8 of 128")
-    chosen = [
-        _places(rows, suite).get(place)
-        for suite, place in (("forward", causal), ("backward", causal), ("decode", decoded))
-    ]
-    if not all(chosen):
+    panels = {suite: _places(rows, suite).get(("causal", "head_dim 128"), []) for suite in ("forward", "backward")}
+    panels["decode"] = _places(rows, "decode").get(("batch 8", "heads 32/8 of 128"), [])
+    if not all(panels.values()):
         return None
     figure, axes = _figure(1, 3)
-    titles = "forward, causal, TFLOPS", "backward, causal, TFLOPS", "decode, 8 sequences, GB/s of keys and values"
-    for ax, cells, title in zip(axes[0], chosen, titles, strict=True):
-        _speed_panel(ax, cells or [], title.split(", ")[-1].split(" of")[0], title)
+    for ax, (suite, cells), unit in zip(axes[0], panels.items(), ("TFLOPS", "TFLOPS", "GB/s"), strict=True):
+        _speed_panel(ax, cells, unit, f"{suite}, {'8 sequences' if suite == 'decode' else 'causal'}, {unit}")
         ax.set_xlabel("sequence length")
     return _save(figure, axes, f"bf16, head_dim 128, {of_suite(rows, 'forward')[-1].device}: higher is faster", path)
 
