@@ -69,6 +69,26 @@ def test_pages_hold_what_the_code_prints(page: str, block: str) -> None:
     assert BLOCKS[block]() in (ROOT / page).read_text(encoding="utf-8")
 
 
+# Of licences, of software and of GPUs.
+_VERSIONS = r"\b(?:0\.1\.0|2\.0|2\.11|3\.11|8\.9|9\.0)\b"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/performance.md"])
+def test_speeds_stand_in_tables_that_saved_rows_fill(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8").partition("## How it is measured")[0]
+    for written in (r"```.*?^```", r"<!-- (?:begin \w+|table: [\w-]+) -->.*?<!-- end.*?-->", _VERSIONS):
+        text = re.sub(written, "", text, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r".*(?:\b\d+\.\d+\b|\d ?%|TFLOPS|TB/s|\d times).*", text) == []
+
+
+def test_a_number_changed_by_hand_is_seen() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| decode, .*\| (0\.\d\d) \|", text, re.MULTILINE)
+    assert row is not None and refresh(text) == text
+    changed = text[: row.start(1)] + "0.99" + text[row.end(1) :]
+    assert refresh(changed) == text
+
+
 def test_sections_that_the_code_cites_exist() -> None:
     algorithm = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
     headings = set(re.findall(r"^#+ (.+)$", algorithm, re.MULTILINE))
