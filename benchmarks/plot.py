@@ -89,7 +89,7 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _places(rows: Sequence[Row], suite: str) -> dict[tuple[str, str], list[Cell]]:
+def speed_cells(rows: Sequence[Row], suite: str) -> dict[tuple[str, str], list[Cell]]:
     """The cells of each panel of a suite's speeds: by mask and head dim, of ``decode`` by batch and heads."""
     chosen = of_suite(rows, suite)
     # A curve is a provider's last run, whichever others it timed; ours by choice of a backend is Hopper's here.
@@ -113,8 +113,8 @@ def _speed_panel(ax: Any, cells: Sequence[Cell], unit: str, title: str) -> None:
 
 def overview_plot(rows: Sequence[Row], path: Path) -> Path | None:
     """The README's picture: causal forward, backward and decoding at head_dim 128, or None."""
-    panels = {suite: _places(rows, suite).get(("causal", "head_dim 128"), []) for suite in ("forward", "backward")}
-    panels["decode"] = _places(rows, "decode").get(("batch 8", "heads 32/8 of 128"), [])
+    panels = {suite: speed_cells(rows, suite).get(("causal", "head_dim 128"), []) for suite in ("forward", "backward")}
+    panels["decode"] = speed_cells(rows, "decode").get(("batch 8", "heads 32/8 of 128"), [])
     if not all(panels.values()):
         return None
     figure, axes = _figure(1, 3)
@@ -127,7 +127,7 @@ def overview_plot(rows: Sequence[Row], path: Path) -> Path | None:
 def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
     """Speed against sequence length, one panel per mask and head dim, of ``decode`` per batch and heads, or None."""
     unit = "TFLOPS" if suite != "decode" else "GB/s"
-    places = _places(rows, suite)
+    places = speed_cells(rows, suite)
     if not places:
         return None
     down, across = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
