@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import flashtile
-from docs.blocks import BLOCKS, CODE, PAGES, ROOT, refresh, run_code
+from docs.blocks import BLOCKS, CODE, PAGES, ROOT, check_types, refresh, run_code
 
 SOURCE = ROOT / "src" / "flashtile"
 _CODE_PAGES = [page for page in PAGES if CODE.search(page.read_text(encoding="utf-8"))]
@@ -46,6 +46,15 @@ def test_output_that_differs_is_an_error(tmp_path: Path) -> None:
     page.write_text(page.read_text().replace("\n2\n", "\n3\n"))
     with pytest.raises(AssertionError, match="prints\n2"):
         run_code(page)
+
+
+def test_a_wrong_type_in_a_page_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Words.\n\n```python\nx = 1\n```\n\n```python\nx = 'one'\n```\n")
+    assert check_types([page]) == 1
+    assert "page_md.py:8: error: Incompatible types in assignment" in capfd.readouterr().out
+    page.write_text(page.read_text().replace("'one'", "2"))
+    assert check_types([page]) == 0
 
 
 @pytest.mark.one_in(4)
