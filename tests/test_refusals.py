@@ -286,7 +286,8 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 @pytest.mark.parametrize(("run", "message"), [
     (call(is_causal=True), "'is_causal': it is called causal"),
     (packed(scale=1.0), "'scale': it is called softmax_scale"),
-    (call(dropout=0.1), "'dropout': it is called dropout_p"), (call(colour=1), "'colour'$"), (call(dropuot=0.1), "'dropuot', did you mean dropout_p"),
+    (call(dropout=0.1), "'dropout': it is called dropout_p"), (call(colour=1), "'colour'$"),
+    (call(dropuot=0.1), "'dropuot', did you mean dropout_p"),
     (lambda: flashtile.attention(Q, K, K, True), "too many, True: give causal"),
     (lambda: flashtile.attention(Q, K, K, causl=True), "'causl', did you mean causal?"),
     (lambda: flashtile.attention_with_kvcache(Q, K, K, 3), "cache_seqlens"),
