@@ -12,11 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flashtile
+from flashtile.distributed import kinds
 
 pytest.importorskip("triton")
 
@@ -102,7 +107,22 @@ def quantized() -> object:
     return lambda: flashtile.attention(record, causal=True, backend="hopper")
 
 
-@pytest.mark.parametrize(("call", "most"), [(forward, 37), (training, 50), (cached, 33), (quantized, 51)])
+def ring() -> object:
+    """A rank's two steps: with its own keys, and with those of the other rank, which does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        # All ranks say what this one says.
+        with mock.patch.object(kinds, "_check_rows"):
+            q, k, v = _tensors()
+            return flashtile.distributed.attention(
+                q, k, v, mesh=mesh, causal=True, seqlen_q=512, seqlen_k=512, comm="ring", backend="hopper"
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("call", "most"), [(forward, 35), (training, 42), (cached, 32), (quantized, 46), (ring, 44)])
 def test_modules_of_a_path(call: Callable[[], Any], most: int) -> None:
     launches: list[Launch] = []
     with with_kernels(launches.append, 2):

@@ -100,7 +100,7 @@ def candidates(task: Task, best: Config, arch: str) -> list[Config]:
     They fit an architecture's shared memory and registers, as far as that is known before they are built.
     """
     p, kernel, made = task.odd, task.kernel, list[Config]()
-    dims = portable.tile_dims(p.head_dim, p.head_dim_v)
+    dims = portable.tile_dims(p)
     if arch != "interpreter" and p.dtype != torch.float32:
         rows = [of.get(kernel, {}) for of in (forward if kernel == "forward" else backward).TABLES.values()]
         found = [portable.row_of(of, max(64, *dims)) for of in rows]

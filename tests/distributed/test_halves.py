@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Call
-from flashtile.distributed.halves import in_two
+from flashtile.distributed.calls import Call, in_two
 from flashtile.distributed.plan import make_plan
 
 CAUSAL = Band(None, 0)

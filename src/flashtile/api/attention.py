@@ -19,12 +19,12 @@ from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
-from flashtile.ops import dispatch, flops, operation, sharding, transforms
+from flashtile.ops import dispatch, flops, operation, plans, sharding, transforms
 from flashtile.ops import operators as ops
 from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
 
 transforms.register()
-operation.REGISTERS += [flops.register, sharding.register]
+operation.REGISTERS += [flops.register, sharding.register, plans.hide_backends]
 
 
 @overload

@@ -18,9 +18,9 @@ from torch import Tensor
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Chain, Gradients
 from flashtile.core.states import Partial
+from flashtile.distributed.calls import in_two
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
-from flashtile.distributed.halves import in_two
 from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part
 from flashtile.distributed.plan import Call, Plan, Step
 

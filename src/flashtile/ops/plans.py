@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +57,7 @@ class Family:
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = (), name: str = "") -> Plan:
         """A backend's plan; with another's after it where that computes the gradient of the bias."""
+        hide_backends()
         chosen = self.backend(direction, problem, name)
         shares = dispatch.shares(chosen, problem, direction)
         if len(shares) == 1:
@@ -65,6 +68,21 @@ class Family:
             return dataclasses.replace(main(*call), dbias=bias(*call[:5]).dbias)
 
         return both
+
+
+def hide_backends() -> None:
+    """Has torch.compile, where it has been imported, run the backends' code as it is.
+
+    Where it cannot trace a caller, it takes each function that the caller runs for one to compile.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        _hide_from(rules)
+
+
+@functools.cache
+def _hide_from(rules: Any) -> None:
+    rules.add("flashtile.backends")
 
 
 # Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call.

@@ -23,7 +23,6 @@ from flashtile.backends.hopper.device import inline_ptx
 from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
-from flashtile.backends.hopper.quantized import inline_ptx as quantized
 from flashtile.ops import dispatch, plans
 from tests import emulator
 from tests.emulator.language import elementwise, select
@@ -45,15 +44,13 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.rescale: lambda acc, factor, width: acc * factor[:, None],
     inline_ptx.least_integers: lambda numbers, signs: functools.reduce(elementwise(torch.minimum), numbers),
     # Ping-pong barriers decide who is first, not what comes out.
-    inline_ptx.pingpong_wait: lambda x, group: x,
-    inline_ptx.pingpong_arrive: lambda x, group: x,
+    inline_ptx.pingpong_wait: lambda x, group, strict=False: x,
+    inline_ptx.pingpong_arrive: lambda x, group, strict=False: x,
     tma_add: emulator.reduce_out,
-    quantized.pingpong_wait: lambda x, group: x,
-    quantized.pingpong_arrive: lambda x, group: x,
-    quantized.packed: lambda e: e,
-    quantized.operand: lambda e, width: in_order(e.to(tl.float8e4nv)),
-    quantized.plus: lambda acc, factor, t: acc * factor[:, None] + t,
-    quantized.in_place: lambda x: x,
+    inline_ptx.packed: lambda e: e,
+    inline_ptx.packed_operand: lambda e, width: in_order(e.to(tl.float8e4nv)),
+    inline_ptx.plus: lambda acc, factor, t: acc * factor[:, None] + t,
+    inline_ptx.in_place: lambda x: x,
 }
 
 # Runs a kernel: (kernel, programs, arguments by name, compiler options).

@@ -28,6 +28,11 @@ def test_only_for_hopper() -> None:
     assert len(BUILDS) > 15
 
 
+def test_kernels_take_few_records() -> None:
+    for build in BUILDS:
+        assert list(build.tree) == build.kernel.arg_names and len(build.tree) <= 8, build.name
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "build",

@@ -175,14 +175,15 @@ def test_configs_that_cannot_run_are_refused() -> None:
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_scales_say_what_the_scores_mean(softmax_scale: float, softcap: float) -> None:
     problem = _problem(64, Band()).but(softmax_scale=softmax_scale, softcap=softcap)
-    terms = records.plain_terms(problem, described_tensors(problem))
-    assert terms.scale_log2 > 0
+    mods = records.plain_mods(problem, described_tensors(problem))
+    assert mods.scale_log2 > 0
     for score in (-7.0, 0.3, 20.0):
         exponent = score
-        if terms.softcap is not None:
-            exponent = terms.softcap - 2 * terms.softcap / (2 ** (score * terms.prescale) + 1)
-        elif terms.prescale is not None:
-            exponent = score * terms.prescale
+        if mods.scores is not None:
+            cap = mods.scores[0].operands
+            exponent = cap - 2 * cap / (2 ** (score * mods.prescale) + 1)
+        elif mods.prescale is not None:
+            exponent = score * mods.prescale
         natural = softmax_scale * score
         expected = softcap * math.tanh(natural / softcap) if softcap else natural
-        assert exponent * terms.scale_log2 * math.log(2) == pytest.approx(expected, abs=1e-9)
+        assert exponent * mods.scale_log2 * math.log(2) == pytest.approx(expected, abs=1e-9)

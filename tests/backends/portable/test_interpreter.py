@@ -106,8 +106,8 @@ def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: 
         wide = torch.cat([x.detach()[0], behind[: x.shape[1]].to(x.dtype)], 2)[..., :seqlen_k]
         setattr(call.tensors, name, wide)
     problem, tensors = call.problem, call.tensors
-    terms = forward_launch(problem, tensors, Config(16, 16, 4, 1)).arguments["call"].terms
-    assert terms.score_mods[2].operands.UNIT == terms.mask_mods[0].operands.UNIT == unit
+    terms = forward_launch(problem, tensors, Config(16, 16, 4, 1)).arguments["call"].mods
+    assert terms.scores[-1].operands.UNIT == terms.masks[0].operands.UNIT == unit
     out, lse = plans.forward(problem, tensors)
     assert_forward_right(call, out, lse)
     grads = plans.backward(problem, tensors, out, lse, torch.randn_like(out))

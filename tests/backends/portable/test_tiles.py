@@ -84,7 +84,12 @@ def test_tiles_of_two_swizzles_are_never_mixed(dims: tuple[int, int], want: tupl
      ((150, 193), (192, 256)), ((33, 7), (64, 64)), ((96, 16), (96, 64)), ((40, 48), (64, 64))],
 )  # fmt: skip
 def test_tiles_in_parts_hold_less_than_the_next_power_of_two(dims: tuple[int, int], want: tuple[int, int]) -> None:
-    assert tiles.tile_dims(*dims) == want
+    assert tiles.tile_dims(_problem(dims[0], head_dim_v=dims[1])) == want
+
+
+def test_tiles_of_float32_have_no_parts_of_two_swizzles() -> None:
+    for dims, want in (((72, 96), (128, 128)), ((192, 96), (192, 128)), ((64, 40), (64, 64))):
+        assert tiles.tile_dims(_problem(dims[0], head_dim_v=dims[1], dtype=torch.float32)) == want
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])

@@ -298,7 +298,7 @@ def test_candidates_are_many_and_legal(arch: str, head_dim: int, monkeypatch: py
             assert max(each.block_m, each.block_n) <= 128
             assert not each.tma or row in ("sm_90", "sm_100")
             moving = each.block_n if task.kernel in ("forward", "dq") else each.block_m
-            least = 2 * moving * tiles.in_parts(head_dim) * 2 * (each.num_stages - 1)
+            least = 2 * moving * tiles.in_parts(head_dim, torch.bfloat16) * 2 * (each.num_stages - 1)
             assert least <= tiles.SHARED_BYTES[row]
 
 

@@ -7,7 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, dropout, mask, records, scheduler, scores, sequence, softmax
+from flashtile.backends.gpu.device import blocks, dropout, mods, records, scheduler, sequence, softmax
+from flashtile.backends.gpu.device.mods import Mod
+from flashtile.backends.gpu.host import interpret
+from flashtile.backends.gpu.launch import Const, Launch
+from flashtile.backends.gpu.records import named
 from flashtile.core import philox, states
 from flashtile.core.masks import Band
 
@@ -55,9 +59,9 @@ def _band_kernel(out_ptr, seqlen_q, seqlen_k, left, right, L: tl.constexpr, R: t
                  M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     i = (tl.arange(0, M) + seqlen_k - seqlen_q)[:, None]
     j = tl.arange(0, N)[None, :]
-    band = mask.Band(left if L else None, right if R else None)
-    head = scores.Head(0, 0, seqlen_k - seqlen_q, seqlen_k, 0, 0)
-    x = mask.select_band(tl.zeros([M, N], tl.float32), band, head, i, j, float("-inf"))
+    band = mods.Band(left if L else None, right if R else None)
+    at = mods.At(0, 0, None, i, j, seqlen_q, seqlen_k)
+    x = mods.select_band(tl.zeros([M, N], tl.float32), band, at, float("-inf"))
     tl.store(out_ptr + tl.arange(0, M)[:, None] * N + j, x)
 
 
@@ -135,49 +139,24 @@ def test_phases_take_every_block_once() -> None:
 
 
 @triton.jit
-def _twice(scores, operands, b, h, i, j):
+def _twice(scores, operands, at):
     return scores * 2.0
 
 
 @triton.jit
-def _two(scores, operands, b, h, i, j):
-    return scores * 0.0 + 2.0
+def _twice_linear(scores, operands, at):
+    return scores * 2.0, scores * 0.0 + 2.0
 
 
 @triton.jit
-def _pairs_kernel(x_ptr, bias_ptr, mask_ptr, slopes_ptr, out_ptr, stride_b, stride_head, stride_row, b, h, seqlen_q,
-                  seqlen_k, cap, M: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr):  # fmt: skip
+def _pairs_kernel(x_ptr, given, out_ptr, b, h, seqlen_q, seqlen_k, M: tl.constexpr, N: tl.constexpr):
     rows, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
-    _pairs_body(
-        scores.Terms(
-            0.5,
-            (
-                scores.ScoreMod(_twice if OWN else scores.softcap, _two if OWN else scores.softcap_derivative, None,
-                                cap),
-                scores.ScoreMod(None if slopes_ptr is None else scores.alibi, None, scores.slope_of_head,
-                                scores.Alibi(slopes_ptr, 4)),
-                scores.ScoreMod(None if bias_ptr is None else scores.bias, None, mask.tensor_of_head,
-                                mask.ScoreTensor(bias_ptr, stride_b, stride_head, stride_row, 1)),
-            ),
-            mask.Band(None, 0),
-            (
-                mask.MaskMod(None if mask_ptr is None else mask.select_tensor, mask.tensor_of_head,
-                             mask.ScoreTensor(mask_ptr, stride_b, stride_head, stride_row, 1)),
-            ),
-            None, None, True, "ieee",
-        ),
-        x_ptr, out_ptr, b, h, seqlen_q, seqlen_k, rows, j, N,
-    )  # fmt: skip
-
-
-@triton.jit
-def _pairs_body(terms, x_ptr, out_ptr, b, h, seqlen_q, seqlen_k, rows, j, N: tl.constexpr):
-    head = scores.head_of(terms, b, h, seqlen_q, seqlen_k)
-    i = rows + head.shift
-    x, scale_log2, derivative = scores.transform(tl.load(x_ptr + rows * N + j), scores.Pairs(terms, head), i, j, True)
-    tl.store(out_ptr + rows * N + j, scores.select(x * scale_log2, scores.Pairs(terms, head), i, j, 7.0, True))
-    tl.store(out_ptr + (rows + 16) * N + j, scores.select(x, scores.Pairs(terms, head), i, j, 7.0, False))
-    tl.store(out_ptr + (rows + 32) * N + j, derivative + x * 0.0)
+    head = mods.head_of(given, b, h, seqlen_q, seqlen_k)
+    at = mods.pairs_of(head, rows + head.shift, j)
+    x, scale_log2, slope = mods.apply(tl.load(x_ptr + rows * N + j), given, head, at, True)
+    tl.store(out_ptr + rows * N + j, mods.select(x * scale_log2, given, head, at, 7.0, True))
+    tl.store(out_ptr + (rows + 16) * N + j, mods.select(x, given, head, at, 7.0, False))
+    tl.store(out_ptr + (rows + 32) * N + j, slope + x * 0.0)
 
 
 @pytest.mark.parametrize("given", [(), ("bias",), ("mask",), ("alibi",), ("bias", "mask", "alibi")], ids=str)
@@ -188,14 +167,24 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
     x, bias, slopes = torch.randn(16, 16), torch.randn(2, 4, rows, keys), torch.rand(2, 4)
     kept = torch.rand(2, 4, rows, keys) > 0.5
     out = torch.full((48, 16), torch.nan)
-    _pairs_kernel[(1,)](
-        x, bias if "bias" in given else None, kept.view(torch.uint8) if "mask" in given else None,
-        slopes if "alibi" in given else None, out, 4 * rows * keys, rows * keys, keys, b, h, rows, keys, cap, M=16,
-        N=16, OWN=own,
-    )  # fmt: skip
+
+    def pairs(tensor: torch.Tensor) -> mods.ScoreTensor:
+        return mods.ScoreTensor(tensor, *tensor.stride()[:3], Const(1))
+
+    transforms, names = named(
+        first=Mod(_twice, _twice_linear, None, cap) if own else Mod(mods.softcap, mods.softcap_linear, None, cap),
+        alibi=Mod(mods.alibi, None, mods.slope_of_head, mods.Alibi(slopes, 4)) if "alibi" in given else None,
+        bias=Mod(mods.bias, None, mods.tensor_of_head, pairs(bias)) if "bias" in given else None,
+    )
+    mask = Mod(mods.select_tensor, None, mods.tensor_of_head, pairs(kept.view(torch.uint8)))
+    masks, mask_names = named(mask=mask if "mask" in given else None)
+    both = mods.Mods(0.5, transforms, mods.Band(None, 0), masks, None, None, names, mask_names, True, "ieee")
+    arguments = {"x_ptr": x, "given": both, "out_ptr": out, "b": b, "h": h, "seqlen_q": rows, "seqlen_k": keys,
+                 "M": 16, "N": 16}  # fmt: skip
+    interpret(Launch(_pairs_kernel, 1, arguments, {}))
     product = x[:rows, :keys] * 0.5
     want = product * 2 if own else cap * torch.tanh(product / cap)
-    derivative = torch.full_like(want, 2.0) if own else 1 - (want / cap) ** 2
+    slope = torch.full_like(want, 2.0) if own else 1 - (want / cap) ** 2
     i, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
     if "alibi" in given:
         want = want - slopes[b, h] * (i - j).abs()
@@ -203,7 +192,7 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
         want = want + bias[b, h]
     inside = torch.where(kept[b, h], want, 7.0) if "mask" in given else want
     at_edge = torch.where(j <= i, torch.where(inside == 7.0, inside, inside * softmax.LOG2_E.value), 7.0)
-    for got, expected in ((out[:16], at_edge), (out[16:32], inside), (out[32:], derivative)):
+    for got, expected in ((out[:16], at_edge), (out[16:32], inside), (out[32:], slope)):
         torch.testing.assert_close(got[:rows, :keys], expected, rtol=1e-6, atol=1e-6)
     assert (out[:rows, keys:] == 7.0).all()
 
@@ -257,10 +246,11 @@ def test_dropout_is_the_defined_mask(dropout_p: float, state: tuple[int, int]) -
 def _scores_kernel(x_ptr, out_ptr, cap, slope, N: tl.constexpr):
     j = tl.arange(0, N)
     x = tl.load(x_ptr + j)
-    capped = scores.softcap(x, cap, 0, 0, j, j)
+    at = mods.At(0, 0, None, 100, j, 0, 0)
+    capped, slope_out = mods.softcap_linear(x, cap, at)
     tl.store(out_ptr + j, capped)
-    tl.store(out_ptr + N + j, scores.softcap_derivative(capped, cap, 0, 0, j, j))
-    tl.store(out_ptr + 2 * N + j, scores.alibi(x * 0.0, slope, 0, 0, 100, j))
+    tl.store(out_ptr + N + j, slope_out)
+    tl.store(out_ptr + 2 * N + j, mods.alibi(x * 0.0, slope, at))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # far from 0 exp2 overflows on purpose

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.mask import Band
+from flashtile.backends.gpu.device.mods import Band, Mod
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.records import named
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache, Keys, Output, PairTensor, Schedule, Slopes, Terms
+from flashtile.backends.hopper.device.records import Cache, Keys, Mods, Output, PairTensor, Schedule, Slopes
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import QuantizedTensors
 
 # Keys and values that are read at the same time: the L2 cache has 50 MB, and queries and outputs need some of it.
 _CACHED_BYTES = 2**25
-_NO_SLOPES, _NO_TENSOR = Slopes(None, None, None), PairTensor(None, None, None)
 
 
 def call_of(
-    problem: Problem, t: Tensors | QuantizedTensors, rows: tuple[Rows, Rows, Rows], keys: Keys, terms: Terms
+    problem: Problem, t: Tensors | QuantizedTensors, rows: tuple[Rows, Rows, Rows], keys: Keys, mods: Mods
 ) -> Call:
     """A kernel's ``Call``, from ``rows_of`` q, k and v."""
     p = problem
     queries = Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), p.batch, t.q.shape[-3])
-    return Call(*rows, queries, keys, Heads(p.num_heads_q, p.group_size), terms)
+    return Call(*rows, queries, keys, Heads(p.num_heads_q, p.group_size), mods)
 
 
 def rows_of(name: str, box: TensorMap, block_dim: int) -> Rows:
@@ -54,40 +56,47 @@ def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined
     )  # fmt: skip
 
 
-def terms_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None) -> Terms:
-    """The ``Terms`` of a call; maps are those of ``tensor_maps.score_map``, None for what threads load themselves."""
-    slopes, mask = _NO_SLOPES, t.attn_mask
+def mods_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None) -> Mods:
+    """The ``Mods`` of a call; maps are those of ``tensor_maps.score_map``, None for what threads load themselves."""
+    p, softcap, alibi, bias, mask = problem, _softcap_of(problem), None, None, None
     if t.alibi_slopes is not None:
         # Kept keys are then never past their row.
-        one_sided = problem.band.right is not None and problem.band.right <= 0
-        step = problem.num_heads_q if t.alibi_slopes.dim() == 2 else 0
-        slopes = Slopes(pointer(t.alibi_slopes, "alibi"), step, one_sided)
-    return plain_terms(problem, t)._replace(
-        alibi=slopes,
-        bias=_pair_tensor("bias", t.attn_bias, bias_map),
-        mask=_pair_tensor("mask", None if mask is None else mask.view(torch.uint8), mask_map),
-    )
+        one_sided = p.band.right is not None and p.band.right <= 0
+        alibi = Slopes(pointer(t.alibi_slopes, "alibi"), p.num_heads_q if t.alibi_slopes.dim() == 2 else 0, one_sided)
+    if t.attn_bias is not None:
+        bias = _pair_tensor("bias", t.attn_bias, bias_map)
+    if t.attn_mask is not None:
+        mask = _pair_tensor("mask", t.attn_mask.view(torch.uint8), mask_map)
+    transforms, names = _named(softcap=softcap, alibi=alibi, bias=bias)
+    masks, mask_names = _named(mask=mask)
+    return plain_mods(p, t)._replace(scores=transforms, masks=masks, SCORES=names, MASKS=mask_names)
 
 
-def plain_terms(problem: Problem, t: Tensors | QuantizedTensors) -> Terms:
-    """``Terms`` of a call that has no other terms than a softcap, a band and sinks."""
-    scale, softcap, prescale = problem.softmax_scale * LOG2_E.value, None, None
+def plain_mods(problem: Problem, t: Tensors | QuantizedTensors) -> Mods:
+    """``Mods`` of a call that has no others than a softcap, a band and sinks."""
+    scale, prescale = problem.softmax_scale * LOG2_E.value, None
     if problem.softcap > 0:
-        softcap, prescale = float(problem.softcap), 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
-        scale = LOG2_E.value
+        scale, prescale = LOG2_E.value, 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
     elif problem.softmax_scale <= 0:
         scale, prescale = 1.0, scale
     bounds, band = tensor_maps.bounds(problem), problem.band
     sides = (None if side is None else bounds[name] for name, side in (("left", band.left), ("right", band.right)))
-    return Terms(
-        scale, softcap, prescale, prescale is not None, Band(*sides), _NO_SLOPES, _NO_TENSOR, _NO_TENSOR,
-        pointer(t.sinks, "sinks"),
-    )  # fmt: skip
+    transforms, names = _named(softcap=_softcap_of(problem))
+    return Mods(
+        scale, prescale, transforms, Band(*sides), None, pointer(t.sinks, "sinks"), names, "", prescale is not None
+    )
 
 
-def _pair_tensor(name: str, tensor: Tensor | None, box: TensorMap | None) -> PairTensor:
-    if tensor is None:
-        return _NO_TENSOR
+def _softcap_of(problem: Problem) -> float | None:
+    return float(problem.softcap) if problem.softcap > 0 else None
+
+
+def _named(**operands: Any) -> tuple[tuple[Mod, ...] | None, str]:
+    """``named`` mods that the kernels know by their names."""
+    return named(**{name: None if of is None else Mod(None, None, None, of) for name, of in operands.items()})
+
+
+def _pair_tensor(name: str, tensor: Tensor, box: TensorMap | None) -> PairTensor:
     *others, column = tensor_maps.score_strides(tensor)
     steps = (*others, Const(1) if column == 1 else column)
     if box is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.launch import TensorMap
-from flashtile.backends.hopper.device.coordinates import PACKED_ROWS
+from flashtile.backends.hopper.device.parts import PACKED_ROWS
 from flashtile.call.problem import Problem, Tensors
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}

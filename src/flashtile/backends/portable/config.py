@@ -107,15 +107,19 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def in_parts(dim: int) -> int:
-    """The columns of tiles that hold a head dimension: a power of two, or one and a half of one from 96 on."""
-    whole = padded(dim)
-    return whole * 3 // 4 if dim <= whole * 3 // 4 and whole >= 128 else whole
+def in_parts(dim: int, dtype: torch.dtype) -> int:
+    """The columns of tiles that hold a head dimension: a power of two, or one and a half of one from 96 on.
+
+    From 192 on of float32, which is multiplied as bfloat16: of tiles of 64 and of 32 columns, which differ in their
+    swizzle, ptxas loses descriptors as ``padded_dims`` says. Addresses were then out of range, and dq wrong (H200).
+    """
+    whole, least = padded(dim), 256 if dtype == torch.float32 else 128
+    return whole * 3 // 4 if dim <= whole * 3 // 4 and whole >= least else whole
 
 
-def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+def tile_dims(problem: Problem) -> tuple[int, int]:
     """``in_parts`` of both head dimensions, the smaller one at least as large as the other up to 64."""
-    dim, dim_v = in_parts(head_dim), in_parts(head_dim_v)
+    dim, dim_v = (in_parts(each, problem.dtype) for each in (problem.head_dim, problem.head_dim_v))
     return max(dim, min(dim_v, 64)), max(dim_v, min(dim, 64))
 
 
@@ -175,7 +179,7 @@ def row_of(rows: Mapping[int, Config], columns: int) -> Config | None:
 
 def readable(problem: Problem, config: Config) -> Config:
     """The tiles without descriptors where these cannot read a problem's tensors."""
-    dims = tile_dims(problem.head_dim, problem.head_dim_v)
+    dims = tile_dims(problem)
     whole = not any(dim & (dim - 1) for dim in dims)
     if config.tma and not (whole and problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
         return dataclasses.replace(config, tma=False)
@@ -184,7 +188,7 @@ def readable(problem: Problem, config: Config) -> Config:
 
 def dim_of(problem: Problem) -> int:
     """The columns that a table must have tiles for; 192 of keys and 128 of values, as in latent attention, are 160."""
-    dims = tile_dims(problem.head_dim, problem.head_dim_v)
+    dims = tile_dims(problem)
     return 160 if dims == (192, 128) else max(dims)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device import dropout, mask, scheduler, scores
+from flashtile.backends.gpu.device import dropout, mods, scheduler
 from flashtile.backends.gpu.device.dropout import Dropout
-from flashtile.backends.gpu.device.mask import Band, MaskMod, ScoreTensor
+from flashtile.backends.gpu.device.mods import Band, Mod, Mods, ScoreTensor
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
-from flashtile.backends.gpu.device.scores import Alibi, ScoreMod, Terms
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.device.tiles import Tiles
@@ -25,7 +25,6 @@ from flashtile.core import philox
 # Bytes of keys and values of heads that run together, the same for all chips, as it changes no result. Far below L2,
 # which rows and results pass through as well; measured: docs/tuning-notes.md.
 _CACHE_BYTES = 4 * 1024 * 1024
-_NO_MOD = ScoreMod(None, None, None, None)
 
 
 def num_programs(problem: Problem, tensors: Tensors | QuantizedTensors, block: int, *, over_keys: bool = False) -> int:
@@ -59,28 +58,20 @@ def call_of(
         bias_sums: Whether a kernel's program sums over sequences, and over heads, that share a bias.
     """
     p = problem
-    block_d, block_dv = tile_dims(p.head_dim, p.head_dim_v)
+    block_d, block_dv = tile_dims(p)
     tensors = {"q": (t.q, config.block_m, block_d), "k": (t.k, config.block_n, block_d),
                "v": (t.v, config.block_n, block_dv), "dout": (dout, config.block_m, block_dv)}  # fmt: skip
     unit = _unit((p.head_dim, p.head_dim_v), [x for x, _, _ in tensors.values() if x is not None])
     maps = descriptors({name: tensors[name] for name in described}, config)
 
-    def rows(name: str, tensor: Tensor, dim: int, block_dim: int) -> Rows:
-        return rows_of(name, tensor, dim, block_dim, maps.get(name), unit)
+    def rows(name: str, tensor: Tensor, block_dim: int) -> Rows:
+        return rows_of(name, tensor, block_dim, maps.get(name), unit)
 
     call = Call(
-        rows("q", t.q, p.head_dim, block_d), rows("k", t.k, p.head_dim, block_d),
-        rows("v", t.v, p.head_dim_v, block_dv), *sequences_of(p, t), heads_of(p),
-        _terms(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None),
+        rows("q", t.q, block_d), rows("k", t.k, block_d), rows("v", t.v, block_dv), *sequences_of(p, t), heads_of(p),
+        _mods(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None),
     )  # fmt: skip
-    return call, None if dout is None else rows("dout", dout, p.head_dim_v, block_dv)
-
-
-def rows_of(name: str, tensor: Tensor, dim: int, block_dim: int, desc: TensorMap | None = None, unit: int = 1) -> Rows:
-    """The record of a tensor, whose operand has its name."""
-    strides = tensor.stride()
-    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
-    return Rows(pointer(tensor, name), desc, batch, row, head, dim, block_dim, unit, len(strides) == 3)
+    return call, None if dout is None else rows("dout", dout, block_dv)
 
 
 def sequences_of(problem: Problem, t: Tensors | QuantizedTensors) -> tuple[Sequences, Sequences]:
@@ -97,54 +88,39 @@ def heads_of(problem: Problem) -> Heads:
     return Heads(problem.num_heads_q, Const(1) if problem.group_size == 1 else problem.group_size)
 
 
-def _terms(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None) -> Terms:
-    """The score mods, in their order, masks and dropout of a call."""
-    p, unit, alibi, origins = problem, _score_unit(problem, t), _NO_MOD, pointer(t.origins, "origins")
-    if t.alibi_slopes is not None:
-        slopes: Any = Alibi(pointer(t.alibi_slopes, "alibi"), p.num_heads_q if t.alibi_slopes.dim() == 2 else 0)
-        alibi = ScoreMod(scores.alibi, None, scores.slope_of_head, slopes)
-        if origins is not None:
-            alibi = ScoreMod(scores.alibi_of_part, None, scores.slope_of_part, (slopes, origins, p.batch))
-    bias = _NO_MOD
+def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None) -> Mods:
+    """The transforms, masks and dropout of a call."""
+    p, unit, origins, bias, mask = problem, _score_unit(problem, t), pointer(t.origins, "origins"), None, None
+    alibi = alibi_of(p, t.alibi_slopes)
+    if alibi is not None and origins is not None:
+        alibi = Mod(mods.alibi_of_part, None, mods.slope_of_part, (alibi.operands, origins, p.batch))
     if t.attn_bias is not None:
         tensor = _score_tensor("bias", t.attn_bias, unit)
         tensor = tensor._replace(
             stride_b=Const(0) if bias_sums[0] else tensor.stride_b,
             stride_head=Const(0) if bias_sums[1] else tensor.stride_head,
         )
-        bias = ScoreMod(scores.bias, None, mask.tensor_of_head, tensor)
-    masks = MaskMod(None, None, None)
+        bias = Mod(mods.bias, None, mods.tensor_of_head, tensor)
     if t.attn_mask is not None:
         tensor = _score_tensor("mask", t.attn_mask.view(torch.uint8), unit)
-        masks = MaskMod(mask.select_tensor, mask.tensor_of_head, tensor)
+        mask = Mod(mods.select_tensor, None, mods.tensor_of_head, tensor)
     threshold = dropout.threshold_bits(philox.threshold(p.dropout_p))
     drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
-    return Terms(
-        p.softmax_scale, (softcap_of(p), alibi, bias), band_of(p, t.q.shape[-3] + t.k.shape[-3]), (masks,), drops,
-        sinks, scales_first(p), input_precision(p),
+    transforms, names = named(softcap=softcap_of(p), alibi=alibi, bias=bias)
+    masks, mask_names = named(mask=mask)
+    return Mods(
+        p.softmax_scale, transforms, band_of(p, t.q.shape[-3] + t.k.shape[-3]), masks, drops, sinks, names, mask_names,
+        transforms is not None or p.softmax_scale <= 0, input_precision(p),
     )  # fmt: skip
 
 
-def plain_terms(problem: Problem, span: int, sinks: Tensor | None) -> Terms:
-    """``Terms`` of a call that has no other terms than a softcap, a band and sinks; span: of ``band_of``."""
-    no_dropout = Dropout(None, None, 1.0, None)
-    return Terms(
-        problem.softmax_scale, (softcap_of(problem), _NO_MOD, _NO_MOD), band_of(problem, span),
-        (MaskMod(None, None, None),), no_dropout, pointer(sinks, "sinks"), scales_first(problem), None,
+def plain_mods(problem: Problem, span: int, sinks: Tensor | None) -> Mods:
+    """``Mods`` of a call that has no others than a softcap, a band and sinks; span: of ``band_of``."""
+    transforms, names = named(softcap=softcap_of(problem))
+    return Mods(
+        problem.softmax_scale, transforms, band_of(problem, span), None, Dropout(None, None, 1.0, None),
+        pointer(sinks, "sinks"), names, "", transforms is not None or problem.softmax_scale <= 0, None,
     )  # fmt: skip
-
-
-def softcap_of(problem: Problem) -> ScoreMod:
-    """The score mod of a softcap."""
-    if problem.softcap == 0:
-        return _NO_MOD
-    return ScoreMod(scores.softcap, scores.softcap_derivative, None, problem.softcap)
-
-
-def scales_first(problem: Problem) -> bool:
-    """``scores.Terms.SCALE_FIRST`` of a call."""
-    p = problem
-    return p.softcap > 0 or p.alibi or p.bias_dtype is not None or p.softmax_scale <= 0
 
 
 def band_of(problem: Problem, span: int) -> Band:
@@ -175,7 +151,7 @@ def _unit(dims: tuple[int, int], tensors: Sequence[Tensor]) -> int:
 
 
 def _score_unit(problem: Problem, tensors: Tensors) -> int:
-    """``mask.ScoreTensor.UNIT`` of a call's mask and bias; a packed sequence may have any number of keys."""
+    """``mods.ScoreTensor.UNIT`` of a call's mask and bias; a packed sequence may have any number of keys."""
     given = [x for x in (tensors.attn_mask, tensors.attn_bias) if x is not None]
     if problem.varlen or not given:
         return 1

@@ -134,7 +134,7 @@ class Call(NamedTuple):
         out: ``Rows`` like q, head_dim_v wide.
         queries: ``Sequences`` of both.
         cache: ``Cache``.
-        terms: ``scores.Terms``.
+        mods: ``mods.Mods``.
         results: ``Results``.
         schedule: ``Schedule``.
         leftpad: (batch,) int32, the first key that counts; None for 0.
@@ -147,7 +147,7 @@ class Call(NamedTuple):
     out: Any
     queries: Any
     cache: Any
-    terms: Any
+    mods: Any
     results: Any
     schedule: Any
     leftpad: Any

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.decode import eight_bit, states, work
-from flashtile.backends.gpu.device import scores, softmax
-from flashtile.backends.gpu.device.scores import Pairs
+from flashtile.backends.gpu.device import mods, softmax
 
 
 class Place(NamedTuple):
@@ -155,9 +154,9 @@ def address_of(cache, place):
 
 
 @triton.jit
-def score_block(k, first, key, inside, page, place, rows, pairs, call):
+def score_block(k, first, key, inside, page, place, rows, head, call):
     """Scores [BLOCK_M, BLOCK_N] of a block, -inf where a row does not see a key; and the factor to base 2."""
-    INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
+    INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     if k.dtype == tl.int16:
         even, odd = eight_bit.halves(k, call.cache.scales.BITS)
         product = tl.dot(rows.q, tl.trans(even.to(rows.q.dtype)), input_precision=INPUT_PRECISION)
@@ -167,7 +166,7 @@ def score_block(k, first, key, inside, page, place, rows, pairs, call):
         product = tl.dot(rows.q, tl.trans(k), input_precision=INPUT_PRECISION)
     if call.cache.scales.BY_PAGE and call.cache.scales.k.ptr is not None:
         product *= eight_bit.page_scales(call.cache.scales.k, page, place.h_kv, inside)[None, :]
-    x, scale_log2, _derivative = scores.transform(product, pairs, rows.i, key[None, :], False)
+    x, scale_log2, _slope = mods.apply(product, call.mods, head, mods.pairs_of(head, rows.i, key[None, :]), False)
     if x.shape[0] < 64:
         x = masked(x, key, rows)
     else:
@@ -189,7 +188,7 @@ def masked(x, key, rows):
 
 
 @triton.jit
-def read_keys(n, place, rows, pairs, call):
+def read_keys(n, place, rows, head, call):
     """Scores of block n as ``score_block``, where its keys lie, and which are inside.
 
     8-bit keys and values are loaded as pairs of neighbouring columns, which become two matrices: of even columns and of
@@ -200,14 +199,14 @@ def read_keys(n, place, rows, pairs, call):
     inside = (key >= rows.low) & (key < rows.high)
     at = place_block(n * BLOCK_N, inside, place.b, call.cache, BLOCK_N)
     k = load_block(call.cache.k, address_of(call.cache.k, place), at, inside)
-    x, scale_log2 = score_block(k, n * BLOCK_N, key, inside, at[0], place, rows, pairs, call)
+    x, scale_log2 = score_block(k, n * BLOCK_N, key, inside, at[0], place, rows, head, call)
     return x, scale_log2, at, inside
 
 
 @triton.jit
-def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, pairs, call):
+def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, head, call):
     """Adds a block of keys, as ``read_keys`` returns it, to the softmax state of a tile's rows."""
-    INPUT_PRECISION: tl.constexpr = pairs.terms.INPUT_PRECISION
+    INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     LIKE: tl.constexpr = rows.q.dtype
     x, scale_log2, at, inside = keys
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
@@ -258,7 +257,7 @@ def end_split(state, run, total, slot, splits_left, is_last, part, call):
 
 
 @triton.jit
-def attend(place, rows, part, pairs, call):
+def attend(place, rows, part, head, call):
     """The softmax state of a tile's rows over the keys of a ``Part``.
 
     Returns:
@@ -277,7 +276,7 @@ def attend(place, rows, part, pairs, call):
     total_max = tl.full([ROWS], float("-inf"), tl.float32)
     slot, blocks_left, splits_left = part.slot, part.blocks, part.state_splits
     for n in tl.range(part.first_block, part.stop_block):
-        keys = read_keys(n, place, rows, pairs, call)
+        keys = read_keys(n, place, rows, head, call)
         if call.results.acc is not None:  # noqa: SIM102 a compile-time condition
             # Here, as the last block's product is complete. After this block's, ptxas would serialise its WGMMA.
             if blocks_left == 0:
@@ -288,7 +287,7 @@ def attend(place, rows, part, pairs, call):
                 acc, acc_odd = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
                 row_max, row_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
                 blocks_left = part.blocks
-        acc, acc_odd, row_max, row_sum = add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, pairs, call)
+        acc, acc_odd, row_max, row_sum = add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, head, call)
         blocks_left -= 1
     state = (eight_bit.joined(acc, acc_odd, EIGHT_BIT), row_max, row_sum)
     if call.results.acc is None:
@@ -318,10 +317,10 @@ def load_queries(b, first_row, row, h, exists, call, FIRST: tl.constexpr, STEP: 
 
 
 @triton.jit
-def attend_tile(place, shape, row, h, part, pairs, call):
+def attend_tile(place, shape, row, h, part, head, call):
     """``attend`` after loading the rows; the scales of 8-bit values are left to ``finish``."""
     exists, i = tl.arange(0, row.shape[0]) < part.count, (row + shape.high - shape.num_rows)[:, None]
-    band, shift, GROUP = call.terms.band, shape.high - shape.num_rows, call.GROUP
+    band, shift, GROUP = call.mods.band, shape.high - shape.num_rows, call.GROUP
     last, clear_last = i * 0 + shape.high - 1, shape.high - 1
     if band.right is not None:
         last = tl.minimum(last, i + band.right)
@@ -335,7 +334,7 @@ def attend_tile(place, shape, row, h, part, pairs, call):
     if not call.cache.scales.EIGHT_BIT:
         q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 1)
         acc, row_max, row_sum = attend(
-            place, Rows(q, q, None, i, shape.low, shape.high, first, last, clear_first, clear_last), part, pairs, call
+            place, Rows(q, q, None, i, shape.low, shape.high, first, last, clear_first, clear_last), part, head, call
         )
     else:
         q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 2)
@@ -350,7 +349,7 @@ def attend_tile(place, shape, row, h, part, pairs, call):
             place,
             Rows(q, q_odd, power, i, shape.low, shape.high, first, last, clear_first, clear_last),
             part,
-            pairs,
+            head,
             call,
         )
     return acc, row_max, row_sum
@@ -442,8 +441,8 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
         tl.where(keeps, call.schedule.splitting.RUN, shape.state_splits), keeps,
         base + tl.cast(state, tl.int64) * pitch, pitch, tl.minimum(pitch - first, BLOCK_M), waits,
     )  # fmt: skip
-    head = scores.head_of(call.terms, valid_b, h[:, None], shape.num_rows, shape.high)
-    acc, row_max, row_sum = attend_tile(place, shape, row, h, part, Pairs(call.terms, head), call)
+    head = mods.head_of(call.mods, valid_b, h[:, None], shape.num_rows, shape.high)
+    acc, row_max, row_sum = attend_tile(place, shape, row, h, part, head, call)
     if call.results.acc is None:  # noqa: SIM114 a compile-time condition
         finish(acc, row_max, row_sum, b, place, packed, col, shape, call)
     elif keeps:

@@ -19,17 +19,15 @@ from flashtile.backends.gpu.decode.call import (
     Splitting,
 )
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, hopper_rows
-from flashtile.backends.gpu.device import scores
-from flashtile.backends.gpu.device.mask import Band, MaskMod
-from flashtile.backends.gpu.device.records import Rows, Sequences
-from flashtile.backends.gpu.device.scores import Alibi, ScoreMod, Terms
+from flashtile.backends.gpu.device.mods import Band, Mods
+from flashtile.backends.gpu.device.records import Sequences
 from flashtile.backends.gpu.launch import Pointer, pointer
+from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
 # Of one token, that a program moves.
 HEADS_AT_ONCE = 16
-_NO_MOD = ScoreMod(None, None, None, None)
 
 
 def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int, lanes: int, *, few: bool) -> Call:
@@ -55,7 +53,7 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
         results = Results(results.lse, Pointer(torch.float32, "acc"), stats, Pointer(torch.int32, "counters"))
     return Call(
         rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
-        _queries(p, t), cache, _terms(p, t), results, _schedule(p, config, lanes, few),
+        _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
         pointer(t.cache_leftpad, "leftpad"), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
@@ -102,14 +100,6 @@ def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     )  # fmt: skip
 
 
-def rows_of(name: str, tensor: Tensor, block_dim: int) -> Rows:
-    """The record of a tensor, whose operand has its name."""
-    strides = tensor.stride()
-    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
-    dim = tensor.shape[-1]
-    return Rows(pointer(tensor, name), None, batch, row, head, dim, block_dim, 1, len(strides) == 3)
-
-
 def _rotated(t: CacheTensors) -> Tensor:
     return torch.empty_like(t.q, device="meta").contiguous()
 
@@ -122,16 +112,12 @@ def _scale(name: str, scale: Tensor | None) -> Scale:
     return Scale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else 0)
 
 
-def _terms(problem: Problem, t: CacheTensors) -> Terms:
-    p, softcap, alibi = problem, _NO_MOD, _NO_MOD
-    if p.softcap > 0:
-        softcap = ScoreMod(scores.softcap, None, None, p.softcap)
-    if t.alibi_slopes is not None:
-        slopes = Alibi(pointer(t.alibi_slopes, "alibi"), p.num_heads_q if t.alibi_slopes.dim() == 2 else 0)
-        alibi = ScoreMod(scores.alibi, None, scores.slope_of_head, slopes)
-    return Terms(
-        p.softmax_scale, (softcap, alibi, _NO_MOD), Band(p.band.left, p.band.right), (MaskMod(None, None, None),),
-        None, None, p.softcap > 0 or p.alibi or p.softmax_scale <= 0, "ieee",
+def _mods(problem: Problem, t: CacheTensors) -> Mods:
+    p = problem
+    transforms, names = named(softcap=softcap_of(p), alibi=alibi_of(p, t.alibi_slopes))
+    return Mods(
+        p.softmax_scale, transforms, Band(p.band.left, p.band.right), None, None, None, names, "",
+        transforms is not None or p.softmax_scale <= 0, "ieee",
     )  # fmt: skip
 
 

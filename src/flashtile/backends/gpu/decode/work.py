@@ -104,8 +104,8 @@ def span_of(b, call):
     low = b * 0
     if call.leftpad is not None:
         low = tl.maximum(tl.load(call.leftpad + b, mask=exists, other=0), 0)
-    if call.terms.band.left is not None:
-        low = tl.maximum(low, high - num_rows - call.terms.band.left)
+    if call.mods.band.left is not None:
+        low = tl.maximum(low, high - num_rows - call.mods.band.left)
     keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
     tiles = (each * GROUP + BLOCK_M - 1) // BLOCK_M
     num_splits, chunk = cut(keys, each * GROUP, tiles, call.num_heads_kv, BLOCK_N, call.schedule.splitting)
@@ -264,9 +264,9 @@ def blocks_of(first, state, stop_state, shape, call):
     stop = tl.minimum(shape.low // BLOCK_N * BLOCK_N + stop_state * keys, shape.high)
     if shape.num_splits == 1:
         shift = shape.high - shape.num_rows
-        if call.terms.band.right is not None:
+        if call.mods.band.right is not None:
             last = tl.minimum((first + call.schedule.BLOCK_M - 1) // call.GROUP, shape.num_rows - 1)
-            stop = tl.minimum(stop, last + shift + call.terms.band.right + 1)
-        if call.terms.band.left is not None:
-            start = tl.maximum(start, (first // call.GROUP + shift - call.terms.band.left) // BLOCK_N * BLOCK_N)
+            stop = tl.minimum(stop, last + shift + call.mods.band.right + 1)
+        if call.mods.band.left is not None:
+            start = tl.maximum(start, (first // call.GROUP + shift - call.mods.band.left) // BLOCK_N * BLOCK_N)
     return start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N

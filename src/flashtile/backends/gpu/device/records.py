@@ -67,7 +67,7 @@ class Call(NamedTuple):
         queries: ``Sequences`` of q.
         keys: Those of k and v.
         heads: ``Heads``.
-        terms: ``scores.Terms``.
+        mods: ``mods.Mods``.
     """
 
     q: Any
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     queries: Any
     keys: Any
     heads: Any
-    terms: Any
+    mods: Any
 
 
 class Output(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+TAIL_ROUNDS = tl.constexpr(2)
+
 
 @triton.jit
 def longest_first(block, num_blocks, HAS_RIGHT: tl.constexpr):
@@ -78,3 +80,83 @@ def first_packed_tile(start, b, BLOCK: tl.constexpr, rows_per_token, SPARE: tl.c
 def num_packed_tiles(total: int, num_sequences: int, block: int, rows_per_token: int = 1, spare: int = 0) -> int:
     """Programs that ``packed_tile`` needs to reach every row of a packed tensor."""
     return (total + (num_sequences + 1) * spare) * rows_per_token // block + num_sequences + 1
+
+
+@triton.jit
+def longest_first_by_spans(place, num_blocks, num_heads, span):
+    """The tile at an index of the tile order, for programs that take indices from a counter.
+
+    Heads are processed ``span`` at a time, so that the cache holds their keys and values; within a span, the most
+    expensive blocks come first.
+
+    Returns:
+        (block, head), meaningless for an index past the last tile.
+    """
+    which = place // (span * num_blocks)
+    place -= which * span * num_blocks
+    width = tl.maximum(tl.minimum(span, num_heads - which * span), 1)
+    rank = place // width
+    return num_blocks - 1 - rank, which * span + place - rank * width
+
+
+@triton.jit
+def paired(step, program, num_programs, num_blocks, num_heads):
+    """The tile that a program processes at a step, in closed form: no table, no counter, no atomics.
+
+    Block m of M costs about m, so blocks m and M - 1 - m together cost the same for every m: most of the work is
+    assigned in such pairs, head by head, which keeps the keys and values of few heads in the L2 cache. The last rounds
+    are assigned one block at a time instead, longest first, with the order of the programs reversed every round, so
+    that the programs end at about the same time.
+
+    Args:
+        step: 0, 1, 2, ...
+        program: This program, 0 <= program < num_programs.
+        num_programs: Programs that share the work.
+        num_blocks: Query blocks per head, >= 1; block m costs more than block m - 1.
+        num_heads: Heads of all sequences together.
+
+    Returns:
+        (block, head, is_tile, is_end): is_tile is False for a step that has nothing to do, is_end is True for every
+        step after the last one.
+    """
+    # With an odd number of blocks two heads are assigned together, so that the middle blocks have partners too. Powers
+    # of two are shifts: a division takes some 200 cycles, and a program waits for its first tile.
+    odd = num_blocks & 1
+    length = num_blocks << odd
+    pairs = length >> 1
+    num_spans = (num_heads + odd) >> odd
+    total = num_spans * pairs
+    rounds = tl.maximum(total // num_programs - TAIL_ROUNDS, 0)
+
+    if step < 2 * rounds:
+        item = (step >> 1) * num_programs + program
+        which = item // pairs
+        pair = item - which * pairs
+        last_half = (step & 1) == 1
+        is_end = step < 0
+    else:
+        dealt = rounds * num_programs
+        in_tail = total - dealt
+        first_span = dealt // pairs
+        first_pair = dealt - first_span * pairs
+        tail_spans = num_spans - first_span
+        tail_step = step - 2 * rounds
+        place = tail_step * num_programs + tl.where((tail_step & 1) == 0, program, num_programs - 1 - program)
+        is_end = place >= 2 * in_tail
+        last_half = place >= in_tail
+        place = tl.where(last_half, 2 * in_tail - 1 - place, place)
+        place = tl.where(is_end, 0, place)
+        # The earlier rounds have already taken the first pairs of the tail's first span.
+        full_spans = tl.maximum(tail_spans - 1, 1)
+        before = first_pair * (tail_spans - 1)
+        if place < before:
+            pair = place // full_spans
+            which = first_span + 1 + place - pair * full_spans
+        else:
+            beyond = (place - before) // tail_spans
+            pair = first_pair + beyond
+            which = first_span + (place - before) - beyond * tail_spans
+
+    position = tl.where(last_half, pair, length - 1 - pair)
+    head = (which << odd) + (position & odd)
+    return position >> odd, head, head < num_heads, is_end

@@ -13,7 +13,7 @@ PART_KEYS = 64
 
 
 def box_cols(width: int) -> int:
-    """Columns of the narrowest part of a tile; see ``channels.WIDEST``."""
+    """Columns of the narrowest part of a tile; see ``dq.WIDEST``."""
     return min(narrowest(width), 128)
 
 
@@ -107,7 +107,7 @@ class Config:
 # 128 queries: a left operand read from shared memory then serves 128 columns and not 64.
 WIDE_64 = Config(block_d=64, block_dv=64, block_m=128, v_stages=2)
 NARROW_64 = Config(block_d=64, block_dv=64, block_m=64, stages=3, v_stages=2, dq_width=32)
-# A third warpgroup for dq needs few registers: 64 were faster than 80. Head_dim 96 takes less time in parts of 64 and
+# A third warpgroup for dq needs few registers: 64 beat 80. Head_dim 96 takes less time in parts of 64 and
 # 32 than in 128 columns or with a gradient a warpgroup.
 BASE_96 = Config(block_d=96, block_dv=96, stages=3, ds_stages=3, registers=208, dq_registers=64)
 BASE_128 = Config(block_d=128, block_dv=128)
@@ -116,8 +116,8 @@ BASE_160 = replace(BY_GRADIENT_128, block_d=160, block_dv=160, v_stages=1)
 # A second buffer for keys is worth more than a third one for queries.
 BASE_192 = replace(BASE_160, block_d=192, block_dv=192, stages=2, registers=192)
 BASE_192_128 = replace(BASE_160, block_d=192, block_dv=128)
-# Twice the keys a tile add half as often to dq, which bounds the kernels with 64: 16 to 21% less time under a causal
-# mask, but more in a fixed order without one.
+# Twice the keys a tile add half as often to dq, which bounds the kernels with 64: that pays, but not in a fixed order
+# without a mask.
 KEYS_192_128 = Config(block_d=192, block_dv=128, k_stages=1, dq_width=32)
 BASE_256 = replace(BASE_192, block_d=256, block_dv=256, k_stages=1, registers=208)
 # Bias and mask take registers in the first warpgroup, which has what the others leave.

@@ -7,7 +7,7 @@ Scores lie keys first, so that P^T and dS^T are left operands straight from regi
 64 keys of its own: its dK and dV stay in registers. Both put dS^T into shared memory, and each makes one half of the dQ
 that all 128 keys add to a row block, one step later, and adds it to float32 global memory; or a third warpgroup makes
 all of dQ, where it has registers. One warp loads by TMA. For head dims whose dK and dV are too much for that, two
-warpgroups share 64 keys: ``split_by_gradient``.
+warpgroups share 64 keys: ``roles.gradient_consumer``.
 Mathematics: docs/algorithm.md. Sources: Dao et al. 2022, arXiv:2205.14135, algorithm 4; Shah et al. 2024,
 FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the backward).
 """
@@ -15,25 +15,24 @@ FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the bac
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.backward.channels import DqOutput, make_channels, with_dq
-from flashtile.backends.hopper.backward.dq import advance_dq_order, dq_consumer, wait_for_dq_order
-from flashtile.backends.hopper.backward.roles import consumer, producer
-from flashtile.backends.hopper.backward.split_by_gradient import gradient_consumer
+from flashtile.backends.gpu.device.mods import place_of
+from flashtile.backends.hopper.backward.dq import DqOutput, dq_consumer, keep_dq_order, make_channels, with_dq
+from flashtile.backends.hopper.backward.roles import consumer, gradient_consumer, producer
+from flashtile.backends.hopper.device.mods import Transforms, alibi_terms, score_tensors
 from flashtile.backends.hopper.device.ring import make_ring, make_ring_beside
-from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_terms, score_tensors
 
 
 @gluon.jit
 def attention_backward(grid):
     """Every tile's dk and dv, and what it adds to dq; one program per SM.
 
-    The argument is ``records.KeyGrid``. ``preprocess.prepare_rows`` must have run.
+    The argument is ``records.KeyGrid``. ``rows.prepare_rows`` must have run.
     """
     DQ_WARPGROUPS: gl.constexpr = grid.tiles.DQ_WARPGROUPS
     REGISTERS: gl.constexpr = grid.tiles.REGISTERS
     # Only rows past the last packed sequence have no slope of their own: without them a number less is handed on.
     batch = grid.call.keys.count if grid.call.q.PACKED else gl.to_tensor(2**30)
-    mod = score_mod(grid.call.terms, batch)
+    mod = score_mod(grid.call.mods, batch)
     channels = make_channels(grid)
     channels0, channels1, dq_order, added = channels, channels, None, None
     if grid.work.dq_order is not None:
@@ -53,51 +52,45 @@ def attention_backward(grid):
         DQ_REGISTERS: gl.constexpr = grid.tiles.DQ_REGISTERS
         if dq_order is None:
             gl.warp_specialize([
-                (first_keys, (channels0, grid, mod)), (second_keys, (channels1, grid, mod)),
+                (of_keys, (channels0, grid, mod, 0)), (of_keys, (channels1, grid, mod, 1)),
                 (dq_consumer, (channels0, grid)), (producer, (channels, grid)),
             ], [4, 4, 1], [REGISTERS, DQ_REGISTERS, 24])  # fmt: skip
         else:
             gl.warp_specialize([
-                (first_keys, (channels0, grid, mod)), (second_keys, (channels1, grid, mod)),
+                (of_keys, (channels0, grid, mod, 0)), (of_keys, (channels1, grid, mod, 1)),
                 (dq_consumer, (channels0, grid)), (producer, (channels, grid)),
-                (wait_for_dq_order, (channels0, grid)), (advance_dq_order, (channels0, grid)),
+                (keep_dq_order, (channels0, grid, False)), (keep_dq_order, (channels0, grid, True)),
             ], [4, 4, 1, 1, 1], [REGISTERS, DQ_REGISTERS, 24, 24, 24])  # fmt: skip
     elif dq_order is None:
         gl.warp_specialize([
-            (first_keys, (channels0, grid, mod)), (second_keys, (channels1, grid, mod)), (producer, (channels, grid)),
+            (of_keys, (channels0, grid, mod, 0)), (of_keys, (channels1, grid, mod, 1)), (producer, (channels, grid)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (first_keys, (channels0, grid, mod)), (second_keys, (channels1, grid, mod)), (producer, (channels, grid)),
-            (wait_for_dq_order, (channels0, grid)), (advance_dq_order, (channels0, grid)),
+            (of_keys, (channels0, grid, mod, 0)), (of_keys, (channels1, grid, mod, 1)), (producer, (channels, grid)),
+            (keep_dq_order, (channels0, grid, False)), (keep_dq_order, (channels0, grid, True)),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
 
 
 @gluon.jit
-def score_mod(terms, batch):
-    """The ``ScoreMod`` of ``records.Terms``; there are slopes of ``batch`` sequences."""
-    alibi = alibi_terms(terms.alibi.ptr, terms.alibi.batch_step, batch, terms.alibi.ONE_SIDED)
-    bias, masks = score_tensors((terms.bias.ptr, terms.bias.steps)), score_tensors((terms.mask.ptr, terms.mask.steps))
-    return ScoreMod(terms.scale_log2, terms.softcap, terms.prescale, terms.softcap is not None, False,
-                    bias + alibi, masks, (), (), (), ())  # fmt: skip
-
-
-@gluon.jit
-def first_keys(channels, grid, mod):
-    """The first warpgroup that works on a tile's keys."""
-    of_keys(channels, grid, mod, 0)
-
-
-@gluon.jit
-def second_keys(channels, grid, mod):
-    """The second one."""
-    of_keys(channels, grid, mod, 1)
+def score_mod(mods, batch):
+    """The ``Transforms`` of ``records.Mods``; there are slopes of ``batch`` sequences."""
+    BIAS: gl.constexpr = place_of(mods.SCORES, "bias")
+    MASK: gl.constexpr = place_of(mods.MASKS, "mask")
+    HAS_SOFTCAP: gl.constexpr = place_of(mods.SCORES, "softcap") >= 0
+    softcap = None
+    if HAS_SOFTCAP:
+        softcap = mods.scores[0].operands
+    terms = score_tensors(mods.scores, BIAS) + alibi_terms(mods, batch)
+    return Transforms(mods.scale_log2, softcap, mods.prescale, HAS_SOFTCAP, False,
+                    terms, score_tensors(mods.masks, MASK), (), (), (), ())  # fmt: skip
 
 
 @gluon.jit
 def of_keys(channels, grid, mod, WARPGROUP: gl.constexpr):
     """A warpgroup that works on a tile's keys: one gradient of all of them, or both of its own."""
-    if channels.out is None:
-        gradient_consumer(channels, grid, mod, WARPGROUP)
-    else:
+    if channels.out is not None:
         consumer(channels, grid, mod, WARPGROUP)
+    elif WARPGROUP == 0 or grid.gradients.HAS_DSCORES:
+        # For dv alone the second of two that share keys has nothing to do.
+        gradient_consumer(channels, grid, mod, WARPGROUP)

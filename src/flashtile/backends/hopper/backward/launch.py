@@ -20,25 +20,16 @@ from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.backward.kernel import attention_backward
-from flashtile.backends.hopper.backward.postprocess import finish_gradient
-from flashtile.backends.hopper.backward.preprocess import prepare_rows
-from flashtile.backends.hopper.backward.records import (
-    Results,
-    Schedule,
-    Splits,
-    Sums,
-    Tiles,
-    Work,
-)
-from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
-from flashtile.backends.hopper.device.records import Terms
-from flashtile.backends.hopper.records import terms_of
+from flashtile.backends.hopper.backward.records import Results, Schedule, Splits, Sums, Tiles, Work
+from flashtile.backends.hopper.backward.rows import Workspace, finish_gradient, key_blocks, prepare_rows
+from flashtile.backends.hopper.device.records import Mods
+from flashtile.backends.hopper.records import mods_of
 from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
 
 # Half of Hopper's 50 MB of L2; other chips may use it too: the order of tiles changes no sum within a tile.
 _CACHE_BYTES = 25 * 1024 * 1024
-# Rows of a gradient that one program of the postprocess kernel finishes.
+# Rows of a gradient that one program of ``finish_gradient`` finishes.
 _ROWS = 64
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
@@ -310,7 +301,7 @@ def _call(problem: Problem, t: Tensors, config: Config) -> Call:
         _rows("q", t.q, (config.block_m, cols), config.block_d, p.varlen),
         _rows("k", t.k, (keys, cols), config.block_d, p.varlen),
         _rows("v", t.v, (keys, cols_v), config.block_dv, p.varlen),
-        _queries(p, t), _keys(p, t), Heads(p.num_heads_q, p.group_size), _terms(p, t),
+        _queries(p, t), _keys(p, t), Heads(p.num_heads_q, p.group_size), _mods(p, t),
     )  # fmt: skip
 
 
@@ -328,12 +319,12 @@ def _keys(problem: Problem, t: Tensors) -> Sequences:
     return Sequences(pointer(t.cu_seqlens_k, "cu_seqlens_k"), problem.batch, t.k.shape[-3])
 
 
-def _terms(problem: Problem, t: Tensors) -> Terms:
+def _mods(problem: Problem, t: Tensors) -> Mods:
     """Those of the forward, but that products may be multiplied with a scale that is not > 0: no maximum is taken."""
-    terms = terms_of(problem, t, None, None)._replace(sinks=None, SCALE_FIRST=False)
+    mods = mods_of(problem, t, None, None)._replace(sinks=None, SCALE_FIRST=False)
     if problem.softcap > 0:
-        return terms
-    return terms._replace(scale_log2=problem.softmax_scale * LOG2_E.value, prescale=None)
+        return mods
+    return mods._replace(scale_log2=problem.softmax_scale * LOG2_E.value, prescale=None)
 
 
 def _gradients(

@@ -33,7 +33,7 @@ class Gradients(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The workspace, see there.
+    """The workspace, see ``rows``.
 
     Attributes:
         rows: [2 * blocks, BLOCK_M] float32; of the main kernel a descriptor.
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The query heads of a key head are cut into splits, and a tile visits one: see ``gqa_splits``.
+    """The query heads of a key head are cut into splits, and a tile visits one: see ``scheduler.gqa_splits``.
 
     Attributes:
         count: Splits of a key head.
@@ -119,7 +119,7 @@ class Tiles(NamedTuple):
 class KeyGrid(NamedTuple):
     """The main kernel's argument: what is the same for every tile.
 
-    ``call`` is a ``records.Call`` with descriptors of q, k and v and Hopper's ``Terms``, the others have their names'
+    ``call`` is a ``records.Call`` with descriptors of q, k and v and Hopper's ``Mods``, the others have their names'
     records.
     """
 

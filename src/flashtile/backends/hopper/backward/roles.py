@@ -1,4 +1,13 @@
-"""The roles of the Hopper backward: a producer of one warp, and two consumers of a warpgroup with 64 keys each."""
+"""The roles of the Hopper backward: a producer of one warp, and two consumers of a warpgroup with 64 keys each.
+
+Where dK and dV of 64 keys each would fill the registers of two warpgroups, both see the same 64 keys, and each owns one
+gradient (``by_gradient``). The first one makes P^T, hands it over through shared memory and adds to dV. The second one
+makes dP^T and dS^T and adds to dK. A third one makes dQ of dS. None waits for those after it, so the exponentials and
+the handing over of a block run under the products of those before.
+
+P^T is handed over in float16 times ``PROBS_SCALE``: rounding it to bfloat16, before dS^T is rounded, would make the
+errors of dK and dQ 1.2 times as large.
+"""
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
@@ -9,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.hopper.backward.channels import PART_KEYS, WIDEST
-from flashtile.backends.hopper.backward.dq import add_dq, add_from_registers, in_order, start_dq
-from flashtile.backends.hopper.backward.probabilities import pairs_of, probabilities, rows_of_keys
+from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.hopper.backward.dq import PART_KEYS, WIDEST, add_dq, add_from_registers, in_order, start_dq
 from flashtile.backends.hopper.backward.scheduler import (
     first_row_block,
     first_rows,
@@ -25,9 +34,11 @@ from flashtile.backends.hopper.backward.scheduler import (
     steps_of_a_head,
     sums_block,
 )
-from flashtile.backends.hopper.device.coordinates import HeadRows
-from flashtile.backends.hopper.device.gluon_compat import as_box, as_tile, tma_load, tma_put, tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import (
+from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns
+from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_tile, tma_load, tma_put, tma_store_wait
+from flashtile.backends.hopper.device.mods import Pairs
+from flashtile.backends.hopper.device.parts import (
+    HeadRows,
     add_products,
     also,
     load_boxes,
@@ -35,10 +46,16 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     start_of,
     start_sum,
     tiles_at,
+    times,
     wait_for_products,
     width_of,
     zero_accumulators,
 )
+
+# Past every row.
+FAR = gl.constexpr(2**30)
+# Probabilities, which are at most about 1, stay finite, and those down to 4e-9 keep all digits of float16.
+PROBS_SCALE = gl.constexpr(2.0**14)
 
 
 @gluon.jit
@@ -123,13 +140,94 @@ def score_zeros(grid):
     return gl.zeros([PART_KEYS, grid.tiles.BLOCK_M], gl.float32, layout)
 
 
+@aggregate
+class KeyRows:
+    """64 keys of a sequence, and which rows keep each of them.
+
+    ``first`` and ``last`` are those of each key, as ``from_thread_column`` counts them. Rows from ``clear_from`` on and
+    before ``clear_to`` keep all 64.
+    """
+
+    b: gl.tensor
+    head: gl.tensor
+    key: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    first: gl.tensor
+    last: gl.tensor
+    clear_from: gl.tensor
+    clear_to: gl.tensor
+
+
 @gluon.jit
-def times(accs, factor):
-    """Accumulators times a number."""
-    scaled = ()
-    for i in gl.static_range(len(accs)):
-        scaled = also(scaled, accs[i] * factor)
-    return scaled
+def first_keeping(position, band):
+    """The first row that keeps the key at a position: as a row keeps keys, with the sides exchanged."""
+    return mods.first_key(position, band.right, band.right is not None)
+
+
+@gluon.jit
+def last_keeping(position, end, band):
+    """The last row that does, of those before ``end``."""
+    return mods.last_key(position, end, band.left, band.left is not None)
+
+
+@gluon.jit
+def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
+    """The ``KeyRows`` of a part of a tile."""
+    key = records.get(tiles, "key") + PART * PART_KEYS
+    seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
+    keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
+    shift = seqlen_k - seqlen_q
+    first = gl.where(keys < seqlen_k, first_keeping(keys - shift, grid.call.mods.band), FAR)
+    last = last_keeping(keys - shift, seqlen_q, grid.call.mods.band)
+    clear_from = first_keeping(key + (PART_KEYS - 1) - shift, grid.call.mods.band)
+    clear_from = gl.where(key + PART_KEYS > seqlen_k, FAR, clear_from)
+    clear_to = last_keeping(key - shift, FAR, grid.call.mods.band) + 1
+    first, last = from_thread_column(first, like), from_thread_column(last, like)
+    head, _ = query_heads(records.get(tiles, "head"), grid)
+    return KeyRows(records.get(tiles, "sequence"), head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to)
+
+
+@gluon.jit
+def pairs_of(kept, rows):
+    """Where the block of 64 keys by a ``RowBlock`` lies."""
+    return Pairs(kept.b, kept.head + rows.head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0)
+
+
+@gluon.jit
+def is_cut(start, kept, grid):
+    """Whether some row of the block from ``start`` on does not keep some of the keys."""
+    cut = start < kept.clear_from
+    if grid.call.mods.band.left is not None:
+        cut = cut | (start + grid.tiles.BLOCK_M > kept.clear_to)
+    return cut
+
+
+@gluon.jit
+def keep_rows(x, start, kept, grid):
+    """What [64, block_m] is in rows ``start ...``, 0 where a row does not keep a key."""
+    return keep_columns(x, kept.first - start, kept.last - start, 0.0, True, grid.call.mods.band.left is not None)
+
+
+@gluon.jit
+def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
+    """Normalised probabilities, 0 where a row does not keep a key, and the factor of ``dprobs - delta`` in dscores.
+
+    So dscores need no mask of their own: where the factor is 0, they are 0 unless dprobs or delta is not finite.
+    """
+    if mod.has_softcap:
+        # In units of the cap.
+        s = mods.quick_softcap(s, 1.0, mod.prescale)
+        p = gl.exp2(mod.add_terms(s * (mod.softcap * LOG2_E), pairs, fetched, LOG2_E) - lse_log2)
+        factor = p * (1.0 - s * s)
+    else:
+        p = gl.exp2(mod.add_terms(s * mod.scale_log2, pairs, fetched, LOG2_E) - lse_log2)
+        factor = p
+    if is_cut(pairs.row, kept, grid):
+        p = keep_rows(p, pairs.row, kept, grid)
+        factor = keep_rows(factor, pairs.row, kept, grid) if mod.has_softcap else p
+    p = mod.select(p, fetched, 0.0)
+    return p, mod.select(factor, fetched, 0.0) if mod.has_softcap else p
 
 
 @gluon.jit
@@ -257,7 +355,7 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
 def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
     # No row of a tile's first row block may keep any of its second 64 keys.
-    HAS_RIGHT: gl.constexpr = grid.call.terms.band.right is not None
+    HAS_RIGHT: gl.constexpr = grid.call.mods.band.right is not None
     may_be_blank: gl.constexpr = HAS_RIGHT and WARPGROUP == 1 and grid.tiles.BLOCK_M < grid.tiles.KEYS
     computes_dq: gl.constexpr = grid.gradients.HAS_DQ and grid.tiles.DQ_WARPGROUPS == 2
     records = channels.tiles
@@ -281,7 +379,7 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
                 is_blank = False
                 if may_be_blank:
                     # The first row that keeps a key lies after the first row block.
-                    first = kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.call.terms.band.right
+                    first = kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.call.mods.band.right
                     is_blank = rows.start + grid.tiles.BLOCK_M <= first
                 if is_blank:
                     blank_step(channels, used, grid, WARPGROUP)
@@ -313,5 +411,129 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
             store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
         dk = times(dk, grid.gradients.scale)
         store_gradient(grid.gradients.dk, dk, records, tiles, channels.out, grid, grid.call.q.BLOCK_DIM, WARPGROUP)
+        tiles = records.next(tiles)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl.constexpr):
+    """What a row block adds to dv; and its probabilities."""
+    zeros = score_zeros(grid)
+    lse_log2 = channels.rows.index(used % channels.queries[0].stages).slice(0, 1)
+    if IS_FIRST:
+        channels.keys[0].wait(key_use)
+    channels.queries[0].wait(used)
+    s = start_sum(key_tile(channels.keys, key_use, 0, used), tiles_at(channels.queries, used), zeros)
+    pairs = pairs_of(kept, rows)
+    fetched = mod.fetch(pairs, zeros)
+    s = warpgroup_mma_wait(0, deps=[s])
+    p, factor = probabilities(s, lse_log2.load(zeros.type.layout), kept, grid, mod, pairs, fetched)
+    if IS_FIRST:
+        tma_store_wait(0)
+    if grid.gradients.HAS_DSCORES:
+        channels.probs.claim(used)
+        channels.probs.at(used).store((factor * PROBS_SCALE).to(gl.float16))
+        channels.probs.publish(used)
+    if grid.gradients.HAS_DV:
+        channels.dout[0].wait(used)
+        dv = add_products(p.to(channels.dout[0].buffers.dtype), channels.dout, used, dv)
+        dv = wait_for_products(dv)
+    channels.queries[0].release(used)
+    return dv
+
+
+@gluon.jit
+def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr):
+    """What a row block adds to dk; and the gradients of its scores."""
+    zeros = score_zeros(grid)
+    layout: gl.constexpr = zeros.type.layout
+    delta = channels.rows.index(used % channels.queries[0].stages).slice(1, 1)
+    if IS_FIRST:
+        channels.values[0].wait(key_use)
+    channels.dout[0].wait(used)
+    dp = start_sum(key_tile(channels.values, key_use, 0, used), tiles_at(channels.dout, used), zeros)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    # The next tile's are loaded under what is left of this one.
+    channels.values[0].release(key_use, is_last)
+    channels.queries[0].wait(used)
+    channels.probs.wait(used)
+    factor = channels.probs.at(used).load(layout).to(gl.float32)
+    channels.probs.release(used)
+    ds = factor * (dp * (1 / PROBS_SCALE) - delta.load(layout) * (1 / PROBS_SCALE))
+    ds = ds.to(channels.queries[0].buffers.dtype)
+    if IS_FIRST:
+        tma_store_wait(0)
+    if grid.gradients.HAS_DQ:
+        channels.dscores.claim(used)
+        channels.dscores.at(used).store(ds)
+        fence_async_shared()
+        channels.dscores.publish(used)
+    if grid.gradients.HAS_DK:
+        dk = wait_for_products(add_products(ds, channels.queries, used, dk))
+    channels.queries[0].release(used)
+    return dk
+
+
+@gluon.jit
+def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.constexpr):
+    """Stores 64 keys of dk or dv, if they are wanted, at most 64 columns at a time, in float32 32.
+
+    The TMA store borrows the next two stages of the ring through which this warpgroup hands over blocks: claimed, never
+    published. ``tma_store_wait`` frees them before their own use begins. With gqa_splits dk and dv are added to sums,
+    from registers.
+    """
+    if out is not None:
+        if grid.schedule.splits is not None:
+            add_to_sums(out, grad, records, tiles, grid, COLS, 0)
+        else:
+            keys, key = key_rows(records, tiles, grid), records.get(tiles, "key")
+            parts = boxes(out, grad, grid)
+            width: gl.constexpr = parts[0].shape[1]
+            for i in gl.static_range(len(parts)):
+                if ring.empty is not None:
+                    ring.claim(used + i % 2)
+                # After a tile without rows, that tile's last piece may still leave the first buffer.
+                tma_store_wait(1 if i > 0 else 0)
+                as_tile(ring.at(used + i % 2), out.dtype, width).store(parts[i])
+                fence_async_shared()
+                tma_put(out, keys.at(key, i * width), as_box(ring.at(used + i % 2), out), grid.gradients.ADDS)
+
+
+@gluon.jit
+def gradient_consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
+    """One warpgroup: dv of every tile's keys, or dk, if it is wanted, and what the next one needs."""
+    records = channels.tiles
+    tiles = 0
+    used = 0
+    key_use = 0
+    records.ring.wait(tiles)
+    while records.get(tiles, "is_tile") > 0:
+        grad = zero_accumulators(PART_KEYS, channels.queries if WARPGROUP == 1 else channels.dout)
+        kept = rows_of_keys(records, tiles, score_zeros(grid), grid, 0)
+        rows = first_rows(records, tiles, grid)
+        _, num_heads = query_heads(records.get(tiles, "head"), grid)
+        end = used + num_heads * steps_of_a_head(records, tiles)
+        if end > used:
+            if WARPGROUP == 1:
+                grad = keys_step(channels, used, key_use, grad, grid, used + 1 == end, True)
+            else:
+                grad = values_step(channels, used, key_use, grad, rows, kept, grid, mod, True)
+            used += 1
+            while used < end:
+                rows = next_rows(rows, records, tiles, grid)
+                if WARPGROUP == 1:
+                    grad = keys_step(channels, used, key_use, grad, grid, used + 1 == end, False)
+                else:
+                    grad = values_step(channels, used, key_use, grad, rows, kept, grid, mod, False)
+                used += 1
+            if WARPGROUP == 0:
+                channels.keys[0].release(key_use)
+            key_use += 1
+        if WARPGROUP == 1:
+            grad = times(grad, grid.gradients.scale)
+            ring = channels.dscores
+            store_in_pieces(grid.gradients.dk, grad, records, tiles, ring, used, grid, grid.call.q.BLOCK_DIM)
+        else:
+            store_in_pieces(grid.gradients.dv, grad, records, tiles, channels.probs, used, grid, grid.call.v.BLOCK_DIM)
         tiles = records.next(tiles)
     tma_store_wait(0)

@@ -1,15 +1,105 @@
-"""Which block of keys a persistent program of the backward works on next, and which row blocks it visits."""
+"""Which block of keys a persistent program of the backward works on next, and which row blocks it visits.
+
+On the host: how many tiles share the query heads of a key head, so that few fill the GPU.
+"""
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+import functools
+import math
+
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import blocks, scheduler, sequence
-from flashtile.backends.hopper.backward.workspace import blocks_per_head
-from flashtile.backends.hopper.device.coordinates import HeadRows
+from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.parts import HeadRows
 from flashtile.backends.hopper.device.ring import slot_of
+from flashtile.call.problem import Problem
+from flashtile.core.masks import Band
+
+# Hopper's multiprocessors, not the device's own number: so all devices give the same bits.
+_MULTIPROCESSORS = 132
+# A step, one row block of one tile, takes about this long with 128 columns: 10 MFLOP at 690 TFLOPS over 132
+# multiprocessors. What follows is fitted to measurements: docs/tuning-notes.md.
+_STEP_US = 2.0
+# Steps that a tile's beginning and end take.
+_TILE_STEPS = 1.5
+# A tile visits its heads one after another: tiles that differ in steps drift apart with each head, and find less of
+# each other's rows in L2.
+_DRIFT = 0.01
+# The atomic adds of tiles; and the sums' traffic: zeroed, read and rounded.
+_ADDED_BYTES_PER_US, _SUMS_BYTES_PER_US = 2.2e6, 2e6
+_LAUNCHES_US = 20.0
+
+
+def gqa_splits(problem: Problem, config: Config, rows_k: int) -> int:
+    """How many tiles share the query heads of one key head: 1 unless more are expected to take 5% less time.
+
+    Without splits a tile visits all query heads of its key head. With them several tiles have the same keys, each
+    visits some of the heads, and all add to sums of dk and dv in float32, which a last kernel rounds. If the result
+    must be repeatable each split has sums of its own, and the last kernel adds them in order.
+
+    Args:
+        problem: The call.
+        config: Its tiles.
+        rows_k: Keys of a sequence, or of all packed ones together.
+    """
+    p = problem
+    if p.group_size == 1 or not (p.grads.k or p.grads.v):
+        return 1
+    sequences = max(1, -(-rows_k // max(p.seqlen_k, 1))) if p.varlen else p.batch
+    heads = sequences * p.num_heads_kv
+    return _splits(p.band, p.seqlen_q, p.seqlen_k, heads, p.group_size, config, p.deterministic)
+
+
+@functools.lru_cache(maxsize=4096)
+def _splits(
+    band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: int, config: Config, ordered: bool
+) -> int:
+    rows, keys = config.block_m, config.block_n
+    tiles = -(-seqlen_k // keys) * heads
+    mean = band.count(seqlen_q, seqlen_k) / (rows * keys) * heads / tiles
+    longest = -(-seqlen_q // rows)
+    if band.left is not None and band.right is not None:
+        longest = min(longest, -(-(band.left + band.right + keys) // rows) + 1)
+    step_us = _STEP_US * rows * keys * config.block_d / (64 * 128 * 128)
+
+    def time_us(size: int) -> float:
+        count = -(-group_size // size)
+        if band.unbounded:
+            steps: float = math.ceil(tiles * count / _MULTIPROCESSORS) * (longest * size + _TILE_STEPS)
+        else:
+            # The longest tiles start first and the others fill what they leave, but for a part of a tile; where sums
+            # are ordered the longest start last.
+            all_steps = tiles * (mean * group_size + _TILE_STEPS * count)
+            steps = longest * size + _TILE_STEPS
+            if tiles * count > _MULTIPROCESSORS:
+                steps = max(steps, all_steps / _MULTIPROCESSORS) + (0.5 if ordered else 0.3) * longest * size
+            steps *= 1 + _DRIFT * (size - 1)
+        time = steps * step_us
+        if count == 1:
+            return time
+        added = 4 * heads * count * seqlen_k * (config.block_d + config.block_dv)
+        sums = added if ordered else added / count
+        return time + added / _ADDED_BYTES_PER_US + sums / _SUMS_BYTES_PER_US + _LAUNCHES_US
+
+    sizes = sorted({-(-group_size // count) for count in range(1, group_size + 1)}, reverse=True)
+    best = min(sizes, key=time_us)
+    return -(-group_size // best) if time_us(best) < 0.95 * time_us(group_size) else 1
+
+
+@triton.jit
+def blocks_per_head(seqlen, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """Blocks of one head of a sequence, or of all packed ones."""
+    num_blocks = tl.cdiv(seqlen, BLOCK)
+    if VARLEN:
+        # As scheduler.packed_tile counts them: every sequence starts a block of its own.
+        num_blocks = seqlen // BLOCK + batch + 1
+    return num_blocks
 
 
 @gluon.jit
@@ -104,7 +194,7 @@ def next_tile(grid):
         seqlen_q = gl.where(b < grid.call.keys.count, seqlen_q, 0)
     key = block * grid.tiles.KEYS
     last = gl.minimum(key + grid.tiles.KEYS, seqlen_k) - 1
-    m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.terms.band, grid.tiles.BLOCK_M)
+    m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
     return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
 
@@ -149,18 +239,6 @@ def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
         first, last, seqlen_q, seqlen_k, band.left, band.right, band.left is not None, band.right is not None, BLOCK
     )
     return n_min, n_max
-
-
-@gluon.jit
-def tiles_before(first, key, seqlen_q, seqlen_k, grid):
-    """How many tiles add to dq's rows from ``first`` on before the tile that starts at ``key``."""
-    last = gl.minimum(first + grid.tiles.BLOCK_M, seqlen_q) - 1
-    n_min, n_max = key_blocks_of(first, last, seqlen_q, seqlen_k, grid.call.terms.band, grid.tiles.KEYS)
-    n = key // grid.tiles.KEYS
-    if grid.schedule.FALLING:
-        return n_max - 1 - n
-    else:
-        return n - n_min
 
 
 # What the producer tells the consumers of a tile. is_tile is 0 after the last one; row_block is where the workspace has
@@ -255,8 +333,13 @@ def next_rows(rows, records, tiles, grid):
 
 
 @gluon.jit
-def dq_order_of(start, records, tiles, grid):
-    """The value of the rows' dq_order semaphore at which this tile may add to their dq."""
-    key = records.get(tiles, "key")
+def dq_order_of(first, records, tiles, grid):
+    """How many tiles add to dq's rows from ``first`` on before this one: its place in their order."""
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
-    return tiles_before(start, key, seqlen_q, seqlen_k, grid)
+    last = gl.minimum(first + grid.tiles.BLOCK_M, seqlen_q) - 1
+    n_min, n_max = key_blocks_of(first, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.KEYS)
+    n = records.get(tiles, "key") // grid.tiles.KEYS
+    if grid.schedule.FALLING:
+        return n_max - 1 - n
+    else:
+        return n - n_min

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.decode.roles import FIELDS, RECORD_SIZE, Channels, consumer, producer, scheduler
-from flashtile.backends.hopper.device.head_dim_parts import make_rings
+from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
 
 

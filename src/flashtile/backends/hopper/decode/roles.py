@@ -10,9 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.gpu.decode import states, work
 from flashtile.backends.gpu.decode.kernel import Place, finish
 from flashtile.backends.gpu.device import softmax
-from flashtile.backends.hopper.device.coordinates import HeadRows
+from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, thread_barrier, tma_load
-from flashtile.backends.hopper.device.head_dim_parts import (
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait
+from flashtile.backends.hopper.device.parts import (
+    HeadRows,
     add_products,
     also,
     box_of,
@@ -22,9 +24,7 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     wait_for_products,
     zero_accumulators,
 )
-from flashtile.backends.hopper.device.inline_ptx import compute_before_wait
 from flashtile.backends.hopper.device.ring import Records
-from flashtile.backends.hopper.device.wgmma_fragments import from_thread_column, keep_columns, row_tops, thread_sums
 
 # A part of a tile: its place and lengths, its states, and its blocks of keys; in the order of ``scheduler``.
 FIELDS = gl.constexpr(
@@ -208,7 +208,7 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     folds each run into a running total in global memory, which only the same thread reads. At head_dim 256 a split is a
     run and registers for a second state would spill: all states are stored, then folded.
     """
-    records, scale = channels.parts, call.terms.scale * softmax.LOG2_E
+    records, scale = channels.parts, call.mods.scale * softmax.LOG2_E
     none = zero_accumulators(64, channels.values)
     a_row: gl.constexpr = gl.SliceLayout(1, none[0].type.layout)
     s_row: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
@@ -291,8 +291,8 @@ def last_keys_of(records, parts, zeros, call, WARPGROUP: gl.constexpr):
     row: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
     high, first = records.get(parts, "high"), records.get(parts, "first") + 64 * WARPGROUP
     last, clear_last = gl.full([64], high - 1, gl.int32, row), high - 1
-    if call.terms.band.right is not None:
-        shift = high - records.get(parts, "num_rows") + call.terms.band.right
+    if call.mods.band.right is not None:
+        shift = high - records.get(parts, "num_rows") + call.mods.band.right
         last = gl.minimum(last, (first + gl.arange(0, 64, row)) // call.GROUP + shift)
         clear_last = gl.minimum(clear_last, first // call.GROUP + shift)
     return from_thread_column(last, zeros), (clear_last + 1) // call.schedule.BLOCK_N

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Slopes(NamedTuple):
-    """ALiBi's slopes by head; all None without any.
+    """ALiBi's slopes by head.
 
     Attributes:
         ptr: The first.
@@ -23,7 +23,7 @@ class Slopes(NamedTuple):
 
 
 class PairTensor(NamedTuple):
-    """A bias or a mask over (batch, heads, rows, keys); all None without one.
+    """A bias or a mask over (batch, heads, rows, keys).
 
     Attributes:
         ptr: Its first element, None where TMA loads it.
@@ -36,30 +36,31 @@ class PairTensor(NamedTuple):
     steps: Any
 
 
-class Terms(NamedTuple):
-    """How products become probabilities.
+class Mods(NamedTuple):
+    """How products become probabilities: ``gpu.device.mods.Mods``, with mods that the kernels know by their names.
 
     Attributes:
         scale_log2: Turns scores, after what follows, into exponents of 2; > 0.
-        softcap: The cap, or None.
-        prescale: What products are multiplied with before the softmax, with a softcap as ``quick_scores`` has it.
-        SCALE_FIRST: Whether they are: with a softcap, and a scale that is not > 0; else prescale is None.
-        band: ``mask.Band``.
-        alibi: ``Slopes``.
-        bias: ``PairTensor``.
-        mask: ``PairTensor`` of bytes.
-        sinks: (num_heads_q,), or None.
+        prescale: What products are multiplied with before the softmax, with a softcap as ``quick_softcap`` has it.
+        scores: As there; operands are the cap, ``Slopes`` and ``PairTensor``.
+        band: As there.
+        masks: As there; a mask's operand is a ``PairTensor`` of bytes.
+        sinks: As there.
+        SCORES: As there.
+        MASKS: As there.
+        SCALE_FIRST: Whether products are multiplied with prescale: with a softcap, and a scale that is not > 0; else it
+            is None.
     """
 
     scale_log2: Any
-    softcap: Any
     prescale: Any
-    SCALE_FIRST: Any
+    scores: Any
     band: Any
-    alibi: Any
-    bias: Any
-    mask: Any
+    masks: Any
     sinks: Any
+    SCORES: Any
+    MASKS: Any
+    SCALE_FIRST: Any
 
 
 class Cache(NamedTuple):

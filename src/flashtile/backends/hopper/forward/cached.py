@@ -68,7 +68,7 @@ def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tu
     """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
-    # A block of several boxes needs boxes of at most 64 columns: see ``head_dim_parts.load``.
+    # A block of several boxes needs boxes of at most 64 columns: see ``parts.load``.
     most = 256 if rows == config.block_n else 64
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (

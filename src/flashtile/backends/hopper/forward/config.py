@@ -101,7 +101,7 @@ class Config:
         return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
 
 
-# Widths of tiles, whose parts are powers of two (``device/head_dim_parts.py``): each takes less time than the next.
+# Widths of tiles, whose parts are powers of two (``device/parts.py``): each takes less time than the next.
 WIDTHS = (64, 96, 128, 160, 192, 256)
 # More buffers than these gain nothing.
 MOST_STAGES = 4
@@ -313,7 +313,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
             ahead = 3 if is_causal and is_short and dims == (128, 128) else 2
         config = _variant(config, dynamic=True, tile_stages=ahead)
     for out_cols in (64, 32) if problem.alibi else ():
-        # Room for ``score_mod.AlibiByMma``: 32 bytes a key, and some to align it.
+        # Room for ``mods.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
     return config

@@ -11,9 +11,16 @@ arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.device.head_dim_parts import make_rings
+from flashtile.backends.gpu.device.mods import place_of
+from flashtile.backends.hopper.device.mods import (
+    Transforms,
+    alibi_by_mma,
+    alibi_terms,
+    score_tensors,
+    score_tiles,
+)
+from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
-from flashtile.backends.hopper.device.score_mod import ScoreMod, alibi_by_mma, alibi_terms, score_tensors, score_tiles
 from flashtile.backends.hopper.forward.roles import consumer, make_outputs, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
 from flashtile.backends.hopper.forward.softmax_step import Channels
@@ -25,7 +32,7 @@ def attention_forward(call, output, schedule):
 
     Args:
         call: ``gpu.device.records.Call``: rows by TMA alone, lengths those of the tensors where packed, and, of
-            ``device.records``, ``Keys`` and ``Terms``.
+            ``device.records``, ``Keys`` and ``Mods``.
         output: ``device.records.Output``.
         schedule: ``Schedule``.
     """
@@ -42,24 +49,27 @@ def attention_forward(call, output, schedule):
     outputs = None
     if output.desc is not None:
         outputs = make_outputs(output, schedule)
-    bias_tiles = score_tiles(call.terms.bias.desc, call.terms.bias.steps, schedule.SCORE_STAGES, NUM_WARPGROUPS)
-    mask_tiles = score_tiles(call.terms.mask.desc, call.terms.mask.steps, schedule.SCORE_STAGES, NUM_WARPGROUPS)
+    BIAS: gl.constexpr = place_of(call.mods.SCORES, "bias")
+    MASK: gl.constexpr = place_of(call.mods.MASKS, "mask")
+    bias_tiles = score_tiles(call.mods.scores, BIAS, schedule.SCORE_STAGES, NUM_WARPGROUPS)
+    mask_tiles = score_tiles(call.mods.masks, MASK, schedule.SCORE_STAGES, NUM_WARPGROUPS)
     by_tma = bias_tiles + mask_tiles
-    biases = bias_tiles + score_tensors((call.terms.bias.ptr, call.terms.bias.steps))
-    masks = mask_tiles + score_tensors((call.terms.mask.ptr, call.terms.mask.steps))
-    alibi = alibi_terms(
-        call.terms.alibi.ptr, call.terms.alibi.batch_step, call.queries.count, call.terms.alibi.ONE_SIDED
-    )
+    biases = bias_tiles + score_tensors(call.mods.scores, BIAS)
+    masks = mask_tiles + score_tensors(call.mods.masks, MASK)
+    alibi = alibi_terms(call.mods, call.queries.count)
     # Softcap and a scale that is not > 0 apply to the products alone: terms are then added after them.
-    HAS_SOFTCAP: gl.constexpr = call.terms.softcap is not None
-    IS_LATE: gl.constexpr = call.terms.SCALE_FIRST
-    mod = ScoreMod(call.terms.scale_log2, call.terms.softcap, call.terms.prescale, HAS_SOFTCAP,
+    HAS_SOFTCAP: gl.constexpr = place_of(call.mods.SCORES, "softcap") >= 0
+    softcap = None
+    if HAS_SOFTCAP:
+        softcap = call.mods.scores[0].operands
+    IS_LATE: gl.constexpr = call.mods.SCALE_FIRST
+    mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP,
                    IS_LATE and not HAS_SOFTCAP, biases + alibi if IS_LATE else (), masks, () if IS_LATE else biases,
                    () if IS_LATE else alibi_by_mma(alibi, BLOCK_N), () if IS_LATE else bias_tiles,
                    by_tma if IS_LATE else mask_tiles)  # fmt: skip
     # Registers of producer and scheduler. With 32 the first of two consumers has 8 fewer than the other, and the widest
     # loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
-    IS_WIDEST: gl.constexpr = call.q.PACKED and (call.terms.band.left is not None or HAS_SOFTCAP)
+    IS_WIDEST: gl.constexpr = call.q.PACKED and (call.mods.band.left is not None or HAS_SOFTCAP)
     FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 else 32
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)

@@ -16,7 +16,7 @@ from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.kernel import attention_forward
-from flashtile.backends.hopper.records import call_of, keys_of, output_of, rows_of, schedule_of, terms_of
+from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
 from flashtile.core.states import Partial
@@ -124,7 +124,7 @@ def forward_launch(
         for each in (t.attn_bias, t.attn_mask)
     )
     arguments = {
-        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), terms_of(p, t, *score_maps)),
+        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), mods_of(p, t, *score_maps)),
         "output": output_of(p, out_map, config.block_dv, is_joined),
         "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
     }

@@ -5,8 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
-from flashtile.backends.hopper.device.gluon_compat import tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import (
+from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store_wait
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
+from flashtile.backends.hopper.device.parts import (
     also,
     load,
     of_rows,
@@ -16,9 +17,10 @@ from flashtile.backends.hopper.device.head_dim_parts import (
     wait_for_products,
     zero_accumulators,
 )
-from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.forward.scheduler import (
+    SCALE_ROWS,
     cached_keys,
+    first_scale,
     key_rows,
     lse_offset,
     next_tile,
@@ -36,6 +38,9 @@ from flashtile.backends.hopper.forward.softmax_step import (
     operand,
     step,
 )
+
+# A column past the end of any tensor: TMA loads zeros.
+_NOWHERE = gl.constexpr(2**30)
 
 
 @gluon.jit
@@ -78,7 +83,7 @@ def producer(channels, score_tiles, call, schedule):
         while n_block > n_block_min:
             n_block -= 1
             load_block(call.k, channels.keys, used + 1, records, tiles, n_block, call, schedule)
-            load_block(call.v, channels.values, used, records, tiles, n_block + 1, call, schedule)
+            load_values(channels, used, tiles, n_block + 1, call, schedule)
             load_score_tiles(score_tiles, records, tiles, used + 1, n_block, schedule)
             used += 1
         if not schedule.OVERLAP:
@@ -95,9 +100,30 @@ def producer(channels, score_tiles, call, schedule):
 def load_last_values(channels, use, tiles, call, schedule):
     """Loads a tile's last values and releases its record; does nothing for tile -1."""
     if tiles >= 0:
-        n_block = channels.tiles.get(tiles, "n_block_min")
-        load_block(call.v, channels.values, use, channels.tiles, tiles, n_block, call, schedule)
+        load_values(channels, use, tiles, channels.tiles.get(tiles, "n_block_min"), call, schedule)
         channels.tiles.ring.release(tiles)
+
+
+@gluon.jit
+def load_values(channels, use, tiles, n_block, call, schedule):
+    """Starts the load of a block of values. Of 8 bits it consists of columns, which are zeros where no key is."""
+    if channels.values[0].buffers.dtype.primitive_bitwidth > 8:
+        load_block(call.v, channels.values, use, channels.tiles, tiles, n_block, call, schedule)
+    else:
+        ring = channels.values[0]
+        tile = ring.at(use)
+        full = ring.acquire(use, tile.shape[0] * tile.shape[1])
+        b, seqlen_k = channels.tiles.get(tiles, "sequence"), call.keys.length
+        column = n_block * schedule.BLOCK_N
+        exists = column < seqlen_k
+        if call.q.PACKED:
+            seqlen_k = channels.tiles.get(tiles, "seqlen_k")
+            exists = column < seqlen_k
+            column += first_scale(channels.tiles.get(tiles, "start_k"), b) * SCALE_ROWS
+            b = gl.to_tensor(0)
+        column = gl.where(exists, column, _NOWHERE)
+        at = (b, channels.tiles.get(tiles, "head_kv"), 0, column)
+        tma_load(call.v.desc, at, full, as_box(tile, call.v.desc))
 
 
 @gluon.jit
@@ -148,7 +174,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
     while loop.is_tile:
         factor = gl.full([BLOCK_M], 1.0, gl.float32, row_max.type.layout)
         # A skipped block still waits at the ping-pong barrier and arrives at the next one.
-        if schedule.PINGPONG and call.terms.band.right is not None:  # noqa: SIM102
+        if schedule.PINGPONG and call.mods.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
                 row_max = pingpong_arrive(pingpong_wait(row_max, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
         state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum)
@@ -212,8 +238,8 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
     rows = gl.arange(0, schedule.BLOCK_M, rows_layout)
     positions, heads = queries_of(records, tiles, rows, call, schedule, WARPGROUP)
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
-    if call.terms.sinks is not None:
-        sink = gl.load(call.terms.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
+    if call.mods.sinks is not None:
+        sink = gl.load(call.mods.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
         sink = sink.to(gl.float32)
         if call.q.PACKED:
             # Rows past the last sequence have lse -inf.

@@ -5,11 +5,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import balanced, blocks, scheduler, sequence
-from flashtile.backends.hopper.device.coordinates import HeadRows
+from flashtile.backends.gpu.device import blocks, scheduler, sequence
 from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.head_dim_parts import also
+from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
+
+# Rows that share a scale, of 8-bit tensors.
+SCALE_ROWS = gl.constexpr(128)
 
 
 @aggregate
@@ -92,7 +94,7 @@ def _place(step, call, schedule):
         place = gl.where(is_end, 0, place)
         index = place // own_heads
         head = place - index * own_heads
-        index = scheduler.longest_first(index, num_tiles, call.terms.band.right is not None)
+        index = scheduler.longest_first(index, num_tiles, call.mods.band.right is not None)
         b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
         _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
         is_tile = block * rows < num_rows(length, call, schedule)
@@ -107,20 +109,20 @@ def _place(step, call, schedule):
     else:
         num_blocks = (num_rows(call.queries.length, call, schedule) + rows - 1) // rows
         num_heads = call.queries.count * own_heads
-        if call.terms.band.right is not None and schedule.counter is None:
+        if call.mods.band.right is not None and schedule.counter is None:
             program, num_programs = gl.program_id(0), gl.num_programs(0)
-            block, head, is_tile, is_end = balanced.paired(step, program, num_programs, num_blocks, num_heads)
+            block, head, is_tile, is_end = scheduler.paired(step, program, num_programs, num_blocks, num_heads)
         else:
             place, is_end = _deal(step, num_blocks * num_heads, schedule.counter)
             is_tile = step >= 0
-            if call.terms.band.right is not None:
+            if call.mods.band.right is not None:
                 span = gl.maximum(schedule.CACHED_ROWS // call.keys.length, 1) * (call.heads.group_size // packed)
-                block, head = balanced.longest_first_by_spans(place, num_blocks, num_heads, span)
+                block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, span)
             else:
                 head = place // num_blocks
                 block = place - head * num_blocks
         b = head // own_heads
-        if call.terms.band.right is None:
+        if call.mods.band.right is None:
             # As place >= num_places, without a product that the compiler would hoist above warp_specialize.
             is_end = b >= call.queries.count
         return block, b, (head - b * own_heads) * packed, is_tile, is_end
@@ -165,7 +167,7 @@ def entry_and_length(b, call):
 @gluon.jit
 def _blocks_of(first, last, tile, call, schedule):
     """``blocks.key_blocks`` of rows at positions of a tile's sequence."""
-    left, right = call.terms.band.left, call.terms.band.right
+    left, right = call.mods.band.left, call.mods.band.right
     return blocks.key_blocks(
         first, last, tile.seqlen_q, tile.seqlen_k, left, right, left is not None, right is not None, schedule.BLOCK_N
     )
@@ -228,7 +230,7 @@ def publish_tile(records, use, tile, call, schedule):
     record = gl.where(slot == slot_of(FIELDS, "position"), position, record)
     warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
     own = gl.where(slot < FIRST_OWN, -1, slot % OWN_SLOTS)
-    if call.terms.band.left is not None or call.terms.band.right is not None or call.keys.OWN_LENGTHS:
+    if call.mods.band.left is not None or call.mods.band.right is not None or call.keys.OWN_LENGTHS:
         n_full_min, n_full_max, skipped = warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule)
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_min"), n_full_min, record)
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_max"), n_full_max, record)
@@ -295,6 +297,12 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
                 length = _of_lane(lengths, lanes, i)
             found = also(found, (_rows_of(page, length, head, call, FILLS), gl.to_tensor(0)))
         return found
+
+
+@gluon.jit
+def first_scale(start, b):
+    """The number of the first scale of a packed sequence that begins at row ``start``."""
+    return start // SCALE_ROWS + b
 
 
 @gluon.jit

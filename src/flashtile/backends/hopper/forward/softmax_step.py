@@ -6,18 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from flashtile.backends.gpu.device import mask, softmax
-from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.head_dim_parts import (
-    add_products,
-    rescale_rows,
-    start_scores,
-    wait_for_products,
-)
-from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
-from flashtile.backends.hopper.device.ring import Records
-from flashtile.backends.hopper.device.score_mod import Pairs
-from flashtile.backends.hopper.device.wgmma_fragments import (
+from flashtile.backends.gpu.device import mods, softmax
+from flashtile.backends.hopper.device.fragments import (
     as_before,
     by_thread,
     from_thread_column,
@@ -25,6 +15,16 @@ from flashtile.backends.hopper.device.wgmma_fragments import (
     row_tops,
     thread_sums,
 )
+from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
+from flashtile.backends.hopper.device.mods import Pairs
+from flashtile.backends.hopper.device.parts import (
+    add_products,
+    rescale_rows,
+    start_scores,
+    wait_for_products,
+)
+from flashtile.backends.hopper.device.ring import Records
 from flashtile.backends.hopper.forward.scheduler import queries_of, query_rows
 
 
@@ -89,20 +89,20 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     positions, seqlen_k = rows, call.keys.length
     # Without a band, all blocks are full but the one in which the keys end.
     n_full_max = n_block_max - gl.where((seqlen_k & (schedule.BLOCK_N - 1)) > 0, 1, 0)
-    if call.terms.band.left is not None:
+    if call.mods.band.left is not None:
         n_full_min = records.get_own(tiles, "n_full_min", WARPGROUP)
-    if call.terms.band.right is not None:
+    if call.mods.band.right is not None:
         skipped = records.get_own(tiles, "skipped", WARPGROUP)
-    if call.terms.band.left is not None or call.terms.band.right is not None or call.keys.OWN_LENGTHS:
+    if call.mods.band.left is not None or call.mods.band.right is not None or call.keys.OWN_LENGTHS:
         n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
         if schedule.PACK_GQA:
             positions, _ = queries_of(records, tiles, rows - WARPGROUP * schedule.BLOCK_M, call, schedule, WARPGROUP)
         positions += records.get(tiles, "position")
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1
-    left, right = call.terms.band.left, call.terms.band.right
-    first_keys = from_thread_column(mask.first_key(positions, left, left is not None), like)
-    last_keys = from_thread_column(mask.last_key(positions, seqlen_k, right, right is not None), like)
+    left, right = call.mods.band.left, call.mods.band.right
+    first_keys = from_thread_column(mods.first_key(positions, left, left is not None), like)
+    last_keys = from_thread_column(mods.last_key(positions, seqlen_k, right, right is not None), like)
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)
@@ -127,21 +127,21 @@ def block_pairs(records, tiles, use, loop, n_block, call, schedule, is_tile, WAR
 def is_edge(loop, n_block, call):
     """Whether a block needs the band's mask."""
     edge = n_block >= loop.n_full_max
-    if call.terms.band.left is not None:
+    if call.mods.band.left is not None:
         edge = edge | (n_block < loop.n_full_min)
     return edge
 
 
 @gluon.jit
 def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MASKED: gl.constexpr):
-    """Applies score and mask mods and the band to a block; (scores, shift) as ``ScoreMod.scores``."""
+    """Applies score and mask mods and the band to a block; (scores, shift) as ``Transforms.scores``."""
     s, shift = mod.scores(s, pairs, fetched)
     # MASKED is decided when the kernel is compiled, edge when it runs.
     if MASKED:  # noqa: SIM102
         if edge:
             start = n_block * schedule.BLOCK_N
             first, last = loop.first_keys - start, loop.last_keys - start
-            s = keep_columns(s, first, last, float("-inf"), call.terms.band.left is not None, True)
+            s = keep_columns(s, first, last, float("-inf"), call.mods.band.left is not None, True)
     return mod.select(s, fetched, float("-inf")), shift
 
 

@@ -11,13 +11,14 @@ arXiv:2407.08608, section 3.3.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.device.head_dim_parts import make_rings
+from flashtile.backends.gpu.device.mods import place_of
+from flashtile.backends.hopper.device.mods import Transforms
+from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
-from flashtile.backends.hopper.device.score_mod import ScoreMod
-from flashtile.backends.hopper.forward.roles import make_outputs, scheduler
+from flashtile.backends.hopper.forward.roles import make_outputs, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
 from flashtile.backends.hopper.forward.softmax_step import Channels
-from flashtile.backends.hopper.quantized.roles import consumer, producer
+from flashtile.backends.hopper.quantized.roles import consumer
 
 
 @gluon.jit
@@ -45,9 +46,12 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
     values = (make_ring(dtype, [BLOCK_DV, BLOCK_N], v_layout, schedule.STAGES, NUM_WARPGROUPS),)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + 1)
     out = make_outputs(output, schedule)
-    HAS_SOFTCAP: gl.constexpr = call.terms.softcap is not None
-    SCALE_FIRST: gl.constexpr = call.terms.SCALE_FIRST and not HAS_SOFTCAP
-    mod = ScoreMod(call.terms.scale_log2, call.terms.softcap, call.terms.prescale, HAS_SOFTCAP, SCALE_FIRST,
+    HAS_SOFTCAP: gl.constexpr = place_of(call.mods.SCORES, "softcap") >= 0
+    softcap = None
+    if HAS_SOFTCAP:
+        softcap = call.mods.scores[0].operands
+    SCALE_FIRST: gl.constexpr = call.mods.SCALE_FIRST and not HAS_SOFTCAP
+    mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP, SCALE_FIRST,
                    (), (), (), (), (), ())  # fmt: skip
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
@@ -55,7 +59,7 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 0)),
             (consumer, (Channels(tiles, q1, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 1)),
-            (producer, (Channels(tiles, (q0, q1), keys, values, None), call, schedule)),
+            (producer, (Channels(tiles, (q0, q1), keys, values, None), (), call, schedule)),
             (scheduler, (tiles, call, schedule)),
         ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
     else:
@@ -64,6 +68,6 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
             (consumer, (Channels(tiles, q0, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 0)),
             (consumer, (Channels(tiles, q1, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 1)),
             (consumer, (Channels(tiles, q2, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 2)),
-            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), call, schedule)),
+            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), (), call, schedule)),
             (scheduler, (tiles, call, schedule)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

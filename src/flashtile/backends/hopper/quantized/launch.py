@@ -16,7 +16,7 @@ from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.quantized import config as configs
 from flashtile.backends.hopper.quantized.config import Config
 from flashtile.backends.hopper.quantized.kernel import attention_quantized
-from flashtile.backends.hopper.records import call_of, keys_of, output_of, plain_terms, rows_of, schedule_of
+from flashtile.backends.hopper.records import call_of, keys_of, output_of, plain_mods, rows_of, schedule_of
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import scale_strides
@@ -87,7 +87,7 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
     q_scale, k_scale, v_scale = (Scale(pointer(each, name), *scale_strides(each)) for name, each in each_scale)
     scales = Scales(q_scale, k_scale, v_scale, pointer(t.shift, "shift"), p.softmax_scale * LOG2_E.value)
     arguments = {
-        "call": call_of(p, t, call_rows, keys_of(p, t), plain_terms(p, t)),
+        "call": call_of(p, t, call_rows, keys_of(p, t), plain_mods(p, t)),
         "scales": scales,
         "output": output_of(p, out, config.block_dv),
         "schedule": schedule_of(p, config, has_edges),

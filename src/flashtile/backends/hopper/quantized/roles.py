@@ -1,23 +1,28 @@
-"""The producer and the consumers of the Hopper forward of 8-bit tensors; the scheduler is ``forward.roles``'s."""
+"""The consumers of the Hopper forward of 8-bit tensors; its scheduler and producer are ``forward.roles``'s."""
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
-from flashtile.backends.hopper.device.head_dim_parts import also, load, start_scores
-from flashtile.backends.hopper.device.wgmma_fragments import thread_sums
-from flashtile.backends.hopper.forward.roles import epilogue, load_block
-from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows, strips
+from flashtile.backends.hopper.device.fragments import thread_sums
+from flashtile.backends.hopper.device.gluon_compat import aggregate, tma_store_wait
+from flashtile.backends.hopper.device.inline_ptx import packed_operand, pingpong_arrive, pingpong_wait
+from flashtile.backends.hopper.device.parts import start_scores, times
+from flashtile.backends.hopper.forward.roles import epilogue
+from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows
 from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores
-from flashtile.backends.hopper.quantized.inline_ptx import operand, pingpong_arrive, pingpong_wait
-from flashtile.backends.hopper.quantized.products import add_product, start_products, zero_parts
-from flashtile.backends.hopper.quantized.scales import SCALE_ROWS, TileScales, fetch_block, first_block, tile_scales
-from flashtile.backends.hopper.quantized.softmax_step import PROBS_LOG2, probabilities, raise_max
-
-# A column past the end of any tensor: TMA loads zeros.
-_NOWHERE = gl.constexpr(2**30)
+from flashtile.backends.hopper.quantized.step import (
+    PROBS_LOG2,
+    TileScales,
+    add_product,
+    fetch_block,
+    probabilities,
+    raise_max,
+    start_products,
+    tile_scales,
+    zero_parts,
+)
 
 
 @aggregate
@@ -61,61 +66,6 @@ class Place:
 
 
 @gluon.jit
-def producer(channels, call, schedule):
-    """Loads as ``forward.roles.producer`` does where tiles overlap."""
-    records = channels.tiles
-    tiles = 0
-    used = 0
-    records.ring.wait(tiles)
-    n_block = records.get(tiles, "n_block_max")
-    while n_block > 0:
-        n_block_min = records.get(tiles, "n_block_min")
-        for warpgroup in gl.static_range(schedule.NUM_WARPGROUPS):
-            rows = strips(records, tiles, call, schedule, warpgroup)
-            load(call.q.desc, channels.queries[warpgroup], tiles, rows, call.q.BLOCK_DIM)
-        n_block -= 1
-        load_block(call.k, channels.keys, used, records, tiles, n_block, call, schedule)
-        load_last_values(channels, used - 1, tiles - 1, call, schedule)
-        while n_block > n_block_min:
-            n_block -= 1
-            load_block(call.k, channels.keys, used + 1, records, tiles, n_block, call, schedule)
-            load_values(channels, used, tiles, n_block + 1, call, schedule)
-            used += 1
-        used += 1
-        tiles += 1
-        records.ring.wait(tiles)
-        n_block = records.get(tiles, "n_block_max")
-    load_last_values(channels, used - 1, tiles - 1, call, schedule)
-
-
-@gluon.jit
-def load_last_values(channels, use, tiles, call, schedule):
-    """Loads a tile's last values and releases its record; does nothing for tile -1."""
-    if tiles >= 0:
-        load_values(channels, use, tiles, channels.tiles.get(tiles, "n_block_min"), call, schedule)
-        channels.tiles.ring.release(tiles)
-
-
-@gluon.jit
-def load_values(channels, use, tiles, n_block, call, schedule):
-    """Starts the load of the columns of a block of values; of zeros where no key is."""
-    ring = channels.values[0]
-    tile = ring.at(use)
-    full = ring.acquire(use, tile.shape[0] * tile.shape[1])
-    b, seqlen_k = channels.tiles.get(tiles, "sequence"), call.keys.length
-    column = n_block * schedule.BLOCK_N
-    exists = column < seqlen_k
-    if call.q.PACKED:
-        seqlen_k = channels.tiles.get(tiles, "seqlen_k")
-        exists = column < seqlen_k
-        column += first_block(channels.tiles.get(tiles, "start_k"), b) * SCALE_ROWS
-        b = gl.to_tensor(0)
-    column = gl.where(exists, column, _NOWHERE)
-    at = (b, channels.tiles.get(tiles, "head_kv"), 0, column)
-    tma_load(call.v.desc, at, full, as_box(tile, call.v.desc))
-
-
-@gluon.jit
 def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr, BEHIND: gl.constexpr,
              WARPGROUP: gl.constexpr):  # fmt: skip
     """One warpgroup: BLOCK_M rows of every tile.
@@ -135,14 +85,15 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
     block = first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule)
     used += loop.skipped
     if schedule.PINGPONG and schedule.NUM_WARPGROUPS - 1 == WARPGROUP:
-        pingpong_arrive(thread_sums(zeros), 0)
+        pingpong_arrive(thread_sums(zeros), 0, True)
     while loop.is_tile:
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = thread_sums(zeros)
         # A skipped block still waits at the ping-pong barrier and arrives at the next one.
-        if schedule.PINGPONG and call.terms.band.right is not None:  # noqa: SIM102
+        if schedule.PINGPONG and call.mods.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
-                row_sum = pingpong_arrive(pingpong_wait(row_sum, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
+                row_sum = pingpong_wait(row_sum, WARPGROUP, True)
+                row_sum = pingpong_arrive(row_sum, (WARPGROUP + 1) % schedule.NUM_WARPGROUPS, True)
         accs = zero_parts(BLOCK_M, output.BLOCK_DIM, WIDTH)
         n_block = loop.n_block
         at = Place(tiles, used, n_block, loop, own)
@@ -158,7 +109,9 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
             state = step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND, WARPGROUP)
             used += 1
         channels.values[0].wait(used)
-        accs, t = start_products(operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor)
+        accs, t = start_products(
+            packed_operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor
+        )
         # The next tile's first scores run under this one's epilogue; after the last tile, on stale buffers.
         loop = open_tile(channels.tiles, tiles + 1, call, schedule, rows, zeros, mod, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, call, schedule, WARPGROUP)
@@ -181,7 +134,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
         tiles += 1
         used += 1 + loop.skipped
     if schedule.PINGPONG and WARPGROUP == 0:
-        pingpong_wait(thread_sums(zeros), 0)
+        pingpong_wait(thread_sums(zeros), 0, True)
     tma_store_wait(0)
 
 
@@ -200,7 +153,7 @@ def first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule):
 def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.constexpr, WARPGROUP: gl.constexpr):
     """Multiplies the probabilities of use ``used`` with its values; scores the block at a ``Place``, the next use."""
     used, accs = at.used, state.accs
-    probs = operand(state.words, accs[0].shape[1])
+    probs = packed_operand(state.words, accs[0].shape[1])
     if BEHIND:
         channels.keys[0].wait(used + 1)
         s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
@@ -244,7 +197,4 @@ def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WA
         exists = (rows < where.length) & (where.b < call.queries.count)
         shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0)
         row_max += shift * scales.shift_scale
-    scaled_accs = ()
-    for i in gl.static_range(len(accs)):
-        scaled_accs = also(scaled_accs, accs[i] * state.unit)
-    epilogue(scaled_accs, row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)
+    epilogue(times(accs, state.unit), row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)

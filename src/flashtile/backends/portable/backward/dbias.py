@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, scores, sequence
+from flashtile.backends.gpu.device import blocks, mods, sequence
 from flashtile.backends.gpu.device.dropout import keep_tile
-from flashtile.backends.gpu.device.scores import Pairs
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.backward.kernel import load_row_terms, probabilities
 from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
@@ -45,8 +44,8 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     """Adds dscores of BLOCK_M rows and BLOCK_N keys of one sequence and head, 0 where a row does not keep a key."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
-    INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    dropout = call.terms.dropout
+    INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
+    dropout = call.mods.dropout
     head_kv = head.h // call.heads.group_size
     q = load_rows(HeadRows(call.q, head.h, queries), m_first, BLOCK_M, True)
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
@@ -54,9 +53,8 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     cols = n_first + tl.arange(0, BLOCK_N)
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
-    probs, _derivative = probabilities(
-        product, lse_log2[:, None], rows[:, None] + head.shift, cols[None, :], True, Pairs(call.terms, head), False
-    )
+    at = mods.pairs_of(head, rows[:, None] + head.shift, cols[None, :])
+    probs, _slope = probabilities(product, lse_log2[:, None], call, head, at, True, False)
     dout = load_rows(
         HeadRows(douts, head.h, queries),
         m_first,
@@ -68,13 +66,13 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     if dropout.rng_state_ptr is not None:
         kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n_first // 4, BLOCK_N)
         dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
-    return acc + scores.score_gradient(probs, dprobs, delta[:, None], 1.0, Pairs(call.terms, head), True)
+    return acc + mods.score_gradient(probs, dprobs, delta[:, None], 1.0, call.mods, True)
 
 
 @triton.jit
 def keeps_some(queries, keys, m_first, n_first, call, tiles):
     """Whether a row of a tile keeps a key of it, by the band and the lengths."""
-    left, right = call.terms.band.left, call.terms.band.right
+    left, right = call.mods.band.left, call.mods.band.right
     n_min, _full_min, _full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + tiles.BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, tiles.BLOCK_N,
@@ -123,7 +121,7 @@ def attention_backward_dbias(call, douts, of_rows, dbias, tiles):
                     b, h = i // call.heads.num_q, i % call.heads.num_q
                 b += first_b
                 queries, keys = sequence.sequence_of(call.queries, b), sequence.sequence_of(call.keys, b)
-                head = scores.head_of(call.terms, b, h, queries.length, keys.length)
+                head = mods.head_of(call.mods, b, h, queries.length, keys.length)
                 if PACKED:
                     if keeps_some(queries, keys, m_first, n_first, call, tiles):
                         acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, tiles)

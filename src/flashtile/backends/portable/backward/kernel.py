@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, scores
+from flashtile.backends.gpu.device import blocks, mods
 from flashtile.backends.gpu.device.blocks import Visit
 from flashtile.backends.gpu.device.dropout import keep_tile
-from flashtile.backends.gpu.device.mask import multiple
-from flashtile.backends.gpu.device.scores import Pairs
+from flashtile.backends.gpu.device.mods import multiple
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import (
     add_product,
@@ -83,14 +82,14 @@ class BiasSums(NamedTuple):
 
 
 @triton.jit
-def probabilities(product, lse_log2, i, cols, edge, pairs, WITH_DERIVATIVE: tl.constexpr):
-    """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the score mods' derivative.
+def probabilities(product, lse_log2, call, head, at, edge, WITH_SLOPE: tl.constexpr):
+    """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the mods' slope.
 
     If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked.
     """
-    x, scale_log2, derivative = scores.transform(product, pairs, i, cols, WITH_DERIVATIVE)
+    x, scale_log2, slope = mods.apply(product, call.mods, head, at, WITH_SLOPE)
     probs = tl.exp2(x * scale_log2 - lse_log2)
-    return scores.select(probs, pairs, i, cols, 0.0, edge), derivative
+    return mods.select(probs, call.mods, head, at, 0.0, edge), slope
 
 
 @triton.jit
@@ -101,14 +100,14 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
-    INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    dropout, queries, n_first = call.terms.dropout, place.queries, place.block * BLOCK_N
+    INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
+    dropout, queries, n_first = call.mods.dropout, place.queries, place.block * BLOCK_N
     row_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + head.h) * of_rows.stride_head + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
     for m in tl.range(visit.start, visit.stop):
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
-        i = rows[None, :] + head.shift
+        p = rows[None, :] + head.shift
         edge = visit.MASKED
         if visit.full_start is not None:
             edge = (m < visit.full_start) | (m >= visit.full_stop)
@@ -120,7 +119,8 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
             lse_log2 = tl.where(rows < queries.length, lse_log2, float("inf"))
             delta = tl.where(rows < queries.length, delta, 0.0)
         product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
-        probs, derivative = probabilities(product, lse_log2[None, :], i, cols, edge, Pairs(call.terms, head), True)
+        at = mods.pairs_of(head, p, cols)
+        probs, slope = probabilities(product, lse_log2[None, :], call, head, at, edge, True)
         dout = load_rows(
             HeadRows(douts, head.h, queries),
             first,
@@ -136,7 +136,7 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
         if grads.dv is not None:
             dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
         if grads.dk is not None:
-            dscores = scores.score_gradient(probs, dprobs, delta[None, :], derivative, Pairs(call.terms, head), edge)
+            dscores = mods.score_gradient(probs, dprobs, delta[None, :], slope, call.mods, edge)
             dk = add_product(dk, dscores.to(q[0].dtype), q, INPUT_PRECISION)
     return dk, dv
 
@@ -173,7 +173,7 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
             return
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
-    left, right = call.terms.band.left, call.terms.band.right
+    left, right = call.mods.band.left, call.mods.band.right
     m_min, m_full_min, m_full_max, m_max = blocks.query_blocks(
         n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_M,
@@ -183,7 +183,7 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
     first = place.head % splits * heads
     for member in range(first, tl.minimum(first + heads, call.heads.group_size)):
         h = head_kv * call.heads.group_size + member
-        head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
+        head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
         for phase in tl.static_range(2 if ONE_LOOP else 0 if right is not None else 1, 3):
             m_start, m_stop = blocks.phase_blocks(phase, m_min, m_full_min, m_full_max, m_max, ONE_LOOP)
@@ -193,7 +193,7 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
                 call, douts, of_rows, grads, tiles, head, place,
             )  # fmt: skip
     num_heads, head = call.heads.num_q // call.heads.group_size * splits, place.head
-    dk, dv = scaled(dk, call.terms.scale), scaled(dv, call.terms.dropout.keep_scale)
+    dk, dv = scaled(dk, call.mods.scale), scaled(dv, call.mods.dropout.keep_scale)
     if grads.dk is not None:
         store_contiguous(grads.dk, call.keys, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS)
     if grads.dv is not None:
@@ -222,10 +222,10 @@ def add_to_bias(sums, dscores, head, rows, cols, num_rows):
 def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, place, sums):
     """Adds the contribution of the key blocks of ``blocks.Visit`` to dq and sums."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
-    INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    dropout, keys = call.terms.dropout, place.keys
+    INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
+    dropout, keys = call.mods.dropout, place.keys
     head_kv = head.h // call.heads.group_size
-    i = rows[:, None] + head.shift
+    p = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
@@ -234,7 +234,8 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
-        probs, derivative = probabilities(product, lse_log2[:, None], i, cols, edge, Pairs(call.terms, head), True)
+        at = mods.pairs_of(head, p, cols)
+        probs, slope = probabilities(product, lse_log2[:, None], call, head, at, edge, True)
         v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if dropout.rng_state_ptr is not None:
@@ -243,9 +244,9 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
         if sums.ptr is not None:
             # The bias is added to scores that softcap has changed.
             masked = True if sums.SUM_ROWS else edge
-            dbias = scores.score_gradient(probs, dprobs, delta[:, None], 1.0, Pairs(call.terms, head), masked)
+            dbias = mods.score_gradient(probs, dprobs, delta[:, None], 1.0, call.mods, masked)
             add_to_bias(sums, dbias, head, rows, cols, place.queries.length)
-        dscores = scores.score_gradient(probs, dprobs, delta[:, None], derivative, Pairs(call.terms, head), edge)
+        dscores = mods.score_gradient(probs, dprobs, delta[:, None], slope, call.mods, edge)
         dq = add_product(dq, dscores.to(k[0].dtype), k, INPUT_PRECISION)
     return dq
 
@@ -274,7 +275,7 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
     if ADDS:  # noqa: SIM102
         if keys.length == 0:
             return
-    head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
+    head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(
         HeadRows(douts, h, queries),
@@ -284,7 +285,7 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
     )
     rows = m_first + tl.arange(0, BLOCK_M)
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
-    left, right = call.terms.band.left, call.terms.band.right
+    left, right = call.mods.band.left, call.mods.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_N,
@@ -298,7 +299,7 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
             call, tiles, head, place, bias_sums,
         )  # fmt: skip
-    dq = scaled(dq, call.terms.scale)
+    dq = scaled(dq, call.mods.scale)
     store_contiguous(
         dq_ptr, call.queries, call.heads.num_q, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS
     )

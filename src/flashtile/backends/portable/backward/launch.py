@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.backends.gpu.records import rows_of
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.backward.config import (
     MOST_SUMS,
@@ -32,7 +33,7 @@ from flashtile.backends.portable.backward.kernel import (
 )
 from flashtile.backends.portable.backward.preprocess import ForwardResults, prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.config import padded
-from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, rows_of, tiles_of
+from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, tiles_of
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
@@ -174,7 +175,7 @@ def _prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tens
         Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"), pointer(dlse, "dlse"), strides[0], strides[1],
         strides[2], batch, dout.shape[-3], problem.num_heads_q,
     )  # fmt: skip
-    rows, of_rows = rows_of("dout", dout, problem.head_dim_v, block_dv), _row_terms(problem, tensors)
+    rows, of_rows = rows_of("dout", dout, block_dv), _row_terms(problem, tensors)
     programs = batch * problem.num_heads_q * (of_rows.stride_head // _PREPARE_ROWS)
     arguments = {"results": results, "douts": rows, "of_rows": of_rows, "BLOCK_M": _PREPARE_ROWS}
     return Launch(prepare_rows, programs, arguments, {"num_warps": 4, "num_stages": 1})
@@ -224,7 +225,8 @@ def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> 
     sums: Any = BiasSums(None, None, None, None, None, None, None, None, None)
     if bias is not None:
         (heads, bias_rows, cols), (over_heads, over_rows, over_cols) = _bias_shape(problem, bias)
-        unit = call.terms.score_mods[2].operands.UNIT
+        assert call.mods.scores is not None
+        unit = call.mods.scores[-1].operands.UNIT  # the bias comes last
         sums = BiasSums(
             Pointer(torch.float32, "dbias"), bias_entries(problem, bias), heads, bias_rows, cols, unit, over_heads,
             over_rows, over_cols,

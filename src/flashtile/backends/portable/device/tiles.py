@@ -69,7 +69,7 @@ def locate(call, tiles, splits):
             queries = sequence.Sequence(queries.batch_index, queries.start, tl.where(within, queries.length, 0))
         else:
             keys = sequence.Sequence(keys.batch_index, keys.start, tl.where(within, keys.length, 0))
-    if call.terms.band.right is not None and not OVER_KEYS:
+    if call.mods.band.right is not None and not OVER_KEYS:
         # A tile past the end of a packed sequence keeps its block number.
         num_blocks = (queries.length + BLOCK - 1) // BLOCK
         block = tl.where(block < num_blocks, scheduler.longest_first(block, num_blocks, True), block)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, scores, softmax
+from flashtile.backends.gpu.device import blocks, mods, softmax
 from flashtile.backends.gpu.device.blocks import Visit
 from flashtile.backends.gpu.device.dropout import keep_tile
-from flashtile.backends.gpu.device.scores import Pairs
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import (
     add_product,
@@ -32,20 +31,21 @@ from flashtile.backends.portable.device.tiles import locate
 def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys):
     """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
-    INPUT_PRECISION: tl.constexpr = call.terms.INPUT_PRECISION
-    dropout = call.terms.dropout
+    INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
+    dropout = call.mods.dropout
     head_kv = head.h // call.heads.group_size
-    i = rows[:, None] + head.shift
+    p = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
-        x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
+        at = mods.pairs_of(head, p, cols)
+        x, scale_log2, _slope = mods.apply(product, call.mods, head, at, False)
         edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
-        x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
+        x = mods.select(x, call.mods, head, at, float("-inf"), edge)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
         if dropout.rng_state_ptr is not None:
             kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
@@ -105,11 +105,11 @@ def attention_forward(call, output, tiles):
     if m_first >= queries.length:
         return
     rows = m_first + tl.arange(0, BLOCK_M)
-    head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
+    head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
     # Not by descriptor, here and in the backward: a descriptor load before a loop keeps its values in registers
     # throughout.
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
-    left, right = call.terms.band.left, call.terms.band.right
+    left, right = call.mods.band.left, call.mods.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_N,
@@ -125,8 +125,8 @@ def attention_forward(call, output, tiles):
             Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
             call, tiles, head, keys,
         )  # fmt: skip
-    in_sequence, keep_scale = place.b < call.queries.count, call.terms.dropout.keep_scale
-    out, lse = finish(acc, row_max, row_sum, call.terms.sinks, h, in_sequence, keep_scale)
+    in_sequence, keep_scale = place.b < call.queries.count, call.mods.dropout.keep_scale
+    out, lse = finish(acc, row_max, row_sum, call.mods.sinks, h, in_sequence, keep_scale)
     lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
     if output.partial_out is not None:
         more_out = load_contiguous(

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, scores, sequence, softmax
+from flashtile.backends.gpu.device import blocks, mods, sequence, softmax
 from flashtile.backends.gpu.device.blocks import Visit
-from flashtile.backends.gpu.device.scores import Pairs
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
 from flashtile.backends.portable.device.tiles import locate
@@ -94,25 +93,25 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, 
     row_sum and acc are 2^PROBS_LOG2 times those there.
     """
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
-    SCALE_FIRST: tl.constexpr = call.terms.SCALE_FIRST
+    SCALE_FIRST: tl.constexpr = call.mods.SCALE_FIRST
     head_kv = head.h // call.heads.group_size
-    i = rows[:, None] + head.shift
+    p = rows[:, None] + head.shift
     for n in tl.range(visit.start, visit.stop):
         first = n * BLOCK_N
-        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        at = mods.pairs_of(head, p, first + tl.arange(0, BLOCK_N)[None, :])
         block = block_of(call.keys, keys, head.b, first)
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)[0]
         product = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N] float32
         scale = q_scale * load_scale(scales.k, keys.batch_index, head_kv, block, True)
         if SCALE_FIRST:
             product = product * scale
-        x, scale_log2, _derivative = scores.transform(product, Pairs(call.terms, head), i, cols, False)
+        x, scale_log2, _slope = mods.apply(product, call.mods, head, at, False)
         if not SCALE_FIRST:
             scale_log2 = scale_log2 * scale
         edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
-        x = scores.select(x, Pairs(call.terms, head), i, cols, float("-inf"), edge)
+        x = mods.select(x, call.mods, head, at, float("-inf"), edge)
         row_max, finite_max, rescale = softmax.raise_max(row_max, tl.max(x, 1) * scale_log2, True)
         probs = rounded(softmax.exponentials(x, scale_log2, finite_max - PROBS_LOG2))
         row_sum = row_sum * rescale + tl.sum(probs, 1)
@@ -142,12 +141,12 @@ def attention_quantized(call, scales, output, tiles):
     if m_first >= queries.length:
         return
     rows = m_first + tl.arange(0, BLOCK_M)
-    head = scores.head_of(call.terms, place.b, h, queries.length, keys.length)
+    head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
     in_sequence = place.b < call.queries.count
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)[0]
     q_block = block_of(call.queries, queries, place.b, m_first)
     q_scale = load_scale(scales.q, queries.batch_index, h, q_block, in_sequence)
-    left, right = call.terms.band.left, call.terms.band.right
+    left, right = call.mods.band.left, call.mods.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
         left is not None, right is not None, BLOCK_N,
@@ -167,9 +166,9 @@ def attention_quantized(call, scales, output, tiles):
     lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
     if scales.shift is not None:
         shift = tl.load(scales.shift + lse_at + rows, mask=exists & in_sequence, other=0.0)
-        row_max += shift * call.terms.scale * softmax.LOG2_E
+        row_max += shift * call.mods.scale * softmax.LOG2_E
     down = 0.00390625  # 2^-PROBS_LOG2
-    out, lse = finish((acc * down,), row_max, row_sum * down, call.terms.sinks, h, in_sequence, 1.0)
+    out, lse = finish((acc * down,), row_max, row_sum * down, call.mods.sinks, h, in_sequence, 1.0)
     store_contiguous(
         output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip

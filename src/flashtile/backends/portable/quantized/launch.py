@@ -8,6 +8,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Call, Output, Rows, Scale
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.backends.gpu.records import rows_of
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.portable.quantized.config import choose
@@ -16,8 +17,7 @@ from flashtile.backends.portable.records import (
     heads_at_once,
     heads_of,
     num_programs,
-    plain_terms,
-    rows_of,
+    plain_mods,
     sequences_of,
     tiles_of,
 )
@@ -64,9 +64,9 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
     block_d, block_dv = padded_dims(max(p.head_dim, 32), max(p.head_dim_v, 32))
     batch, head, dim = t.v.stride()[:3] if t.v.dim() == 4 else (0, *t.v.stride()[:2])
     call = Call(
-        rows_of("q", t.q, p.head_dim, block_d), rows_of("k", t.k, p.head_dim, block_d),
+        rows_of("q", t.q, block_d), rows_of("k", t.k, block_d),
         Rows(pointer(t.v, "v"), None, batch, dim, head, p.head_dim_v, block_dv, 1, t.v.dim() == 3),
-        *sequences_of(p, t), heads_of(p), plain_terms(p, t.q.shape[-3] + t.k.shape[-3], t.sinks),
+        *sequences_of(p, t), heads_of(p), plain_mods(p, t.q.shape[-3] + t.k.shape[-3], t.sinks),
     )  # fmt: skip
     q, k, v = (Scale(pointer(getattr(t, name), name), *scale_strides(getattr(t, name))) for name in _SCALES)
     scales = Scales(q, k, v, pointer(t.shift, "shift"))

@@ -1,18 +1,44 @@
-"""Tiles of any multiple of 32 columns: tensors have powers of two, so a tile consists of parts, the widest first.
+"""Tiles in shared memory and the rows that TMA moves into them and out of them.
 
-192 columns are parts of 128 and 64, 96 are 64 and 32, and 128 are one part. A channel of such tiles is a tuple of
-rings, one a part, which share the first one's barriers. A tensor's descriptor moves boxes as wide
-as the narrowest part, several into a wider one, so that one descriptor and one swizzle serve all parts.
+Tiles have any multiple of 32 columns, tensors a power of two: so a tile consists of parts, the widest first. 192
+columns are parts of 128 and 64, 96 are 64 and 32, and 128 are one part. A channel of such tiles is a tuple of rings,
+one a part, which share the first one's barriers. A tensor's descriptor moves boxes as wide as the narrowest part,
+several into a wider one, so that one descriptor and one swizzle serve all parts.
 """
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store, tma_store_wait
+from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import rescale
 from flashtile.backends.hopper.device.ring import Ring, make_ring
+
+# TMA bounds every dimension of a tensor, but knows nothing of the sequences packed into one. A descriptor of a packed
+# tensor has two dimensions more, whose strides cancel modulo 2**64, so that the row coordinate runs into its bound,
+# PACKED_ROWS, exactly where the sequence ends: loads are filled with zeros there and stores are dropped.
+PACKED_ROWS = gl.constexpr(2**30)
+
+
+@aggregate
+class HeadRows:
+    """Rows of one head of one sequence; ``start`` and ``length`` are read only if sequences are packed (``varlen``)."""
+
+    b: gl.tensor
+    head: gl.tensor
+    start: gl.tensor
+    length: gl.tensor
+    varlen: gl.constexpr
+
+    @gluon.jit
+    def at(self, row, col):
+        """TMA coordinates of a row and column."""
+        if self.varlen:
+            return PACKED_ROWS, self.start + self.length, PACKED_ROWS - self.length + row, self.head, col
+        else:
+            return self.b, row, self.head, col
 
 
 @gluon.constexpr_function
@@ -183,6 +209,15 @@ def rescale_rows(accs, factor):
     scaled = ()
     for i in gl.static_range(len(accs)):
         scaled = also(scaled, rescale(accs[i], of_rows(factor, accs[i]), accs[i].shape[1]))
+    return scaled
+
+
+@gluon.jit
+def times(accs, factor):
+    """Accumulators times a number."""
+    scaled = ()
+    for i in gl.static_range(len(accs)):
+        scaled = also(scaled, accs[i] * factor)
     return scaled
 
 

@@ -17,12 +17,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from flashtile.backends.gpu.device import quick_scores, softmax
+from flashtile.backends.gpu.device import softmax
+from flashtile.backends.gpu.device.mods import place_of, quick_softcap
+from flashtile.backends.hopper.device.fragments import as_before, by_thread, thread_columns, thread_start
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
-from flashtile.backends.hopper.device.head_dim_parts import also
 from flashtile.backends.hopper.device.inline_ptx import compute_before_barrier, compute_before_fence, keep, widen
+from flashtile.backends.hopper.device.parts import also
 from flashtile.backends.hopper.device.ring import make_ring
-from flashtile.backends.hopper.device.wgmma_fragments import as_before, by_thread, thread_columns, thread_start
 
 LOG2_E = softmax.LOG2_E
 
@@ -268,8 +269,8 @@ class ScoreTiles:
 
 
 @aggregate
-class ScoreMod:
-    """How products become scores: softcap, scale, terms and masks; the numbers are those of ``records.Terms``.
+class Transforms:
+    """How products become scores: softcap, scale, terms and masks; the numbers are those of ``records.Mods``.
 
     Attributes:
         scale_log2: Turns scores into exponents of 2.
@@ -311,7 +312,7 @@ class ScoreMod:
     def scores(self, s, pairs, fetched):
         """(scores, shift): ``scale_log2`` turns scores into exponents, and ``shift`` is () or ([M, 4],), then added."""
         if self.has_softcap:
-            s = quick_scores.softcap(s, self.softcap, self.prescale)
+            s = quick_softcap(s, self.softcap, self.prescale)
         if self.scale_first:
             s = s * self.prescale
         unit = LOG2_E / self.scale_log2
@@ -366,10 +367,17 @@ class ScoreMod:
 
 
 @gluon.jit
-def alibi_terms(ptr, stride_b, batch, ONE_SIDED: gl.constexpr):
-    """ALiBi as a term, none without slopes."""
-    if ptr is not None:
-        return (Alibi(ptr, stride_b, batch, ONE_SIDED),)
+def alibi_terms(mods, batch):
+    """ALiBi of ``records.Mods`` as a term, none without slopes."""
+    N: gl.constexpr = place_of(mods.SCORES, "alibi")
+    if N >= 0:
+        # Records with constants are not kept in variables.
+        return (
+            Alibi(
+                mods.scores[N].operands.ptr, mods.scores[N].operands.batch_step, batch,
+                mods.scores[N].operands.ONE_SIDED,
+            ),
+        )  # fmt: skip
     else:
         return ()
 
@@ -390,19 +398,24 @@ def alibi_by_mma(terms, N: gl.constexpr):
 
 
 @gluon.jit
-def score_tensors(tensor):
-    """The ``ScoreTensor`` of kernel arguments: (pointer or None, strides of a sequence, a head, a row and a key)."""
-    ptr, strides = tensor
-    if ptr is not None:
-        return (ScoreTensor(ptr, strides[0], strides[1], strides[2], strides[3]),)
+def score_tensors(some, N: gl.constexpr):
+    """The ``ScoreTensor`` of the N-th of some mods, none for -1 and where TMA loads it."""
+    if N < 0:
+        return ()
+    elif some[N].operands.ptr is not None:
+        steps = some[N].operands.steps
+        return (ScoreTensor(some[N].operands.ptr, steps[0], steps[1], steps[2], steps[3]),)
     else:
         return ()
 
 
 @gluon.jit
-def score_tiles(desc, strides, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """The ``ScoreTiles`` of a descriptor, none without one."""
-    if desc is not None:
+def score_tiles(some, N: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The ``ScoreTiles`` of the N-th of some mods, none for -1 and where threads load it."""
+    if N < 0:
+        return ()
+    elif some[N].operands.desc is not None:
+        desc, steps = some[N].operands.desc, some[N].operands.steps
         ROWS: gl.constexpr = desc.block_type.shape[2]
         # Buffers of eight rows lie where TMA may write.
         tile: gl.constexpr = [max(ROWS, 8), desc.block_type.shape[3]]
@@ -410,6 +423,6 @@ def score_tiles(desc, strides, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
         rings = ()
         for _ in gl.static_range(1 if ROWS == 1 else WARPGROUPS):
             rings = also(rings, make_ring(desc.dtype, tile, layout, STAGES, WARPGROUPS if ROWS == 1 else 1))
-        return (ScoreTiles(desc, rings, gl.to_tensor(strides[0]), gl.to_tensor(strides[1])),)
+        return (ScoreTiles(desc, rings, gl.to_tensor(steps[0]), gl.to_tensor(steps[1])),)
     else:
         return ()

@@ -1,0 +1,393 @@
+"""Mods: what happens to ``q @ k^T`` between the product and the softmax, and which pairs count.
+
+A ``Mod`` transforms scores, or selects those that a row keeps; softcap, ALiBi, bias, mask and band are its instances.
+It consists of ``@triton.jit`` functions and what they read:
+
+    function(scores, operands, at) -> scores               of a transform
+    linear(scores, operands, at) -> scores, slope          slope is d scores out / d scores in
+    function(x, operands, at, fill) -> x                   of a mask: x where a row keeps the key, fill elsewhere
+    of_head(operands, at) -> operands                      what the others take, read once a head, where it differs
+
+with scores in natural units and ``at`` an ``At``. Softcap, ALiBi and bias are applied in this order, then the band and
+masks. A backend may compute one in a way of its own instead, which it finds by its name in ``Mods.SCORES`` or
+``Mods.MASKS``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.device import sequence, softmax
+
+
+class Mod(NamedTuple):
+    """A transform or a mask, see the module; holds constants, so it is only passed as an argument, never assigned.
+
+    Attributes:
+        function: Applies it.
+        linear: The same with its slope; None where that is 1, and of masks.
+        of_head: None where all heads have the same operands.
+        operands: The argument of of_head; without of_head, that of the others.
+    """
+
+    function: Any
+    linear: Any
+    of_head: Any
+    operands: Any
+
+
+class Mods(NamedTuple):
+    """How a call's products become probabilities, the same for all heads; only passed as an argument, never assigned.
+
+    Attributes:
+        scale: softmax_scale.
+        scores: Tuple of the transforms, in their order; None for none.
+        band: ``Band``, applied to blocks on its edges alone.
+        masks: Tuple of the masks, applied to all blocks; None for none.
+        dropout: ``dropout.Dropout``.
+        sinks: (num_heads_q,), or None.
+        SCORES: Names of the transforms: ``"softcap bias"``.
+        MASKS: Names of the masks.
+        SCALE_FIRST: Whether scores are scaled before the softmax takes their maximum. Needed with any transform, and
+            with a scale that is not positive; otherwise the scale is folded into the exponential's argument.
+        INPUT_PRECISION: That of the matrix products.
+    """
+
+    scale: Any
+    scores: Any
+    band: Any
+    masks: Any
+    dropout: Any
+    sinks: Any
+    SCORES: Any
+    MASKS: Any
+    SCALE_FIRST: Any
+    INPUT_PRECISION: Any
+
+
+class Head(NamedTuple):
+    """One head of one sequence; shift is the position of row 0, operands are what the mods' ``of_head`` returned."""
+
+    b: Any
+    h: Any
+    shift: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    scores: Any
+    masks: Any
+
+
+class At(NamedTuple):
+    """Which pairs of a row and a key a block consists of; i, p and j can be broadcast against its scores.
+
+    Attributes:
+        b: The sequence.
+        h: The query head.
+        i: Rows.
+        p: Their positions among the keys, ``i + seqlen_k - seqlen_q``.
+        j: Keys.
+        seqlen_q: Rows of the sequence.
+        seqlen_k: Its keys.
+    """
+
+    b: Any
+    h: Any
+    i: Any
+    p: Any
+    j: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class Band(NamedTuple):
+    """How many keys before and after its own position a row keeps; None for all."""
+
+    left: Any
+    right: Any
+
+
+class Alibi(NamedTuple):
+    """ALiBi slopes by head; ptr is None without any, stride_b 0 if sequences share them."""
+
+    ptr: Any
+    stride_b: Any
+
+
+class PartSlope(NamedTuple):
+    """What ``alibi_of_part`` takes: i and j are ``|offset + row_step * i - key_step * j|`` apart."""
+
+    slope: Any
+    offset: Any
+    row_step: Any
+    key_step: Any
+
+
+class ScoreTensor(NamedTuple):
+    """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts; ptr is None without one.
+
+    The number of keys and the strides but for stride_col are multiples of UNIT, so that a load takes UNIT keys at once.
+    It holds constants, so it is only passed as an argument, never assigned.
+    """
+
+    ptr: Any
+    stride_b: Any
+    stride_head: Any
+    stride_row: Any
+    stride_col: Any
+    UNIT: Any = 1
+
+
+class HeadTensor(NamedTuple):
+    """A ``ScoreTensor`` of one head: base is the address of row position 0 and key 0."""
+
+    base: Any
+    stride_row: Any
+    stride_col: Any
+    seqlen_k: Any
+
+
+@triton.constexpr_function
+def count(names):
+    """How many there are of ``Mods.SCORES`` or ``MASKS``."""
+    return len(names.split())
+
+
+@triton.constexpr_function
+def place_of(names, name):
+    """Which of them has a name; -1 for none."""
+    return names.split().index(name) if name in names.split() else -1
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent to float32 rounding, from exp2 alone: the interpreter and some targets have no tanh.
+
+    Near 0 the quotient would cancel, so a polynomial in x^2 is used there (Cephes, tanhf, |x| < 0.625).
+    """
+    square = x * x
+    poly = -5.70498872745e-3 * square + 2.06390887954e-2
+    poly = poly * square - 5.37397155531e-2
+    poly = poly * square + 1.33314422036e-1
+    poly = poly * square - 3.33332819422e-1
+    near = x + x * square * poly
+    magnitude = tl.abs(x)
+    # 2 * log2(e) turns exp(2 |x|) into exp2; where that overflows, 2 / inf is 0.
+    far = 1.0 - 2.0 / (tl.exp2(magnitude * 2.8853900817779268) + 1.0)
+    return tl.where(magnitude < 0.625, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def softcap(scores, cap, at):
+    """``cap * tanh(scores / cap)``."""
+    return cap * tanh(scores / cap)
+
+
+@triton.jit
+def softcap_linear(scores, cap, at):
+    """``softcap``, and ``1 - tanh^2``."""
+    capped = softcap(scores, cap, at)
+    ratio = capped / cap
+    return capped, 1.0 - ratio * ratio
+
+
+@triton.jit
+def quick_softcap(scores, cap, twice_log2e_over_cap):
+    """``softcap`` as accurate as a softmax needs: ``cap - 2 cap / (exp(2 scores / cap) + 1)``.
+
+    Near 0 the difference cancels, so the relative error is large there; a softmax depends on absolute errors alone, and
+    that one stays under ``cap * 2e-7``. Where the exponential overflows, the quotient is 0.
+
+    Args:
+        scores: float32, natural units.
+        cap: The cap, > 0.
+        twice_log2e_over_cap: ``2 * LOG2_E / cap``, times any factor not yet applied to the scores.
+    """
+    return cap - 2.0 * cap / (tl.exp2(scores * twice_log2e_over_cap) + 1.0)
+
+
+@triton.jit
+def slope_of_head(slopes, at):
+    """The slope that ``alibi`` takes, of ``Alibi``."""
+    return tl.load(slopes.ptr + at.b * slopes.stride_b + at.h).to(tl.float32)
+
+
+@triton.jit
+def alibi(scores, slope, at):
+    """``scores - slope * |p - j|``."""
+    return scores + -slope * tl.abs(at.p - at.j).to(tl.float32)
+
+
+@triton.jit
+def slope_of_part(parts, at):
+    """The ``PartSlope`` of ``Alibi``, origins (``masks.Origin``) and the number of sequences."""
+    slopes, origins_ptr, num_sequences = parts
+    exists, origin = at.b < num_sequences, origins_ptr + at.b * 6
+    slope = tl.load(slopes.ptr + at.b * slopes.stride_b + at.h, mask=exists, other=0.0).to(tl.float32)
+    row_step, key_step = tl.load(origin + 2, mask=exists, other=1), tl.load(origin + 4, mask=exists, other=1)
+    row = tl.load(origin + 1, mask=exists, other=0) + tl.load(origin + 5, mask=exists, other=0)
+    first_key = tl.load(origin + 3, mask=exists, other=0)
+    return PartSlope(slope, row - row_step * (at.seqlen_k - at.seqlen_q) - first_key, row_step, key_step)
+
+
+@triton.jit
+def alibi_of_part(scores, part, at):
+    """``alibi`` with the positions of a whole sequence."""
+    return scores + -part.slope * tl.abs(part.offset + part.row_step * at.p - part.key_step * at.j).to(tl.float32)
+
+
+@triton.jit
+def bias(scores, tensor, at):
+    """Scores plus a tile of a ``HeadTensor``."""
+    return scores + load_tile(tensor, at, 0.0).to(tl.float32)
+
+
+@triton.jit
+def select_tensor(x, tensor, at, fill):
+    """A boolean mask, given as bytes."""
+    return tl.where(load_tile(tensor, at, 0) != 0, x, fill)
+
+
+@triton.jit
+def first_key(p, left, HAS_LEFT: tl.constexpr):
+    """The first key that position p keeps, inclusive."""
+    first = p * 0
+    if HAS_LEFT:
+        first = p - left
+    return first
+
+
+@triton.jit
+def last_key(p, seqlen_k, right, HAS_RIGHT: tl.constexpr):
+    """The last key that position p keeps, inclusive."""
+    last = p * 0 + (seqlen_k - 1)
+    if HAS_RIGHT:
+        last = tl.minimum(p + right, last)
+    return last
+
+
+@triton.jit
+def select_band(x, band, at, fill):
+    """x, or fill where a row's band or the end of the keys excludes the key.
+
+    The end of the keys and the band's right side fold into one number per row, so a score costs one comparison and one
+    select for each bounded side. Selects are chained instead of joining booleans: packing and unpacking those costs
+    more than a select.
+    """
+    x = tl.where(at.j <= last_key(at.p, at.seqlen_k, band.right, band.right is not None), x, fill)
+    if band.left is not None:
+        x = tl.where(at.j >= first_key(at.p, band.left, True), x, fill)
+    return x
+
+
+@triton.jit
+def tensor_of_head(tensor, at):
+    """The ``HeadTensor`` of a ``ScoreTensor``."""
+    stride_b, stride_head = multiple(tensor.stride_b, tensor.UNIT), multiple(tensor.stride_head, tensor.UNIT)
+    stride_row = multiple(tensor.stride_row, tensor.UNIT)
+    first = sequence.base(tensor.ptr, at.b, 0, at.h, stride_b, 0, stride_head)
+    base = first - tl.cast(at.seqlen_k - at.seqlen_q, tl.int64) * stride_row
+    return HeadTensor(base, stride_row, tensor.stride_col, multiple(at.seqlen_k, tensor.UNIT))
+
+
+@triton.jit
+def multiple(x, UNIT: tl.constexpr):
+    """A multiple of UNIT, as the compiler then sees."""
+    return x // UNIT * UNIT
+
+
+@triton.jit
+def load_tile(tensor, at, other):
+    """A tile of a ``HeadTensor``, ``other`` past the last row and the last key. Stride 0 broadcasts without a copy."""
+    offsets = at.p.to(tl.int64) * tensor.stride_row + at.j.to(tl.int64) * tensor.stride_col
+    return tl.load(tensor.base + offsets, mask=(at.p < tensor.seqlen_k) & (at.j < tensor.seqlen_k), other=other)
+
+
+@triton.jit
+def head_of(mods, b, h, seqlen_q, seqlen_k):
+    """The ``Head`` of a sequence and a query head."""
+    at = At(b, h, None, None, None, seqlen_q, seqlen_k)
+    # Written out: in Triton 3.6 adding tuples loses the field names of the records in them.
+    scores, masks = 0, 0
+    NUM: tl.constexpr = count(mods.SCORES)
+    if NUM == 1:
+        scores = (_of_head(mods.scores[0], at),)
+    if NUM == 2:
+        scores = (_of_head(mods.scores[0], at), _of_head(mods.scores[1], at))
+    if NUM == 3:
+        scores = (_of_head(mods.scores[0], at), _of_head(mods.scores[1], at), _of_head(mods.scores[2], at))
+    if mods.masks is not None:
+        masks = (_of_head(mods.masks[0], at),)
+    return Head(b, h, seqlen_k - seqlen_q, seqlen_q, seqlen_k, scores, masks)
+
+
+@triton.jit
+def _of_head(mod, at):
+    operands = 0
+    if mod.of_head is not None:
+        operands = mod.of_head(mod.operands, at)
+    return operands
+
+
+@triton.jit
+def pairs_of(head, p, j):
+    """The ``At`` of rows at positions p, and keys j, of a ``Head``."""
+    return At(head.b, head.h, p - head.shift, p, j, head.seqlen_q, head.seqlen_k)
+
+
+@triton.jit
+def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
+    """Everything that happens to a block of ``q @ k^T`` before masks.
+
+    Args:
+        product: The block, rows along either dimension.
+        mods: ``Mods``.
+        head: The block's ``Head``.
+        at: Its ``At``.
+        WITH_SLOPE: Whether to compute the slope.
+
+    Returns:
+        scores; scale_log2, the factor that turns them into base-2 exponents; and d scores / d (scale * product), of the
+        block's shape if a transform has one, else 1.
+    """
+    scores, scale_log2 = product, mods.scale * softmax.LOG2_E
+    slope = 1.0
+    if mods.SCALE_FIRST:
+        scores, scale_log2 = product * mods.scale, softmax.LOG2_E
+        for n in tl.static_range(count(mods.SCORES)):
+            operands = mods.scores[n].operands
+            if mods.scores[n].of_head is not None:
+                operands = head.scores[n]
+            if WITH_SLOPE and mods.scores[n].linear is not None:
+                scores, factor = mods.scores[n].linear(scores, operands, at)
+                slope *= factor
+            else:
+                scores = mods.scores[n].function(scores, operands, at)
+    return scores, scale_log2, slope
+
+
+@triton.jit
+def select(x, mods, head, at, fill, edge):
+    """x, or fill where a mask excludes the pair, the band's only if ``edge``, a constant or not."""
+    if edge:
+        x = select_band(x, mods.band, at, fill)
+    for n in tl.static_range(count(mods.MASKS)):
+        operands = mods.masks[n].operands
+        if mods.masks[n].of_head is not None:
+            operands = head.masks[n]
+        x = mods.masks[n].function(x, operands, at, fill)
+    return x
+
+
+@triton.jit
+def score_gradient(probs, dprobs, delta, slope, mods, edge):
+    """The gradient of a block of scores, before the transforms.
+
+    With masks, 0 wherever the probability is 0: a masked pair's slope may be infinite. edge as for ``select``.
+    """
+    dscores = probs * (dprobs - delta) * slope
+    if mods.masks is not None or edge:
+        dscores = tl.where(probs == 0.0, 0.0, dscores)
+    return dscores

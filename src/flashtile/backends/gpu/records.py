@@ -1,0 +1,37 @@
+"""What the GPU backends' records of a call have in common, made from a ``Problem`` and its tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device.mods import Alibi, Mod
+from flashtile.backends.gpu.device.records import Rows
+from flashtile.backends.gpu.launch import TensorMap, pointer
+from flashtile.call.problem import Problem
+
+
+def rows_of(name: str, tensor: Tensor, block_dim: int, desc: TensorMap | None = None, unit: int = 1) -> Rows:
+    """The record of a tensor, whose operand has its name."""
+    strides = tensor.stride()
+    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
+    return Rows(pointer(tensor, name), desc, batch, row, head, tensor.shape[-1], block_dim, unit, len(strides) == 3)
+
+
+def named(**given: Mod | None) -> tuple[tuple[Mod, ...] | None, str]:
+    """The mods among those given, in their order, and their names, for ``Mods``."""
+    found = {name: mod for name, mod in given.items() if mod is not None}
+    return tuple(found.values()) or None, " ".join(found)
+
+
+def softcap_of(problem: Problem) -> Mod | None:
+    """The mod of a softcap."""
+    return Mod(mods.softcap, mods.softcap_linear, None, problem.softcap) if problem.softcap > 0 else None
+
+
+def alibi_of(problem: Problem, slopes: Tensor | None) -> Mod | None:
+    """The mod of ALiBi's slopes, by head or by sequence and head."""
+    if slopes is None:
+        return None
+    stride = problem.num_heads_q if slopes.dim() == 2 else 0
+    return Mod(mods.alibi, None, mods.slope_of_head, Alibi(pointer(slopes, "alibi"), stride))

@@ -1,0 +1,233 @@
+"""The workspace of the Hopper backward: its size, and the kernels before and after the main one, in plain Triton.
+
+It consists of row blocks of BLOCK_M rows of one head of one sequence, so that no two sequences share one: block
+``(b * num_heads_q + h) * cdiv(seqlen_q, BLOCK_M) + m`` if sequences are dense; if they are packed, block
+``h * num_blocks + n`` with n and num_blocks as ``scheduler.packed_tile`` has them. A row block has
+
+    rows    [2, BLOCK_M] float32: lse_log2 (lse in base 2), and delta = rowsum(dout * out) - dlse
+    dq      [BLOCK_M / 64, BLOCK_D / 8, 128, 4] float32: 64 rows at a time as a warpgroup's accumulators hold them, so
+            that adding them up needs no shared memory and touches whole cache lines
+
+With gqa_splits, dk and dv are added up likewise, in blocks of a tile's keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.device import sequence, softmax
+from flashtile.backends.gpu.device.scheduler import num_packed_tiles, packed_tile
+from flashtile.backends.gpu.launch import Pointer
+from flashtile.backends.hopper.backward import scheduler
+from flashtile.backends.hopper.backward.config import Config
+from flashtile.backends.hopper.backward.records import Work
+from flashtile.call.problem import Problem, Tensors
+
+# Numbers of the sums of dk and dv that a program sets to 0 at a time.
+_ZEROS = tl.constexpr(4096)
+
+
+class Workspace(NamedTuple):
+    """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
+
+    First come dq's sums in float32, padded to whole row blocks, if dq is wanted; then two float32 a row, then int32:
+    the counter of tiles and, where those sums are ordered, dq_order, a semaphore for each row block; then the sums of
+    dk and of dv in float32, with gqa_splits.
+
+    Attributes:
+        blocks: Row blocks.
+        gqa_splits: Tiles that share the query heads of one key head.
+        rows_at: Where the rows begin, in bytes; 0 without dq.
+        counter_at: Where the counter is.
+        dq_order_at: Where the semaphores begin, None where sums may be added in any order.
+        sum_heads: Heads of the sums of dk and dv for each key head: one for each split where their order is fixed,
+            else one to which all add.
+        dk_at: Where the sums of dk begin, None without splits or if dk is not wanted.
+        dv_at: The same for dv.
+        floats: Its size, in float32.
+    """
+
+    blocks: int
+    gqa_splits: int
+    rows_at: int
+    counter_at: int
+    dq_order_at: int | None
+    sum_heads: int
+    dk_at: int | None
+    dv_at: int | None
+    floats: int
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config, tensors: Tensors) -> Workspace:
+        """Of a call with these queries, keys and values."""
+        rows = tensors.q.shape[-3]
+        if problem.varlen:
+            blocks = num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
+        else:
+            blocks = -(-rows // config.block_m) * problem.batch * problem.num_heads_q
+        rows_at = 4 * blocks * config.block_m * config.block_d if problem.grads.q else 0
+        counter_at = rows_at + 4 * blocks * 2 * config.block_m
+        dq_order_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
+        end = counter_at + 16 if dq_order_at is None else dq_order_at + 16 * -(-blocks // 4)
+        count = scheduler.gqa_splits(problem, config, tensors.k.shape[-3])
+        sum_heads = count if problem.deterministic else 1
+        keys = key_blocks(problem, config, tensors) * config.block_n * sum_heads
+        dk_at = end if count > 1 and problem.grads.k else None
+        end += 0 if dk_at is None else 4 * keys * config.block_d
+        dv_at = end if count > 1 and problem.grads.v else None
+        end += 0 if dv_at is None else 4 * keys * config.block_dv
+        return cls(blocks, count, rows_at, counter_at, dq_order_at, sum_heads, dk_at, dv_at, end // 4)
+
+    def record(self) -> Work:
+        """The kernels' argument, as ``prepare_rows`` takes it."""
+        sums_at = self.dv_at if self.dk_at is None else self.dk_at
+        return Work(
+            Pointer(torch.float32, "work", self.rows_at),
+            Pointer(torch.float32, "work") if self.rows_at else None,
+            None,
+            None if self.dq_order_at is None else Pointer(torch.int32, "work", self.dq_order_at),
+            Pointer(torch.int32, "work", self.counter_at),
+            None if sums_at is None else Pointer(torch.float32, "work", sums_at),
+            None if sums_at is None else self.floats - sums_at // 4,
+        )
+
+
+def key_blocks(problem: Problem, config: Config, tensors: Tensors) -> int:
+    """Tiles' blocks of keys of all key heads and sequences."""
+    rows = tensors.k.shape[-3]
+    if problem.varlen:
+        return num_packed_tiles(rows, problem.batch, config.block_n) * problem.num_heads_kv
+    return -(-rows // config.block_n) * problem.batch * problem.num_heads_kv
+
+
+@triton.jit
+def locate(block_index, sequences, num_heads, BLOCK_M: tl.constexpr):
+    """(b, h, start, first row, rows) of a row block; no rows past the last packed sequence."""
+    VARLEN: tl.constexpr = sequences.cu_seqlens is not None
+    num_blocks = scheduler.blocks_per_head(sequences.length, sequences.count, BLOCK_M, VARLEN)
+    head = block_index // num_blocks
+    block = block_index % num_blocks
+    if VARLEN:
+        h = head
+        b, block = packed_tile(sequences.cu_seqlens, sequences.count, block, BLOCK_M)
+    else:
+        b, h = head // num_heads, head % num_heads
+    start, length = sequence.sequence(sequences.cu_seqlens, b, sequences.count, sequences.length, VARLEN)
+    return b, h, start, block * BLOCK_M, length
+
+
+@triton.jit
+def has_keys(cu_seqlens_k_ptr, b, batch):
+    """Whether a packed sequence has keys; the rows past the last one have none."""
+    bound = tl.load(cu_seqlens_k_ptr + b)
+    return tl.load(cu_seqlens_k_ptr + tl.minimum(b + 1, batch)) > bound
+
+
+@triton.jit
+def last_first():
+    """Programs from the last to the first.
+
+    The main kernel goes through the workspace from the front: it finds what was prepared last in the cache, and leaves
+    there what is to be finished first.
+    """
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
+def prepare_rows(results, cu_seqlens_k, work, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Fills a row block's rows, and zeroes its dq, its dq_order, the counter of tiles and the sums of dk and dv.
+
+    A row past its sequence or without keys gets (inf, 0): its probabilities are then 0 without a mask, whatever lies in
+    its place. With cu_seqlens_k, sequences without keys are skipped. BLOCK_D: columns of a row block's dq.
+    """
+    DIM: tl.constexpr = results.dout.DIM
+    VARLEN: tl.constexpr = results.queries.cu_seqlens is not None
+    HAS_DLSE: tl.constexpr = results.dlse is not None
+    pid = last_first()
+    seqlen_q, num_heads = results.queries.length, results.num_heads_q
+    b, h, start, first, length = locate(pid, results.queries, num_heads, BLOCK_M)
+    tl.store(work.counter, 0, mask=pid == 0)
+    if work.sums is not None:
+        for place in range(pid, tl.cdiv(work.sums_size, _ZEROS), tl.num_programs(0)):
+            at = tl.cast(place, tl.int64) * _ZEROS + tl.arange(0, _ZEROS)
+            tl.store(work.sums + at, tl.zeros([_ZEROS], tl.float32), mask=at < work.sums_size)
+    if cu_seqlens_k is not None:  # noqa: SIM102
+        if not has_keys(cu_seqlens_k, b, results.queries.count):
+            return
+    b64, start64 = tl.cast(b, tl.int64), tl.cast(start, tl.int64)
+    at = first + tl.arange(0, BLOCK_M)
+    exists = at < length
+    if VARLEN:
+        exists = exists & (b < results.queries.count)
+        b64 = b64 * 0
+    i = start64 + at
+    col = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    inside = exists[:, None] & (col < DIM)
+    out_at = results.out + ((b64 * seqlen_q + i) * num_heads + h)[:, None] * DIM + col
+    out = tl.load(out_at, mask=inside, other=0.0)
+    dout_row = b64 * results.dout.stride_b + i * results.dout.stride_row + h * results.dout.stride_head
+    dout = tl.load(results.dout.ptr + dout_row[:, None] + col, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        dlse_at = results.dlse + b64 * results.stride_b + h * results.stride_head + i * results.stride_row
+        delta -= tl.load(dlse_at, mask=exists, other=0.0)
+    lse = tl.load(results.lse + (b64 * num_heads + h) * seqlen_q + i, mask=exists, other=float("-inf"))
+    row_at = work.rows + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+    tl.store(row_at, softmax.lse_log2_of(lse))
+    tl.store(row_at + BLOCK_M, tl.where(lse == float("-inf"), 0.0, delta))
+    if work.dq is not None:
+        size: tl.constexpr = triton.next_power_of_2(BLOCK_M * BLOCK_D)
+        place = tl.arange(0, size)
+        dq_at = work.dq + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D) + place
+        tl.store(dq_at, tl.zeros([size], tl.float32), mask=place < BLOCK_M * BLOCK_D)
+    if work.dq_order is not None:
+        tl.store(work.dq_order + pid, 0)
+
+
+@triton.jit
+def finish_gradient(sums, out, sequences, others, num_heads, scale, ADDS: tl.constexpr):
+    """64 rows of a gradient from the workspace, times ``scale``, to ``out``, or added to it: contiguous, like q or k.
+
+    ``records.Sums`` are added up in order. With others, cu_seqlens of the keys where rows are queries, sequences
+    without keys add nothing.
+    """
+    BLOCK_M: tl.constexpr = sums.BLOCK_M
+    BLOCK_D: tl.constexpr = out.BLOCK_DIM
+    DIM: tl.constexpr = out.DIM
+    VARLEN: tl.constexpr = sequences.cu_seqlens is not None
+    pid = last_first()
+    parts: tl.constexpr = BLOCK_M // 64
+    index = pid // parts
+    b, h, start, first, length = locate(index, sequences, num_heads, BLOCK_M)
+    at = first + pid % parts * 64 + tl.arange(0, 64)
+    exists = first + pid % parts * 64 < length
+    if others is not None:
+        exists = exists & has_keys(others, b, sequences.count)
+    if exists:
+        num_blocks = scheduler.blocks_per_head(sequences.length, sequences.count, BLOCK_M, VARLEN)
+        block = tl.cast(index // num_blocks, tl.int64) * sums.count * num_blocks + index % num_blocks
+        # A power of two of columns, of which the last may not be there.
+        cols: tl.constexpr = triton.next_power_of_2(BLOCK_D)
+        place = tl.arange(0, 64 * cols)
+        held_at = sums.ptr + (block * parts + pid % parts) * (64 * BLOCK_D) + place
+        held = tl.load(held_at, mask=place < 64 * BLOCK_D)
+        for i in range(1, sums.count):
+            more = tl.cast(num_blocks, tl.int64) * i * (BLOCK_M * BLOCK_D)
+            held += tl.load(held_at + more, mask=place < 64 * BLOCK_D)
+        # Columns by 8; warp, row of 8 and column pair of a thread; rows 8 apart; the two columns of a pair.
+        held = tl.reshape(held, [cols // 8, 4, 8, 4, 2, 2])
+        grad = tl.reshape(tl.permute(held, (1, 4, 2, 0, 3, 5)), [64, cols]) * scale
+        b64 = tl.cast(b, tl.int64)
+        if VARLEN:
+            b64 = b64 * 0
+        row = b64 * sequences.length + tl.cast(start, tl.int64) + at
+        col = tl.arange(0, cols)[None, :]
+        out_at = out.ptr + (row * num_heads + h)[:, None] * DIM + col
+        inside = (at < length)[:, None] & (col < DIM)
+        if ADDS:
+            grad += tl.load(out_at, mask=inside, other=0.0)
+        tl.store(out_at, grad, mask=inside)
