@@ -126,8 +126,7 @@ def overview_plot(rows: Sequence[Row], path: Path) -> Path | None:
 
 def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
     """Speed against sequence length, one panel per mask and head dim, of ``decode`` per batch and heads, or None."""
-    unit = "TFLOPS" if suite != "decode" else "GB/s"
-    places = speed_cells(rows, suite)
+    unit, places = "TFLOPS" if suite != "decode" else "GB/s", speed_cells(rows, suite)
     if not places:
         return None
     down, across = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))

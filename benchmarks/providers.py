@@ -282,8 +282,9 @@ class Sdpa(Provider):
     heads_first, takes = True, ("bias",)
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
-        gqa = case.num_heads_q != case.num_heads_kv
-        sdpa: Attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=gqa)
+        sdpa: Attend = functools.partial(
+            F.scaled_dot_product_attention, enable_gqa=case.num_heads_q > case.num_heads_kv
+        )
         if case.lengths is not None:
             lengths = list(case.lengths)
 

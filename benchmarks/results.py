@@ -36,8 +36,7 @@ class Row:
     median_ms: float | None
     spread: float | None  # interquartile range over the median
     tflops: float | None  # the case's operations over the median
-    # Relative to float64 if it was checked; text, without a time, if the provider refused, failed or was wrong.
-    error: float | str | None
+    error: float | str | None  # relative to float64, if checked; text, without a time, if refused, failed or wrong
     extra_bytes: int | None = None  # peak memory of a call beyond inputs and outputs; only of suite ``memory``
     values: dict[str, Any] | None = None  # what else was measured; only of suites ``accuracy``, ``host`` and ``train``s
 

@@ -77,10 +77,8 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
     """The error of a call with more positions than a function has, or with keywords that it does not know."""
     if more:
         first = "cache_seqlens" if function.endswith("kvcache") else "causal"
-        extra = f"{function}() got one argument by position too many, {shown(more[0])}"
-        return TypeError(f"{extra}: give {first} and the rest by name")
+        return TypeError(f"{function}() got a position too many, {shown(more[0])}: give {first} and the rest by name")
     name = next(iter(unknown))
-    known = (CacheKeywords if function.endswith("kvcache") else Keywords).__annotations__
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, {**Keywords.__annotations__, **CacheKeywords.__annotations__}, 1)
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else f", did you mean {near[0]}?" if near else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
