@@ -113,8 +113,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml extras/pyproject.toml
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[cli]' -e ./extras
+	@echo "Setting up $(VENV), once: PyTorch is a download of 200 MB, of gigabytes where there is an NVIDIA GPU; a minute or a few."
+	$(BIN)/python -m pip install '$(TORCH)'
+	$(BIN)/python -m pip install -e '.[cli]' -e ./extras
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml extras/pyproject.toml

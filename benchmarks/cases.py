@@ -12,6 +12,7 @@ from torch import Tensor
 from flashtile.core.masks import Band
 
 Direction = Literal["forward", "backward", "quantized"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 TOTAL_TOKENS = 16384
 HIDDEN_SIZE = 2048
@@ -77,7 +78,7 @@ class Case:
         if self.model:
             return f"{self.direction}-{self.model}"
         dim_v = "" if self.head_dim_v is None else f"v{self.head_dim_v}"
-        parts = [self.direction, f"d{self.head_dim}{dim_v}", self.mask]
+        parts = [self.direction, f"d{self.head_dim}{dim_v}", self.mask, *(["bias"] if self.bias else [])]
         if self.lengths is not None:
             parts.append(f"packed{len(self.lengths)}")
         lengths = f"s{self.seqlen_k}" if self.seqlen_q == self.seqlen_k else f"q{self.seqlen_q}k{self.seqlen_k}"
@@ -200,6 +201,8 @@ def _cpu_cases() -> list[Case]:
         Case("forward", "float32", 16, longest, longest, 4, 4, 64, causal=True, lengths=_DOCUMENTS),
         Case("forward", "float32", 1, 1, 8192, 32, 8, 128),
         Case("backward", "float32", 1, 2048, 2048, 8, 8, 64, causal=True),
+        *(Case(each, "bfloat16", 1, 1024, 1024, 8, 8, 64, causal=True) for each in DIRECTIONS),
+        *(Case(each, "float32", 1, 1024, 1024, 8, 8, 64, bias="constant") for each in DIRECTIONS),
     ]
 
 
@@ -244,9 +247,8 @@ _MODELS: dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]] =
 
 
 def _model_cases(dtype: str) -> list[Case]:
-    directions: tuple[Direction, ...] = ("forward", "backward")
     return [
-        Case(each, dtype, *sizes, model=name, **more) for each in directions for name, (sizes, more) in _MODELS.items()
+        Case(each, dtype, *sizes, model=name, **more) for each in DIRECTIONS for name, (sizes, more) in _MODELS.items()
     ]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.cases import Case, Direction, Inputs, make_inputs
+from benchmarks.cases import DIRECTIONS, Case, Direction, Inputs, make_inputs
 from benchmarks.providers import Provider, choose_providers, prepared
 from benchmarks.results import Row
 from benchmarks.run import GPU_PROVIDERS
@@ -22,7 +22,6 @@ from benchmarks.session import Session, attempt, new_parser, run_command
 from benchmarks.table import Table, to_text
 
 SEQLENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def memory_cases(direction: Direction) -> list[Case]:

@@ -1,4 +1,4 @@
-"""The tables of the pages of performance and of docs/fp8.md, written from saved rows.
+"""The tables of the README, of the pages of performance and of docs/fp8.md, written from saved rows.
 
 A generated table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; text outside is unchanged.
 """
@@ -14,7 +14,7 @@ from benchmarks.table import Cell
 
 Block = Callable[[list[Row]], str]
 
-DOCS_PAGES = tuple(ROOT / "docs" / name for name in ("performance.md", "performance-tables.md", "fp8.md"))
+DOCS_PAGES = tuple(ROOT / n for n in ("docs/performance.md", "docs/performance-tables.md", "docs/fp8.md", "README.md"))
 
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -120,7 +120,7 @@ _HEADLINE = (
     ("shapes of models, forward", "models", "flashtile", table.BEST_PEER),
     ("shapes of models, backward", "models", "flashtile", table.BEST_PEER),
     ("Hopper, packed sequences, both", "varlen", "flashtile-hopper", table.BEST_PEER),
-    ("Hopper, decode", "decode", "flashtile-hopper", decode.PEER),
+    ("Hopper, decode", "decode", "flashtile", decode.PEER),
     ("Hopper, a server's step", "serving", "flashtile", decode.PEER),
     ("portable, forward", "forward", "flashtile-portable", "fa2"),
     ("portable, backward", "backward", "flashtile-portable", "fa2"),
@@ -130,19 +130,19 @@ _HEADLINE = (
 
 
 def _headline_block(rows: list[Row]) -> str:
-    lines = [["kernels, bf16", *table.SUMMARY_HEAD[:-1]]]
+    lines = [["kernels, bf16", *table.SUMMARY_HEAD[:-1], "GPU, last run"]]
+    dated = r"NVIDIA (\w+).*@(....)(..)(..)T.*", r"\1, \2-\3-\4"
     for name, suite, *pair in _HEADLINE:
         runs = {row.run for row in rows if row.suite == suite and row.provider == pair[0]}
         timed = [row for row in of_suite(rows, suite) if row.run in runs]
         grid = [c for c in table.cells(timed) if c.case.dtype == "bfloat16"]
-        if suite == "varlen":
-            grid = [c for c in grid if c.case.lengths is not None]
         if suite in ("decode", "serving"):
             grid = decode.plain(grid)
-        if suite.startswith("models"):
-            grid = [c for c in grid if name.endswith(c.case.direction)]
-        found = table.summaries(grid)
-        lines += [[name, s.against, *s.line()[:-1]] for s in found if [s.provider, s.against] == pair]
+        elif suite == "varlen" or suite.startswith("models"):
+            grid = [c for c in grid if (c.case.lengths if suite == "varlen" else name.endswith(c.case.direction))]
+        chosen = [s for s in table.summaries(grid) if [s.provider, s.against] == pair]
+        last = f"{timed[-1].device}@{timed[-1].run}" if chosen else ""
+        lines += [[name, s.against, *s.line()[:-1], re.sub(*dated, last)] for s in chosen]
     return table.to_markdown(lines)
 
 

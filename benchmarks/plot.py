@@ -35,7 +35,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 _SMOOTHED_STEPS = 50
 # The columns of the plot of decoding: too many to draw them all.
-_DECODED = ("d64-h64x8-", "d128-h32x8-", "d128-h32x32-", "d256-h16x8-")
+_DECODED = ("d64-h64x8-", "d128-h32x8-", "d256-h16x8-")
 
 
 def _series(cells: Sequence[Cell], value: Callable[[Row], float | None]) -> dict[str, list[tuple[int, float]]]:
@@ -101,23 +101,44 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     return figure, axes
 
 
-def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
-    """Speed against sequence length, one panel per mask and head dim, of ``decode`` per batch and heads, or None."""
+def speed_cells(rows: Sequence[Row], suite: str) -> dict[tuple[str, str], list[Cell]]:
+    """The cells of each panel of a suite's speeds: by mask and head dim, of ``decode`` by batch and heads."""
     chosen = of_suite(rows, suite)
     # A curve is a provider's last run, whichever others it timed; ours by choice of a backend is Hopper's here.
     hidden = "flashtile-hopper" if any(row.provider == "flashtile" for row in chosen) else ""
     grid = table.cells([replace(row, run="") for row in latest(chosen) if row.provider != hidden])
-    unit = "TFLOPS" if suite != "decode" else "GB/s"
     places: dict[tuple[str, str], list[Cell]] = {}
-    if suite == "decode":
-        for cell in decode.plain(grid):
-            if not (c := cell.case).mixed and c.name.startswith(_DECODED):
-                place = f"batch {c.batch}", f"heads {c.num_heads_q}/{c.num_heads_kv} of {c.head_dim}"
-                places.setdefault(place, []).append(cell)
-    else:
-        for cell in sorted(grid, key=lambda cell: cell.case.head_dim):
-            if (c := cell.case).dtype == "bfloat16" and c.lengths is None and c.flops():
-                places.setdefault((c.mask, f"head_dim {c.head_dim}"), []).append(cell)
+    for cell in decode.plain(grid) if suite == "decode" else sorted(grid, key=lambda cell: cell.case.head_dim):
+        c = cell.case
+        if suite != "decode" and c.dtype == "bfloat16" and c.lengths is None and c.flops():
+            places.setdefault((c.mask, f"head_dim {c.head_dim}"), []).append(cell)
+        elif suite == "decode" and not c.mixed and c.name.startswith(_DECODED):
+            place = f"batch {c.batch}", f"heads {c.num_heads_q}/{c.num_heads_kv} of {c.head_dim}"
+            places.setdefault(place, []).append(cell)
+    return places
+
+
+def _speed_panel(ax: Any, cells: Sequence[Cell], unit: str, *labels: str) -> None:
+    _panel(ax, _series(cells, table.UNITS[unit]), *labels)
+    ax.set_ylim(0, 1.06 * ax.get_ylim()[1])
+
+
+def overview_plot(rows: Sequence[Row], path: Path) -> Path | None:
+    """The README's picture: causal forward, backward and decoding at head_dim 128, or None."""
+    panels = {suite: speed_cells(rows, suite).get(("causal", "head_dim 128"), []) for suite in ("forward", "backward")}
+    panels["decode"] = speed_cells(rows, "decode").get(("batch 8", "heads 32/8 of 128"), [])
+    if not all(panels.values()):
+        return None
+    figure, axes = _figure(1, 3)
+    for ax, (suite, cells), unit in zip(axes[0], panels.items(), ("TFLOPS", "TFLOPS", "GB/s"), strict=True):
+        what = "8 sequences" if suite == "decode" else "causal"
+        _speed_panel(ax, cells, unit, f"{suite}, {what}, {unit}", "sequence length", "")
+    return _save(figure, axes, f"bf16, head_dim 128, {of_suite(rows, 'forward')[-1].device}: higher is faster", path)
+
+
+def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
+    """Speed against sequence length, one panel per mask and head dim, of ``decode`` per batch and heads, or None."""
+    unit, places = "TFLOPS" if suite != "decode" else "GB/s", speed_cells(rows, suite)
     if not places:
         return None
     down, across = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
@@ -125,11 +146,11 @@ def speed_plot(rows: Sequence[Row], suite: str, path: Path) -> Path | None:
     for (row, column), cells in places.items():
         i, j = down.index(row), across.index(column)
         x, y = "sequence length" if i == len(down) - 1 else "", unit if j == 0 else ""
-        _panel(axes[i, j], _series(cells, table.UNITS[unit]), f"{row}, {column}", x, y)
+        _speed_panel(axes[i, j], cells, unit, f"{row}, {column}", x, y)
     for row, column in {(row, column) for row in down for column in across} - places.keys():
         axes[down.index(row), across.index(column)].axis("off")
     what = "forward in 8 bits" if suite == "fp8" else f"{suite}, bf16"
-    return _save(figure, axes, f"{what}, {chosen[-1].device}", path)
+    return _save(figure, axes, f"{what}, {of_suite(rows, suite)[-1].device}", path)
 
 
 def serving_plot(rows: Sequence[Row], path: Path) -> Path | None:
@@ -207,6 +228,7 @@ def draw(rows: Sequence[Row], folder: Path, suffix: str) -> list[Path]:
     """All plots that the rows allow."""
     speeds = ("forward", "backward", "decode", "fp8")
     drawn = [speed_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in speeds]
+    drawn.append(overview_plot(rows, folder / f"overview.{suffix}"))
     drawn.append(serving_plot(rows, folder / f"serving.{suffix}"))
     drawn.append(memory_plot(rows, folder / f"memory.{suffix}"))
     drawn += [training_plot(rows, suite, folder / f"{suite}.{suffix}") for suite in ("train", "train-fp8")]

@@ -279,11 +279,11 @@ class Sdpa(Provider):
     """PyTorch's function as its users call it: with a boolean mask for a window, packed sequences one by one."""
 
     name, code = "sdpa", "torch.nn.functional.scaled_dot_product_attention"
-    heads_first = True
+    heads_first, takes = True, ("bias",)
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
         sdpa: Attend = functools.partial(
-            F.scaled_dot_product_attention, enable_gqa=case.num_heads_q != case.num_heads_kv
+            F.scaled_dot_product_attention, enable_gqa=case.num_heads_q > case.num_heads_kv
         )
         if case.lengths is not None:
             lengths = list(case.lengths)
@@ -293,8 +293,8 @@ class Sdpa(Provider):
                 return torch.cat([sdpa(*each, is_causal=case.causal)[0].transpose(0, 1) for each in sequences])
 
             return one_by_one
-        if case.window is None and (not case.causal or case.seqlen_q == case.seqlen_k):
-            return functools.partial(sdpa, is_causal=case.causal)
+        if inputs.bias is not None or (case.window is None and (not case.causal or case.seqlen_q == case.seqlen_k)):
+            return functools.partial(sdpa, attn_mask=inputs.bias, is_causal=case.causal)
         return functools.partial(sdpa, attn_mask=case.band.dense(case.seqlen_q, case.seqlen_k, device=inputs.q.device))
 
 

@@ -24,34 +24,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """One provider on one cell.
+    """One provider on one cell."""
 
-    Attributes:
-        suite: The name of the benchmark, such as ``forward`` or ``host``.
-        run: The process that measured it; ratios are valid only between rows of one run.
-        commit: The repository's commit, with ``-dirty`` when the sources differed from it.
-        case: The cell's definition.
-        spread: Interquartile range over the median.
-        tflops: The case's operations over the median.
-        error: Relative error against float64 of a correct result, None if not checked; text, without a time, if the
-            provider refused the case, failed or was wrong.
-        extra_bytes: Peak memory of a call beyond inputs and outputs; only in rows of suite ``memory``.
-        values: Other measured values by name; only in rows of suites ``accuracy``, ``host`` and ``train``s.
-    """
-
-    suite: str
-    run: str
+    suite: str  # the name of the benchmark, such as ``forward`` or ``host``
+    run: str  # the process that measured it; ratios are valid only between rows of one run
     device: str
     versions: dict[str, str]
-    commit: str
-    case: dict[str, Any]
+    commit: str  # the repository's, with ``-dirty`` when the sources differed from it
+    case: dict[str, Any]  # the cell's definition
     provider: str
     median_ms: float | None
-    spread: float | None
-    tflops: float | None
-    error: float | str | None
-    extra_bytes: int | None = None
-    values: dict[str, Any] | None = None
+    spread: float | None  # interquartile range over the median
+    tflops: float | None  # the case's operations over the median
+    error: float | str | None  # relative to float64, if checked; text, without a time, if refused, failed or wrong
+    extra_bytes: int | None = None  # peak memory of a call beyond inputs and outputs; only of suite ``memory``
+    values: dict[str, Any] | None = None  # what else was measured; only of suites ``accuracy``, ``host`` and ``train``s
 
     def to_json(self) -> str:
         """The row as one line."""
@@ -166,5 +153,6 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 
 def saved(folder: Path = RESULTS) -> list[Row]:
-    """All saved rows."""
-    return read(sorted(folder.rglob("*.jsonl")))
+    """All saved rows, but those of our kernels in sources that are no commit's: nobody could repeat them."""
+    rows = read(sorted(folder.rglob("*.jsonl")))
+    return [row for row in rows if not ("-dirty" in row.commit and row.provider.startswith("flashtile"))]

@@ -21,17 +21,11 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a log.
+    """The result of a log."""
 
-    Attributes:
-        summed: Whether the tool printed its summary.
-        errors: Errors and hazards by the tool's own count, without the discounted ones; unprinted ones are included.
-        text: The first of them that was printed, or the number discounted.
-    """
-
-    summed: bool
-    errors: int
-    text: str
+    summed: bool  # whether the tool printed its summary
+    errors: int  # and hazards, by the tool's own count, without the discounted ones; unprinted ones are included
+    text: str  # the first of them that was printed, or the number discounted
 
 
 def verdict(log: str) -> Verdict:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks import results, timing
-from benchmarks.cases import HIDDEN_SIZE, Case, Direction
+from benchmarks.cases import DIRECTIONS, HIDDEN_SIZE, Case, Direction
 from benchmarks.checks import Call
 from benchmarks.providers import Provider, choose_providers
 from benchmarks.run import checked, timed_row
@@ -29,7 +29,6 @@ PROVIDER_NAMES = {
     "cuda": ("flashtile-hopper", "flashtile-portable", "fa3", "fa2"),
     "cpu": ("flashtile-cpu", "sdpa"),
 }
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 # Draws 30 lengths from 18 to 15,897 tokens for 65,536: both ends of the range, and work that a dense batch can match.
 SEED = 3
 TOKENS, SHORTEST, LONGEST = 65536, 16, 16384

@@ -19,8 +19,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import flashtile
 from flashtile.core.settings import SETTINGS
@@ -67,12 +68,45 @@ def ring_model() -> str:
     return "\n".join(lines)
 
 
+def lost() -> str:
+    """Where the backend that a user gets was slower than the fastest peer, from the benchmarks' saved rows."""
+    from benchmarks import decode, page, results, table
+
+    places: dict[str, Callable[[Any], str]] = {
+        "forward": lambda c: f"forward, {c.mask}, head_dim {c.head_dim}",
+        "backward": lambda c: f"backward, {c.mask}, head_dim {c.head_dim}",
+        "models": lambda c: f"{c.direction}, {c.model}",
+        "varlen": lambda c: f"packed {c.direction}, {c.mask}, head_dim {c.head_dim}",
+        "decode": lambda c: f"decode, {c.num_heads_q} heads over {c.num_heads_kv} of {c.head_dim}",
+        "serving": lambda c: f"a server's step, {c.step}, {c.num_heads_q} heads over {c.num_heads_kv} of {c.head_dim}",
+    }
+    rows = results.saved()
+    lines = [["where", "lost", "of", "worst", "to"]]
+    for suite, place in places.items():
+        ours = "flashtile-hopper" if suite == "varlen" else "flashtile"
+        chosen = page.of_suite(rows, suite)
+        runs = {row.run for row in chosen if row.provider == ours}
+        grid = table.cells([row for row in chosen if row.run in runs])
+        found: dict[str, list[tuple[float, str]]] = {}
+        for cell in decode.plain(grid) if suite in ("decode", "serving") else grid:
+            ratio, best = cell.ratio(ours, table.BEST_PEER), cell.time(table.BEST_PEER)
+            if ratio is not None and (suite != "varlen" or cell.case.lengths is not None):
+                peer = next(name for name in cell.rows if cell.time(name) == best)
+                found.setdefault(place(cell.case), []).append((ratio, peer))
+        for where, ratios in found.items():
+            if slower := sorted(pair for pair in ratios if pair[0] < 0.995):
+                worst, peer = slower[0]
+                lines.append([where, str(len(slower)), str(len(ratios)), f"{worst:.2f}", peer])
+    return table.to_markdown(lines)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "support_table": flashtile.support_table,
     "settings_table": settings_table,
     "reproduced": reproduced,
     "derivation": derivation,
     "ring_model": ring_model,
+    "lost": lost,
 }
 
 _BLOCK = re.compile(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", re.DOTALL)
@@ -109,30 +143,33 @@ def run_code(page: Path) -> None:
             raise AssertionError(f"{page.name}:{first_line} prints\n{printed.getvalue()}")
 
 
-# Pages whose code mypy does not pass yet: gradients that may be None, keywords in dictionaries, other libraries' types.
-UNTYPED = {
-    f"docs/{name}.md" for name in ("diffusers", "from-flash-attn", "from-flexattention", "from-sdpa", "quickstart",
-    "semantics", "serving", "training", "transformers")
-}  # fmt: skip
+# Their classes come from tables that are read when they are imported, which mypy does not see.
+_MYPY = """
+[mypy]
+ignore_missing_imports = true
+follow_imports = silent
+check_untyped_defs = true
+[mypy-diffusers.*,transformers.*]
+follow_imports = skip
+"""
 
 
-def check_types() -> int:
-    """Runs mypy over the code of each page but ``UNTYPED``, a module with the page's line numbers; returns its code."""
+def check_types(pages: Sequence[Path] = PAGES) -> int:
+    """Runs mypy over the code of each page, a module with the page's line numbers; returns its code."""
     with tempfile.TemporaryDirectory() as folder:
-        for page in PAGES:
+        for page in pages:
             text, lines = page.read_text(encoding="utf-8"), [""] * 10_000
             for block in CODE.finditer(text):
                 first = text[: block.start(1)].count("\n")
                 code = block[1].splitlines()
                 lines[first : first + len(code)] = code
-            if any(lines) and page.relative_to(ROOT).as_posix() not in UNTYPED:
-                name = re.sub(r"\W", "_", page.relative_to(ROOT).as_posix())
+            if any(lines):
+                name = re.sub(r"\W", "_", page.name)
                 (Path(folder) / f"{name}.py").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-        files = sorted(map(str, Path(folder).iterdir()))
-        options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent", "--check-untyped-defs"]
-        return max(
-            subprocess.run([sys.executable, "-m", "mypy", *options, each], cwd=ROOT).returncode for each in files
-        )
+        files, config = sorted(map(str, Path(folder).iterdir())), Path(folder) / "mypy.ini"
+        config.write_text(_MYPY, encoding="utf-8")
+        command = [sys.executable, "-m", "mypy", "--config-file", str(config)]
+        return max(subprocess.run([*command, each], cwd=ROOT).returncode for each in files)
 
 
 def main(pages: list[str]) -> None:

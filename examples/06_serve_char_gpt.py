@@ -40,13 +40,16 @@ def main() -> None:
     torch.manual_seed(0)
     model, draw = CharGPT(GPTConfig(len(TEXT.alphabet), seqlen=256)).to(device), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for _ in range(options.steps):
+    for step in range(options.steps):
         loss = loss_of(model, *(each.to(device) for each in batch_of(TEXT.train, 256, 4, draw)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if step % 20 == 0:
+            print(f"training, step {step} of {options.steps}: loss {loss.item():.2f}", flush=True)
     model, expected = model.to(torch.bfloat16 if device == "cuda" else torch.float32), []
     for name, loop in (("recomputed", recompute), ("static cache, SDPA", static_cache), ("served", serve)):
+        print(f"{name}: {options.requests} texts are written ...", flush=True)
         loop(model, some(2))  # first calls take longer
         requests, start = some(options.requests), time.perf_counter()
         loop(model, requests)

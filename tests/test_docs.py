@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import flashtile
-from docs.blocks import BLOCKS, CODE, PAGES, ROOT, refresh, run_code
+from docs.blocks import BLOCKS, CODE, PAGES, ROOT, check_types, refresh, run_code
 
 SOURCE = ROOT / "src" / "flashtile"
 _CODE_PAGES = [page for page in PAGES if CODE.search(page.read_text(encoding="utf-8"))]
@@ -48,6 +48,15 @@ def test_output_that_differs_is_an_error(tmp_path: Path) -> None:
         run_code(page)
 
 
+def test_a_wrong_type_in_a_page_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Words.\n\n```python\nx = 1\n```\n\n```python\nx = 'one'\n```\n")
+    assert check_types([page]) == 1
+    assert "page_md.py:8: error: Incompatible types in assignment" in capfd.readouterr().out
+    page.write_text(page.read_text().replace("'one'", "2"))
+    assert check_types([page]) == 0
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("page", _CODE_PAGES, ids=_name)
 @pytest.mark.usefixtures("unchanged_modules")
@@ -67,6 +76,26 @@ def test_generated_blocks_are_up_to_date(page: Path) -> None:
 ])  # fmt: skip
 def test_pages_hold_what_the_code_prints(page: str, block: str) -> None:
     assert BLOCKS[block]() in (ROOT / page).read_text(encoding="utf-8")
+
+
+# Of licences, of software and of GPUs.
+_VERSIONS = r"\b(?:0\.1\.0|2\.0|2\.11|3\.11|8\.9|9\.0)\b"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/performance.md"])
+def test_speeds_stand_in_tables_that_saved_rows_fill(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8").partition("## How it is measured")[0]
+    for written in (r"```.*?^```", r"<!-- (?:begin \w+|table: [\w-]+) -->.*?<!-- end.*?-->", _VERSIONS):
+        text = re.sub(written, "", text, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r".*(?:\b\d+\.\d+\b|\d ?%|TFLOPS|TB/s|\d times).*", text) == []
+
+
+def test_a_number_changed_by_hand_is_seen() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| decode, .*\| (0\.\d\d) \|", text, re.MULTILINE)
+    assert row is not None and refresh(text) == text
+    changed = text[: row.start(1)] + "0.99" + text[row.end(1) :]
+    assert refresh(changed) == text
 
 
 def test_sections_that_the_code_cites_exist() -> None:
@@ -149,7 +178,15 @@ def test_formulas_become_mathml() -> None:
         mathml.to_mathml(r"\nonsense x", "inline")
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_one_version_everywhere() -> None:
+    extras = tomllib.loads((ROOT / "extras" / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited is not None and newest is not None
+    assert {flashtile.__version__, extras, cited[1], newest[1]} == {flashtile.__version__}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in t]

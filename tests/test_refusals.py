@@ -286,8 +286,10 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 @pytest.mark.parametrize(("run", "message"), [
     (call(is_causal=True), "'is_causal': it is called causal"),
     (packed(scale=1.0), "'scale': it is called softmax_scale"),
-    (call(dropout=0.1), "'dropout': it is called dropout_p"), (call(dropuot=0.1), "'dropuot'$"),
-    (lambda: flashtile.attention(Q, K, K, True), "True as a position too many: give causal"),
+    (call(dropout=0.1), "'dropout': it is called dropout_p"), (call(colour=1), "'colour'$"),
+    (call(dropuot=0.1), "'dropuot', did you mean dropout_p"),
+    (lambda: flashtile.attention(Q, K, K, True), "too many, True: give causal"),
+    (lambda: flashtile.attention(Q, K, K, causl=True), "'causl', did you mean causal?"),
     (lambda: flashtile.attention_with_kvcache(Q, K, K, 3), "cache_seqlens"),
     (lambda: flashtile.explain(Q, K, K, scale=1.0), "it is called softmax_scale"),
     (lambda: flashtile.warm_up(Q, K, K, scale=1.0, device="cpu"), "^warm_up.*softmax_scale"),

@@ -123,7 +123,7 @@ def test_formulas_plots_and_both_schemes_are_there(site: str, tab: Tab) -> None:
     assert tab.run("document.querySelectorAll('table math').length") > 5
     tab.open(f"{site}performance/")
     plots = tab.run("[...document.querySelectorAll('article img')].map(each => each.src)")
-    assert len(plots) == 4 and all(each.endswith(".svg") for each in plots)
+    assert len(plots) == 5 and all(each.endswith(".svg") for each in plots)
     colours = []
     for scheme in ("light", "dark"):
         tab.open(site, scheme=scheme)

@@ -9,6 +9,7 @@ which lines of the kernel, and in which turn of the emulator. The emulator has n
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -21,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "extras")]
 import torch  # noqa: E402
 
 import flashtile  # noqa: E402
-from benchmarks import page, results, table  # noqa: E402
+from benchmarks import page, plot, results  # noqa: E402
 from extras.tests.explore.recording import OPS, recording  # noqa: E402
 from flashtile.backends.hopper.forward import config as tiles  # noqa: E402
 from flashtile.call.problem import described  # noqa: E402
@@ -84,22 +85,20 @@ def kernels_commit() -> str:
 
 
 def ladder() -> dict[str, Any]:
-    """The saved speed of every attention, by the last runs that timed the portable kernels and plain attention, too."""
+    """The last saved speed of every attention, as the plots of the performance page show it; days are ours."""
     rows = results.saved()
-    whole = {row.run for row in rows if row.provider == "flashtile-portable"}
-    rows = [row for row in rows if row.run in whole]
+    runs = {(str(row.case), row.provider): row.run for row in rows}
     cells = []
     for suite in ("forward", "backward"):
-        for cell in table.cells(page.of_suite(rows, suite)):
-            case = cell.case
-            if case.dtype != "bfloat16" or case.lengths is not None or case.window is not None:
-                continue
-            timed = {name: row for name, row in cell.rows.items() if row.tflops is not None}
-            if not timed:
-                continue
-            first = next(iter(timed.values()))
-            speed = {name: round(row.tflops, 1) for name, row in timed.items() if row.tflops is not None}
-            cells.append([suite, case.head_dim, case.causal, case.seqlen_q, first.run[:8], speed, first.commit])
+        for cell in itertools.chain(*plot.speed_cells(rows, suite).values()):
+            speed = {
+                {"flashtile": "flashtile-hopper"}.get(name, name): round(row.tflops, 1)
+                for name, row in cell.rows.items()
+                if row.tflops is not None
+            }
+            case, own = cell.case, cell.rows["flashtile"]
+            day = runs[str(own.case), own.provider][:8]
+            cells.append([suite, case.head_dim, case.causal, case.seqlen_q, day, speed, own.commit])
     device = page.of_suite(rows, "forward")[-1].device
     columns = ["direction", "head_dim", "causal", "seqlen", "day", "tflops", "commit"]
     return {"device": device, "columns": columns, "cells": cells}

@@ -1,4 +1,4 @@
-"""The README's picture: peak memory and time of causal attention against sequence length, on one CPU thread.
+"""The README's picture of a CPU: peak memory and time of causal attention against sequence length, on one thread.
 
 ``python docs/images/make_picture.py measure`` replaces the rows in ``attention.json``; without ``measure`` it draws
 ``attention.png`` from the rows that are there. Measuring reads memory from ``/proc``, so it needs Linux.
@@ -13,11 +13,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 import flashtile
 from flashtile_lab.examples.char_gpt import standard_attention
@@ -30,12 +31,34 @@ HEADS, HEAD_DIM, WINDOW = 2, 64, 256
 BUDGET_BYTES = 2 * 2**30
 ROUNDS = 5
 
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: bool = False) -> torch.Tensor:
+    """PyTorch's own function, which takes a window as a mask of all pairs, made once a length."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = window_mask(q.shape[2]) if window else None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not window).transpose(1, 2)
+
+
+@cache
+def window_mask(seqlen: int) -> torch.Tensor:
+    """True for the pairs of the causal window: ``(seqlen, seqlen)``."""
+    return torch.ones(seqlen, seqlen, dtype=torch.bool).tril_().triu_(1 - WINDOW)
+
+
 PROVIDERS: dict[str, Callable[..., Any]] = {
     "standard": standard_attention,
+    "SDPA": sdpa,
     "flashtile": partial(flashtile.attention, causal=True),
+    "SDPA, window of 256": partial(sdpa, window=True),
     "flashtile, window of 256": partial(flashtile.attention, causal=True, window_size=(WINDOW - 1, 0)),
 }
-COLORS = {"standard": "#888888", "flashtile": "#d9480f", "flashtile, window of 256": "#1971c2"}
+STYLES: dict[str, dict[str, Any]] = {
+    "standard": {"color": "#888888", "linestyle": ":"},
+    "SDPA": {"color": "#E69F00", "linestyle": "--"},
+    "flashtile": {"color": "#D55E00"},
+    "SDPA, window of 256": {"color": "#56B4E9", "linestyle": "--"},
+    "flashtile, window of 256": {"color": "#0072B2"},
+}
 
 
 def fits(provider: str, seqlen: int) -> bool:
@@ -72,8 +95,9 @@ def measure() -> None:
     for seqlen in LENGTHS:
         cells = [name for name in PROVIDERS if fits(name, seqlen)]
         tensors = inputs(seqlen)
-        if "standard" in cells:
-            torch.testing.assert_close(PROVIDERS["flashtile"](*tensors), PROVIDERS["standard"](*tensors))
+        for name in cells:
+            own = "flashtile, window of 256" if "window" in name else "flashtile"
+            torch.testing.assert_close(PROVIDERS[own](*tensors), PROVIDERS[name](*tensors))
         times: dict[str, list[float]] = {name: [] for name in cells}
         for _ in range(ROUNDS):
             for name in cells:
@@ -115,9 +139,9 @@ def draw() -> None:
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), dpi=150)
     panels_of = (("peak_bytes", 2**20, "peak memory of a call, MiB"), ("median_ms", 1.0, "time of a call, ms"))
     for panel, (field, unit, title) in zip(panels, panels_of, strict=True):
-        for name, color in COLORS.items():
+        for name, style in STYLES.items():
             points = [(row["seqlen"], row[field] / unit) for row in saved["rows"] if row["provider"] == name]
-            panel.plot(*zip(*points, strict=True), "o-", color=color, label=name, linewidth=2, markersize=4)
+            panel.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2, markersize=4, **style)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
@@ -131,16 +155,16 @@ def draw() -> None:
     panels[0].annotate(
         "stopped: the next would\nneed over 2 GiB",
         (stopped["seqlen"], stopped["peak_bytes"] / 2**20),
-        xytext=(8, -4), textcoords="offset points", fontsize=8, color="#666666", va="top",
+        xytext=(-10, -2), textcoords="offset points", fontsize=8, color="#666666", ha="right",
     )  # fmt: skip
-    panels[1].legend(frameon=False, loc="lower right")
     case, machine = saved["case"], saved["machine"]
     figure.suptitle(
         f"Causal attention, {case['direction']}, {case['heads']} heads of {case['head_dim']}, {case['dtype']}, "
         f"one {machine['machine']} CPU thread, PyTorch {machine['torch'].partition('+')[0]}",
         x=0.01, ha="left", fontsize=9, color="#444444",
     )  # fmt: skip
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="lower center", ncols=len(STYLES))
     figure.savefig(PICTURE)
     print(f"drew {PICTURE}")
 

@@ -166,8 +166,8 @@ class MultiheadAttention(nn.Module):
                 x by default.
             value: What values are made of, in context's shape; context by default.
             key_padding_mask: bool, ``(batch, seqlen_context)``; **True hides** a key, as in torch's module.
-            attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**. Pass a
-                mask of valid keys ``(batch, seqlen_context)`` as ``valid[:, None, None, :]``.
+            attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**, where it
+                hides in torch's module. Valid keys ``(batch, seqlen_context)`` are ``valid[:, None, None, :]``.
             attn_bias: float16 to float64, broadcastable to the same shape; added to the scores; has a gradient.
             positions: For rotary: the position of every sequence's first row, or those of all rows, ``(seqlen,)``,
                 ``(batch, seqlen)`` or packed ``(total,)``.

@@ -34,6 +34,7 @@ DRAWN = {
     "backward": ("fa2", "full, head_dim 64", "sequence length"),
     "decode": ("fa3", "batch 64, heads 32/8 of 128", "GB/s", "128k", "decode, bf16, NVIDIA H200"),
     "fp8": ("cudnn-fp8", "32k", "forward in 8 bits, NVIDIA H200"),
+    "overview": ("cudnn", "fa3", "decode, 8 sequences, GB/s", "backward, causal, TFLOPS"),
     "serving": ("flashtile", "fa3", "d64-h64x8, page256", "d128-h16x2, contiguous", "speculative", "speed over fa3"),
     "memory": ("eager", "extra memory, MiB"),
     "train": ("flashtile-hopper", "eager", "nats a character", "2k", "step"),

@@ -72,3 +72,10 @@ def test_sources_without_a_repository_are_named_by_their_text(tmp_path):
     first = results.git_commit(tmp_path)
     (tmp_path / "src" / "a.py").write_text("a = 2\n")
     assert first.startswith("sources-") and results.git_commit(tmp_path) not in (first, results.git_commit())
+
+
+def test_rows_of_ours_from_a_changed_tree_are_left_out(run, tmp_path):
+    changed = dataclasses.replace(run, commit="abc-dirty+123")
+    rows = [each.row({}, name) for each in (run, changed) for name in ("flashtile", "flashtile-portable", "fa3")]
+    results.append(tmp_path / "a.jsonl", rows)
+    assert results.saved(tmp_path) == [*rows[:3], rows[5]], "a peer's code is not ours"

@@ -126,8 +126,8 @@ def _tflops(*rows: tuple[int, float, float]) -> Rates:
 # Saved rows of benchmarks/results: bfloat16, head_dim 128, 16 heads, 16k tokens. A test compares them.
 H200_KERNELS = KernelTable(
     "H200, flashtile-hopper",
-    _tflops((512, 572, 343), (1024, 649, 486), (2048, 698, 600), (4096, 708, 672), (8192, 746, 720), (16384, 744, 745)),
-    _tflops((512, 396, 239), (2048, 560, 475), (8192, 624, 612), (16384, 632, 660)),
+    _tflops((512, 594, 348), (1024, 678, 505), (2048, 720, 617), (4096, 737, 687), (8192, 747, 728), (16384, 733, 735)),
+    _tflops((512, 398, 246), (2048, 572, 504), (8192, 596, 659), (16384, 614, 642)),
     H200.hbm_bytes_per_s,
 )
 # Point to point as measured between two H200s, both ways at once; 50 GB/s a device is one NDR adapter each. The

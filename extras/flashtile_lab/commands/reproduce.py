@@ -28,10 +28,11 @@ def reproduce(name: Name = None, markdown: Markdown = False) -> None:
     for title, results in figures.reproduce(name):
         good = good and all(result.good for result in results)
         if not markdown:
-            headers = (Column(name, overflow="fold") for name in ("", "what", "published", "ours", "verdict"))
-            table = Table(*headers, title=title, title_justify="left")
-            for result in results:
-                table.add_row(*map(escape, result.cells()))
+            table = Table.grid("", "", Column(overflow="fold"), padding=(0, 2, 0, 0))
+            for name_of, *texts in (result.cells() for result in results):
+                for label, text in zip(("", "published", "ours", "verdict"), texts, strict=True):
+                    table.add_row("" if label else escape(name_of), label, escape(text))
+            console.print(f"\n{title}", style="bold", highlight=False)
             console.print(table)
     if markdown:
         typer.echo(figures.markdown())

@@ -31,6 +31,12 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (probs @ v).transpose(1, 2)
 
 
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The same by PyTorch's own function; a mask of all pairs takes the place of the causal one."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same by flashtile, without the score matrix."""
     out = flashtile.attention(q, k, v, causal=True)

@@ -19,23 +19,14 @@ Kind = Literal["normal", "outliers", "biased"]
 
 
 class Choice(NamedTuple):
-    """A way to make 8-bit tensors, or float16 ones.
-
-    Attributes:
-        name: For the reader.
-        scales: As in ``quantize``; None is float16.
-        rotate: As in ``quantize``.
-        smooth_k: As in ``quantize``.
-        room: By how much scales are larger than they need be, without rotation and smoothing alone.
-        published: The root of the mean squared error that the paper has, None if it has none.
-    """
+    """A way to make 8-bit tensors by ``quantize``, or float16 ones."""
 
     name: str
-    scales: Scales | None = "block"
+    scales: Scales | None = "block"  # None is float16
     rotate: bool = True
     smooth_k: bool = False
-    room: float = 1.0
-    published: float | None = None
+    room: float = 1.0  # by how much scales are larger than they need be, without rotation and smoothing alone
+    published: float | None = None  # the root of the mean squared error that the paper has, if it has one
 
 
 # Shah et al. 2024, arXiv:2407.08608, table 3: normal numbers, of which one in a thousand has another one added, ten
@@ -61,17 +52,11 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class Error:
-    """The error of one choice.
-
-    Attributes:
-        choice: What was chosen.
-        rmse: Root of the mean squared distance from attention in float64 over the tensors as given.
-        relative: The same over the root of the mean square of the exact output.
-    """
+    """The error of one choice."""
 
     choice: Choice
-    rmse: float
-    relative: float
+    rmse: float  # root of the mean squared distance from attention in float64 over the tensors as given
+    relative: float  # the same over the root of the mean square of the exact output
 
 
 def generated(

@@ -62,36 +62,21 @@ AMDGCN_INSTRUCTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KernelReport:
-    """One kernel in one configuration, compiled.
-
-    Attributes:
-        name: The kernel.
-        backend: Its backend.
-        direction: ``"forward"``, ``"backward"``, or another purpose.
-        arch: A key of ``ARCHS``.
-        triton: Version of the Triton that compiled it.
-        config: Values that identify it among the kernel's rows.
-        registers: 32-bit registers per thread at launch; on AMD vector and accumulation registers together.
-        spill_bytes: Local (AMD: private) memory per thread, where registers spill to.
-        shared_bytes: Shared memory (AMD: LDS) of a block, dynamic and static.
-        instructions: How often each kind of instruction occurs in the code, zeros omitted. It counts the text (PTX, AMD
-            assembly), not executed instructions: a loop's body counts once.
-        spill_limit: Most spill_bytes that the backend allows, None for no limit.
-        unknown_launch: Why ``gpu.host`` would launch it through Triton on an NVIDIA GPU, None if it would not.
-    """
+    """One kernel in one configuration, compiled."""
 
     name: str
     backend: str
-    direction: str
-    arch: str
-    triton: str
-    config: dict[str, object]
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
+    direction: str  # "forward", "backward", or another purpose
+    arch: str  # a key of ``ARCHS``
+    triton: str  # version of the Triton that compiled it
+    config: dict[str, object]  # values that identify it among the kernel's rows
+    registers: int  # of 32 bits, a thread at launch; on AMD vector and accumulation registers together
+    spill_bytes: int  # local (AMD: private) memory of a thread, where registers spill to
+    shared_bytes: int  # shared memory (AMD: LDS) of a block, dynamic and static
+    # How often each kind occurs in the text (PTX, AMD assembly), zeros omitted; a loop's body counts once.
     instructions: dict[str, int] = field(default_factory=dict)
-    spill_limit: int | None = None
-    unknown_launch: str | None = None
+    spill_limit: int | None = None  # the most spill_bytes that the backend allows
+    unknown_launch: str | None = None  # why ``gpu.host`` would launch it through Triton on an NVIDIA GPU, if so
 
     @property
     def problems(self) -> list[str]:
@@ -109,34 +94,21 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class Job:
-    """One build by its list index, because a kernel itself cannot be sent to another process.
+    """One build by its list index, because a kernel itself cannot be sent to another process."""
 
-    Attributes:
-        module: The module with ``builds``.
-        arch: A key of ``ARCHS``.
-        index: Index in the list that ``builds(arch)`` returns.
-        label: The kernel and its configuration, for messages.
-    """
-
-    module: str
-    arch: str
-    index: int
-    label: str
+    module: str  # that has ``builds``
+    arch: str  # a key of ``ARCHS``
+    index: int  # in the list that ``builds(arch)`` returns
+    label: str  # the kernel and its configuration, for messages
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a job.
-
-    Attributes:
-        job: The build.
-        report: The report on the kernel, None if it did not compile.
-        error: The compiler's error message if it did not, else None.
-    """
+    """The result of a job."""
 
     job: Job
-    report: KernelReport | None
-    error: str | None = None
+    report: KernelReport | None  # None if the kernel did not compile
+    error: str | None = None  # the compiler's message if it did not
 
     @property
     def problems(self) -> list[str]:

@@ -83,14 +83,20 @@ def test_standard_attention_runs_out_of_memory_and_flashtile_does_not(demo: Demo
         assert tiled[last]["peak_bytes"] < standard[last // 2]["peak_bytes"] / 3
         # Twice the length: twice the rows, with room for what does not grow.
         assert tiled[last]["peak_bytes"] < 2.5 * tiled[last // 2]["peak_bytes"]
+        # A window, which SDPA takes as a mask of all pairs.
+        masked, windowed = (
+            {p["seqlen"]: p["peak_bytes"] for p in points if p["method"] == f"{name}, window" and p["fits"]}
+            for name in ("SDPA", "flashtile")
+        )
+        assert max(windowed) >= max(masked) and masked[max(masked)] > 2 * windowed[max(masked)]
 
 
 @pytest.mark.long
-def test_both_runs_learn_the_same(demo: Demo) -> None:
-    standard, tiled = demo.facts["runs"]
-    assert (standard["method"], tiled["method"]) == ("standard", "flashtile")
+def test_all_runs_learn_the_same(demo: Demo) -> None:
+    standard, sdpa, tiled = demo.facts["runs"]
+    assert (standard["method"], sdpa["method"], tiled["method"]) == ("standard", "SDPA", "flashtile")
     assert standard["losses"][0] == pytest.approx(math.log(61), abs=1e-3)
-    for run in (standard, tiled):
+    for run in (standard, sdpa, tiled):
         assert sum(run["losses"][-5:]) / 5 < 3.0
         assert run["held_out_loss"] < 3.0
         assert run["tokens_per_s"] > 0
@@ -116,7 +122,9 @@ def test_the_report_holds_everything_by_itself(demo: Demo) -> None:
         'href="explore.html"' in page and (demo.folder / "explore.html").read_text(encoding="utf-8") == explore.page()
     )
     assert str(demo.folder / "report.html") in demo.printed.replace("\n", "")
-    assert f"{demo.facts['runs'][1]['held_out_loss']:.3f}" in page
+    assert f"{demo.facts['runs'][-1]['held_out_loss']:.3f}" in page
+    seconds = f"Took {demo.facts['seconds']:.0f} s."
+    assert seconds in page and seconds in demo.printed
 
 
 def test_a_forced_backend_that_cannot_run_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -109,9 +110,10 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
     """The error of a call with more positions than a function has, or with keywords that it does not know."""
     if more:
         first = "cache_seqlens" if function.endswith("kvcache") else "causal"
-        return TypeError(f"{function}() got {shown(more[0])} as a position too many: give {first} and the rest by name")
+        return TypeError(f"{function}() got a position too many, {shown(more[0])}: give {first} and the rest by name")
     name = next(iter(unknown))
-    hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    near = difflib.get_close_matches(name, {**Keywords.__annotations__, **CacheKeywords.__annotations__}, 1)
+    hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else f", did you mean {near[0]}?" if near else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 

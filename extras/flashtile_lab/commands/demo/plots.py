@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from flashtile_lab.commands.demo.exactness import Row
-from flashtile_lab.commands.demo.probe import Point
+from flashtile_lab.commands.demo.probe import WINDOW, Point
 from flashtile_lab.commands.demo.training import Run
 
-COLORS = {"standard": "#d1603d", "flashtile": "#1f6feb"}
+COLORS = {"standard": "#8c959f", "SDPA": "#d1603d", "flashtile": "#1f6feb"}
+COLORS |= {"SDPA, window": "#e3a008", "flashtile, window": "#1a7f64"}
 DIRECTIONS = {False: "forward", True: "forward and backward"}
 # Bytes: a call may take less than the system can tell, so it is shown at the smallest step of its counter.
 SMALLEST_PEAK = 4096
@@ -58,7 +59,7 @@ def draw_exactness(rows: Sequence[Row], path: Path) -> None:
     for panel, dtype in zip(panels, dtypes, strict=True):
         here = [row for row in rows if row.dtype == dtype]
         places = np.array([cases.index(row.case) for row in here])
-        for name, color, shift in (("flashtile", COLORS["flashtile"], -0.13), ("PyTorch", COLORS["standard"], 0.13)):
+        for name, color, shift in (("flashtile", COLORS["flashtile"], -0.13), ("PyTorch", COLORS["SDPA"], 0.13)):
             out, grad = ([getattr(row, f"{name.lower()}_{what}") for row in here] for what in ("out", "grad"))
             panel.scatter(out, places + shift, s=42, color=color, label=f"{name}, output", zorder=3)
             panel.scatter(
@@ -79,7 +80,7 @@ def draw_scaling(points: Sequence[Point], budget_bytes: int, setting: str, path:
         10.5,
         8.0,
         "Memory and time for growing lengths",
-        f"Attention: {setting}. Peak memory is what a call takes beyond its inputs.",
+        f"Attention: {setting}. Peak memory is what a call takes beyond its inputs; a window keeps {WINDOW} keys.",
     )
     lengths = sorted({p.seqlen for p in points})
     panels = figure.subplots(2, 2, sharex=True)
@@ -100,7 +101,7 @@ def draw_scaling(points: Sequence[Point], budget_bytes: int, setting: str, path:
             panel.yaxis.set_major_formatter(_THOUSANDS)
     for panel in panels[1]:
         panel.set_xlabel("sequence length, tokens")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLORS) + 1)
     figure.savefig(path)
 
 
@@ -110,7 +111,7 @@ def _draw_budget(panel: Axes, points: Sequence[Point], budget_mb: float) -> None
         color, place = COLORS[failed.method], (failed.seqlen, budget_mb)
         panel.plot(*place, "x", color=color, markersize=11, markeredgewidth=3)
         panel.annotate(
-            f"{failed.seqlen:,} tokens\ndo not fit", place, xytext=(6, -10), textcoords="offset points",
+            "does\nnot fit", place, xytext=(6, -10), textcoords="offset points",
             fontsize=8.5, color=color, va="top",
         )  # fmt: skip
     panel.axhline(budget_mb, color=_GREY, linestyle="--", linewidth=1.2, label=f"budget, {budget_mb:,.0f} MB")
@@ -119,23 +120,23 @@ def _draw_budget(panel: Axes, points: Sequence[Point], budget_mb: float) -> None
 
 @mpl.rc_context(_STYLE)
 def draw_training(runs: Sequence[Run], unknowing_loss: float, path: Path) -> None:
-    """The loss curves over each other, their difference below them, and the speed of both beside them."""
+    """The loss curves over each other, standard's and flashtile's difference below, and their speeds beside them."""
     figure = _figure(
         10.5,
         6.4,
-        "One small GPT trained twice from the same seed",
+        "One small GPT trained from the same seed with each attention",
         f"{runs[0].parameters:,} parameters, {len(runs[0].losses)} steps on Shakespeare; only the attention differs.",
     )
     layout = [["curves", "speed"], ["apart", "speed"]]
     panels: dict[str, Axes] = figure.subplot_mosaic(layout, width_ratios=(3.2, 1), height_ratios=(3, 1))
     curves, apart, speed = panels["curves"], panels["apart"], panels["speed"]
     steps = range(1, len(runs[0].losses) + 1)
-    for run, (width, alpha) in zip(runs, ((5.0, 0.45), (1.4, 1.0)), strict=True):
+    for run, (width, alpha) in zip(runs, ((6.0, 0.4), (3.5, 0.6), (1.2, 1.0)), strict=True):
         curves.plot(steps, run.losses, color=COLORS[run.method], label=run.method, linewidth=width, alpha=alpha)
     curves.axhline(unknowing_loss, color=_GREY, linestyle=":", linewidth=1.2, label="knowing nothing: ln(characters)")
     curves.set_ylabel("training loss, nats a character")
     curves.legend()
-    difference = np.abs(np.subtract(runs[0].losses, runs[1].losses))
+    difference = np.abs(np.subtract(runs[0].losses, runs[-1].losses))
     # Where the two losses are the same number there is no dot.
     apart.semilogy(steps, np.where(difference > 0, difference, np.nan), ".", color=_GREY)
     apart.set(ylim=(1e-8, 10), xlim=curves.get_xlim(), ylabel="|difference|, nats", xlabel="step")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import resource
 import statistics
 import sys
@@ -18,10 +19,31 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from flashtile_lab.examples.char_gpt import flash_attention, standard_attention
+import flashtile
+from flashtile_lab.examples.char_gpt import Attention, flash_attention, sdpa_attention, standard_attention
 
-METHODS = {"standard": standard_attention, "flashtile": flash_attention}
+WINDOW = 256
+
+
+@functools.lru_cache(1)
+def _window_mask(seqlen: int, device: torch.device) -> Tensor:
+    return torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).tril_().triu_(1 - WINDOW)
+
+
+def _sdpa_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's function has no window: it takes a mask of all pairs, which is made once."""
+    return sdpa_attention(q, k, v, _window_mask(q.shape[1], q.device))
+
+
+METHODS: dict[str, Attention] = {
+    "standard": standard_attention,
+    "SDPA": sdpa_attention,
+    "flashtile": flash_attention,
+    "SDPA, window": _sdpa_window,
+    "flashtile, window": functools.partial(flashtile.attention, causal=True, window_size=(WINDOW - 1, 0)),
+}
 # Of glibc's mallopt(3).
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from flashtile.core.errors import InvalidInputError
-from flashtile_lab.commands.demo.probe import Point, Setting, serve
+from flashtile_lab.commands.demo.probe import METHODS, Point, Setting, serve
 
 
 def budget_bytes(asked_mb: int | None, device: torch.device, quick: bool) -> int:
@@ -42,12 +42,12 @@ def _available_bytes(device: torch.device) -> int:
 
 
 def points(setting: Setting, first: int, beyond: int, patience_s: float) -> Iterator[Point]:
-    """Measures both methods at ``first`` tokens, twice as many and so on: forward, then with the backward.
+    """Measures every method at ``first`` tokens, twice as many and so on: forward, then with the backward.
 
     Args:
         setting: What the calls share.
         first: The shortest length.
-        beyond: How many lengths flashtile is measured at after standard attention has stopped fitting.
+        beyond: How many lengths the others are measured at after standard attention has stopped fitting.
         patience_s: A call expected to take longer is not run.
 
     Raises:
@@ -56,7 +56,7 @@ def points(setting: Setting, first: int, beyond: int, patience_s: float) -> Iter
     probe = Probe(setting)
     try:
         for backward in (False, True):
-            seqlen, left = first, {"standard": 1, "flashtile": beyond + 1}
+            seqlen, left = first, {**dict.fromkeys(METHODS, beyond + 1), "standard": 1}
             while max(left.values()) > 0:
                 for method in [each for each in left if left[each] > 0]:
                     point = probe.measure(method, backward, seqlen)
@@ -73,7 +73,7 @@ def points(setting: Setting, first: int, beyond: int, patience_s: float) -> Iter
                     if not point.fits or (too_slow and 4 * point.peak_bytes < setting.budget_bytes):
                         left[method] = 0
                 if left["standard"] <= 0:
-                    left["flashtile"] -= 1
+                    left = {method: rest - 1 for method, rest in left.items()}
                 seqlen *= 2
     finally:
         probe.stop()

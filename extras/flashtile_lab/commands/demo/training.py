@@ -1,4 +1,4 @@
-"""Part three of the demo: one character GPT trained twice from one seed, differing in its attention alone."""
+"""Part three of the demo: one character GPT trained from one seed with each attention, and nothing else changed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from flashtile_lab.examples.char_gpt import Attention, Text
 
 ATTENTIONS: dict[str, Attention] = {
     "standard": char_gpt.standard_attention,
+    "SDPA": char_gpt.sdpa_attention,
     "flashtile": char_gpt.flash_attention,
 }
 SEED = 7

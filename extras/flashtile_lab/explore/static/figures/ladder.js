@@ -106,8 +106,8 @@
       explore.table(
         plot,
         `Saved rows: ${data.ladder.device}, bf16, ` +
-          `${state.unit === "share" ? `% of ${peak.toFixed(1)} TFLOPS` : "TFLOPS"}; one run a row of this table, ` +
-          "of the day given",
+          `${state.unit === "share" ? `% of ${peak.toFixed(1)} TFLOPS` : "TFLOPS"}; each at its last run, ` +
+          "ours of the day given",
         ["length", ...present.map(([, [text]]) => text), "day"],
         cells.map((cell) => [
           length(cell[3]),

@@ -6,10 +6,9 @@
     name: "time",
     title: "Where the time goes",
     see:
-      "Standard attention waits for the memory, because it writes and reads the whole score matrix; tiled " +
-      "attention does the " +
-      "same arithmetic, and as far as the cache catches repeated reads of K and V the tensor cores are what " +
-      "takes longest.",
+      "Standard attention writes the whole score matrix to memory and reads it again, and most of its time goes " +
+      "there. Tiled attention does the same arithmetic without that. Its tiles read K and V many times; if the " +
+      "cache answers the repeated reads, the products on the tensor cores take longest.",
     controls: [
       { name: "device", label: "GPU", choices: Object.keys(model.devices), value: "H100" },
       { name: "log", label: "length", range: [9, 17], value: 13, show: (v) => length(2 ** v) },
