@@ -9,6 +9,7 @@ functions are constants wherever they are.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,18 +139,36 @@ def lower(launch: Launch) -> tuple[tuple[Any, ...], list[Any]]:
     key: list[Any] = [launch.kernel, *launch.options.items()]
     leaves: list[Any] = []
     arguments = launch.arguments
-    _lower([arguments[name] for name in names], rules, key, leaves)
+    _lower([arguments[name] for name in names], *_sorted(rules), key, leaves)
     return tuple(key), leaves
 
 
-def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any]) -> None:
+@functools.cache
+def _sorted(rules: tuple[int, ...]) -> tuple[Callable[[Any], Any] | None, tuple[tuple[int, int], ...]]:
+    """What reads the constants of a record with these rules at once, and the other fields' places and rules."""
+    constants = [place for place, rule in enumerate(rules) if rule == _CONSTANT]
+    others = tuple((place, rule) for place, rule in enumerate(rules) if rule != _CONSTANT)
+    return operator.itemgetter(*constants) if constants else None, others
+
+
+@functools.cache
+def _sorted_of(record: Any) -> tuple[Callable[[Any], Any] | None, tuple[tuple[int, int], ...]]:
+    return _sorted(_rules_of(record))
+
+
+def _lower(
+    values: Any, constants: Callable[[Any], Any] | None, others: tuple[tuple[int, int], ...], key: list[Any],
+    leaves: list[Any],
+) -> None:  # fmt: skip
     # Of some hundred leaves, once for each new length: written for speed, the most frequent first.
-    for value, rule in zip(values, rules, strict=False):
-        if rule == _CONSTANT or value is None:
-            key.append(value)
-            continue
+    if constants is not None:
+        key.append(constants(values))
+    for place, rule in others:
+        value = values[place]
         kind: Any = type(value)
-        if kind is int:
+        if value is None:
+            key.append(None)
+        elif kind is int:
             width = "i32" if -(2**31) <= value < 2**31 else "i64"  # as fits_32_bits has it, but a call takes longer
             key.append((width, value % 16 == 0) if rule == _STRIDE else width)
             leaves.append(value)
@@ -166,7 +185,7 @@ def _lower(values: Any, rules: tuple[int, ...], key: list[Any], leaves: list[Any
             key.append(value)
         elif isinstance(value, tuple):
             key.append(kind)
-            _lower(value, _rules_of(kind) if kind is not tuple else (rule,) * len(value), key, leaves)
+            _lower(value, *(_sorted_of(kind) if kind is not tuple else _sorted((rule,) * len(value))), key, leaves)
         else:
             key.append(value)
 

@@ -31,9 +31,9 @@ def call_of(
     return Call(*rows, queries, keys, Heads(p.num_heads_q, p.group_size), mods)
 
 
-def rows_of(name: str, box: TensorMap, block_dim: int) -> Rows:
+def rows_of(box: TensorMap, block_dim: int) -> Rows:
     """The rows of a tensor that TMA reads; block_dim: columns of a tile."""
-    return Rows(None, box._replace(operand=name), None, None, None, None, block_dim, None, len(box.box) == 5)
+    return Rows(None, box, None, None, None, None, block_dim, None, len(box.box) == 5)
 
 
 def keys_of(problem: Problem, t: Tensors | QuantizedTensors, cache: Cache | None = None) -> Keys:
@@ -51,14 +51,14 @@ def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined
         Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")
     )
     return Output(
-        None if box is None else box._replace(operand="out"), Pointer(torch.float32, "out") if box is None else None,
+        box, Pointer(torch.float32, "out") if box is None else None,
         Pointer(torch.float32, "lse"), partial_out, partial_lse, dim, block_dim, problem.varlen,
     )  # fmt: skip
 
 
 def mods_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None) -> Mods:
     """The ``Mods`` of a call; maps are those of ``tensor_maps.score_map``, None for what threads load themselves."""
-    p, softcap, alibi, bias, mask = problem, _softcap_of(problem), None, None, None
+    p, alibi, bias, mask = problem, None, None, None
     if t.alibi_slopes is not None:
         # Kept keys are then never past their row.
         one_sided = p.band.right is not None and p.band.right <= 0
@@ -67,33 +67,30 @@ def mods_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: 
         bias = _pair_tensor("bias", t.attn_bias, bias_map)
     if t.attn_mask is not None:
         mask = _pair_tensor("mask", t.attn_mask.view(torch.uint8), mask_map)
-    transforms, names = _named(softcap=softcap, alibi=alibi, bias=bias)
-    masks, mask_names = _named(mask=mask)
-    return plain_mods(p, t)._replace(scores=transforms, masks=masks, SCORES=names, MASKS=mask_names)
+    return plain_mods(p, t, alibi, bias, mask)
 
 
-def plain_mods(problem: Problem, t: Tensors | QuantizedTensors) -> Mods:
-    """``Mods`` of a call that has no others than a softcap, a band and sinks."""
-    scale, prescale = problem.softmax_scale * LOG2_E.value, None
+def plain_mods(
+    problem: Problem, t: Tensors | QuantizedTensors, alibi: Slopes | None = None, bias: PairTensor | None = None,
+    mask: PairTensor | None = None,
+) -> Mods:  # fmt: skip
+    """``Mods`` of a call with a softcap, a band and sinks, if it has them, and those given."""
+    scale, prescale, softcap = problem.softmax_scale * LOG2_E.value, None, None
     if problem.softcap > 0:
+        softcap = float(problem.softcap)
         scale, prescale = LOG2_E.value, 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
     elif problem.softmax_scale <= 0:
         scale, prescale = 1.0, scale
-    bounds, band = tensor_maps.bounds(problem), problem.band
-    sides = (None if side is None else bounds[name] for name, side in (("left", band.left), ("right", band.right)))
-    transforms, names = _named(softcap=_softcap_of(problem))
-    return Mods(
-        scale, prescale, transforms, Band(*sides), None, pointer(t.sinks, "sinks"), names, "", prescale is not None
-    )
-
-
-def _softcap_of(problem: Problem) -> float | None:
-    return float(problem.softcap) if problem.softcap > 0 else None
+    band = Band(tensor_maps.side_of(problem.band.left), tensor_maps.side_of(problem.band.right))
+    transforms, names = _named(softcap=softcap, alibi=alibi, bias=bias)
+    masks, mask_names = _named(mask=mask)
+    sinks = pointer(t.sinks, "sinks")
+    return Mods(scale, prescale, transforms, band, masks, sinks, names, mask_names, prescale is not None)
 
 
 def _named(**operands: Any) -> tuple[tuple[Mod, ...] | None, str]:
     """``named`` mods that the kernels know by their names."""
-    return named(**{name: None if of is None else Mod(None, None, None, of) for name, of in operands.items()})
+    return named(**{name: Mod(None, None, None, of) for name, of in operands.items() if of is not None})
 
 
 def _pair_tensor(name: str, tensor: Tensor, box: TensorMap | None) -> PairTensor:

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.launch import TensorMap
 from flashtile.backends.hopper.device.parts import PACKED_ROWS
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 GLUON_DTYPES |= {torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8}
@@ -30,11 +30,9 @@ def num_sms(device: torch.device) -> int:
     return 1 if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def bounds(problem: Problem) -> dict[str, int]:
-    """The band's run-time bounds, 0 where a side is unbounded."""
-    band = problem.band
-    left, right = (0 if bound is None else max(-_FAR, min(_FAR, bound)) for bound in (band.left, band.right))
-    return {"left": left, "right": right}
+def side_of(bound: int | None) -> int | None:
+    """A side of the band as kernels take it."""
+    return None if bound is None else max(-_FAR, min(_FAR, bound))
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -54,26 +52,32 @@ def box(rows: int, cols: int, varlen: bool) -> tuple[int, ...]:
     return (1, 1, rows, 1, cols) if varlen else (1, rows, 1, cols)
 
 
-def rows_map(tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
-    """Boxes of rows and columns of one head of a tensor (batch, rows, heads, dim), or packed (rows, heads, dim)."""
+def rows_map(name: str, tensor: Tensor, rows: int, cols: int, varlen: bool) -> TensorMap:
+    """Boxes of rows and columns of one head of a tensor (batch, rows, heads, dim), or packed (rows, heads, dim).
+
+    The operand has this name.
+    """
     sides = box_and_layout(tensor.dtype, rows, cols, varlen)
-    return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *sides)
+    return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *sides, name)
 
 
-def entries_map(cache: Tensor, rows: int, cols: int) -> TensorMap:
+def entries_map(name: str, cache: Tensor, rows: int, cols: int) -> TensorMap:
     """``rows_map`` of a cache (entries, rows, heads, dim), its entries or pages taken as packed one after another."""
     _, row, head, _ = cache.stride()
     _, _, heads, dim = cache.shape
     shape, strides = geometry((2, heads, dim), (row, head if heads > 1 else dim, 1), varlen=True)
-    return TensorMap(cache.dtype, shape, strides, *box_and_layout(cache.dtype, rows, cols, True))
+    return TensorMap(cache.dtype, shape, strides, *box_and_layout(cache.dtype, rows, cols, True), name)
 
 
-def contiguous_map(dtype: torch.dtype, shape: tuple[int, ...], rows: int, cols: int, varlen: bool) -> TensorMap:
+def contiguous_map(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], rows: int, cols: int, varlen: bool
+) -> TensorMap:
     """``rows_map`` of a contiguous tensor that need not exist yet."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * size)
-    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *box_and_layout(dtype, rows, cols, varlen))
+    sides = box_and_layout(dtype, rows, cols, varlen)
+    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *sides, name)
 
 
 @functools.cache
@@ -95,8 +99,8 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> 
     """
     if 1 in shape or strides[-1] != 1:
         head_dim = shape[-1]
-        strides = tuple(head_dim if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
-        strides = (*strides[:-1], 1)
+        own = [head_dim if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+        strides = (*own[:-1], 1)
     if not varlen:
         return shape, strides
     row = strides[0]

@@ -307,7 +307,7 @@ def _call(problem: Problem, t: Tensors, config: Config) -> Call:
 
 def _rows(name: str, tensor: Tensor, box: tuple[int, int], block_dim: int, varlen: bool) -> Rows:
     """Rows that TMA loads in boxes of so many rows and columns."""
-    desc = tensor_maps.rows_map(tensor, *box, varlen)._replace(operand=name)
+    desc = tensor_maps.rows_map(name, tensor, *box, varlen)
     return Rows(None, desc, None, None, None, tensor.shape[-1], block_dim, 1, varlen)
 
 
@@ -337,8 +337,7 @@ def _gradients(
     def of(name: str, x: Tensor, at: int | None) -> TensorMap | Pointer:
         if splits:
             return Pointer(torch.float32, "work", at or 0)
-        made = tensor_maps.contiguous_map(p.grad_dtype, x.shape, configs.PART_KEYS, out_cols, p.varlen)
-        return made._replace(operand=name)
+        return tensor_maps.contiguous_map(name, p.grad_dtype, x.shape, configs.PART_KEYS, out_cols, p.varlen)
 
     return records.Gradients(
         _rows("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),

@@ -46,7 +46,7 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
     # Boxes of pages smaller than a block are 64 columns wide.
     rows = min(config.block_n, p.keys.page_size or config.block_n)
     cols = p.head_dim if rows == config.block_n else 64
-    k, v = (tensor_maps.entries_map(x, rows, cols)._replace(operand=n) for n, x in (("k", t.k_cache), ("v", t.v_cache)))
+    k, v = (tensor_maps.entries_map(name, x, rows, cols) for name, x in (("k", t.k_cache), ("v", t.v_cache)))
     maps = Maps(k, v, *(x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache)))
     arguments = {"call": call, "maps": maps, "warps": Warps(config.num_stages, consumer, few)}
     return Launch(wide_cache_attention, programs, arguments, {"num_warps": 4, "maxnreg": most})

@@ -60,7 +60,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         t.v_cache.stride(0) // t.v_cache.stride(1),
         p.keys.page_size, few, long,
     )  # fmt: skip
-    out_map = tensor_maps.rows_map(t.out, config.strip, config.out_cols, p.varlen)
+    out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)
     return forward_launch(p, plain, config, cached=(cache, *_maps_of_keys(p, t, config), out_map))
 
 
@@ -72,6 +72,6 @@ def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tu
     most = 256 if rows == config.block_n else 64
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
-        tensor_maps.rows_map(tensors.k_cache, rows, cols, varlen=False),
-        tensor_maps.entries_map(tensors.v_cache, rows, cols_v),
+        tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False),
+        tensor_maps.entries_map("v", tensors.v_cache, rows, cols_v),
     )

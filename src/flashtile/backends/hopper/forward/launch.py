@@ -115,10 +115,8 @@ def forward_launch(
     has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
     cache, k_map, v_map, out_map = cached or (None, *_maps_of_keys(p, t, config), _map_of_out(p, t.q, config))
     q_cols = configs.narrowest(config.block_d)
-    q_map = tensor_maps.rows_map(t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
-    q, k, v = (
-        rows_of("q", q_map, config.block_d), rows_of("k", k_map, config.block_d), rows_of("v", v_map, config.block_dv)
-    )  # fmt: skip
+    q_map = tensor_maps.rows_map("q", t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
+    q, k, v = rows_of(q_map, config.block_d), rows_of(k_map, config.block_d), rows_of(v_map, config.block_dv)
     score_maps = (
         tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
         for each in (t.attn_bias, t.attn_mask)
@@ -137,15 +135,15 @@ def _map_of_out(problem: Problem, q: Tensor, config: Config) -> TensorMap | None
     if problem.out_dtype == torch.float32:
         return None
     shape = (*q.shape[:-1], problem.head_dim_v)
-    return tensor_maps.contiguous_map(q.dtype, shape, config.strip, config.out_cols, problem.varlen)
+    return tensor_maps.contiguous_map("out", q.dtype, shape, config.strip, config.out_cols, problem.varlen)
 
 
 def _maps_of_keys(problem: Problem, tensors: Tensors, config: Config) -> tuple[TensorMap, TensorMap]:
     """Maps of k and v: rows of the narrowest part that a tile's columns consist of."""
     cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
     return (
-        tensor_maps.rows_map(tensors.k, config.block_n, cols, problem.varlen),
-        tensor_maps.rows_map(tensors.v, config.block_n, cols_v, problem.varlen),
+        tensor_maps.rows_map("k", tensors.k, config.block_n, cols, problem.varlen),
+        tensor_maps.rows_map("v", tensors.v, config.block_n, cols_v, problem.varlen),
     )
 
 

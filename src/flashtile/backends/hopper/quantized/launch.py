@@ -64,7 +64,7 @@ def columns_map(v: Tensor, rows: int, cols: int) -> TensorMap:
     v = v if v.dim() == 4 else v[None]
     box = (1, 1, rows, cols)
     layout = gl.NVMMASharedLayout.get_default_for(list(box), tensor_maps.GLUON_DTYPES[v.dtype])
-    return TensorMap(v.dtype, *tensor_maps.geometry(tuple(v.shape), v.stride(), False), box, layout)
+    return TensorMap(v.dtype, *tensor_maps.geometry(tuple(v.shape), v.stride(), False), box, layout, "v")
 
 
 def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:
@@ -77,12 +77,12 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
 
     out_shape = (*t.q.shape[:-1], p.head_dim_v)
     q, k, v, out = (
-        tensor_maps.rows_map(t.q, config.block_m, config.block_d, varlen),
-        tensor_maps.rows_map(t.k, config.block_n, config.block_d, varlen),
+        tensor_maps.rows_map("q", t.q, config.block_m, config.block_d, varlen),
+        tensor_maps.rows_map("k", t.k, config.block_n, config.block_d, varlen),
         columns_map(t.v, config.block_dv, config.block_n),
-        tensor_maps.contiguous_map(p.out_dtype, out_shape, config.block_m, config.out_cols, varlen),
+        tensor_maps.contiguous_map("out", p.out_dtype, out_shape, config.block_m, config.out_cols, varlen),
     )
-    call_rows = rows_of("q", q, config.block_d), rows_of("k", k, config.block_d), rows_of("v", v, config.block_dv)
+    call_rows = rows_of(q, config.block_d), rows_of(k, config.block_d), rows_of(v, config.block_dv)
     each_scale = (("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale))
     q_scale, k_scale, v_scale = (Scale(pointer(each, name), *scale_strides(each)) for name, each in each_scale)
     scales = Scales(q_scale, k_scale, v_scale, pointer(t.shift, "shift"), p.softmax_scale * LOG2_E.value)
