@@ -24,7 +24,7 @@ WORKERS ?= auto --maxprocesses 8
 # Neighbours stay in one process for what they share, until another process runs out of work.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
-INTERPRETED := tests/backends/portable tests/backends/vocab tests/backends/decode
+INTERPRETED := tests/backends/portable tests/backends/device tests/backends/decode
 
 .PHONY: demo test test-long test-all test-plain-math check docs wheel kernels fuzz gpu clean
 

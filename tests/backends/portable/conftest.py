@@ -1,7 +1,7 @@
 """Tests that run kernels need Triton's interpreter, tests that build kernels must not have it.
 
 It is on or off for a whole process, from before Triton is imported. So the suite runs twice: as it is, and once with
-``TRITON_INTERPRET=1 pytest tests/backends/portable tests/backends/vocab``.
+``TRITON_INTERPRET=1 pytest tests/backends/portable tests/backends/device``.
 """
 
 import os

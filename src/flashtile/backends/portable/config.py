@@ -111,7 +111,7 @@ def in_parts(dim: int, dtype: torch.dtype) -> int:
     """The columns of tiles that hold a head dimension: a power of two, or one and a half of one from 96 on.
 
     From 192 on of float32, which is multiplied as bfloat16: of tiles of 64 and of 32 columns, which differ in their
-    swizzle, ptxas loses descriptors as ``padded_dims`` says. Addresses were then out of range, and dq wrong (H200).
+    swizzle, ptxas loses descriptors as ``padded_dims`` says. Addresses were then out of range, and dq wrong.
     """
     whole, least = padded(dim), 256 if dtype == torch.float32 else 128
     return whole * 3 // 4 if dim <= whole * 3 // 4 and whole >= least else whole

@@ -1,14 +1,14 @@
-"""Score and mask mods: what is applied to q k^T before the softmax.
+"""The mods of a call, computed for Hopper: what is applied to q k^T before the softmax.
 
-One hook serves all that is added to a score, one all masks besides the band. A term is a record with
+``gpu.device.mods`` says what they mean; kernels find them by their names. Softcap comes first. What is added to a score
+is a term, a record with
 
     fetch(pairs, x)              what it loads for a block like x, while the block's product still runs
     add(x, pairs, fetched, unit) x + unit * term
 
 and a mask has ``fetch`` and ``select``. ``Pairs`` says where a block lies, so one implementation serves the forward,
-whose blocks are rows by keys, and the backward, whose blocks are keys by rows. The derivative of a term is 1. The
-portable backend has the same rules in ``vocab.scores``. In the forward without softcap the terms are the accumulator's
-initial value (``early``), so they are not added after the product.
+whose blocks are rows by keys, and the backward, whose blocks are keys by rows. The derivative of a term is 1. In the forward without softcap the terms are the
+accumulator's initial value (``early``), so they are not added after the product.
 """
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
