@@ -7,8 +7,9 @@ is a term, a record with
     add(x, pairs, fetched, unit) x + unit * term
 
 and a mask has ``fetch`` and ``select``. ``Pairs`` says where a block lies, so one implementation serves the forward,
-whose blocks are rows by keys, and the backward, whose blocks are keys by rows. The derivative of a term is 1. In the forward without softcap the terms are the
-accumulator's initial value (``early``), so they are not added after the product.
+whose blocks are rows by keys, and the backward, whose blocks are keys by rows. The derivative of a term is 1. In the
+forward without softcap the terms are the accumulator's initial value (``early``), so they are not added after the
+product.
 """
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
