@@ -14,17 +14,23 @@ from flashtile.backends.gpu.decode.config import Splitting
 
 @triton.jit
 def _cut(keys_ptr, rows_ptr, out_ptr, heads, BLOCK_N: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-         C: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LONG: tl.constexpr, N: tl.constexpr):  # fmt: skip
+         C: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LONG: tl.constexpr, F: tl.constexpr,
+         N: tl.constexpr):  # fmt: skip
     n = tl.arange(0, N)
     keys, rows = tl.load(keys_ptr + n), tl.load(rows_ptr + n)
-    splits, chunk = work.cut(keys, rows, (rows + 63) // 64, heads, BLOCK_N, call.Splitting(A, B, C, D, E, 1, LONG))
+    splits, chunk = work.cut(keys, rows, (rows + 63) // 64, heads, BLOCK_N, call.Splitting(A, B, C, D, E, 1, LONG, F))
     tl.store(out_ptr + n, splits)
     tl.store(out_ptr + N + n, chunk)
 
 
 def test_cut_is_the_rule_of_the_host() -> None:
     torch.manual_seed(0)
-    for rule in (Splitting(), Splitting(264, 128, 1024, 16, 2000), Splitting(8, 16, 64, 8, long_keys=5000)):
+    for rule in (
+        Splitting(),
+        Splitting(fewest_of_long=256),
+        Splitting(264, 128, 1024, 16, 2000),
+        Splitting(8, 16, 64, 8, long_keys=5000),
+    ):
         for heads, block_n in ((1, 64), (8, 32), (300, 128)):
             keys = torch.randint(0, 200_000, (64,), dtype=torch.int32)
             keys[:8] = torch.tensor([0, 1, 15, 16, 17, 63, 64, 65])
@@ -32,7 +38,7 @@ def test_cut_is_the_rule_of_the_host() -> None:
             out = torch.zeros(2, 64, dtype=torch.int32)
             _cut[(1,)](
                 keys, rows, out, heads, block_n, rule.programs, rule.fewest_keys, rule.most_keys, rule.most_splits,
-                rule.most_slots, rule.long_keys, 64,
+                rule.most_slots, rule.long_keys, rule.fewest_of_long, 64,
             )  # fmt: skip
             want = [
                 rule.cut(k, r, -(-r // 64), heads, block_n) for k, r in zip(keys.tolist(), rows.tolist(), strict=True)

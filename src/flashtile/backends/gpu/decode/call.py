@@ -94,6 +94,7 @@ class Splitting(NamedTuple):
     MOST_SLOTS: Any
     RUN: Any
     LONG_KEYS: Any
+    FEWEST_OF_LONG: Any
 
 
 class Schedule(NamedTuple):

@@ -29,6 +29,8 @@ class Splitting:
         most_slots: Packed rows times splits that a sequence may have, over all key heads. It bounds the workspace.
         run: Splits of a run, whose states are folded before those of runs are.
         long_keys: Of a sequence that may have twice as many splits anyway.
+        fewest_of_long: Of a split of a sequence of more than 16 * fewest_keys: so many, or an eighth of the sequence if
+            that is less. Among many such sequences, shorter splits take more time than programs that have no work.
     """
 
     programs: int = 132
@@ -38,6 +40,7 @@ class Splitting:
     most_slots: int = 4096
     run: int = 4
     long_keys: int = 2**30
+    fewest_of_long: int = 0
 
     def most(self, keys: int, rows: int, num_heads_kv: int, wanted: int) -> int:
         """The most splits of a sequence with so many packed rows a key head; ``wanted`` of them fill a device."""
@@ -48,8 +51,10 @@ class Splitting:
     def cut(self, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
         """Splits of a tile and keys of each, as ``kernel.cut``."""
         wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
-        most = self.most(keys, rows, num_heads_kv, wanted)
-        count = max(1, min(max(wanted, -(-keys // self.most_keys)), most, -(-keys // self.fewest_keys)))
+        most, fewest = self.most(keys, rows, num_heads_kv, wanted), self.fewest_keys
+        if keys > 16 * fewest:
+            fewest = max(fewest, min(keys // 8, self.fewest_of_long))
+        count = max(1, min(max(wanted, -(-keys // self.most_keys)), most, -(-keys // fewest)))
         chunk = max(-(-keys // (count * block_n)), 1) * block_n
         return max(-(-keys // chunk), 1), chunk
 
@@ -116,7 +121,7 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
         # 128 rows of an 8-bit cache at head_dim 128 take 104 KB (Triton 3.7.1), and of any spill 500 bytes.
         return Config(min(block_m, 64), block_n // 2, 4 if block_m <= 16 else 8, 2)
     if block_m <= 16:
-        return Config(block_m, block_n, 4, stages + 2 * is_gathered)
+        return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_of_long=256))
     if block_m == 32 and dim <= 128:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
     # Registers and shared memory hold one program, or two of 64 rows at head_dim 64, and runs of 2 splits.

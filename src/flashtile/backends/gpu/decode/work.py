@@ -67,7 +67,11 @@ def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
     filling = tl.where(keys < splitting.LONG_KEYS, wanted, 2 * splitting.MOST_SPLITS)
     most = tl.minimum(most, tl.minimum(tl.maximum(filling, splitting.MOST_SPLITS), 2 * splitting.MOST_SPLITS))
     count = tl.maximum(wanted, (keys + splitting.MOST_KEYS - 1) // splitting.MOST_KEYS)
-    count = tl.minimum(tl.minimum(count, most), (keys + splitting.FEWEST_KEYS - 1) // splitting.FEWEST_KEYS)
+    of_fewest = (keys + splitting.FEWEST_KEYS - 1) // splitting.FEWEST_KEYS
+    if splitting.FEWEST_KEYS < splitting.FEWEST_OF_LONG:
+        fewest = tl.maximum(tl.minimum(keys // 8, splitting.FEWEST_OF_LONG), splitting.FEWEST_KEYS)
+        of_fewest = tl.where(keys > 16 * splitting.FEWEST_KEYS, (keys + fewest - 1) // fewest, of_fewest)
+    count = tl.minimum(tl.minimum(count, most), of_fewest)
     blocks, count = (keys + BLOCK_N - 1) // BLOCK_N, tl.maximum(count, 1)
     chunk = tl.maximum((blocks + count - 1) // count, 1)
     return tl.maximum((blocks + chunk - 1) // chunk, 1), chunk * BLOCK_N
