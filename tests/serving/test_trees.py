@@ -61,7 +61,9 @@ def test_sglang(rows: int) -> None:
     assert_words(serving.tree_from_sglang(square, rows), seen, rows)
     if rows <= 32:
         dtype = torch.uint8 if rows <= 8 else torch.uint16 if rows <= 16 else torch.uint32
-        assert_words(serving.tree_from_sglang(serving.tree_words(torch.stack(seen)).flatten().to(dtype), rows), seen, rows)
+        assert_words(
+            serving.tree_from_sglang(serving.tree_words(torch.stack(seen)).flatten().to(dtype), rows), seen, rows
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -72,15 +74,19 @@ def test_vllm(dtype: torch.dtype) -> None:
 
 
 WRONG: dict[str, Callable[[], Any]] = {
-    "mask: dtype is torch.int32, must be int64": lambda: serving.tree_words(torch.ones(1, 2, dtype=torch.int32)),
+    "mask: is torch.int32 of 2 dimensions, must be int64 of 2": lambda: serving.tree_words(
+        torch.ones(1, 2, dtype=torch.int32)
+    ),
     r"mask: has shape \(1, 2, 3\), must be \(batch, T, T\)": lambda: serving.tree_words(torch.ones(1, 2, 3) > 0),
     "parents: is of trees of 65 rows, at most 64": lambda: serving.tree_from_parents(torch.zeros(1, 65).long()),
     "mask: has 7 elements, must be a multiple of 4": lambda: serving.tree_from_sglang(torch.ones(7) > 0, 2),
-    "mask: dtype is torch.uint8, must be bool": lambda: serving.tree_from_sglang(
+    "mask: is torch.uint8 of 1 dimensions, must be bool of 1": lambda: serving.tree_from_sglang(
         torch.ones(4).byte(), 2, torch.tensor([0, 0])
     ),
     "rows: is of trees of 65 rows": lambda: serving.tree_from_sglang(torch.ones(65) > 0, 65),
-    "bias: has 3 dimensions, must have 2": lambda: serving.tree_from_vllm(torch.zeros(1, 2, 2), 1),
+    "bias: is torch.float32 of 3 dimensions, must be float32 or .* of 2": lambda: serving.tree_from_vllm(
+        torch.zeros(1, 2, 2), 1
+    ),
     "mask: is of type list": lambda: serving.tree_words([1]),  # type: ignore[arg-type]
 }
 

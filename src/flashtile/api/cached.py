@@ -107,11 +107,10 @@ def attention_with_kvcache(
         softcap: c > 0 replaces the scaled scores by ``c * tanh(scores / c)``.
         alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds ``-slope * |i + L - seqlen_q - j|``.
         sinks: ``(num_heads_q,)``: a logit per head that joins each row's denominator, without a value.
-        tree_mask: bool ``(batch, T, T)``, or int64 ``(batch, T)`` with bit u for key u, T up to 64: a sequence's queries
-            and last keys are a tree of drafts. Row t sees all keys before them, and of theirs those that its row marks:
-            its ancestors' and its own. It stands after the keys before them by its depth, the number of its ancestors,
-            for rotary, window_size and alibi_slopes. Of n < T packed queries the first n rows and columns count; more
-            than T are no tree. Words save a conversion, see ``flashtile.serving.tree_words``. Goes with causal.
+        tree_mask: ``(batch, T, T)`` bool or ``(batch, T)`` int64 with bit u for key u, T up to 64: the T queries, whose
+            keys are the last T, are a tree of drafts. A row sees all keys before them and of theirs those that it
+            marks: its ancestors' and its own; rotary, windows and ALiBi go by depth, the number of ancestors. Of n < T
+            packed queries the first n rows and columns count; more than T are no tree. Goes with causal.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.

@@ -15,7 +15,7 @@ from flashtile.core.errors import shown
 _ELSEWHERE = {
     "is_causal": "causal, aligned with the last key and not the first", "scale": "softmax_scale",
     "sm_scale": "softmax_scale", "dropout": "dropout_p", "mask": "attn_mask (True keeps) or attn_bias (added)",
-    "block_table": "page_table", "packed_custom_mask": "tree_mask, from flashtile.serving.tree_from_flashinfer", "key_padding_mask": "attn_mask=valid[:, None, None, :], where True keeps",
+    "block_table": "page_table", "key_padding_mask": "attn_mask=valid[:, None, None, :], where True keeps",
 }  # fmt: skip
 
 

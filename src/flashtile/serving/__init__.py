@@ -1,4 +1,4 @@
-"""What a small inference loop needs around ``flashtile.attention_with_kvcache``: pages of keys and values, draft trees."""
+"""What a small inference loop needs around ``flashtile.attention_with_kvcache``: pages, and draft trees."""
 
 from flashtile.serving.paged import OutOfPagesError, PagedBatch, PagedKVCache
 from flashtile.serving.trees import (

@@ -85,12 +85,11 @@ def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
 
 def _with_tree(one: Problem, call: Tensors, seen: Tensor) -> Problem:
     """The problem of a sequence whose last keys are a tree; the call gets its mask, and its slopes become a bias."""
-    seqlen_k, (num_rows, _) = call.k.shape[1], seen.shape
-    shift, depth = seqlen_k - num_rows, seen.sum(-1) - 1
-    # Where there are fewer keys than rows the first rows have none.
-    places = torch.cat([torch.arange(max(shift, 0), device=_CPU), (shift + depth)[max(-shift, 0) :]])
-    after = (shift + depth)[:, None] - places
-    keep = torch.cat([seen.new_ones(num_rows, max(shift, 0)), seen[:, max(-shift, 0) :]], dim=1)
+    shift, depth = call.k.shape[1] - len(seen), seen.sum(-1) - 1
+    j = torch.arange(call.k.shape[1], device=_CPU)
+    u = (j - shift).clamp(min=0)
+    after = (shift + depth)[:, None] - torch.where(j < shift, j, shift + depth[u])
+    keep = (j < shift) | seen[:, u]
     left = one.band.left
     call.attn_mask = (keep if left is None else keep & (after <= left))[None, None]
     if call.alibi_slopes is not None:
@@ -115,7 +114,8 @@ def _steps(t: CacheTensors, sequence: Tensor, nth: Tensor, counts: Sequence[int]
     if t.tree_mask is None:
         return nth
     most = t.tree_mask.shape[1]
-    trees = [dense(words, n).sum(-1) - 1 if n <= most else _numbers(range(n)) for words, n in zip(t.tree_mask, counts)]
+    pairs = zip(t.tree_mask, counts, strict=True)
+    trees = [dense(words, n).sum(-1) - 1 if n <= most else _numbers(range(n)) for words, n in pairs]
     return torch.cat([*trees, nth[:0]])
 
 

@@ -91,7 +91,7 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
 def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     """The record of what the launch that appends rotates."""
     if t.rotary_cos is None:
-        return Rotation(*[None] * 10, 0, None, None, None)
+        return Rotation(None, None, None, None, None, None, None, None, None, None, 0, None, None, None)
     p, (rows, pairs), block = problem, t.rotary_cos.shape, padded(problem.head_dim)
     starts = t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens
     return Rotation(
