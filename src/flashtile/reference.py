@@ -53,11 +53,11 @@ def attention_quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, 
     """A quantized call by definition, over the dequantised numbers, with no rounding of probabilities; float64."""
     scales = t.q_scale, t.k_scale, t.v_scale
     record = Quantized(t.q, t.k, t.v, *scales, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
-    # Rules 19 and 20.
+    # Rules 20 and 21.
     call = Tensors(*record.dequantized(), cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
     out, lse = attention(problem.but(sinks=False), call)
     if t.shift is not None:
-        lse = torch.where(lse == -torch.inf, lse, lse + t.shift * problem.softmax_scale)  # rule 21
+        lse = torch.where(lse == -torch.inf, lse, lse + t.shift * problem.softmax_scale)  # rule 22
     if t.sinks is not None:  # rule 6, of rows of a sequence
         rows = slice(None) if t.cu_seqlens_q is None else slice(0, int(t.cu_seqlens_q[-1]))
         with_sinks = torch.logaddexp(lse[..., rows], t.sinks[:, None].to(lse))
@@ -129,7 +129,7 @@ def _dense(
 
 
 def _of_tree(p: Problem, words: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """Rule 25: how far each row of a tree stands after each key, and which keys it sees; both ``(rows, keys)``."""
+    """Rule 18: how far each row of a tree stands after each key, and which keys it sees; both ``(rows, keys)``."""
     num_rows, depth = len(words), _depths(words)
     shift = seqlen_k - num_rows
     places = [j if j < shift else shift + depth[j - shift] for j in range(seqlen_k)]
@@ -146,7 +146,7 @@ def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
 
 
 def _depths(words: Tensor) -> list[int]:
-    """Rule 25: the number of ancestors of each row of a tree, itself not counted."""
+    """Rule 18: the number of ancestors of each row of a tree, itself not counted."""
     return [sum(word >> t & 1 for t in range(len(words))) - 1 for word in words.tolist()]
 
 
