@@ -53,11 +53,11 @@ def attention_quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, 
     """A quantized call by definition, over the dequantised numbers, with no rounding of probabilities; float64."""
     scales = t.q_scale, t.k_scale, t.v_scale
     record = Quantized(t.q, t.k, t.v, *scales, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
-    # Rules 19 and 20.
+    # Rules 20 and 21.
     call = Tensors(*record.dequantized(), cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
     out, lse = attention(problem.but(sinks=False), call)
     if t.shift is not None:
-        lse = torch.where(lse == -torch.inf, lse, lse + t.shift * problem.softmax_scale)  # rule 21
+        lse = torch.where(lse == -torch.inf, lse, lse + t.shift * problem.softmax_scale)  # rule 22
     if t.sinks is not None:  # rule 6, of rows of a sequence
         rows = slice(None) if t.cu_seqlens_q is None else slice(0, int(t.cu_seqlens_q[-1]))
         with_sinks = torch.logaddexp(lse[..., rows], t.sinks[:, None].to(lse))
@@ -93,7 +93,7 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
 
 
 def _dense(
-    p: Problem, t: Tensors, dtype: torch.dtype, batch: range, origin: Origin | None = None
+    p: Problem, t: Tensors, dtype: torch.dtype, batch: range, origin: Origin | None = None, tree: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     q = t.q.to(dtype).transpose(1, 2)
     k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(p.group_size, dim=1) for x in (t.k, t.v))
@@ -107,11 +107,15 @@ def _dense(
         at = origin or Origin(0, 0, 1, 0, 1, seqlen_k - seqlen_q)
         i = at.row + at.row_step * torch.arange(seqlen_q, device=device)[:, None] + at.shift
         distance = (i - at.key - at.key_step * torch.arange(seqlen_k, device=device)).abs()
+        if tree is not None:
+            distance = _of_tree(p, tree, seqlen_k)[0].abs()
         scores = scores - t.alibi_slopes.to(dtype)[..., None, None] * distance
     if t.attn_bias is not None:  # rule 4
         scores = scores + t.attn_bias.to(dtype)
 
     keep = p.band.dense(seqlen_q, seqlen_k, device=device).expand(scores.shape)  # rule 5
+    if tree is not None:
+        keep = _of_tree(p, tree, seqlen_k)[1].expand(scores.shape)
     if t.attn_mask is not None:
         keep = keep & t.attn_mask
     scores = torch.where(keep, scores, -torch.inf)  # rule 10: select, so that NaN from q or k affects kept pairs only
@@ -122,6 +126,34 @@ def _dense(
         kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k), origin)
         probs = torch.where(kept, probs / (1 - p.dropout_p), 0.0)
     return (probs @ v).transpose(1, 2), lse  # rule 10: a NaN of v reaches rows that mask its key too
+
+
+def _of_tree(p: Problem, words: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """Rule 18: how far each row of a tree stands after each key, and which keys it sees; both ``(rows, keys)``."""
+    num_rows, depth = len(words), _depths(words)
+    shift = seqlen_k - num_rows
+    places = [j if j < shift else shift + depth[j - shift] for j in range(seqlen_k)]
+    after = torch.tensor([[shift + each - place for place in places] for each in depth]).view(num_rows, seqlen_k)
+    sees = [[j < shift or word >> j - shift & 1 for j in range(seqlen_k)] for word in words.tolist()]
+    keep = torch.tensor(sees).view(num_rows, seqlen_k).bool()
+    keep = keep if p.band.left is None else keep & (after <= p.band.left)
+    return after.to(words.device), keep.to(words.device)
+
+
+def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
+    """The words of a sequence's tree; None if it has none."""
+    return None if t.tree_mask is None or num_rows > t.tree_mask.shape[1] else t.tree_mask[b, :num_rows]
+
+
+def _depths(words: Tensor) -> list[int]:
+    """Rule 18: the number of ancestors of each row of a tree, itself not counted."""
+    return [sum(word >> t & 1 for t in range(len(words))) - 1 for word in words.tolist()]
+
+
+def _steps(t: CacheTensors, b: int, num_rows: int) -> list[int]:
+    """How far each row of a sequence stands after its first key among the new ones."""
+    words = _tree(t, b, num_rows)
+    return list(range(num_rows)) if words is None else _depths(words)
 
 
 def _logsumexp(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -162,7 +194,7 @@ def attention_with_kvcache(
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         one = Tensors(_rows(t.q, b, rows)[None], k[None], v[None], slopes, sinks=t.sinks)
         # The last query stands at the last key, however many are left out at the start.
-        one_out, one_lse = _dense(problem, one, dtype, range(b, b + 1))
+        one_out, one_lse = _dense(problem, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
         _rows(out, b, rows).copy_(one_out[0])
         (lse[:, rows] if problem.varlen else lse[b]).copy_(one_lse[0])
     return out, lse
@@ -183,15 +215,18 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
         if old[b] < 0:  # rule 13
             lengths.append(0)
             continue
+        steps = _steps(t, b, k.shape[0])
         for i in range(k.shape[0]):  # rule 14
             page, row = _place(t, b, old[b] + i)
-            for new, (cache, scale) in zip((_rotated(problem, t, k[i], firsts[b] + i), v[i]), caches, strict=True):
+            turned = _rotated(problem, t, k[i], firsts[b] + steps[i])
+            for new, (cache, scale) in zip((turned, v[i]), caches, strict=True):
                 cache[page, row] = _stored(new, cache.dtype, None if scale is None else _scale(scale, page))
         lengths.append(old[b] + k.shape[0])
     for b, rows in enumerate(_spans(problem, q, t.cu_seqlens_q)):
         queries = _rows(q, b, rows)
+        steps = _steps(t, b, queries.shape[0])
         for i in range(queries.shape[0] if old[b] >= 0 else 0):  # rule 15
-            place = firsts[b] if problem.band.unbounded else firsts[b] + i
+            place = firsts[b] if problem.band.unbounded else firsts[b] + steps[i]
             queries[i] = _rotated(problem, t, queries[i], place)
     grown = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     return replace(

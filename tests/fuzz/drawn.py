@@ -13,10 +13,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from flashtile.call.trees import MOST_ROWS
 from tests.cases import Case
 from tests.kvcache.cases import CacheCase
 from tests.quantization.cases import QuantizedCase
 from tests.quantization.quantizer import Case as QuantizerCase
+from tests.trees import KINDS as TREES
 
 T = TypeVar("T")
 # plain: dense and packed calls, with gradients; pieces: the calls of ranks; quantizer: what makes 8 bits of tensors.
@@ -220,7 +222,7 @@ def _cached(d: Draw, name: str) -> CacheCase:
     paged, (head_dim, head_dim_v) = d.chance(0.5), d.head_dims()
     layout = d.pick("apart", "apart", "heads_first", "stacked", "heads_first_stacked", "between", "sliced")
     rotary = 2 * d.pick(d.upto(head_dim // 2, 1), head_dim // 2) if appends and head_dim > 1 and d.chance(0.5) else 0
-    return CacheCase(
+    case = CacheCase(
         name,
         tuple(sequences),
         packed=packed,
@@ -246,6 +248,20 @@ def _cached(d: Draw, name: str) -> CacheCase:
         **d.band(),
         **d.scores(),
     )
+    return _with_trees(d, case) if d.chance(0.2) else case
+
+
+def _with_trees(d: Draw, case: CacheCase) -> CacheCase:
+    """The case with draft trees; packed, some sequences may have more rows than trees have."""
+    most = 10**9 if case.packed else MOST_ROWS
+    sequences = [(old, min(rows, most), new) for old, rows, new in case.sequences]
+    if case.rotary:  # the new keys are the drafts
+        sequences = [(old, rows, rows) for old, rows, _ in sequences]
+    longest = min(max(rows for _, rows, _ in sequences), MOST_ROWS)
+    return replace(
+        case, sequences=tuple(sequences), causal=True, tree=d.pick(*TREES), words=d.chance(0.5),
+        tree_rows=d.pick(longest, MOST_ROWS, d.upto(MOST_ROWS, 1)) if case.packed else 0,
+    )  # fmt: skip
 
 
 def _quantized(d: Draw, name: str) -> QuantizedCase:

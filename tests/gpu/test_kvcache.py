@@ -14,8 +14,11 @@ import flashtile
 from flashtile.call.cached_arguments import FLOAT8
 from flashtile.core import states
 from flashtile.ops import dispatch
+from flashtile.serving import tree_words
+from tests import trees
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
+from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
 from tests.poison import poisoned_memory
 from tests.rule import assert_close
 
@@ -57,6 +60,16 @@ LARGE = (
     CacheCase("large_many", _same(*range(0, 600, 10)), heads=8, kv_heads=2, head_dim=64, page_size=16),
     CacheCase("large_packed", ((2500, 1, 1), (0, 257, 257), (1000, 64, 64), (31, 1, 1), (0, 0, 0)), heads=8,
               kv_heads=2, head_dim=128, packed=True, appends=True, rotary=64, page_size=16, spare=7),
+    CacheCase("large_tree", _same(3000, 4096, 65, 0, rows=13), **_LLAMA, page_size=16, tree="random", words=True),
+    CacheCase("large_tree_64", _same(2500, 700, rows=64, new=64), **_LLAMA, page_size=64, appends=True, rotary=128,
+              tree="shuffled"),
+    CacheCase("large_tree_window", _same(2500, 7000, rows=30), **_LLAMA, tree="forest", window=(1000, 0), alibi="h"),
+    CacheCase("large_tree_256", _same(2500, 70, rows=8), heads=16, kv_heads=8, head_dim=256, tree="binary", sinks=True),
+    CacheCase("large_tree_71", _same(2500, 70, rows=9), heads=71, kv_heads=1, head_dim=64, tree="random"),
+    CacheCase("large_tree_float8", _same(2500, 70, rows=9, new=9), **_LLAMA, page_size=32, float8="eh", appends=True,
+              tree="random", rotary=128),
+    CacheCase("large_tree_packed", ((2500, 9, 9), (10, 700, 700), (9000, 1, 1), (64, 13, 13)), **_LLAMA, packed=True,
+              appends=True, rotary=128, page_size=16, tree="random", tree_rows=13, spare=5),
 )  # fmt: skip
 
 
@@ -96,12 +109,19 @@ def test_a_sequence_gives_the_same_bits_in_any_batch(case: CacheCase, dtype: tor
     judge_alone(case, dtype, backend, DEVICE)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=_id)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_gives_the_bits_of_a_causal_call(name: str, dtype: torch.dtype) -> None:
+    """On one backend: Hopper's own kernels, whose sums are in another order, take no trees."""
+    assert_chains_are_causal(name, dtype, "portable", DEVICE)
+
+
 @pytest.mark.parametrize("heads", [(32, 8, 128), (71, 1, 64), (16, 8, 256)], ids=str)
 def test_real_heads_give_the_same_bits_in_any_batch(heads: tuple[int, int, int], backend: str) -> None:
     lengths = (8193, 64, 0, 4096, 65, 2049, 1, 8192, 127)
     shape = dict(zip(("heads", "kv_heads", "head_dim"), heads, strict=True))
     for case in invariance_cases(lengths):
-        if case.name in ("dense", "steps", "pages", "float8", "packed"):
+        if case.name in ("dense", "steps", "pages", "float8", "packed", "tree", "tree_packed"):
             judge_alone(dataclasses.replace(case, **shape), torch.bfloat16, backend, DEVICE)
 
 
@@ -119,6 +139,7 @@ class Engine:
     rows: int = 1
     appends: bool = False
     float8: bool = False
+    tree: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -139,6 +160,8 @@ class Engine:
                 found[name] = torch.zeros(*rows, self.kv_heads, self.head_dim, dtype=torch.bfloat16, device=DEVICE)
             angle = torch.arange(self.capacity)[:, None] * 0.9 ** torch.arange(1, self.head_dim // 2 + 1)
             found |= {"rotary_cos": angle.cos().to(DEVICE), "rotary_sin": angle.sin().to(DEVICE)}
+        if self.tree:
+            found["tree_mask"] = torch.zeros(*rows, dtype=torch.int64, device=DEVICE)
         for name in ("k_cache", "v_cache"):
             x = torch.full((*shape, self.kv_heads, self.head_dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
             found[name] = x.to(dtype)
@@ -151,6 +174,9 @@ class Engine:
             if name in tensors:
                 tensors[name].normal_(generator=make)
         tensors["cache_seqlens"].copy_(torch.tensor(lengths))
+        if self.tree:
+            kind = trees.KINDS[seed % len(trees.KINDS)]
+            tensors["tree_mask"].copy_(tree_words(trees.masks(kind, [self.rows] * self.batch, self.rows)))
         new = self.rows if self.appends else 0
         size, caches = self.page_size or self.capacity, [tensors["k_cache"], tensors["v_cache"]]
         for x in caches:
@@ -171,7 +197,7 @@ class Engine:
 
     def run(self, tensors: dict[str, Any], backend: str, batch: int | None = None) -> tuple[Tensor, Tensor]:
         """out and lse of the call, or of its first sequences."""
-        per_sequence = ("q", "k", "v", "cache_seqlens", "page_table")
+        per_sequence = ("q", "k", "v", "cache_seqlens", "page_table", "tree_mask")
         some = {name: x[:batch] if name in per_sequence else x for name, x in tensors.items()}
         return flashtile.attention_with_kvcache(**some, return_lse=True, backend=backend)  # type: ignore[return-value]
 
@@ -185,6 +211,8 @@ ENGINES = (
     Engine("append_dense", appends=True, rows=2, heads=71, kv_heads=1, head_dim=64),
     Engine("float8", page_size=16, float8=True),
     Engine("float8_append", page_size=16, appends=True, float8=True),
+    Engine("tree", page_size=16, rows=13, tree=True),
+    Engine("tree_append", page_size=64, rows=30, appends=True, tree=True),
 )
 
 

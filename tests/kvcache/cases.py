@@ -20,7 +20,9 @@ from flashtile import UnsupportedError, reference
 from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheTensors, read
 from flashtile.call.cached_problem import problem_of
 from flashtile.call.problem import Problem
+from flashtile.call.trees import words_of
 from flashtile.ops import dispatch
+from tests import trees
 from tests.poison import poisoned_memory
 from tests.rule import assert_close
 
@@ -47,6 +49,9 @@ class CacheCase:
         alibi: "", "h" or "bh".
         one_length: Whether cache_seqlens is an int.
         out: "", or whether out is given "whole" or as a "part" of a wider tensor.
+        tree: Kind of the draft trees, see ``tests.trees``; "" for none.
+        tree_rows: Rows of the mask where queries are packed, 0 for the most of a sequence.
+        words: Whether the mask is given as words.
     """
 
     name: str
@@ -78,6 +83,9 @@ class CacheCase:
     sinks: bool = False
     one_length: bool = False
     out: str = ""
+    tree: str = ""
+    tree_rows: int = 0
+    words: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -203,6 +211,37 @@ _FLOAT8 = (
     CacheCase("float8_empty", _same(0, 7), float8="h", sinks=True),
 )
 
+_TREES = (
+    CacheCase("tree", _same(37, 5, 64, rows=7), tree="random"),
+    CacheCase("tree_words", _same(37, 5, rows=12), tree="binary", words=True, heads=8, kv_heads=2),
+    CacheCase("tree_one_row", _same(37, 1), tree="random"),
+    CacheCase("tree_64", _same(90, 64, rows=64), tree="forest", heads=4, kv_heads=2),
+    CacheCase("tree_63_shuffled", _same(70, 100, rows=63), tree="shuffled", words=True),
+    CacheCase("tree_chain", _same(37, 70, rows=5), tree="chain", heads=4, kv_heads=1),
+    CacheCase("tree_star", _same(37, 16, 0, rows=9), tree="star", sinks=True),
+    CacheCase("tree_more_rows_than_keys", _same(3, 9, 0, rows=8), tree="shuffled", alibi="h"),
+    CacheCase("tree_window", _same(37, 70, rows=11), tree="random", window=(3, 0), causal=False),
+    CacheCase("tree_window_pages", _same(37, 70, rows=30), tree="shuffled", window=(6, -1), page_size=4, heads=8),
+    CacheCase("tree_window_none", _same(37, 70, rows=9), tree="forest", window=(0, 0)),
+    CacheCase("tree_alibi", _same(37, 20, rows=10), tree="forest", alibi="bh", softcap=3.0),
+    CacheCase("tree_leftpad", _same(37, 20, 64, rows=10), tree="binary", leftpad=(30, 15, 70), window=(9, 0)),
+    CacheCase("tree_pages", _same(37, 0, 64, rows=6), tree="random", page_size=3, leftpad=(6, 0, 1)),
+    CacheCase("tree_append", _same(37, 0, 63, rows=6, new=6), tree="random", appends=True, page_size=16),
+    CacheCase("tree_append_more", _same(37, 0, rows=6, new=9), tree="random", appends=True, entries=True),
+    CacheCase("tree_append_fewer", _same(37, 8, rows=6, new=2), tree="random", appends=True, alibi="h"),
+    CacheCase("tree_rotary", _same(37, 0, 5, rows=9, new=9), tree="shuffled", appends=True, rotary=16),
+    CacheCase("tree_rotary_start", _same(37, 0, rows=64, new=64), tree="random", appends=True, rotary=8,
+              rotary_start=True, interleaved=True, page_size=5),
+    CacheCase("tree_packed", ((37, 1, 0), (20, 5, 0), (0, 3, 0), (40, 0, 0), (5, 8, 0)), packed=True, tree="random"),
+    CacheCase("tree_packed_prompt", ((37, 4, 4), (5, 90, 90), (9, 6, 6)), packed=True, appends=True, tree="forest",
+              tree_rows=6, rotary=16, page_size=4, kv_heads=1, spare=3, window=(40, 0), alibi="bh"),
+    CacheCase("tree_packed_wide", ((37, 4, 0), (90, 64, 0)), packed=True, tree="shuffled", tree_rows=64, words=True),
+    CacheCase("tree_not_there", ((-1, 6, 6), (20, 6, 6)), appends=True, rotary=16, capacity=32, tree="random"),
+    CacheCase("tree_float8", _same(37, 12, rows=7), tree="random", float8="eh", page_size=4, alibi="h"),
+    CacheCase("tree_float8_append", _same(12, 5, rows=20, new=20), tree="shuffled", float8="h", appends=True, rotary=16,
+              heads=4, kv_heads=1, window=(9, 0)),
+)  # fmt: skip
+
 _EVERYTHING = (
     CacheCase("everything", ((37, 1, 1), (3, 9, 9), (0, 0, 0), (0, 4, 4)), packed=True, appends=True, page_size=3,
               rotary=12, rotary_start=True, leftpad=(5, 1, 0, 2), window=(20, 0), softcap=3.0, alibi="bh", sinks=True,
@@ -213,7 +252,7 @@ _EVERYTHING = (
 )  # fmt: skip
 
 CASES: tuple[CacheCase, ...] = (
-    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_EVERYTHING,
+    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_EVERYTHING,
 )  # fmt: skip
 
 
@@ -285,6 +324,11 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
         keywords["alibi_slopes"] = torch.rand(*shape, generator=make)
     if case.sinks:
         keywords["sinks"] = normal(case.heads)
+    if case.tree:
+        most = (case.tree_rows or max(rows, default=0)) if case.packed else of_q[1]
+        mask = trees.masks(case.tree, list(rows), most)
+        mask = mask if make is not None else torch.empty_like(mask)
+        keywords["tree_mask"] = words_of("tree_mask", mask) if case.words else mask
     if case.out:
         wide = torch.full((*of_q, case.heads + 1, dim_v), torch.nan, dtype=dtype)
         keywords["out"] = wide[..., : case.heads, :] if case.out == "part" else wide[..., 1:, :].contiguous()
@@ -317,6 +361,8 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
         tensors["out"] = q.new_empty(*q.shape[:-1], case.head_dim_v or case.head_dim)
     if case.appends and case.packed and tensors["cu_seqlens_k_new"] is None:
         tensors["cu_seqlens_k_new"] = tensors["cu_seqlens_q"]
+    if tensors["tree_mask"] is not None:
+        tensors["tree_mask"] = words_of("tree_mask", tensors["tree_mask"])
     plain = (keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
     made = CacheTensors(**tensors)
     return CacheCall(case, problem_of(made, read(case.causal, case.window, True, plain)), made, keywords)

@@ -35,13 +35,15 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     return CACHED.flatten(tensors, read(case.causal, case.window, True, plain))
 
 
-@pytest.mark.parametrize("name", ["steps", "entries", "pages_leftpad", "packed_spare", "alibi_batch"])
+@pytest.mark.parametrize("name", ["steps", "entries", "pages_leftpad", "packed_spare", "alibi_batch", "tree"])
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_with_kvcache.default, arguments(name))
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("name", ["append", "rotary_pages", "packed_mixed", "packed_new_alone", "everything"])
+@pytest.mark.parametrize(
+    "name", ["append", "rotary_pages", "packed_mixed", "packed_new_alone", "everything", "tree_rotary"]
+)
 def test_opcheck_append(name: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.append_attention_with_kvcache.default, arguments(name))
 
@@ -71,7 +73,7 @@ def test_versions_of_what_is_written_grow(name: str) -> None:
 
 
 def test_fake_tensors_have_the_real_shapes_and_strides() -> None:
-    for name in ("wider_v", "packed_spare", "append_pages_of_3", "float8_append"):
+    for name in ("wider_v", "packed_spare", "append_pages_of_3", "float8_append", "tree"):
         call = build(_NAMED[name], torch.float32)
         with FakeTensorMode() as mode:
             fake = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in call.keywords.items()}
@@ -236,6 +238,7 @@ def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPat
         dict(sinks=torch.zeros(4).double()), dict(alibi_slopes=torch.zeros(4)), dict(alibi_slopes=torch.zeros(2, 4)),
         dict(out=torch.empty(2, 3, 5, 8)[:, :, 1:]), dict(k=NEW, v=NEW, k_cache=CACHE.clone(), v_cache=CACHE.clone()),
         dict(k=NEW[:, :2], v=NEW[:, :2], k_cache=CACHE.clone(), v_cache=CACHE.clone()), dict(backend="cpu"),
+        dict(tree_mask=torch.ones(2, 3, 3).tril() > 0),
     )):  # fmt: skip
         assert count_with(**changes) == count_with(**changes) == count + 2, changes
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")

@@ -24,6 +24,7 @@ def index(*values: Any) -> Tensor:
 
 LENGTHS, BOUNDS, PAGES = index(5, 9), index(0, 2, 5), index([0, 1], [2, -1])
 COS = torch.ones(30, 4)
+TREE = torch.ones(2, 3, 3).tril() > 0
 BITS = CACHE.to(FLOAT8)
 
 
@@ -169,6 +170,21 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks shape": ("sinks", {"sinks": torch.zeros(2)}),
     "sinks integer": ("sinks", {"sinks": torch.zeros(4, dtype=torch.long)}),
     "sinks that require grad": ("sinks", {"sinks": torch.zeros(4, requires_grad=True)}),
+    "tree_mask a list": ("tree_mask", {"tree_mask": [1]}),
+    "tree_mask int32": ("tree_mask", {"tree_mask": TREE.int()}),
+    "tree_mask of floats": ("tree_mask", {"tree_mask": TREE.float()}),
+    "tree_mask of rank 2": ("tree_mask", {"tree_mask": TREE[0]}),
+    "tree_mask not square": ("tree_mask", {"tree_mask": TREE[:, :2]}),
+    "tree_mask batch": ("tree_mask", {"tree_mask": TREE[:1]}),
+    "tree_mask rows": ("tree_mask", {"tree_mask": TREE[:, :2, :2]}),
+    "tree_mask words of rank 1": ("tree_mask", {"tree_mask": torch.ones(3).long()}),
+    "tree_mask of 65 rows": ("tree_mask", {"q": torch.randn(2, 65, 4, 8), "tree_mask": torch.ones(2, 65, 65) > 0}),
+    "tree_mask of 65 words": ("tree_mask", {"q": torch.randn(2, 65, 4, 8), "tree_mask": torch.ones(2, 65).long()}),
+    "tree_mask of 65 rows where packed": ("tree_mask", packed(tree_mask=torch.ones(2, 65).long())),
+    "tree_mask not causal": ("tree_mask", {"tree_mask": TREE, "causal": False}),
+    "tree_mask with a window to the right": ("tree_mask", {"tree_mask": TREE, "causal": False, "window_size": (3, 1)}),
+    "tree_mask with its row missing": ("tree_mask", {"tree_mask": ~TREE}),
+    "k that are not the drafts": ("k", rotary(k=NEW[:, :2], v=NEW[:, :2], tree_mask=TREE)),
     "return_lse None": ("return_lse", {"return_lse": None}),
     "out a list": ("out", {"out": [1.0]}),
     "out shape": ("out", {"out": torch.empty(2, 3, 4, 6)}),
@@ -205,6 +221,11 @@ def test_says_what_it_is_and_what_it_must_be() -> None:
         "cache_seqlens past the cache with new": r"14 and 3 new keys do not fit into sequence 1's cache of 16$",
         "cache_seqlens too many": r"17 does not fit into a cache of 16$",
         "rotary_cos too short": r"has 11 positions, but sequence 1 rotates at 11$",
+        "tree_mask int32": r"dtype is torch.int32, must be bool \(batch, T, T\) or int64 words \(batch, T\)$",
+        "tree_mask rows": r"is of trees of 2 rows, but q has seqlen_q 3$",
+        "tree_mask of 65 rows": r"is of trees of 65 rows, at most 64 are supported$",
+        "tree_mask not causal": r"goes with causal=True: of the keys before the drafts a row sees all$",
+        "k that are not the drafts": r"seqlen_new is 2, must be as many as the 3 rows of a tree where they are",
         "q that requires grad": r"a cached call has no gradient: use torch.no_grad\(\)$",
     }.items():
         arguments: dict[str, Any] = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": LENGTHS}

@@ -35,6 +35,8 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
         {"seqlen_q": 512, "appends": True},
         {"packed": True, "page_size": 16, "appends": True},
         {"dtype": torch.float32},
+        {"tree": True, "seqlen_q": 8, "page_size": 16},
+        {"tree": True, "seqlen_q": 64, "packed": True, "appends": True, "alibi": True, "band": Band(4096, 0)},
         {"softcap": 30.0, "alibi": True, "sinks": True, "band": Band(128, 0), "page_size": 16, "appends": True},
     ]
     made: list[KernelBuild] = []
@@ -93,5 +95,6 @@ def described_call(
         cu_seqlens_k_new=bounds if appends else None,
         alibi_slopes=empty(num_heads_q, of=torch.float32) if problem.alibi else None,
         sinks=empty(num_heads_q, of=torch.float32) if problem.sinks else None,
+        tree_mask=empty(batch, seqlen_q, of=torch.int64) if problem.tree else None,
     )  # fmt: skip
     return problem, tensors

@@ -14,6 +14,7 @@ from flashtile.call import arguments, autocast
 from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
+from flashtile.call.trees import words_of
 from flashtile.core.errors import InvalidInputError
 from flashtile.ops import cached as ops
 
@@ -59,6 +60,7 @@ def attention_with_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -105,6 +107,10 @@ def attention_with_kvcache(
         softcap: c > 0 replaces the scaled scores by ``c * tanh(scores / c)``.
         alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds ``-slope * |i + L - seqlen_q - j|``.
         sinks: ``(num_heads_q,)``: a logit per head that joins each row's denominator, without a value.
+        tree_mask: ``(batch, T, T)`` bool or ``(batch, T)`` int64 with bit u for key u, T up to 64: the T queries, whose
+            keys are the last T, are a tree of drafts. A row sees all keys before them and of theirs those that it
+            marks: its ancestors' and its own; rotary, windows and ALiBi go by depth, the number of ancestors. Of n < T
+            packed queries the first n rows and columns count; more than T are no tree. Goes with causal.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -126,6 +132,7 @@ def attention_with_kvcache(
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,
+        tree_mask,
     ))  # fmt: skip
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
         problem_of(tensors, options)
@@ -141,6 +148,8 @@ def completed(t: CacheTensors) -> CacheTensors:
         t = autocast.cast(t, t.q.device.type)
     if t.k is not None and t.cu_seqlens_k_new is None:
         t.cu_seqlens_k_new = t.cu_seqlens_q
+    if t.tree_mask is not None:
+        t.tree_mask = words_of("tree_mask", t.tree_mask)
     if t.out is None:
         t.out = _empty_out(t.q, t.v_cache)
     length: Any = t.cache_seqlens

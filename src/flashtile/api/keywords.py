@@ -54,6 +54,7 @@ class Cached(TypedDict, total=False):
     k_scale: Tensor | None
     v_scale: Tensor | None
     cu_seqlens_k_new: Tensor | None
+    tree_mask: Tensor | None
     out: Tensor | None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from flashtile.call import arguments
@@ -12,6 +13,7 @@ from flashtile.call.arguments import FLOAT8 as FLOAT8
 from flashtile.call.arguments import FLOAT32, INT32, Argument, HashKept
 
 _CACHE = ((FLOAT8,), "float8_e4m3fn")
+_WORDS = ((torch.int64,), "bool (batch, T, T) or int64 words (batch, T)")
 _BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
 
 
@@ -46,6 +48,7 @@ class CacheTensors:
     cu_seqlens_k_new: Annotated[Tensor | None, Argument("Bounds of packed keys.", "batch+1", INT32)] = None
     alibi_slopes: Annotated[Tensor | None, arguments.TENSORS["alibi_slopes"]] = None
     sinks: Annotated[Tensor | None, arguments.TENSORS["sinks"]] = None
+    tree_mask: Annotated[Tensor | None, Argument("Words of draft trees.", "batch draft_rows", _WORDS)] = None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
 from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheOptions, CacheTensors
-from flashtile.call.problem import Problem, ScoreMod, SequenceLayout, checked_problem
+from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem
+from flashtile.call.trees import check_rows, check_tree
 from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band
 
 # What an argument is nothing without.
 _NEEDS = {
@@ -30,6 +32,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
+        mask_mod=MaskMod(Band(o.window_left, o.window_right), tree=t.tree_mask is not None),
         rotary_interleaved=o.rotary_interleaved,
     )  # fmt: skip
 
@@ -49,6 +52,8 @@ def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
     axes.check_heads()
     axes.bind_all(found)
     _check_sizes(t, axes.sizes)
+    if t.tree_mask is not None:
+        _check_trees(t, o, axes.sizes)
     return axes.sizes
 
 
@@ -101,6 +106,18 @@ def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
             raise InvalidInputError(name, f"has strides {x.stride()}, its last dimension must be contiguous")
         if name in written and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
             raise InvalidInputError(name, f"has strides {x.stride()}, but is written: it must not be expanded")
+
+
+def _check_trees(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> None:
+    rows, queries = sizes["draft_rows"], sizes["seqlen_q"]
+    check_rows("tree_mask", rows)
+    if o.window_right != 0:
+        raise InvalidInputError("tree_mask", "goes with causal=True: of the keys before the drafts a row sees all")
+    if t.cu_seqlens_q is None and rows != queries:
+        raise InvalidInputError("tree_mask", f"is of trees of {rows} rows, but q has seqlen_q {queries}")
+    if t.rotary_cos is not None and sizes.get("seqlen_new", queries) != queries and t.cu_seqlens_q is None:
+        must = f"must be as many as the {queries} rows of a tree where they are rotated"
+        raise InvalidInputError("k", f"seqlen_new is {sizes['seqlen_new']}, {must}")
 
 
 def check_length(t: CacheTensors, length: int) -> None:
@@ -156,8 +173,21 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
             start = min(leftpad[b], lengths[b]) if new[b] else leftpad[b]
             used = table[start // size : -(-stop // size)] if start < stop else []
             _check_range("page_table", used, t.k_cache.shape[0], f"pages; it is used by sequence {b}")
+    if t.tree_mask is not None:
+        _check_tree_values(t, rows, new)
     if t.rotary_cos is not None:
         _check_positions(problem, t, rows, new, lengths)
+
+
+def _check_tree_values(t: CacheTensors, rows: list[int], new: list[int]) -> None:
+    assert t.tree_mask is not None
+    for b, words in enumerate(t.tree_mask.cpu()):
+        if rows[b] > len(words):
+            continue  # no tree
+        check_tree("tree_mask", words, rows[b], b)
+        if t.rotary_cos is not None and t.cache_seqlens[b] >= 0 and new[b] != rows[b]:
+            must = f"must have as many as the {rows[b]} rows of its tree where they are rotated"
+            raise InvalidInputError("cu_seqlens_k_new", f"gives sequence {b} {new[b]} keys, {must}")
 
 
 def _row_counts(problem: Problem, t: CacheTensors) -> list[int]:

@@ -76,10 +76,12 @@ class MaskMod:
     Attributes:
         band: Causal and window masks.
         tensor: Whether a boolean mask is given.
+        tree: Whether the last rows of a cached call are draft trees.
     """
 
     band: Band = Band()  # noqa: RUF009
     tensor: bool = False
+    tree: bool = False
 
 
 T = TypeVar("T")
@@ -170,6 +172,7 @@ class Problem:
     bias_dtype = _Short(lambda p: p.score_mod.bias, "score_mod.bias")
     band = _Short(lambda p: p.mask_mod.band, "mask_mod.band")
     mask = _Short(lambda p: p.mask_mod.tensor, "mask_mod.tensor")
+    tree = _Short(lambda p: p.mask_mod.tree, "mask_mod.tree")
     needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
     bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
 

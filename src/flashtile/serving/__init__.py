@@ -1,5 +1,23 @@
-"""What a small inference loop needs around ``flashtile.attention_with_kvcache``: pages of keys and values."""
+"""What a small inference loop needs around ``flashtile.attention_with_kvcache``: pages, and draft trees."""
 
 from flashtile.serving.paged import OutOfPagesError, PagedBatch, PagedKVCache
+from flashtile.serving.trees import (
+    tree_depths,
+    tree_from_flashinfer,
+    tree_from_parents,
+    tree_from_sglang,
+    tree_from_vllm,
+    tree_words,
+)
 
-__all__ = ["OutOfPagesError", "PagedBatch", "PagedKVCache"]
+__all__ = [
+    "OutOfPagesError",
+    "PagedBatch",
+    "PagedKVCache",
+    "tree_depths",
+    "tree_from_flashinfer",
+    "tree_from_parents",
+    "tree_from_sglang",
+    "tree_from_vllm",
+    "tree_words",
+]

@@ -11,6 +11,7 @@ from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
+from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
 from tests.slow import named, slow_but
 
 
@@ -24,6 +25,23 @@ def test_case(case: CacheCase) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case_in_float32(case: CacheCase) -> None:
     judge(build(case, torch.float32), "portable")
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("case", [case for case in CASES if case.tree], ids=str)
+def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
+    """Where masks are applied in a branch; of splits that cut trees."""
+    splitting = Splitting(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
+    with trial(decode=Config(block_m, 16, 4, 1, 3, splitting)):
+        judge(build(case, torch.float16), "portable")
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_gives_the_bits_of_a_causal_call(name: str, block_m: int) -> None:
+    with trial(decode=Config(block_m, 16, 4, 1, 2, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))):
+        assert_chains_are_causal(name, torch.float16, "portable")
 
 
 @pytest.mark.one_in(5)

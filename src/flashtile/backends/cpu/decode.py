@@ -20,6 +20,8 @@ from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.cached_problem import lengths_of
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.call.rotary import apply_rotary
+from flashtile.call.trees import dense
+from flashtile.core.masks import Band
 
 # Conversion makes NaN of what is greater.
 _LARGEST_8_BIT = torch.finfo(FLOAT8).max
@@ -57,6 +59,7 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         q, stop = queries[rows], old[b] + new[b]
         if not q.shape[0]:
             continue
+        tree = _tree(t, b, q.shape[0])
         # The first key that the first row sees: what is before it is not read.
         start = leftpad[b]
         if problem.band.left is not None:
@@ -65,10 +68,34 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         call = Tensors(q[None].to(one.dtype), k, v, slopes, sinks=t.sinks)
-        out, sums = forward.forward(one.resized(call, _NO_OPTIONS), call)
+        of_one = one if tree is None else _with_tree(one, call, tree)
+        out, sums = forward.forward(of_one.resized(call, _NO_OPTIONS), call)
         t.out[rows].copy_(out[0])
         lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
     return lse
+
+
+def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
+    """What a sequence's rows see of one another, bool; None where it has no tree, or a chain, which is causal."""
+    if t.tree_mask is None or num_rows > t.tree_mask.shape[1]:
+        return None
+    seen = dense(t.tree_mask[b], num_rows)
+    return None if torch.equal(seen, torch.ones_like(seen).tril()) else seen
+
+
+def _with_tree(one: Problem, call: Tensors, seen: Tensor) -> Problem:
+    """The problem of a sequence whose last keys are a tree; the call gets its mask, and its slopes become a bias."""
+    shift, depth = call.k.shape[1] - len(seen), seen.sum(-1) - 1
+    j = torch.arange(call.k.shape[1], device=_CPU)
+    u = (j - shift).clamp(min=0)
+    after = (shift + depth)[:, None] - torch.where(j < shift, j, shift + depth[u])
+    keep = (j < shift) | seen[:, u]
+    left = one.band.left
+    call.attn_mask = (keep if left is None else keep & (after <= left))[None, None]
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes.view(1, -1, 1, 1).to(one.lse_dtype)
+        call.attn_bias, call.alibi_slopes = -slopes * after.abs(), None
+    return one.but(band=Band(), mask=True, bias_dtype=None if call.attn_bias is None else one.lse_dtype, alibi=False)
 
 
 def _caches(t: CacheTensors) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
@@ -80,6 +107,16 @@ def _rows(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     lengths = _numbers(counts)
     sequence = torch.repeat_interleave(lengths)
     return sequence, torch.arange(len(sequence), device=_CPU) - (lengths.cumsum(0) - lengths)[sequence]
+
+
+def _steps(t: CacheTensors, sequence: Tensor, nth: Tensor, counts: Sequence[int]) -> Tensor:
+    """How far the rows of ``_rows`` stand after their sequence's first: by their depths where that is a tree."""
+    if t.tree_mask is None:
+        return nth
+    most = t.tree_mask.shape[1]
+    pairs = zip(t.tree_mask, counts, strict=True)
+    trees = [dense(words, n).sum(-1) - 1 if n <= most else _numbers(range(n)) for words, n in pairs]
+    return torch.cat([*trees, nth[:0]])
 
 
 def _numbers(values: Sequence[int]) -> Tensor:
@@ -100,7 +137,7 @@ def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int]) -> Tensor
     bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
     counts = [t.q.shape[1]] * problem.batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
     sequence, nth = _rows(counts)
-    positions = _numbers(firsts)[sequence] + (0 if problem.band.unbounded else nth)
+    positions = _numbers(firsts)[sequence] + (0 if problem.band.unbounded else _steps(t, sequence, nth, counts))
     rows = t.q.flatten(0, 1) if bounds is None else t.q[: len(sequence)]
     # Sequences without keys may stand anywhere.
     rotated = _rotated(problem, t, rows, positions.clamp(0, len(t.rotary_cos) - 1))
@@ -117,7 +154,7 @@ def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence
         given = t.cu_seqlens_k_new[sequence] + nth
         k, v = t.k[given], t.v[given]
     if t.rotary_cos is not None:
-        k = _rotated(problem, t, k, _numbers(firsts)[sequence] + nth)
+        k = _rotated(problem, t, k, _numbers(firsts)[sequence] + _steps(t, sequence, nth, new))
     places = _numbers(old)[sequence] + nth
     if t.page_table is not None:
         size = problem.keys.page_size

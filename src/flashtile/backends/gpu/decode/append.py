@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import mods
+
 
 @triton.jit
 def place_of(t, sequences, SEARCH: tl.constexpr):
@@ -18,6 +20,19 @@ def place_of(t, sequences, SEARCH: tl.constexpr):
             b += tl.sum((ends <= t).to(tl.int32))
         i = t - tl.load(sequences.cu_seqlens + b)
     return b, i
+
+
+@triton.jit
+def step_of(i, b, rotation):
+    """How far row i of sequence b stands after its first new token: by its depth where the rows are a tree."""
+    step = i
+    if rotation.tree is not None:
+        num_rows = rotation.queries.length
+        if rotation.queries.cu_seqlens is not None:
+            num_rows = tl.load(rotation.queries.cu_seqlens + b + 1) - tl.load(rotation.queries.cu_seqlens + b)
+        num_rows = tl.where(num_rows <= rotation.tree_rows, num_rows, 0)
+        step = mods.tree_places(rotation.tree + tl.cast(b, tl.int64) * rotation.tree_rows, num_rows, 0, i)
+    return step
 
 
 @triton.jit
@@ -116,7 +131,7 @@ def append_token(token, h, cache, new, rotation):
     b = tl.minimum(b, cache.new.count - 1)
     cached, position = tl.load(cache.cached + b), i
     if rotation.starts is not None:
-        position += tl.load(rotation.starts + b)
+        position = step_of(i, b, rotation) + tl.load(rotation.starts + b)
     at = cached + i
     valid = valid & (cached >= 0) & (at < cache.capacity)
     entry, row = tl.cast(b, tl.int64), at
@@ -142,9 +157,10 @@ def rotate_query(token, h, rotation, SEARCH: tl.constexpr):
     """Writes heads h [HEADS, 1] of one query, rotated."""
     b, i = place_of(token, rotation.queries, SEARCH)
     valid = b < rotation.queries.count
-    position = tl.load(rotation.starts + tl.minimum(b, rotation.queries.count - 1))
+    b_valid = tl.minimum(b, rotation.queries.count - 1)
+    position = tl.load(rotation.starts + b_valid)
     if rotation.EACH_ROW:
-        position += i
+        position += step_of(i, b_valid, rotation)
     move(
         at_heads(rotation.q, b, token, i, h), at_heads(rotation.rotated, b, token, i, h), position,
         valid & (h < rotation.num_heads_q), tl.full(h.shape, 1.0, tl.float32),

@@ -188,6 +188,8 @@ class Rotation(NamedTuple):
         starts: (batch,) int32, the position of each sequence's first new token.
         cos: Contiguous (rows, DIM / 2).
         sin: Likewise.
+        tree: (batch, tree_rows) int64, as in ``mods.Tree``; None for no trees.
+        tree_rows: Its rows.
         rows: Positions that there are angles of.
         DIM: Features that are rotated, in pairs.
         BLOCK: A power of two, at least as many as pairs.
@@ -202,6 +204,8 @@ class Rotation(NamedTuple):
     starts: Any
     cos: Any
     sin: Any
+    tree: Any
+    tree_rows: Any
     rows: Any
     DIM: Any
     BLOCK: Any

@@ -166,15 +166,22 @@ def score_block(k, first, key, inside, page, place, rows, head, call):
         product = tl.dot(rows.q, tl.trans(k), input_precision=INPUT_PRECISION)
     if call.cache.scales.BY_PAGE and call.cache.scales.k.ptr is not None:
         product *= eight_bit.page_scales(call.cache.scales.k, page, place.h_kv, inside)[None, :]
-    x, scale_log2, _slope = mods.apply(product, call.mods, head, mods.pairs_of(head, rows.i, key[None, :]), False)
-    if x.shape[0] < 64:
+    HAS_TREE: tl.constexpr = mods.count(call.mods.MASKS) > 0
+    stands = key
+    if HAS_TREE and (rows.first is not None or mods.place_of(call.mods.SCORES, "alibi") >= 0):
+        stands = mods.tree_places(head.masks[0].base, head.masks[0].count, head.masks[0].shift, key)
+    x, scale_log2, _slope = mods.apply(product, call.mods, head, mods.pairs_of(head, rows.i, stands[None, :]), False)
+    if HAS_TREE and x.shape[0] < 64:
+        if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):
+            x = masked_by_tree(x, key, stands, rows, head, call)
+    elif x.shape[0] < 64:
         x = masked(x, key, rows)
     else:
         # Comparisons stay in the branch: ptxas would hoist them above the WGMMA, a register each. The scale is applied
         # here, since a product that only the branch reads would be waited for inside it.
         x, scale_log2 = x * scale_log2, 1.0
         if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):
-            x = masked(x, key, rows)
+            x = masked_by_tree(x, key, stands, rows, head, call) if HAS_TREE else masked(x, key, rows)
     return x, scale_log2
 
 
@@ -185,6 +192,16 @@ def masked(x, key, rows):
     if rows.first is not None:
         x = tl.where(key[None, :] >= rows.first, x, float("-inf"))
     return x
+
+
+@triton.jit
+def masked_by_tree(x, key, stands, rows, head, call):
+    """``masked`` where rows may be a tree, by the places ``stands`` of the keys."""
+    x = tl.where((key[None, :] >= rows.low) & (key[None, :] <= rows.last), x, float("-inf"))
+    if rows.first is not None:
+        x = tl.where(stands[None, :] >= rows.first, x, float("-inf"))
+    at = mods.pairs_of(head, rows.i, key[None, :])
+    return call.mods.masks[0].function(x, head.masks[0], at, float("-inf"))
 
 
 @triton.jit
@@ -321,15 +338,24 @@ def attend_tile(place, shape, row, h, part, head, call):
     """``attend`` after loading the rows; the scales of 8-bit values are left to ``finish``."""
     exists, i = tl.arange(0, row.shape[0]) < part.count, (row + shape.high - shape.num_rows)[:, None]
     band, shift, GROUP = call.mods.band, shape.high - shape.num_rows, call.GROUP
+    HAS_TREE: tl.constexpr = mods.count(call.mods.MASKS) > 0
+    if HAS_TREE:
+        i = mods.tree_places(head.masks[0].base, head.masks[0].count, head.masks[0].shift, i)
     last, clear_last = i * 0 + shape.high - 1, shape.high - 1
     if band.right is not None:
         last = tl.minimum(last, i + band.right)
         clear_last = tl.minimum(clear_last, place.first // GROUP + shift + band.right)
+    if HAS_TREE:
+        # Of a tree the mask says which drafts a row sees; all see what is before them.
+        last = tl.where(head.masks[0].count > 0, shape.high - 1, last)
+        clear_last = tl.where(head.masks[0].count > 0, shift - 1, clear_last)
     first, clear_first = None, shape.low
-    if band.left is not None:
+    if HAS_TREE and band.left is not None:
+        first, clear_first = i - band.left, tl.maximum(clear_first, shape.high - 1 - band.left)
+    elif band.left is not None:
         last_row = tl.minimum((place.first + call.schedule.BLOCK_M - 1) // GROUP, shape.num_rows - 1)
         first, clear_first = tl.maximum(i - band.left, shape.low), tl.maximum(clear_first, last_row + shift - band.left)
-    elif call.leftpad is not None:
+    elif call.leftpad is not None and not HAS_TREE:
         first = i * 0 + shape.low
     if not call.cache.scales.EIGHT_BIT:
         q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 1)
@@ -441,7 +467,7 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
         tl.where(keeps, call.schedule.splitting.RUN, shape.state_splits), keeps,
         base + tl.cast(state, tl.int64) * pitch, pitch, tl.minimum(pitch - first, BLOCK_M), waits,
     )  # fmt: skip
-    head = mods.head_of(call.mods, valid_b, h[:, None], shape.num_rows, shape.high)
+    head = mods.head_of(call.mods, valid_b, h[:, None], shape.num_rows, shape.high, row[:, None])
     acc, row_max, row_sum = attend_tile(place, shape, row, h, part, head, call)
     if call.results.acc is None:  # noqa: SIM114 a compile-time condition
         finish(acc, row_max, row_sum, b, place, packed, col, shape, call)

@@ -19,7 +19,8 @@ from flashtile.backends.gpu.decode.call import (
     Splitting,
 )
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, hopper_rows
-from flashtile.backends.gpu.device.mods import Band, Mods
+from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device.mods import Band, Mod, Mods
 from flashtile.backends.gpu.device.records import Sequences
 from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
@@ -90,13 +91,13 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
 def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     """The record of what the launch that appends rotates."""
     if t.rotary_cos is None:
-        return Rotation(None, None, None, None, None, None, None, None, 0, None, None, None)
+        return Rotation(None, None, None, None, None, None, None, None, None, None, 0, None, None, None)
     p, (rows, pairs), block = problem, t.rotary_cos.shape, padded(problem.head_dim)
     starts = t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens
     return Rotation(
         rows_of("q", t.q, block), rows_of("rotated", _rotated(t), block), _queries(p, t), p.num_heads_q,
-        pointer(starts, "starts"), pointer(t.rotary_cos, "cos"), pointer(t.rotary_sin, "sin"), rows, 2 * pairs,
-        power_of_two(pairs), p.rotary_interleaved, not p.band.unbounded,
+        pointer(starts, "starts"), pointer(t.rotary_cos, "cos"), pointer(t.rotary_sin, "sin"), *_tree(t), rows,
+        2 * pairs, power_of_two(pairs), p.rotary_interleaved, not p.band.unbounded,
     )  # fmt: skip
 
 
@@ -112,11 +113,16 @@ def _scale(name: str, scale: Tensor | None) -> Scale:
     return Scale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else 0)
 
 
+def _tree(t: CacheTensors) -> mods.Tree:
+    return mods.Tree(pointer(t.tree_mask, "tree"), None if t.tree_mask is None else t.tree_mask.shape[1])
+
+
 def _mods(problem: Problem, t: CacheTensors) -> Mods:
     p = problem
+    masks, mask_names = named(tree=Mod(mods.select_tree, None, mods.tree_of_head, _tree(t)) if p.tree else None)
     transforms, names = named(softcap=softcap_of(p), alibi=alibi_of(p, t.alibi_slopes))
     return Mods(
-        p.softmax_scale, transforms, Band(p.band.left, p.band.right), None, None, None, names, "",
+        p.softmax_scale, transforms, Band(p.band.left, p.band.right), masks, None, None, names, mask_names,
         transforms is not None or p.softmax_scale <= 0, "ieee",
     )  # fmt: skip
 

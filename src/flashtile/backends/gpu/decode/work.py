@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import mods
+
 
 class Shape(NamedTuple):
     """Lengths of one sequence, or of many, and how their work is cut into items; before that cut, a span.
@@ -267,10 +269,14 @@ def blocks_of(first, state, stop_state, shape, call):
     start = shape.low // BLOCK_N * BLOCK_N + state * keys
     stop = tl.minimum(shape.low // BLOCK_N * BLOCK_N + stop_state * keys, shape.high)
     if shape.num_splits == 1:
-        shift = shape.high - shape.num_rows
+        shift, row = shape.high - shape.num_rows, first // call.GROUP
+        last = tl.minimum((first + call.schedule.BLOCK_M - 1) // call.GROUP, shape.num_rows - 1)
+        if mods.count(call.mods.MASKS) > 0:
+            # Rows of a tree are in any order.
+            is_tree = shape.num_rows <= call.mods.masks[0].operands.rows
+            row, last = tl.where(is_tree, 0, row), tl.where(is_tree, shape.num_rows - 1, last)
         if call.mods.band.right is not None:
-            last = tl.minimum((first + call.schedule.BLOCK_M - 1) // call.GROUP, shape.num_rows - 1)
             stop = tl.minimum(stop, last + shift + call.mods.band.right + 1)
         if call.mods.band.left is not None:
-            start = tl.maximum(start, (first // call.GROUP + shift - call.mods.band.left) // BLOCK_N * BLOCK_N)
+            start = tl.maximum(start, (row + shift - call.mods.band.left) // BLOCK_N * BLOCK_N)
     return start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N

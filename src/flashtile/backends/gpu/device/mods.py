@@ -9,8 +9,9 @@ It consists of ``@triton.jit`` functions and what they read:
     of_head(operands, at) -> operands                      what the others take, read once a head, where it differs
 
 with scores in natural units and ``at`` an ``At``. Softcap, ALiBi and bias are applied in this order, then the band and
-masks. A backend may compute one in a way of its own instead, which it finds by its name in ``Mods.SCORES`` or
-``Mods.MASKS``.
+masks. The mask of a cached call with draft trees is "tree"; rows and keys of drafts stand where ``tree_places`` says:
+scores and the band take those places, the tree itself the keys' indices. A backend may compute one in a way of its own
+instead, which it finds by its name in ``Mods.SCORES`` or ``Mods.MASKS``.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class At(NamedTuple):
         b: The sequence.
         h: The query head.
         i: Rows.
-        p: Their positions among the keys, ``i + seqlen_k - seqlen_q``.
+        p: Their positions among the keys, ``i + seqlen_k - seqlen_q``; by depth where they are a tree.
         j: Keys.
         seqlen_q: Rows of the sequence.
         seqlen_k: Its keys.
@@ -147,6 +148,29 @@ class HeadTensor(NamedTuple):
     stride_row: Any
     stride_col: Any
     seqlen_k: Any
+
+
+class Tree(NamedTuple):
+    """Draft trees: words (batch, rows) int64; sequences of more rows have none."""
+
+    ptr: Any
+    rows: Any
+
+
+class TreeRows(NamedTuple):
+    """A sequence's tree, and the words of some of its rows.
+
+    Attributes:
+        base: Address of its words.
+        count: Its rows; 0 for a sequence that has no tree.
+        shift: Index of the first row's key.
+        word: Of the rows ``At.i``.
+    """
+
+    base: Any
+    count: Any
+    shift: Any
+    word: Any
 
 
 @triton.constexpr_function
@@ -293,6 +317,43 @@ def tensor_of_head(tensor, at):
 
 
 @triton.jit
+def tree_of_head(tree, at):
+    """The ``TreeRows`` of a ``Tree``."""
+    base, num_rows = tree.ptr + tl.cast(at.b, tl.int64) * tree.rows, tl.where(at.seqlen_q <= tree.rows, at.seqlen_q, 0)
+    return TreeRows(base, num_rows, at.seqlen_k - at.seqlen_q, tree_words(base, num_rows, at.i))
+
+
+@triton.jit
+def tree_words(base, num_rows, i):
+    """The words of rows i, without bits past the tree's rows; of what is no row of it all bits."""
+    whole = (num_rows == 0) | (num_rows >= 64)
+    bits = tl.where(whole, tl.cast(-1, tl.int64), (tl.cast(1, tl.int64) << tl.minimum(num_rows, 63)) - 1)
+    return tl.load(base + i, mask=(i >= 0) & (i < num_rows), other=-1) & bits
+
+
+@triton.jit
+def tree_places(base, num_rows, shift, j):
+    """Where keys j stand: those of a tree by the depths of their rows, all others at their index.
+
+    The depth is the number of a word's bits without the row's own.
+    """
+    n = tree_words(base, num_rows, j - shift)
+    n -= (n >> 1) & 0x5555555555555555
+    n = (n & 0x3333333333333333) + ((n >> 2) & 0x3333333333333333)
+    n = (n + (n >> 4)) & 0x0F0F0F0F0F0F0F0F
+    depth = ((n * 0x0101010101010101) >> 56).to(tl.int32) - 1
+    return tl.where((j >= shift) & (j - shift < num_rows), shift + depth, j)
+
+
+@triton.jit
+def select_tree(x, tree, at, fill):
+    """x, or fill where a row does not see a draft's key."""
+    u = at.j - tree.shift
+    bit = (tree.word >> tl.minimum(tl.maximum(u, 0), 63).to(tl.int64)) & 1
+    return tl.where((u < 0) | (bit != 0), x, fill)
+
+
+@triton.jit
 def multiple(x, UNIT: tl.constexpr):
     """A multiple of UNIT, as the compiler then sees."""
     return x // UNIT * UNIT
@@ -306,9 +367,9 @@ def load_tile(tensor, at, other):
 
 
 @triton.jit
-def head_of(mods, b, h, seqlen_q, seqlen_k):
-    """The ``Head`` of a sequence and a query head."""
-    at = At(b, h, None, None, None, seqlen_q, seqlen_k)
+def head_of(mods, b, h, seqlen_q, seqlen_k, i=None):
+    """The ``Head`` of a sequence and a query head, and for a tree of rows i."""
+    at = At(b, h, i, None, None, seqlen_q, seqlen_k)
     # Written out: in Triton 3.6 adding tuples loses the field names of the records in them.
     scores, masks = 0, 0
     NUM: tl.constexpr = count(mods.SCORES)

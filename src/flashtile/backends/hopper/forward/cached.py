@@ -25,6 +25,7 @@ def reasons(problem: Problem) -> list[str]:
         "head_dim that is no multiple of 8": p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0,
         f"pages of {size}": 0 < size < _FEWEST_PAGE_ROWS or size & (size - 1) != 0,
         "strides that TMA cannot read": not p.aligned,
+        "tree_mask": p.tree,
     }
     return [reason for reason, is_against in against.items() if is_against]
 
