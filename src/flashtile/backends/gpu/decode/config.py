@@ -115,7 +115,7 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
         block_n = 64
     elif problem.precision.kv.itemsize == 1:
         block_n *= 2
-    is_gathered = problem.keys.page_size > 0 and problem.keys.page_size % block_n != 0
+    is_gathered = problem.keys.page_size > 0
     stages = 2 if dim > 128 and block_m > 16 else 3
     if _has_little_shared_memory(problem):
         # 128 rows of an 8-bit cache at head_dim 128 take 104 KB (Triton 3.7.1), and of any spill 500 bytes.

@@ -124,25 +124,23 @@ def load_block(cache, base, place, inside):
 def place_block(first, inside, b, cache, BLOCK_N: tl.constexpr):
     """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's rows after that.
 
-    The page is int64: [BLOCK_N], or a number where one page holds the whole block, 0 in a cache by sequence. The table
-    is read only for keys inside: its other entries may hold anything.
+    The page is int64: [BLOCK_N], 0 in a cache by sequence. The table is read only for keys inside: its other entries may
+    hold anything. It is a tensor even where one page holds the whole block: Triton loads tensors ahead, and no numbers.
     """
     PAGE_SIZE: tl.constexpr = cache.PAGE_SIZE
     key = tl.arange(0, BLOCK_N)
     page, first_row, row = tl.full((), 0, tl.int64), tl.cast(first, tl.int64), key
     if cache.pages is not None:
         table = cache.pages + tl.cast(b, tl.int64) * cache.pages_pitch
+        first_row = tl.full((), 0, tl.int64)
         if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
-            first_row = tl.cast(first % PAGE_SIZE, tl.int64)
+            index, row = first // PAGE_SIZE + key * 0, first % PAGE_SIZE + key
+        elif BLOCK_N % PAGE_SIZE == 0:
+            # Rows within pages are those of every block: nothing is divided in the loop.
+            index, row = first // PAGE_SIZE + key // PAGE_SIZE, key % PAGE_SIZE
         else:
-            first_row = tl.full((), 0, tl.int64)
-            if BLOCK_N % PAGE_SIZE == 0:
-                # Rows within pages are those of every block: nothing is divided in the loop.
-                index, row = first // PAGE_SIZE + key // PAGE_SIZE, key % PAGE_SIZE
-            else:
-                index, row = (first + key) // PAGE_SIZE, (first + key) % PAGE_SIZE
-            page = tl.load(table + index, mask=inside, other=0).to(tl.int64)
+            index, row = (first + key) // PAGE_SIZE, (first + key) % PAGE_SIZE
+        page = tl.load(table + index, mask=inside, other=0).to(tl.int64)
     return page, first_row, row
 
 
