@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
-from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheOptions, CacheTensors
+from flashtile.call.cached_arguments import (
+    FLOAT8,
+    TENSORS,
+    CacheOptions,
+    CacheTensors,
+    check_tree,
+    check_tree_rows,
+)
 from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem
-from flashtile.call.trees import check_rows, check_tree
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 
@@ -110,7 +116,7 @@ def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
 
 def _check_trees(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> None:
     rows, queries = sizes["draft_rows"], sizes["seqlen_q"]
-    check_rows("tree_mask", rows)
+    check_tree_rows("tree_mask", rows)
     if o.window_right != 0:
         raise InvalidInputError("tree_mask", "goes with causal=True: of the keys before the drafts a row sees all")
     if t.cu_seqlens_q is None and rows != queries:

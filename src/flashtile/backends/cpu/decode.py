@@ -16,11 +16,10 @@ from torch import Tensor
 
 from flashtile.backends.cpu import forward
 from flashtile.call.arguments import Options
-from flashtile.call.cached_arguments import FLOAT8, CacheTensors
+from flashtile.call.cached_arguments import FLOAT8, CacheTensors, tree_pairs
 from flashtile.call.cached_problem import lengths_of
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.call.rotary import apply_rotary
-from flashtile.call.trees import dense
 from flashtile.core.masks import Band
 
 # Conversion makes NaN of what is greater.
@@ -79,7 +78,7 @@ def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
     """What a sequence's rows see of one another, bool; None where it has no tree, or a chain, which is causal."""
     if t.tree_mask is None or num_rows > t.tree_mask.shape[1]:
         return None
-    seen = dense(t.tree_mask[b], num_rows)
+    seen = tree_pairs(t.tree_mask[b], num_rows)
     return None if torch.equal(seen, torch.ones_like(seen).tril()) else seen
 
 
@@ -115,7 +114,7 @@ def _steps(t: CacheTensors, sequence: Tensor, nth: Tensor, counts: Sequence[int]
         return nth
     most = t.tree_mask.shape[1]
     pairs = zip(t.tree_mask, counts, strict=True)
-    trees = [dense(words, n).sum(-1) - 1 if n <= most else _numbers(range(n)) for words, n in pairs]
+    trees = [tree_pairs(words, n).sum(-1) - 1 if n <= most else _numbers(range(n)) for words, n in pairs]
     return torch.cat([*trees, nth[:0]])
 
 
