@@ -234,6 +234,8 @@ _TREES = (
     CacheCase("tree_packed", ((37, 1, 0), (20, 5, 0), (0, 3, 0), (40, 0, 0), (5, 8, 0)), packed=True, tree="random"),
     CacheCase("tree_packed_prompt", ((37, 4, 4), (5, 90, 90), (9, 6, 6)), packed=True, appends=True, tree="forest",
               tree_rows=6, rotary=16, page_size=4, kv_heads=1, spare=3, window=(40, 0), alibi="bh"),
+    CacheCase("tree_prompt_of_few_new_keys", ((37, 4, 4), (50, 20, 3)), packed=True, appends=True, tree="star",
+              tree_rows=6, rotary=16),
     CacheCase("tree_packed_wide", ((37, 4, 0), (90, 64, 0)), packed=True, tree="shuffled", tree_rows=64, words=True),
     CacheCase("tree_not_there", ((-1, 6, 6), (20, 6, 6)), appends=True, rotary=16, capacity=32, tree="random"),
     CacheCase("tree_float8", _same(37, 12, rows=7), tree="random", float8="eh", page_size=4, alibi="h"),

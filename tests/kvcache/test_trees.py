@@ -142,6 +142,17 @@ def test_rotated_keys_that_are_no_drafts_are_refused() -> None:
         call.run("cpu")
 
 
+def test_a_tree_takes_as_many_positions_as_it_is_deep() -> None:
+    case = CacheCase("", ((9, 8, 8), (5, 8, 8)), appends=True, tree="star", rotary=8, rotary_start=False)
+    call = build(case, torch.float32)
+    cos = call.keywords["rotary_cos"]
+    want, _ = call.run("cpu")
+    got, _ = call.run("cpu", rotary_cos=cos[:11], rotary_sin=call.keywords["rotary_sin"][:11])
+    assert torch.equal(got, want)
+    with pytest.raises(InvalidInputError, match="^rotary_cos: has 10 positions, but sequence 0 rotates at 10"):
+        call.run("cpu", rotary_cos=cos[:10], rotary_sin=cos[:10])
+
+
 def test_hoppers_own_kernels_take_none() -> None:
     pytest.importorskip("triton")
     from flashtile.backends.hopper.decode import config
