@@ -150,10 +150,11 @@ def _depths(words: Tensor) -> list[int]:
     return [sum(word >> t & 1 for t in range(len(words))) - 1 for word in words.tolist()]
 
 
-def _steps(t: CacheTensors, b: int, num_rows: int) -> list[int]:
-    """How far each row of a sequence stands after its first key among the new ones."""
-    words = _tree(t, b, num_rows)
-    return list(range(num_rows)) if words is None else _depths(words)
+def _steps(problem: Problem, t: CacheTensors, b: int, count: int) -> list[int]:
+    """How far so many rows, or new keys, of a sequence stand after its first new key, for what rotates them."""
+    rows = _spans(problem, t.q, t.cu_seqlens_q)[b]
+    words = _tree(t, b, rows.stop - rows.start)
+    return list(range(count)) if words is None or t.rotary_cos is None else _depths(words)
 
 
 def _logsumexp(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -215,7 +216,7 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
         if old[b] < 0:  # rule 13
             lengths.append(0)
             continue
-        steps = _steps(t, b, k.shape[0])
+        steps = _steps(problem, t, b, k.shape[0])
         for i in range(k.shape[0]):  # rule 14
             page, row = _place(t, b, old[b] + i)
             turned = _rotated(problem, t, k[i], firsts[b] + steps[i])
@@ -224,7 +225,7 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
         lengths.append(old[b] + k.shape[0])
     for b, rows in enumerate(_spans(problem, q, t.cu_seqlens_q)):
         queries = _rows(q, b, rows)
-        steps = _steps(t, b, queries.shape[0])
+        steps = _steps(problem, t, b, queries.shape[0])
         for i in range(queries.shape[0] if old[b] >= 0 else 0):  # rule 15
             place = firsts[b] if problem.band.unbounded else firsts[b] + steps[i]
             queries[i] = _rotated(problem, t, queries[i], place)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from flashtile.call.trees import MOST_ROWS
+from flashtile.call.cached_arguments import MOST_TREE_ROWS
 from tests.cases import Case
 from tests.kvcache.cases import CacheCase
 from tests.quantization.cases import QuantizedCase
@@ -253,14 +253,14 @@ def _cached(d: Draw, name: str) -> CacheCase:
 
 def _with_trees(d: Draw, case: CacheCase) -> CacheCase:
     """The case with draft trees; packed, some sequences may have more rows than trees have."""
-    most = 10**9 if case.packed else MOST_ROWS
+    most = 10**9 if case.packed else MOST_TREE_ROWS
     sequences = [(old, min(rows, most), new) for old, rows, new in case.sequences]
     if case.rotary:  # the new keys are the drafts
         sequences = [(old, rows, rows) for old, rows, _ in sequences]
-    longest = min(max(rows for _, rows, _ in sequences), MOST_ROWS)
+    longest = min(max(rows for _, rows, _ in sequences), MOST_TREE_ROWS)
     return replace(
         case, sequences=tuple(sequences), causal=True, tree=d.pick(*TREES), words=d.chance(0.5),
-        tree_rows=d.pick(longest, MOST_ROWS, d.upto(MOST_ROWS, 1)) if case.packed else 0,
+        tree_rows=d.pick(longest, MOST_TREE_ROWS, d.upto(MOST_TREE_ROWS, 1)) if case.packed else 0,
     )  # fmt: skip
 
 

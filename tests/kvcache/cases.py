@@ -17,10 +17,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile import UnsupportedError, reference
-from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheTensors, read
+from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheTensors, read, tree_words
 from flashtile.call.cached_problem import problem_of
 from flashtile.call.problem import Problem
-from flashtile.call.trees import words_of
 from flashtile.ops import dispatch
 from tests import trees
 from tests.poison import poisoned_memory
@@ -235,6 +234,8 @@ _TREES = (
     CacheCase("tree_packed", ((37, 1, 0), (20, 5, 0), (0, 3, 0), (40, 0, 0), (5, 8, 0)), packed=True, tree="random"),
     CacheCase("tree_packed_prompt", ((37, 4, 4), (5, 90, 90), (9, 6, 6)), packed=True, appends=True, tree="forest",
               tree_rows=6, rotary=16, page_size=4, kv_heads=1, spare=3, window=(40, 0), alibi="bh"),
+    CacheCase("tree_prompt_of_few_new_keys", ((37, 4, 4), (50, 20, 3)), packed=True, appends=True, tree="star",
+              tree_rows=6, rotary=16),
     CacheCase("tree_packed_wide", ((37, 4, 0), (90, 64, 0)), packed=True, tree="shuffled", tree_rows=64, words=True),
     CacheCase("tree_not_there", ((-1, 6, 6), (20, 6, 6)), appends=True, rotary=16, capacity=32, tree="random"),
     CacheCase("tree_float8", _same(37, 12, rows=7), tree="random", float8="eh", page_size=4, alibi="h"),
@@ -328,7 +329,7 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
         most = (case.tree_rows or max(rows, default=0)) if case.packed else of_q[1]
         mask = trees.masks(case.tree, list(rows), most)
         mask = mask if make is not None else torch.empty_like(mask)
-        keywords["tree_mask"] = words_of("tree_mask", mask) if case.words else mask
+        keywords["tree_mask"] = tree_words("tree_mask", mask) if case.words else mask
     if case.out:
         wide = torch.full((*of_q, case.heads + 1, dim_v), torch.nan, dtype=dtype)
         keywords["out"] = wide[..., : case.heads, :] if case.out == "part" else wide[..., 1:, :].contiguous()
@@ -362,7 +363,7 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
     if case.appends and case.packed and tensors["cu_seqlens_k_new"] is None:
         tensors["cu_seqlens_k_new"] = tensors["cu_seqlens_q"]
     if tensors["tree_mask"] is not None:
-        tensors["tree_mask"] = words_of("tree_mask", tensors["tree_mask"])
+        tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
     plain = (keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
     made = CacheTensors(**tensors)
     return CacheCall(case, problem_of(made, read(case.causal, case.window, True, plain)), made, keywords)

@@ -140,3 +140,53 @@ def test_rotated_keys_that_are_no_drafts_are_refused() -> None:
     call = build(case, torch.float32)
     with pytest.raises(InvalidInputError, match="^cu_seqlens_k_new: gives sequence 0 2 keys, must have as many as"):
         call.run("cpu")
+
+
+def test_a_tree_takes_as_many_positions_as_it_is_deep() -> None:
+    case = CacheCase("", ((9, 8, 8), (5, 8, 8)), appends=True, tree="star", rotary=8, rotary_start=False)
+    call = build(case, torch.float32)
+    cos = call.keywords["rotary_cos"]
+    want, _ = call.run("cpu")
+    got, _ = call.run("cpu", rotary_cos=cos[:11], rotary_sin=call.keywords["rotary_sin"][:11])
+    assert torch.equal(got, want)
+    with pytest.raises(InvalidInputError, match="^rotary_cos: has 10 positions, but sequence 0 rotates at 10"):
+        call.run("cpu", rotary_cos=cos[:10], rotary_sin=cos[:10])
+
+
+def test_hoppers_own_kernels_take_none() -> None:
+    pytest.importorskip("triton")
+    from flashtile.backends.hopper.decode import config
+
+    for rows in (8, 40):
+        case = CacheCase("", ((100, rows, 0),), heads=32, kv_heads=4, head_dim=128, page_size=64)
+        plain, of_tree = (
+            build(each, torch.bfloat16).problem.but(device_type="cuda", compute_capability=(9, 0))
+            for each in (case, replace(case, tree="chain"))
+        )
+        assert config.covers(plain) or config.runs_forward(plain)
+        assert not config.covers(of_tree) and not config.runs_forward(of_tree)
+        assert config.describe(of_tree).startswith("Triton")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_whole(backend: str) -> None:
+    torch._dynamo.reset()
+    q, cache = torch.randn(3, 7, 4, 16), torch.randn(3, 100, 2, 16)
+
+    def layer(q: Tensor, mask: Tensor) -> Tensor:
+        return flashtile.attention_with_kvcache(q * 2, cache, cache, cache_seqlens=LENGTHS, tree_mask=mask) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for kind in ("random", "star"):
+        mask = trees.masks(kind, [7] * 3, 7)
+        torch.testing.assert_close(compiled(q, mask), layer(q, mask))
+        torch.testing.assert_close(compiled(q, tree_words(mask)), layer(q, mask))
+
+
+def test_fake_tensors_and_explain_take_trees() -> None:
+    q, cache = (torch.empty(2, n, 2, 8, device="meta") for n in (5, 30))
+    mask = torch.empty(2, 5, 5, dtype=torch.bool, device="meta")
+    assert flashtile.attention_with_kvcache(q, cache, cache, cache_seqlens=9, tree_mask=mask).shape == q.shape
+    given = {"k_cache": torch.randn(2, 30, 2, 8), "v_cache": torch.randn(2, 30, 2, 8), "cache_seqlens": 9}
+    text = flashtile.explain(torch.randn(2, 5, 2, 8), **given, tree_mask=trees.masks("star", [5, 5], 5))
+    assert "decode: cpu" in text

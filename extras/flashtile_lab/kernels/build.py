@@ -166,6 +166,7 @@ def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:
         "softcap": p.softcap > 0,
         "alibi": p.alibi,
         "mask": p.mask,
+        "tree": p.tree,
         "bias": p.bias_dtype is not None,
         "sinks": p.sinks,
         "dropout": p.dropout_p > 0,

@@ -12,9 +12,8 @@ from torch import Tensor
 from flashtile.api.keywords import CacheKeywords, refused
 from flashtile.call import arguments, autocast
 from flashtile.call.arguments import check_tensor
-from flashtile.call.cached_arguments import CacheTensors, read
+from flashtile.call.cached_arguments import CacheTensors, read, tree_words
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
-from flashtile.call.trees import words_of
 from flashtile.core.errors import InvalidInputError
 from flashtile.ops import cached as ops
 
@@ -149,7 +148,7 @@ def completed(t: CacheTensors) -> CacheTensors:
     if t.k is not None and t.cu_seqlens_k_new is None:
         t.cu_seqlens_k_new = t.cu_seqlens_q
     if t.tree_mask is not None:
-        t.tree_mask = words_of("tree_mask", t.tree_mask)
+        t.tree_mask = tree_words("tree_mask", t.tree_mask)
     if t.out is None:
         t.out = _empty_out(t.q, t.v_cache)
     length: Any = t.cache_seqlens

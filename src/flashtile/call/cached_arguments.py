@@ -1,4 +1,8 @@
-"""The table of a cached call's arguments, in the rows of ``flashtile.call.arguments``."""
+"""The table of a cached call's arguments, in the rows of ``flashtile.call.arguments``; and the words of draft trees.
+
+A word of 64 bits is a row of a tree: bit u says whether it sees draft key u. It sees itself and its ancestors, whose
+number is its depth; it stands that much after the keys before the drafts, whatever its index.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,11 @@ from torch import Tensor
 
 from flashtile.call import arguments
 from flashtile.call.arguments import FLOAT8 as FLOAT8
-from flashtile.call.arguments import FLOAT32, INT32, Argument, HashKept
+from flashtile.call.arguments import FLOAT32, INT32, Argument, HashKept, check_tensor
+from flashtile.core.errors import InvalidInputError
 
+# Rows of a draft tree: the bits of a word.
+MOST_TREE_ROWS = 64
 _CACHE = ((FLOAT8,), "float8_e4m3fn")
 _WORDS = ((torch.int64,), "bool (batch, T, T) or int64 words (batch, T)")
 _BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
@@ -69,3 +76,50 @@ class CacheOptions(HashKept):
 TENSORS = arguments.table(CacheTensors)
 # Makes the options of a call from its keywords, of the others those from max_seqlen_q on.
 read = arguments.reader(CacheOptions)
+
+
+def tree_words(name: str, mask: object) -> Tensor:
+    """The words ``(batch, T)`` int64 of a tree mask: bool ``(batch, T, T)``, or words, which are returned as they are.
+
+    Raises:
+        InvalidInputError: Naming the argument, if it is neither.
+    """
+    check_tensor(name, mask)
+    assert isinstance(mask, Tensor)
+    if mask.dtype != torch.bool:
+        return mask
+    if mask.dim() != 3 or mask.shape[1] != mask.shape[2]:
+        raise InvalidInputError(name, f"has shape {tuple(mask.shape)}, must be (batch, T, T) if it is bool")
+    check_tree_rows(name, mask.shape[1])
+    return (mask.long() << torch.arange(mask.shape[2], device=mask.device)).sum(-1)
+
+
+def check_tree_rows(name: str, rows: int) -> None:
+    """Refuses a tree of more rows than a word has bits."""
+    if rows > MOST_TREE_ROWS:
+        raise InvalidInputError(name, f"is of trees of {rows} rows, at most {MOST_TREE_ROWS} are supported")
+
+
+def tree_pairs(words: Tensor, rows: int) -> Tensor:
+    """What the first ``rows`` rows of trees see of one another: ``(..., T)`` words as bool ``(..., rows, rows)``."""
+    return (words[..., :rows, None] >> torch.arange(rows, device=words.device)) & 1 != 0
+
+
+def check_tree(name: str, words: Tensor, rows: int, sequence: int) -> None:
+    """Refuses words ``(T,)`` whose first rows are no tree: a row that does not see itself, a cycle, or a gap.
+
+    Raises:
+        InvalidInputError: Naming the first row that is wrong.
+    """
+    seen = tree_pairs(words, rows)
+
+    def refuse(where: Tensor, text: str) -> None:
+        if where.any():
+            t, u = where.nonzero()[0].tolist()
+            raise InvalidInputError(name, f"sequence {sequence}: {text.format(t=t, u=u)}")
+
+    itself = torch.eye(rows, dtype=torch.bool, device=words.device)
+    refuse(itself & ~seen, "row {t} does not see itself, so its own bit is missing")
+    refuse(seen & seen.T & ~itself, "rows {t} and {u} see each other, which is a cycle")
+    further = (seen.float() @ seen.float() > 0) & ~seen
+    refuse(further, "row {t} does not see row {u}, an ancestor of one that it sees")

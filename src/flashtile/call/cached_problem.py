@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
-from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheOptions, CacheTensors
+from flashtile.call.cached_arguments import (
+    FLOAT8,
+    TENSORS,
+    CacheOptions,
+    CacheTensors,
+    check_tree,
+    check_tree_rows,
+    tree_pairs,
+)
 from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem
-from flashtile.call.trees import check_rows, check_tree
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 
@@ -110,7 +119,7 @@ def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
 
 def _check_trees(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> None:
     rows, queries = sizes["draft_rows"], sizes["seqlen_q"]
-    check_rows("tree_mask", rows)
+    check_tree_rows("tree_mask", rows)
     if o.window_right != 0:
         raise InvalidInputError("tree_mask", "goes with causal=True: of the keys before the drafts a row sees all")
     if t.cu_seqlens_q is None and rows != queries:
@@ -174,20 +183,24 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
             used = table[start // size : -(-stop // size)] if start < stop else []
             _check_range("page_table", used, t.k_cache.shape[0], f"pages; it is used by sequence {b}")
     if t.tree_mask is not None:
-        _check_tree_values(t, rows, new)
+        rows, new = _check_tree_values(t, t.tree_mask.cpu(), rows, new)
     if t.rotary_cos is not None:
         _check_positions(problem, t, rows, new, lengths)
 
 
-def _check_tree_values(t: CacheTensors, rows: list[int], new: list[int]) -> None:
-    assert t.tree_mask is not None
-    for b, words in enumerate(t.tree_mask.cpu()):
+def _check_tree_values(t: CacheTensors, mask: Tensor, rows: list[int], new: list[int]) -> tuple[list[int], list[int]]:
+    """Returns how many positions the queries and the new keys of each sequence take."""
+    taken, taken_new = list(rows), list(new)
+    for b, words in enumerate(mask):
         if rows[b] > len(words):
             continue  # no tree
         check_tree("tree_mask", words, rows[b], b)
         if t.rotary_cos is not None and t.cache_seqlens[b] >= 0 and new[b] != rows[b]:
             must = f"must have as many as the {rows[b]} rows of its tree where they are rotated"
             raise InvalidInputError("cu_seqlens_k_new", f"gives sequence {b} {new[b]} keys, {must}")
+        taken[b] = max(tree_pairs(words, rows[b]).sum(-1).tolist(), default=0)
+        taken_new[b] = min(new[b], taken[b])
+    return taken, taken_new
 
 
 def _row_counts(problem: Problem, t: CacheTensors) -> list[int]:

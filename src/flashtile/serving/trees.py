@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.call import cached_arguments
 from flashtile.call.arguments import check_tensor, integer
-from flashtile.call.trees import check_rows, dense, words_of
+from flashtile.call.cached_arguments import check_tree_rows, tree_pairs
 from flashtile.core.errors import InvalidInputError
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -18,7 +19,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 def tree_words(mask: Tensor) -> Tensor:
     """The words of a mask, bool ``(batch, T, T)``: True where a row sees a key, an ancestor's or its own."""
-    return _checked("mask", words_of("mask", mask), 2, torch.int64)
+    return _checked("mask", cached_arguments.tree_words("mask", mask), 2, torch.int64)
 
 
 def tree_depths(words: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def tree_depths(words: Tensor) -> Tensor:
 
     A draft's token stands at position ``length before the drafts + depth``.
     """
-    return dense(_checked("words", words, 2, torch.int64), words.shape[-1]).sum(-1, dtype=torch.int32) - 1
+    return tree_pairs(_checked("words", words, 2, torch.int64), words.shape[-1]).sum(-1, dtype=torch.int32) - 1
 
 
 def tree_from_parents(parents: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ def tree_from_parents(parents: Tensor) -> Tensor:
     seen = (parents[..., None] == number) | (number[:, None] == number)
     for _ in range(max(rows - 1, 1).bit_length()):  # each doubles how far up is seen
         seen = torch.matmul(seen.float(), seen.float()) > 0
-    return words_of("parents", seen)
+    return cached_arguments.tree_words("parents", seen)
 
 
 def tree_from_flashinfer(mask: Tensor, qo_indptr: Tensor, kv_lens: Tensor, rows: int) -> Tensor:
@@ -74,22 +75,26 @@ def tree_from_sglang(mask: Tensor, rows: int, seq_lens: Tensor | None = None) ->
         before = _checked("seq_lens", seq_lens, 1, *_INTEGERS).long()
         return _of_pairs(mask, torch.full_like(before, rows), before + rows, rows)
     _checked("mask", mask, 1, torch.bool, torch.uint8, torch.uint16, torch.uint32)
-    check_rows("rows", integer("rows", rows))
+    check_tree_rows("rows", integer("rows", rows))
     each = rows * rows if mask.dtype == torch.bool else rows
     if mask.numel() % each:
         raise InvalidInputError("mask", f"has {mask.numel()} elements, must be a multiple of {each} for {rows} rows")
-    return words_of("mask", mask.view(-1, rows, rows)) if mask.dtype == torch.bool else mask.view(-1, rows).long()
+    return (
+        cached_arguments.tree_words("mask", mask.view(-1, rows, rows))
+        if mask.dtype == torch.bool
+        else mask.view(-1, rows).long()
+    )
 
 
 def tree_from_vllm(bias: Tensor, batch: int) -> Tensor:
     """The words of vLLM's ``tree_attn_bias`` ``(T, T)``, 0 where a row sees a key, else -inf; ``batch`` times."""
     _checked("bias", bias, 2, torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    return words_of("bias", (bias == 0)[None]).repeat(integer("batch", batch, 0), 1)
+    return cached_arguments.tree_words("bias", (bias == 0)[None]).repeat(integer("batch", batch, 0), 1)
 
 
 def _of_pairs(mask: Tensor, queries: Tensor, keys: Tensor, rows: int) -> Tensor:
     """Of requests of so many queries and keys, whose pairs follow one another in a mask, bits or bools."""
-    check_rows("rows", integer("rows", rows))
+    check_tree_rows("rows", integer("rows", rows))
     packed, pairs = mask.dtype == torch.uint8, queries * keys
     sizes = (pairs + 7) // 8 * 8 if packed else pairs
     number = torch.arange(rows, device=mask.device)
@@ -98,7 +103,7 @@ def _of_pairs(mask: Tensor, queries: Tensor, keys: Tensor, rows: int) -> Tensor:
     inside = (row < queries) & (number < queries) & (key >= 0)
     at = torch.where(inside, first + row * keys + key, 0)
     found = mask[at // 8] >> (at % 8) & 1 != 0 if packed else mask[at]
-    return words_of("mask", found & inside)
+    return cached_arguments.tree_words("mask", found & inside)
 
 
 def _checked(name: str, x: Tensor, rank: int, *dtypes: torch.dtype) -> Tensor:
@@ -107,5 +112,5 @@ def _checked(name: str, x: Tensor, rank: int, *dtypes: torch.dtype) -> Tensor:
         must = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise InvalidInputError(name, f"is {x.dtype} of {x.dim()} dimensions, must be {must} of {rank}")
     if rank == 2:
-        check_rows(name, x.shape[1])
+        check_tree_rows(name, x.shape[1])
     return x

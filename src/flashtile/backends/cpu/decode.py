@@ -8,7 +8,6 @@ one sequence at a time.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +15,10 @@ from torch import Tensor
 
 from flashtile.backends.cpu import forward
 from flashtile.call.arguments import Options
-from flashtile.call.cached_arguments import FLOAT8, CacheTensors
+from flashtile.call.cached_arguments import FLOAT8, CacheTensors, tree_pairs
 from flashtile.call.cached_problem import lengths_of
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.call.rotary import apply_rotary
-from flashtile.call.trees import dense
 from flashtile.core.masks import Band
 
 # Conversion makes NaN of what is greater.
@@ -79,7 +77,7 @@ def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
     """What a sequence's rows see of one another, bool; None where it has no tree, or a chain, which is causal."""
     if t.tree_mask is None or num_rows > t.tree_mask.shape[1]:
         return None
-    seen = dense(t.tree_mask[b], num_rows)
+    seen = tree_pairs(t.tree_mask[b], num_rows)
     return None if torch.equal(seen, torch.ones_like(seen).tril()) else seen
 
 
@@ -109,14 +107,19 @@ def _rows(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     return sequence, torch.arange(len(sequence), device=_CPU) - (lengths.cumsum(0) - lengths)[sequence]
 
 
-def _steps(t: CacheTensors, sequence: Tensor, nth: Tensor, counts: Sequence[int]) -> Tensor:
-    """How far the rows of ``_rows`` stand after their sequence's first: by their depths where that is a tree."""
+def _steps(problem: Problem, t: CacheTensors, nth: Tensor, counts: Sequence[int]) -> Tensor:
+    """How far the rows of ``_rows`` stand after their sequence's first: by depth where its queries are a tree."""
     if t.tree_mask is None:
         return nth
-    most = t.tree_mask.shape[1]
-    pairs = zip(t.tree_mask, counts, strict=True)
-    trees = [dense(words, n).sum(-1) - 1 if n <= most else _numbers(range(n)) for words, n in pairs]
+    of_each = zip(t.tree_mask, _query_counts(problem, t), counts, strict=True)
+    trees = [tree_pairs(x, n).sum(-1) - 1 if rows <= len(x) else _numbers(range(n)) for x, rows, n in of_each]
     return torch.cat([*trees, nth[:0]])
+
+
+def _query_counts(problem: Problem, t: CacheTensors) -> list[int]:
+    if t.cu_seqlens_q is None:
+        return [t.q.shape[1]] * problem.batch
+    return t.cu_seqlens_q.diff().tolist()
 
 
 def _numbers(values: Sequence[int]) -> Tensor:
@@ -134,14 +137,13 @@ def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int]) -> Tensor
     """q, rotated if there are tables; packed without the rows past the last bound."""
     if t.rotary_cos is None or not len(t.rotary_cos):
         return t.q
-    bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
-    counts = [t.q.shape[1]] * problem.batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
+    counts = _query_counts(problem, t)
     sequence, nth = _rows(counts)
-    positions = _numbers(firsts)[sequence] + (0 if problem.band.unbounded else _steps(t, sequence, nth, counts))
-    rows = t.q.flatten(0, 1) if bounds is None else t.q[: len(sequence)]
+    positions = _numbers(firsts)[sequence] + (0 if problem.band.unbounded else _steps(problem, t, nth, counts))
+    rows = t.q.flatten(0, 1) if t.cu_seqlens_q is None else t.q[: len(sequence)]
     # Sequences without keys may stand anywhere.
     rotated = _rotated(problem, t, rows, positions.clamp(0, len(t.rotary_cos) - 1))
-    return rotated.view(t.q.shape) if bounds is None else rotated
+    return rotated.view(t.q.shape) if t.cu_seqlens_q is None else rotated
 
 
 def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence[int], firsts: Sequence[int]) -> None:
@@ -154,7 +156,7 @@ def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence
         given = t.cu_seqlens_k_new[sequence] + nth
         k, v = t.k[given], t.v[given]
     if t.rotary_cos is not None:
-        k = _rotated(problem, t, k, _numbers(firsts)[sequence] + _steps(t, sequence, nth, new))
+        k = _rotated(problem, t, k, _numbers(firsts)[sequence] + _steps(problem, t, nth, new))
     places = _numbers(old)[sequence] + nth
     if t.page_table is not None:
         size = problem.keys.page_size

@@ -124,8 +124,9 @@ def load_block(cache, base, place, inside):
 def place_block(first, inside, b, cache, BLOCK_N: tl.constexpr):
     """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's rows after that.
 
-    The page is int64: [BLOCK_N], 0 in a cache by sequence. The table is read only for keys inside: its other entries may
-    hold anything. It is a tensor even where one page holds the whole block: Triton loads tensors ahead, and no numbers.
+    The page is int64: [BLOCK_N], 0 in a cache by sequence. It is a tensor even where one page holds the whole block:
+    Triton loads tensors ahead, and no numbers. The table is read only for keys inside: its other entries may hold
+    anything.
     """
     PAGE_SIZE: tl.constexpr = cache.PAGE_SIZE
     key = tl.arange(0, BLOCK_N)
