@@ -20,6 +20,7 @@ from flashtile.core.errors import UnsupportedError
 from flashtile.integrations._calls import Calls
 from flashtile.integrations.vllm import NAME
 
+FLOAT8 = torch.float8_e4m3fn
 # vLLM shows what its own loggers say.
 calls = Calls("vllm.flashtile")
 
@@ -147,7 +148,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
         """Keys and values as ``(pages, page_size, num_heads_kv, head_dim)``: views of the cache."""
         if self._is_8_bit():
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            kv_cache = kv_cache.view(FLOAT8)
         return kv_cache.transpose(1, 2).split([self.head_size, kv_cache.shape[-1] - self.head_size], dim=-1)
 
     def _is_8_bit(self) -> bool:
@@ -204,3 +205,26 @@ class Backend(vllm.AttentionBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Decoders, and encoders without a cache."""
         return attn_type in (vllm.AttentionType.DECODER, vllm.AttentionType.ENCODER_ONLY)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Why no backend of flashtile runs such layers on this GPU; None if one does."""
+        if device_capability is None:
+            return None
+        found = flashtile.supports(
+            head_size, dtype=dtype, cache_dtype=FLOAT8 if (kv_cache_dtype or "").startswith("fp8") else None,
+            page_size=block_size or 16, besides=["sinks"] if has_sink else [],
+            compute_capability=(device_capability.major, device_capability.minor),
+        )  # fmt: skip
+        return None if found else "; ".join(f"{name}: {', '.join(why)}" for name, why in found.reasons.items())
