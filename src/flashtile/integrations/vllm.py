@@ -1,7 +1,7 @@
 """flashtile as an attention backend of vLLM: ``--attention-backend FLASHTILE``.
 
 vLLM finds ``register`` by an entry point of this package, as one of its general plug-ins, and calls it in each of its
-processes. This module imports neither flashtile's kernels nor PyTorch; the backend is loaded where it is chosen.
+processes. The backend is loaded where it is chosen.
 """
 
 from __future__ import annotations
