@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -21,6 +22,7 @@ import flashtile
 from flashtile import UnsupportedError
 from flashtile.integrations import sglang as sglang_names
 from flashtile.integrations import vllm as vllm_names
+from flashtile.integrations._calls import Calls
 from tests.plugins import contract
 
 VLLM, SGLANG = "flashtile.integrations._vllm_backend", "flashtile.integrations._sglang_backend"
@@ -79,6 +81,17 @@ def test_the_table_is_that_of_the_engine(module: str) -> None:
         assert wanted <= {*dir(of), *inspect.get_annotations(of)}, name
 
 
+def test_the_first_call_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    calls = Calls("some.server")
+    calls.serve()
+    calls.serve()
+    calls.clear()
+    calls.serve()
+    told = ("some.server", 20, f"attention runs with flashtile {flashtile.__version__}")
+    assert caplog.record_tuples == [told] and calls.served == 1
+
+
 def test_entry_points() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     for group, names in (("vllm.general_plugins", vllm_names), ("sglang.srt.plugins", sglang_names)):
@@ -91,8 +104,6 @@ def test_vllm_knows_the_name() -> None:
     registry = pytest.importorskip("vllm.v1.attention.backends.registry")
     vllm_names.register()
     vllm_names.register()
-    import pickle
-
     sent = pickle.dumps(registry.AttentionBackendEnum[vllm_names.NAME])
     code = f"import pickle; print(pickle.loads({sent!r}).name)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

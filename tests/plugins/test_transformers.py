@@ -91,6 +91,12 @@ def test_the_loader_keeps_other_names() -> None:
         loader("flash_attention_3")
 
 
+def test_another_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(paged.loader, "_lazy_imports")
+    with pytest.raises(UnsupportedError, match="continuous_batching: this release of transformers"):
+        enable(continuous_batching=True)
+
+
 def test_dropout_is_refused() -> None:
     module = torch.nn.Module().train()
     with pytest.raises(UnsupportedError, match="dropout: continuous batching is for inference"):
