@@ -58,7 +58,7 @@ READ: dict[str, dict[str, set[str]]] = {
     "vllm.v1.attention.backend": {
         "CommonAttentionMetadata": {
             "query_start_loc", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "block_table_tensor",
-            "causal", "compute_num_computed_tokens",
+            "causal",
         },
         "AttentionLayer": {"_k_scale_float", "_v_scale_float"},
     },

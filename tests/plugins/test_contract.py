@@ -150,6 +150,11 @@ class Step:
         return torch.cat(found)
 
 
+def builder_of(vllm: Any) -> Any:
+    config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(max_num_seqs=8))
+    return vllm.Builder(None, [], config, torch.device("cpu"))
+
+
 def through_vllm(vllm: Any, step: Step, padded_to: int = 0, **options: Any) -> Tensor:
     """The step's rows by vLLM's way, in its form of cache: keys beside values, heads before positions."""
     cache = torch.cat([x.transpose(1, 2) for x in step.cache], dim=-1)
@@ -161,8 +166,7 @@ def through_vllm(vllm: Any, step: Step, padded_to: int = 0, **options: Any) -> T
         num_reqs=len(step.new) + more, num_actual_tokens=count + more, max_query_len=int(step.new.max()),
         block_table_tensor=pad(step.table, (0, 0, 0, more)), causal=True,
     )  # fmt: skip
-    metadata.compute_num_computed_tokens = lambda: metadata.seq_lens - metadata.query_start_loc.diff()
-    built = vllm.Builder(None, [], None, None).build(0, metadata)
+    built = builder_of(vllm).build(0, metadata)
     impl, out = vllm.Impl(HEADS, DIM, DIM**-0.5, HEADS_KV, **options), torch.full_like(step.q, torch.nan)
     assert impl.forward(None, step.q, step.k, step.v, cache, built, out) is out
     written = [x.transpose(1, 2).flatten(0, 1)[step.slots()] for x in cache.split(DIM, dim=-1)]
@@ -192,6 +196,24 @@ def test_a_step_of_vllm(vllm: Any, name: str) -> None:
 def test_a_step_of_vllm_with_single_tokens(vllm: Any, padded_to: int) -> None:
     step = Step([1, 1, 1], [17, 32, 1])
     torch.testing.assert_close(through_vllm(vllm, step, padded_to), step.expected())
+
+
+def test_what_graphs_of_vllm_read_stays_where_it_is(vllm: Any) -> None:
+    builder, places, before = builder_of(vllm), [], []
+    for lengths, bounds in (([7, 9], [0, 1, 2]), ([12, 3], [0, 1, 2]), ([12, 9], [0, 2, 2])):
+        given = dict(query_start_loc=bounds, seq_lens=lengths, block_table_tensor=[[0], [1]])
+        step = types.SimpleNamespace(
+            **{name: torch.tensor(x, dtype=torch.int32) for name, x in given.items()},
+            num_reqs=2, num_actual_tokens=2, max_query_len=bounds[1], causal=True,
+        )  # fmt: skip
+        m = builder.build(0, step)
+        places.append(m.lengths_before.data_ptr())
+        before.append(m.lengths_before.tolist())
+        for mine, theirs in (("lengths", "seq_lens"), ("query_start_loc",) * 2, ("block_table", "block_table_tensor")):
+            assert getattr(m, mine) is getattr(step, theirs)
+    assert len(set(places)) == 1 and before == [[6, 8], [11, 2], [10, 9]]
+    other = builder.update_block_table(m, m.block_table + 1, None)
+    assert torch.equal(other.block_table, m.block_table + 1) and other.lengths_before is m.lengths_before
 
 
 def test_layers_of_vllm_that_share_a_cache_do_not_write(vllm: Any) -> None:
@@ -246,7 +268,7 @@ def test_what_vllm_asks_before_it_takes_the_backend(vllm: Any) -> None:
 def test_what_vllm_is_refused(vllm: Any) -> None:
     with pytest.raises(UnsupportedError, match="no attention of type encoder_decoder"):
         vllm.Impl(HEADS, DIM, 1.0, attn_type="encoder_decoder")
-    impl, builder = vllm.Impl(HEADS, DIM, 1.0), vllm.Builder(None, [], None, None)
+    impl, builder = vllm.Impl(HEADS, DIM, 1.0), builder_of(vllm)
     with pytest.raises(UnsupportedError, match="does not quantise its output"):
         impl.forward(None, None, None, None, None, None, torch.ones(2), torch.ones(1))
     with pytest.raises(UnsupportedError, match="some requests are causal"):

@@ -51,13 +51,17 @@ class Metadata(vllm.AttentionMetadata):
 
 
 class Builder(vllm.AttentionMetadataBuilder[Metadata]):
-    """Hands vLLM's tensors on as they are. No length is read on the host, so graphs of any step can be replayed."""
+    """Hands vLLM's tensors on as they are, which stay where they are, and so does the one that is made here.
+
+    No length is read on the host. So graphs of any step can be replayed.
+    """
 
     _cudagraph_support = vllm.AttentionCGSupport.ALWAYS
     supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._before = torch.empty(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """The record that all layers of a step get."""
@@ -65,7 +69,8 @@ class Builder(vllm.AttentionMetadataBuilder[Metadata]):
         if not isinstance(m.causal, bool):
             raise UnsupportedError("vLLM: some requests are causal and some are not, flashtile takes one kind a call")
         one_each = m.max_query_len == 1 and m.num_actual_tokens == m.num_reqs
-        before = m.seq_lens - 1 if one_each else m.compute_num_computed_tokens()
+        before = self._before[: len(m.seq_lens)]
+        torch.sub(m.seq_lens, 1 if one_each else m.query_start_loc.diff(), out=before)
         return Metadata(
             m.num_actual_tokens, m.query_start_loc, m.max_query_len, m.seq_lens, before, m.block_table_tensor, m.causal,
             one_each,
