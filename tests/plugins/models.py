@@ -72,6 +72,8 @@ def eager(name: str) -> list[list[int]]:
 
 def write(folder: Path) -> None:
     """Saves each model as a checkpoint, once."""
+    hf.utils.logging.disable_progress_bar()
+    hf.utils.logging.set_verbosity_error()
     for name in CONFIGS:
         if not (folder / name / "config.json").exists():
             make(name).save_pretrained(folder / name)
