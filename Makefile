@@ -114,7 +114,8 @@ $(VENV)/sglang/.done:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-deps '$(SGLANG)' '$(VLLM)' torchvision==0.28.0
 	$(@D)/bin/python tests/plugins/sglang_requirements.py >$(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --quiet torch==2.13.0 -r $(@D)/requirements.txt hypothesis pytest
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0 -r $(@D)/requirements.txt hypothesis pytest >$(@D)/install.log 2>&1 || \
+	  { cat $(@D)/install.log; exit 1; }
 	$(@D)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
