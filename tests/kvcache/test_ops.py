@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import flashtile
-from flashtile import InvalidInputError
+from flashtile import InvalidInputError, explain
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors, read
 from flashtile.ops import plans
 from flashtile.ops.cached import CACHED
@@ -215,6 +215,17 @@ def test_an_int_is_a_length_for_all() -> None:
     assert torch.equal(flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=7), want)
     numpy = pytest.importorskip("numpy")
     assert torch.equal(flashtile.attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=numpy.int64(7)), want)
+
+
+def test_a_number_is_a_scale_for_all() -> None:
+    eight = {"k_cache": CACHE.to(torch.float8_e4m3fn), "v_cache": CACHE.to(torch.float8_e4m3fn)}
+    scales = {"k_scale": torch.full((2,), 0.5), "v_scale": torch.full((2,), 3.0)}
+    given = dict(q=Q, cache_seqlens=LENGTHS, k=NEW, v=NEW)
+    want = {name: x.clone() for name, x in eight.items()}
+    out = flashtile.attention_with_kvcache(**given, **want, **scales)
+    assert torch.equal(flashtile.attention_with_kvcache(**given, **eight, k_scale=0.5, v_scale=3), out)
+    assert all(torch.equal(eight[name].view(torch.uint8), x.view(torch.uint8)) for name, x in want.items())
+    assert explain(**given, **eight, k_scale=0.5) == explain(**given, **eight)
 
 
 def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

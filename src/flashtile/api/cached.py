@@ -14,7 +14,7 @@ from flashtile.call import arguments, autocast
 from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read, tree_words
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
-from flashtile.core.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import cached as ops
 
 
@@ -48,8 +48,8 @@ def attention_with_kvcache(
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
     rotary_seqlens: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -93,7 +93,8 @@ def attention_with_kvcache(
         rotary_seqlens: ``(batch,)`` int32: the position of the first new key and the first query in rotary_cos,
             cache_seqlens by default. Later ones follow; if neither causal nor windowed, all queries are at the first.
         k_scale: ``(num_heads_kv,)`` or ``(entries, num_heads_kv)``, with page_table ``(pages, num_heads_kv)``; float32:
-            a float8 cache holds keys divided by it; 1 by default. New keys are divided and saturated to 448.
+            a float8 cache holds keys divided by it; 1 by default. New keys are divided and saturated to 448. Or a
+            number for all.
         v_scale: The same for values.
         cu_seqlens_q: ``(batch + 1,)`` int32: sequence b has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q.
             Rows past the last bound belong to no sequence: out 0, lse -inf.
@@ -130,7 +131,7 @@ def attention_with_kvcache(
     options = read(causal, window_size, return_lse, (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend))
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
-        rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,
+        rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]
         tree_mask,
     ))  # fmt: skip
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
@@ -141,7 +142,7 @@ def attention_with_kvcache(
 
 
 def completed(t: CacheTensors) -> CacheTensors:
-    """A new record of a call with what its caller left out: out, bounds of new keys, a length for all as a tensor."""
+    """A new record of a call with what its caller left out: out, bounds of new keys, numbers for all as tensors."""
     if autocast.is_on():
         check_tensor("q", t.q)
         t = autocast.cast(t, t.q.device.type)
@@ -151,6 +152,9 @@ def completed(t: CacheTensors) -> CacheTensors:
         t.tree_mask = tree_words("tree_mask", t.tree_mask)
     if t.out is None:
         t.out = _empty_out(t.q, t.v_cache)
+    for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
+        if scale is not None and type(scale) is not Tensor and not isinstance(scale, Tensor):
+            setattr(t, name, _one_scale(name, scale, t.k_cache))
     length: Any = t.cache_seqlens
     # isinstance alone would take longer than making the record.
     if type(length) is Tensor or isinstance(length, Tensor):
@@ -168,6 +172,14 @@ def _empty_out(q: Tensor, v_cache: Tensor) -> Tensor:
             check_tensor(name, x)
     # Slices, so that tensors of too few dimensions are refused by name.
     return q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]))
+
+
+def _one_scale(name: str, scale: object, k_cache: Tensor) -> Tensor:
+    """k_scale or v_scale of one number for all heads."""
+    if not isinstance(scale, (numbers.Real, torch.SymFloat)) or arguments.finite(name, scale) <= 0:
+        raise InvalidInputError(name, f"is {shown(scale)}, must be a float32 tensor or a number above 0")
+    check_tensor("k_cache", k_cache)
+    return torch.full(k_cache.shape[-2:-1], arguments.finite(name, scale), dtype=torch.float32, device=k_cache.device)
 
 
 def _filled(length: int, q: Tensor, bounds: Tensor | None) -> Tensor:

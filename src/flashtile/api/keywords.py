@@ -51,8 +51,8 @@ class Cached(TypedDict, total=False):
     rotary_sin: Tensor | None
     rotary_interleaved: bool
     rotary_seqlens: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
+    k_scale: Tensor | float | None
+    v_scale: Tensor | float | None
     cu_seqlens_k_new: Tensor | None
     tree_mask: Tensor | None
     out: Tensor | None

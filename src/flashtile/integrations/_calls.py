@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 
 import torch
+
+import flashtile
 
 
 class Calls:
@@ -13,13 +16,17 @@ class Calls:
 
     A call inside a function that ``torch.compile`` traces is not counted: a counter there would be a value to guard on.
 
+    Args:
+        log: The name of the logger that is told of the program's first call that flashtile ran, in one line.
+
     Attributes:
         served: Calls that flashtile ran.
         left: Reason to number of calls that the other library ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: str = "flashtile") -> None:
         self._lock = threading.Lock()
+        self._told, self._logger = False, logging.getLogger(log)
         self.clear()
 
     def clear(self) -> None:
@@ -33,6 +40,9 @@ class Calls:
         if not torch.compiler.is_compiling():
             with self._lock:
                 self.served += 1
+                told, self._told = self._told, True
+            if not told:
+                self._logger.info("attention runs with flashtile %s", flashtile.__version__)
 
     def leave(self, reason: str) -> None:
         """Counts a call that the other library runs."""

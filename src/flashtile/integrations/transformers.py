@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.import_utils import is_tracing
 
 import flashtile
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.integrations import _transformers_paged as paged
 from flashtile.integrations import _transformers_ranks as ranks
 from flashtile.integrations._calls import Calls
 from flashtile.integrations._transformers_mask import LazyMask, mask
@@ -41,8 +43,8 @@ _UNDERSTOOD = {
     "position_bias", "position_ids", "s_aux", "scaling", "sliding_window", "softcap",
 }  # fmt: skip
 _REFUSED = {
-    "block_table": "paged caches, as in continuous batching, are not read",
-    "cache": "paged caches, as in continuous batching, are not read",
+    "block_table": "there is no paged cache beside it",
+    "cache": "is not the paged cache of continuous batching",
     "head_mask": "whole heads cannot be masked",
     "output_attentions": "attention weights are never formed; switch to attn_implementation='eager' for them",
 }
@@ -52,11 +54,13 @@ _looked_at: tuple[weakref.ref[Tensor], int] | None = None
 _explained: contextvars.ContextVar[Counter[str] | None] = contextvars.ContextVar("_explained", default=None)
 
 
-def enable(model: PreTrainedModel | None = None) -> str:
+def enable(model: PreTrainedModel | None = None, *, continuous_batching: bool = False) -> str:
     """Registers flashtile with transformers and, if a model is given, switches the model to it.
 
     Args:
         model: The model to switch, with all its parts. ``model.set_attn_implementation("sdpa")`` switches it back.
+        continuous_batching: Also for ``generate_batch`` and what else batches continuously, under a name for which
+            transformers makes no masks there.
 
     Returns:
         The name for ``from_pretrained(..., attn_implementation=name)``.
@@ -64,8 +68,11 @@ def enable(model: PreTrainedModel | None = None) -> str:
     Raises:
         UnsupportedError: A part of the model does not let its attention be replaced. Nothing was switched then.
     """
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    name = paged.NAME if continuous_batching else NAME
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    if continuous_batching:
+        paged.introduce()
     if model is not None:
         modules = model.modules() if isinstance(model, nn.Module) else ()
         parts = [part for part in modules if isinstance(part, PreTrainedModel)]
@@ -75,8 +82,10 @@ def enable(model: PreTrainedModel | None = None) -> str:
         if fixed:
             raise UnsupportedError(f"transformers cannot replace the attention of {', '.join(fixed)}")
         for part in parts:
-            part.set_attn_implementation(NAME)
-    return NAME
+            if continuous_batching:
+                paged.list_for(part)
+            part.set_attn_implementation(name)
+    return name
 
 
 def _is_replaceable(part: PreTrainedModel) -> bool:
@@ -127,6 +136,10 @@ def attention(
         InvalidInputError: A keyword or mask without the form that transformers gives it.
         UnsupportedError: A keyword that means something else than flashtile does, or is unknown.
     """
+    if isinstance(kwargs.get("cache"), PagedAttentionCache):
+        _refuse_unknown({name: value for name, value in kwargs.items() if name not in paged.KEYWORDS})
+        calls.serve()
+        return paged.attend(module, query, key, value, kwargs), None
     _refuse_unknown(kwargs)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     bias, bounds = kwargs.get("position_bias"), _bounds_given(kwargs)
