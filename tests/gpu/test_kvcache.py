@@ -111,7 +111,7 @@ def test_a_sequence_gives_the_same_bits_in_any_batch(case: CacheCase, dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=_id)
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_gives_the_bits_of_a_causal_call(name: str, dtype: torch.dtype) -> None:
+def test_a_chain_is_a_causal_call(name: str, dtype: torch.dtype) -> None:
     """On one backend: Hopper's own kernels, whose sums are in another order, take no trees."""
     assert_chains_are_causal(name, dtype, "portable", DEVICE)
 

@@ -60,7 +60,11 @@ def test_a_chain_gives_the_bits_of_a_causal_call(name: str) -> None:
 
 
 def assert_chains_are_causal(name: str, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
-    """Out, lse and caches of a chain and of the call without a tree have the same bits."""
+    """Caches of a chain and of the call without a tree have the same bits, and so have out and lse.
+
+    On a GPU these are another build's, whose multiplications and additions the compiler may join in other ways: there
+    they differ by roundings.
+    """
     lengths, sizes = (37, 5, 0, 90), {"heads": 4, "kv_heads": 2, "head_dim": 32}
     each = tuple((n, 20, 20) for n in lengths)
     case = {
@@ -74,8 +78,12 @@ def assert_chains_are_causal(name: str, dtype: torch.dtype, backend: str, device
     for tree in ("", "chain"):
         call = build(replace(case, tree=tree), dtype, device)
         found.append([*call.run(backend), call.tensors.k_cache, call.tensors.v_cache])
-    for x, y in zip(*found, strict=True):
-        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+    for place, (x, y) in enumerate(zip(*found, strict=True)):
+        if device == "cpu" or place >= 2:
+            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        else:
+            eps = torch.finfo(x.dtype).eps
+            torch.testing.assert_close(x, y, rtol=16 * eps, atol=16 * eps)
 
 
 def test_words_are_the_mask() -> None:
