@@ -193,7 +193,7 @@ class Backend(vllm.AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Any multiple of 16: of other sizes Hopper's kernels read none."""
+        """Multiples of 16: the Hopper kernels read no smaller pages."""
         return [vllm.MultipleOf(16)]
 
     @classmethod

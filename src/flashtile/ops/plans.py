@@ -73,10 +73,10 @@ class Family:
 def hide_backends() -> None:
     """Has torch.compile, where it has been imported, run the backends' code as it is.
 
-    Where it cannot trace a caller, it takes each function that the caller runs for one to compile.
+    Where it cannot trace a caller, it compiles each function that the caller calls, those of a backend among them.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None:
+    if hasattr(rules, "add"):  # not while another thread imports it; no public function does this
         _hide_from(rules)
 
 

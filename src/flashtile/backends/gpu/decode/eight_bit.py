@@ -72,7 +72,7 @@ def scale_of(scale, place, call):
 @triton.jit
 def page_scales(scale, page, h_kv, inside):
     """The scale of every key of a block, [BLOCK_N] float32; 0 for those not ``inside``."""
-    at = scale.ptr + page * scale.stride_b + h_kv + tl.zeros(inside.shape, tl.int64)
+    at = scale.ptr + page * scale.stride_b + h_kv
     return tl.load(at, mask=inside, other=0.0)
 
 

@@ -109,7 +109,7 @@ def load_block(cache, base, place, inside):
     col = tl.arange(0, cache.BLOCK_DIM)[None, :]
     if len(page.shape) == 0:
         # One address for the block, and small offsets.
-        base += page * cache.stride_b + first_row * cache.stride_row
+        base += first_row * cache.stride_row
         at = base + (row * cache.stride_row)[:, None] + col
     else:
         at = base + (page * cache.stride_b + row.to(tl.int64) * cache.stride_row)[:, None] + col
@@ -122,18 +122,17 @@ def load_block(cache, base, place, inside):
 
 @triton.jit
 def place_block(first, inside, b, cache, BLOCK_N: tl.constexpr):
-    """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's rows after that.
+    """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's row after that.
 
-    The page is int64: [BLOCK_N], 0 in a cache by sequence. It is a tensor even where one page holds the whole block:
-    Triton loads tensors ahead, and no numbers. The table is read only for keys inside: its other entries may hold
-    anything.
+    In pages the page is [BLOCK_N] int64, and rows are those of the page; in a cache by sequence it is 0. Page ids are a
+    tensor even where one page holds the whole block, since Triton prefetches loads of tensors, not of scalars. The
+    table is read only for keys inside: its other entries may hold anything.
     """
     PAGE_SIZE: tl.constexpr = cache.PAGE_SIZE
     key = tl.arange(0, BLOCK_N)
     page, first_row, row = tl.full((), 0, tl.int64), tl.cast(first, tl.int64), key
     if cache.pages is not None:
         table = cache.pages + tl.cast(b, tl.int64) * cache.pages_pitch
-        first_row = tl.full((), 0, tl.int64)
         if PAGE_SIZE % BLOCK_N == 0:
             index, row = first // PAGE_SIZE + key * 0, first % PAGE_SIZE + key
         elif BLOCK_N % PAGE_SIZE == 0:
@@ -165,7 +164,7 @@ def score_block(k, first, key, inside, page, place, rows, head, call):
         product = tl.dot(rows.q, tl.trans(k), input_precision=INPUT_PRECISION)
     if call.cache.scales.BY_PAGE and call.cache.scales.k.ptr is not None:
         product *= eight_bit.page_scales(call.cache.scales.k, page, place.h_kv, inside)[None, :]
-    HAS_TREE: tl.constexpr = mods.count(call.mods.MASKS) > 0
+    HAS_TREE: tl.constexpr = mods.place_of(call.mods.MASKS, "tree") >= 0
     stands = key
     if HAS_TREE and (rows.first is not None or mods.place_of(call.mods.SCORES, "alibi") >= 0):
         stands = mods.tree_places(head.masks[0].base, head.masks[0].count, head.masks[0].shift, key)
@@ -337,7 +336,7 @@ def attend_tile(place, shape, row, h, part, head, call):
     """``attend`` after loading the rows; the scales of 8-bit values are left to ``finish``."""
     exists, i = tl.arange(0, row.shape[0]) < part.count, (row + shape.high - shape.num_rows)[:, None]
     band, shift, GROUP = call.mods.band, shape.high - shape.num_rows, call.GROUP
-    HAS_TREE: tl.constexpr = mods.count(call.mods.MASKS) > 0
+    HAS_TREE: tl.constexpr = mods.place_of(call.mods.MASKS, "tree") >= 0
     if HAS_TREE:
         i = mods.tree_places(head.masks[0].base, head.masks[0].count, head.masks[0].shift, i)
     last, clear_last = i * 0 + shape.high - 1, shape.high - 1

@@ -1,17 +1,19 @@
 """Mods: what happens to ``q @ k^T`` between the product and the softmax, and which pairs count.
 
-A ``Mod`` transforms scores, or selects those that a row keeps; softcap, ALiBi, bias, mask and band are its instances.
-It consists of ``@triton.jit`` functions and what they read:
+A ``Mod`` transforms scores, or selects those that a row keeps; softcap, ALiBi, bias and mask are its instances, beside
+which the band stands, since it also says which blocks are visited. A mod consists of ``@triton.jit`` functions and what
+they read:
 
     function(scores, operands, at) -> scores               of a transform
     linear(scores, operands, at) -> scores, slope          slope is d scores out / d scores in
     function(x, operands, at, fill) -> x                   of a mask: x where a row keeps the key, fill elsewhere
     of_head(operands, at) -> operands                      what the others take, read once a head, where it differs
 
-with scores in natural units and ``at`` an ``At``. Softcap, ALiBi and bias are applied in this order, then the band and
-masks. The mask of a cached call with draft trees is "tree"; rows and keys of drafts stand where ``tree_places`` says:
-scores and the band take those places, the tree itself the keys' indices. A backend may compute one in a way of its own
-instead, which it finds by its name in ``Mods.SCORES`` or ``Mods.MASKS``.
+with scores in natural units and ``at`` an ``At``, which for ``of_head`` has no p and j. Softcap, ALiBi and bias are
+applied in this order, then the band and masks. The mask of a cached call with draft trees is "tree". Transforms and the
+band then take the positions of drafts that ``tree_places`` computes, for rows and for keys; the tree's mask takes the
+keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and finds it by its name in
+``Mods.SCORES`` or ``Mods.MASKS``.
 """
 
 from __future__ import annotations
