@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,24 +63,8 @@ def variants() -> dict[str, tiles.Config]:
 def timeline() -> dict[str, Any]:
     """The recordings of all variants, for the page's seventh figure."""
     made = {name: {"config": str(config), **record(config)} for name, config in variants().items()}
-    facts = {"commit": kernels_commit(), "seqlen": SEQLEN, "head_dim": HEAD_DIM, "seed": SEED}
+    facts = {"seqlen": SEQLEN, "head_dim": HEAD_DIM, "seed": SEED}
     return {**facts, "ops": list(OPS), "runs": made}
-
-
-def kernels_commit() -> str:
-    """The last commit that changed the kernels or the emulator, with a mark if they differ; unknown without git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    kernels = [f"src/flashtile/backends/{name}" for name in ("hopper", "gpu/device")]
-    places = ("--", *kernels, "tests/emulator", "tests/machine")
-    try:
-        return git("log", "-1", "--format=%h", "--abbrev=12", *places) + (
-            "-dirty" if git("status", "--porcelain", *places) else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def ladder() -> dict[str, Any]:

@@ -309,7 +309,7 @@
         plot,
         `Recorded: flashtile's forward kernel (${run.config}), one head of ${timeline.seqlen} tokens, head_dim ` +
           `${timeline.head_dim}, one multiprocessor, in the emulator of ` +
-          `flashtile's tests, sources of commit ${timeline.commit}. Events, their order in each role, barriers ` +
+          "flashtile's tests. Events, their order in each role, barriers " +
           `and lines are the run's. The emulator has no clock, so "turns" counts its events; ` +
           `"cycles" replays them at ${rates.flops} FLOPs and ${rates.exps} exponentials a cycle, ` +
           `${rates.issue} cycles to start anything, and the copies' rate and latency above, and leaves other ` +
