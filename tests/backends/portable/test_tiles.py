@@ -170,8 +170,9 @@ def test_builds_name_every_argument_once(arch: str) -> None:
     records = builds(arch)
     apart = {"attention_quantized"} if arch in ("sm_90a", "sm_100", "sm_120") else set()
     assert {r.name for r in records} == apart | {
-"attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dk",
-        "attention_backward_dv", "attention_backward_dq", "attention_backward_dbias", "cache_append", "cache_attention", "mean_of_keys", "sum_keys",
+        "attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dk",
+        "attention_backward_dv", "attention_backward_dq", "attention_backward_dbias", "cache_append",
+        "cache_attention", "mean_of_keys", "sum_keys",
         *(f"{what}_{name}" for what in ("largest", "quantize") for name in "qkv"),
         "sum_gqa_splits_dk", "sum_gqa_splits_dv",
     }  # fmt: skip
