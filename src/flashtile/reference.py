@@ -218,7 +218,10 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
             continue
         steps = _steps(problem, t, b, k.shape[0])
         for i in range(k.shape[0]):  # rule 14
-            page, row = _place(t, b, old[b] + i)
+            place = _place(t, b, old[b] + i) if t.slot_mapping is None else _slot(t, _rows(t.slot_mapping, b, rows)[i])
+            if place is None:
+                continue
+            page, row = place
             turned = _rotated(problem, t, k[i], firsts[b] + steps[i])
             for new, (cache, scale) in zip((turned, v[i]), caches, strict=True):
                 cache[page, row] = _stored(new, cache.dtype, None if scale is None else _scale(scale, page))
@@ -232,7 +235,7 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
     grown = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     return replace(
         t, q=q, k_cache=caches[0][0], v_cache=caches[1][0], cache_seqlens=grown, k=None, v=None, rotary_cos=None,
-        rotary_sin=None, rotary_seqlens=None, cu_seqlens_k_new=None,
+        rotary_sin=None, rotary_seqlens=None, cu_seqlens_k_new=None, slot_mapping=None,
     )  # fmt: skip
 
 
@@ -249,7 +252,8 @@ def _spans(problem: Problem, x: Tensor, bounds: Tensor | None) -> list[slice]:
 
 
 def _rows(x: Tensor, b: int, rows: slice) -> Tensor:
-    return x[b, rows] if x.dim() == 4 else x[rows]
+    """A sequence's rows of q, k, v or slot_mapping, packed or not."""
+    return x[b, rows] if x.dim() in (2, 4) else x[rows]
 
 
 def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
@@ -258,6 +262,11 @@ def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
         size = t.k_cache.shape[1]
         return int(t.page_table[b, j // size]), j % size
     return (b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])), j
+
+
+def _slot(t: CacheTensors, slot: Tensor) -> tuple[int, int] | None:
+    """Rule 14: where a slot is in the caches, by their first two dimensions; None for -1."""
+    return None if slot < 0 else divmod(int(slot), t.k_cache.shape[1])
 
 
 def _scale(scale: Tensor, page: int) -> Tensor:

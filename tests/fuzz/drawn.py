@@ -248,7 +248,8 @@ def _cached(d: Draw, name: str) -> CacheCase:
         **d.band(),
         **d.scores(),
     )
-    return _with_trees(d, case) if d.chance(0.2) else case
+    case = _with_trees(d, case) if d.chance(0.2) else case
+    return replace(case, slots=d.pick("own", "some", "anywhere")) if appends and d.chance() else case
 
 
 def _with_trees(d: Draw, case: CacheCase) -> CacheCase:

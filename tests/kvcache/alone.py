@@ -31,6 +31,7 @@ def invariance_cases(lengths: tuple[int, ...] = LENGTHS) -> tuple[CacheCase, ...
         CacheCase("pages_of_1", each(2), **sizes, page_size=1, causal=False),
         CacheCase("append", each(2, 2), **sizes, appends=True, rotary=32),
         CacheCase("packed", mixed, **sizes, packed=True, appends=True, page_size=16),
+        CacheCase("slots", mixed, **sizes, packed=True, appends=True, page_size=8, slots="own", rotary=64),
         CacheCase("float8", each(), **sizes, page_size=16, float8="eh"),
         CacheCase("tree", each(7), **sizes, page_size=16, tree="shuffled", window=(300, 0), alibi="bh", words=True),
         CacheCase("tree_packed", mixed, **sizes, packed=True, appends=True, tree="random", tree_rows=6, rotary=32),
@@ -79,7 +80,7 @@ def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> t
         keywords["cu_seqlens_q"] = lengths.cumsum(0).to(t.q.device, torch.int32)
         # It may choose the kernel.
         keywords["max_seqlen_q"] = call.problem.seqlen_q
-    for name in ("k", "v"):
+    for name in ("k", "v", "slot_mapping"):
         if name in keywords:
             keywords[name] = keywords[name][rows]
     some = replace(call, tensors=replace(t, q=t.q[rows]), keywords=keywords)

@@ -51,6 +51,8 @@ class CacheCase:
         tree: Kind of the draft trees, see ``tests.trees``; "" for none.
         tree_rows: Rows of the mask where queries are packed, 0 for the most of a sequence.
         words: Whether the mask is given as words.
+        slots: Where slot_mapping has new keys written: "own", where they are without; "some", but every third nowhere;
+            "anywhere", some of them where no sequence looks; "" without it.
     """
 
     name: str
@@ -85,6 +87,7 @@ class CacheCase:
     tree: str = ""
     tree_rows: int = 0
     words: bool = False
+    slots: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -243,6 +246,20 @@ _TREES = (
               heads=4, kv_heads=1, window=(9, 0)),
 )  # fmt: skip
 
+_SLOTS = (
+    CacheCase("slots", _same(37, 5, 64, new=2), appends=True, slots="own"),
+    CacheCase("slots_some", _same(12, 3, 0, rows=2, new=9), appends=True, slots="some", entries=True),
+    CacheCase("slots_anywhere", _same(12, 3, 0, rows=7, new=7), appends=True, slots="anywhere", layout="sliced"),
+    CacheCase("slots_pages", _same(37, 4, rows=2, new=3), appends=True, page_size=5, slots="some", leftpad=(3, 0)),
+    CacheCase("slots_pages_anywhere", _same(15, 16, 0, new=3), appends=True, page_size=16, slots="anywhere", rotary=16),
+    CacheCase("slots_packed", ((37, 1, 1), (0, 20, 20), (9, 0, 0), (-1, 3, 3), (9, 7, 7)), packed=True, appends=True,
+              page_size=4, rotary=8, spare=3, slots="some", kv_heads=1),
+    CacheCase("slots_packed_new", ((37, 2, 5), (0, 2, 1), (8, 2, 0)), packed_new=True, appends=True, slots="anywhere"),
+    CacheCase("slots_float8", _same(12, 5, rows=3, new=4), float8="eh", appends=True, page_size=3, slots="anywhere"),
+    CacheCase("slots_tree", _same(37, 0, 5, rows=9, new=9), tree="shuffled", appends=True, rotary=16, page_size=16,
+              slots="some"),
+)  # fmt: skip
+
 _EVERYTHING = (
     CacheCase("everything", ((37, 1, 1), (3, 9, 9), (0, 0, 0), (0, 4, 4)), packed=True, appends=True, page_size=3,
               rotary=12, rotary_start=True, leftpad=(5, 1, 0, 2), window=(20, 0), softcap=3.0, alibi="bh", sinks=True,
@@ -253,7 +270,7 @@ _EVERYTHING = (
 )  # fmt: skip
 
 CASES: tuple[CacheCase, ...] = (
-    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_EVERYTHING,
+    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_SLOTS, *_EVERYTHING,
 )  # fmt: skip
 
 
@@ -315,6 +332,8 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
     keywords |= _places(case, lengths, capacity, make)
     caches, scales = _caches(case, keywords, capacity, dtype, make)
     keywords |= {name: x for name, x in scales.items() if x is not None}
+    if case.slots:
+        keywords["slot_mapping"] = _slots(case, keywords, caches["k_cache"], of_new, make)
     keywords["cache_seqlens"] = old[0] if case.one_length else index(old)
     if case.leftpad:
         keywords["cache_leftpad"] = index(case.leftpad)
@@ -404,12 +423,10 @@ def _caches(
     dimension; ``heads_first_stacked``, both; ``between``, with both in each page; ``sliced``, at odd addresses.
     """
     batch, heads, dims = len(case.sequences), case.kv_heads, (case.head_dim, case.head_dim_v or case.head_dim)
-    count, size = batch, capacity
+    count, size = batch + 2 * (case.entries or case.slots != ""), capacity
     if "page_table" in places:
         size = case.page_size
         count = 2 + sum(-(-(old + new) // size) for old, _, new in case.sequences)
-    elif case.entries:
-        count = batch + 2
     shapes = [(count, size, heads, dim) for dim in dims]
     poisons = (torch.nan, torch.inf)
     values = [torch.full(shape, poison, dtype=dtype) for shape, poison in zip(shapes, poisons, strict=True)]
@@ -418,15 +435,38 @@ def _caches(
         shape = (heads,) if case.float8 == "h" else (count, heads)
         # The largest magnitude of keys is then 1.8 to 3.6: new ones saturate.
         scales = [(torch.rand(*shape, generator=make) + 1) * 0.004 for _ in dims]
-    for b, (old, _, _) in enumerate(case.sequences if make is not None else ()):
+    for b, (old, _, new) in enumerate(case.sequences if make is not None else ()):
         first = min(case.leftpad[b] if case.leftpad else 0, old)
+        # A key that is not written where it is looked for is what is there.
+        stop = old + new if case.slots and old >= 0 else old
         for x, dim in zip(values, dims, strict=True):
-            for j in range(first, old):
+            for j in range(first, stop):
                 x[_place(case, places, b, j)] = torch.randn(heads, dim, generator=make).to(dtype)
     if case.float8:
         values = [_quantised(x, scale) for x, scale in zip(values, scales, strict=True)]
     laid = _lay_out(case.layout, *values)
     return dict(zip(("k_cache", "v_cache"), laid, strict=True)), dict(zip(("k_scale", "v_scale"), scales, strict=True))
+
+
+def _slots(
+    case: CacheCase, places: dict[str, Tensor], cache: Tensor, shape: tuple[int, ...], make: torch.Generator | None
+) -> Tensor:
+    """slot_mapping: int64 or, with pages, int32."""
+    dtype = torch.int32 if case.page_size else torch.int64
+    slots = torch.full(shape, -1, dtype=dtype)
+    if make is None:
+        return slots
+    pages, size = cache.shape[:2]
+    found = []
+    for b, (old, _, new) in enumerate(case.sequences):
+        own = [_place(case, places, b, old + i) for i in range(new)] if old >= 0 else [(0, 0)] * new
+        found += [page * size + row for page, row in own]
+    if case.slots != "own":
+        # Rows that nobody has.
+        spare = iter(sorted({*range(pages * size)} - {*found})[: len(found)])
+        found[::3] = [-1 if case.slots == "some" else next(spare, -1) for _ in found[::3]]
+    slots.flatten()[: len(found)] = torch.tensor(found, dtype=dtype)
+    return slots
 
 
 def _place(case: CacheCase, places: dict[str, Tensor], b: int, j: int) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def test_opcheck(name: str) -> None:
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
-    "name", ["append", "rotary_pages", "packed_mixed", "packed_new_alone", "everything", "tree_rotary"]
+    "name", ["append", "rotary_pages", "packed_mixed", "packed_new_alone", "everything", "tree_rotary", "slots_packed"]
 )
 def test_opcheck_append(name: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.append_attention_with_kvcache.default, arguments(name))
@@ -250,6 +250,7 @@ def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPat
         dict(out=torch.empty(2, 3, 5, 8)[:, :, 1:]), dict(k=NEW, v=NEW, k_cache=CACHE.clone(), v_cache=CACHE.clone()),
         dict(k=NEW[:, :2], v=NEW[:, :2], k_cache=CACHE.clone(), v_cache=CACHE.clone()), dict(backend="cpu"),
         dict(tree_mask=torch.ones(2, 3, 3).tril() > 0),
+        dict(k=NEW, v=NEW, k_cache=CACHE.clone(), v_cache=CACHE.clone(), slot_mapping=torch.arange(6).view(2, 3)),
     )):  # fmt: skip
         assert count_with(**changes) == count_with(**changes) == count + 2, changes
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")

@@ -24,12 +24,17 @@ def index(*values: Any) -> Tensor:
 
 LENGTHS, BOUNDS, PAGES = index(5, 9), index(0, 2, 5), index([0, 1], [2, -1])
 COS = torch.ones(30, 4)
+SLOTS = torch.arange(6).view(2, 3)
 TREE = torch.ones(2, 3, 3).tril() > 0
 BITS = CACHE.to(FLOAT8)
 
 
 def new(**changes: Any) -> dict[str, Any]:
     return {"k": NEW, "v": NEW} | changes
+
+
+def separate(**changes: Any) -> dict[str, Any]:
+    return new(v_cache=CACHE.clone()) | changes
 
 
 def paged(**changes: Any) -> dict[str, Any]:
@@ -188,6 +193,15 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "tree_mask with a window to the right": ("tree_mask", {"tree_mask": TREE, "causal": False, "window_size": (3, 1)}),
     "tree_mask with its row missing": ("tree_mask", {"tree_mask": ~TREE}),
     "k that are not the drafts": ("k", rotary(k=NEW[:, :2], v=NEW[:, :2], tree_mask=TREE)),
+    "slot_mapping a list": ("slot_mapping", new(slot_mapping=[1])),
+    "slot_mapping without k": ("slot_mapping", {"slot_mapping": SLOTS}),
+    "slot_mapping int16": ("slot_mapping", new(slot_mapping=SLOTS.short())),
+    "slot_mapping of rank 1": ("slot_mapping", new(slot_mapping=SLOTS[0])),
+    "slot_mapping rows": ("slot_mapping", new(slot_mapping=SLOTS[:, :2])),
+    "slot_mapping of rank 2 where packed": ("slot_mapping", packed(k=PACKED_NEW, v=PACKED_NEW, slot_mapping=SLOTS)),
+    "slot_mapping below -1": ("slot_mapping", separate(slot_mapping=SLOTS - 2)),
+    "slot_mapping of a slot past the last": ("slot_mapping", separate(slot_mapping=SLOTS + 43)),
+    "slot_mapping of a page past the last": ("slot_mapping", separate(page_table=PAGES, slot_mapping=SLOTS + 43)),
     "return_lse None": ("return_lse", {"return_lse": None}),
     "out a list": ("out", {"out": [1.0]}),
     "out shape": ("out", {"out": torch.empty(2, 3, 4, 6)}),

@@ -60,6 +60,7 @@ def attention_with_kvcache(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -111,6 +112,11 @@ def attention_with_kvcache(
             keys are the last T, are a tree of drafts. A row sees all keys before them and of theirs those that it
             marks: its ancestors' and its own; rotary, windows and ALiBi go by depth, the number of ancestors. Of n < T
             packed queries the first n rows and columns count; more than T are no tree. Goes with causal.
+        slot_mapping: Like k without heads, ``(batch, seqlen_new)`` or packed ``(total_new,)``, int64 or int32: the slot
+            at which each new key and value is written, in place of its position: row ``slot % page_size`` of page
+            ``slot // page_size``, without pages of an entry; -1 writes nothing. Goes with k. What is attended to is
+            as without it, keys 0 to L - 1 where page_table has them; so a key that was written elsewhere, or not at
+            all, is whatever the cache holds at its position.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -132,7 +138,7 @@ def attention_with_kvcache(
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]
-        tree_mask,
+        tree_mask, slot_mapping,
     ))  # fmt: skip
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
         problem_of(tensors, options)

@@ -55,6 +55,7 @@ class Cached(TypedDict, total=False):
     v_scale: Tensor | float | None
     cu_seqlens_k_new: Tensor | None
     tree_mask: Tensor | None
+    slot_mapping: Tensor | None
     out: Tensor | None
 
 

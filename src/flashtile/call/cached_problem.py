@@ -21,7 +21,7 @@ from flashtile.core.masks import Band
 # What an argument is nothing without.
 _NEEDS = {
     "k": "v", "v": "k", "rotary_cos": "rotary_sin", "rotary_sin": "rotary_cos", "rotary_seqlens": "rotary_cos",
-    "cu_seqlens_k_new": "k",
+    "cu_seqlens_k_new": "k", "slot_mapping": "k",
 }  # fmt: skip
 
 
@@ -179,9 +179,11 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
         size = problem.keys.page_size
         for b, table in enumerate(t.page_table.tolist()):
             stop = lengths[b] + new[b]
-            start = min(leftpad[b], lengths[b]) if new[b] else leftpad[b]
+            start = min(leftpad[b], lengths[b]) if new[b] and t.slot_mapping is None else leftpad[b]
             used = table[start // size : -(-stop // size)] if start < stop else []
             _check_range("page_table", used, t.k_cache.shape[0], f"pages; it is used by sequence {b}")
+    if t.slot_mapping is not None:
+        _check_slots(t)
     if t.tree_mask is not None:
         rows, new = _check_tree_values(t, t.tree_mask.cpu(), rows, new)
     if t.rotary_cos is not None:
@@ -231,6 +233,15 @@ def new_counts(t: CacheTensors, batch: int) -> list[int]:
     if t.cu_seqlens_k_new is None:
         return [t.k.shape[1]] * batch
     return lengths_between("cu_seqlens_k_new", t.cu_seqlens_k_new.tolist(), t.k.shape[0], "k")
+
+
+def _check_slots(t: CacheTensors) -> None:
+    assert t.slot_mapping is not None
+    slots = t.slot_mapping if t.cu_seqlens_k_new is None else t.slot_mapping[: t.cu_seqlens_k_new[-1]]
+    count = t.k_cache.shape[0] * t.k_cache.shape[1]
+    wrong = slots[(slots < -1) | (slots >= count)].tolist()
+    if wrong:
+        raise InvalidInputError("slot_mapping", f"has {wrong[0]}, must be -1 or one of k_cache's {count} slots")
 
 
 def _check_range(name: str, values: list[int], count: int, what: str) -> None:

@@ -158,7 +158,12 @@ def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence
     if t.rotary_cos is not None:
         k = _rotated(problem, t, k, _numbers(firsts)[sequence] + _steps(problem, t, nth, new))
     places = _numbers(old)[sequence] + nth
-    if t.page_table is not None:
+    if t.slot_mapping is not None:
+        slots = t.slot_mapping[sequence, nth] if t.cu_seqlens_k_new is None else t.slot_mapping[given]
+        written = slots >= 0
+        k, v, slots = k[written], v[written], slots[written].long()
+        entries, places = slots // t.k_cache.shape[1], slots % t.k_cache.shape[1]
+    elif t.page_table is not None:
         size = problem.keys.page_size
         entries, places = t.page_table[sequence, places // size].long(), places % size
     else:

@@ -132,15 +132,21 @@ def append_token(token, h, cache, new, rotation):
     cached, position = tl.load(cache.cached + b), i
     if rotation.starts is not None:
         position = step_of(i, b, rotation) + tl.load(rotation.starts + b)
-    at = cached + i
-    valid = valid & (cached >= 0) & (at < cache.capacity)
-    entry, row = tl.cast(b, tl.int64), at
-    if cache.entries is not None:
-        entry = tl.load(cache.entries + b).to(tl.int64)
-    if cache.pages is not None:
-        SIZE: tl.constexpr = cache.PAGE_SIZE
-        entry = tl.load(cache.pages + entry * cache.pages_pitch + at // SIZE, mask=valid, other=0).to(tl.int64)
-        row = at % SIZE
+    valid = valid & (cached >= 0)
+    if new.slots is None:
+        at = cached + i
+        valid = valid & (at < cache.capacity)
+        entry, row = tl.cast(b, tl.int64), at
+        if cache.entries is not None:
+            entry = tl.load(cache.entries + b).to(tl.int64)
+        if cache.pages is not None:
+            SIZE: tl.constexpr = cache.PAGE_SIZE
+            entry = tl.load(cache.pages + entry * cache.pages_pitch + at // SIZE, mask=valid, other=0).to(tl.int64)
+            row = at % SIZE
+    else:
+        slot = tl.load(new.slots + token, mask=valid, other=-1).to(tl.int64)
+        valid = valid & (slot >= 0) & (slot < new.num_slots)
+        entry, row = slot // new.entry_rows, slot % new.entry_rows
     exists = valid & (h < new.num_heads_kv)
     move(
         at_heads(new.k, b, token, i, h), at_heads(cache.k, entry, 0, row, h), position, exists,

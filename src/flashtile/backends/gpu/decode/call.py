@@ -164,6 +164,10 @@ class New(NamedTuple):
         k: ``Rows``, like v.
         v: Values.
         count: Tokens.
+        slots: (count,) int64 or int32, where each is written: its row among those of all entries, or pages; negative
+            for nowhere. None for where its position is.
+        num_slots: Rows of all.
+        entry_rows: Rows of one.
         num_heads_kv: Key heads.
         HEADS: Heads of one token that a program moves.
         SEARCH: Sequences among which a token's is looked for at once, a power of two.
@@ -172,6 +176,9 @@ class New(NamedTuple):
     k: Any
     v: Any
     count: Any
+    slots: Any
+    num_slots: Any
+    entry_rows: Any
     num_heads_kv: Any
     HEADS: Any
     SEARCH: Any

@@ -25,7 +25,7 @@ _OPERANDS = (
 )  # fmt: skip
 _APPEND_OPERANDS = (
     "k_new", "v_new", "k", "v", "q", "rotated", "cached", "starts", "entries", "pages", "cu_seqlens_new",
-    "cu_seqlens_q", "cos", "sin", "k_scale", "v_scale", "tree",
+    "cu_seqlens_q", "cos", "sin", "k_scale", "v_scale", "tree", "slots",
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class DecodePlan:
                 t.k, t.v, t.k_cache, t.v_cache, q, rotated, t.cache_seqlens,
                 t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens, t.cache_batch_idx, t.page_table,
                 t.cu_seqlens_k_new, t.cu_seqlens_q, t.rotary_cos, t.rotary_sin, t.k_scale, t.v_scale,
-                t.tree_mask,
+                t.tree_mask, t.slot_mapping,
             ))  # fmt: skip
         lse = torch.empty_like(self._like_lse)
         key = tried("decode")

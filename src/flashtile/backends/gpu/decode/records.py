@@ -85,7 +85,13 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
     assert t.k is not None and t.v is not None
     p = problem
     k, v = rows_of("k_new", t.k, padded(p.head_dim)), rows_of("v_new", t.v, padded(p.head_dim_v))
-    return New(k, v, count, p.num_heads_kv, HEADS_AT_ONCE, min(max(power_of_two(p.batch), 32), 1024))
+    search = min(max(power_of_two(p.batch), 32), 1024)
+    if t.slot_mapping is None:
+        return New(k, v, count, None, None, None, p.num_heads_kv, HEADS_AT_ONCE, search)
+    entries, rows = t.k_cache.shape[:2]
+    return New(
+        k, v, count, pointer(t.slot_mapping, "slots"), entries * rows, rows, p.num_heads_kv, HEADS_AT_ONCE, search
+    )
 
 
 def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
