@@ -16,7 +16,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.core import philox
-from flashtile.core.masks import Origin
+from flashtile.core.masks import Band, Origin
 
 
 def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -195,7 +195,8 @@ def attention_with_kvcache(
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         one = Tensors(_rows(t.q, b, rows)[None], k[None], v[None], slopes, sinks=t.sinks)
         # The last query stands at the last key, however many are left out at the start.
-        one_out, one_lse = _dense(problem, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
+        own = problem.but(band=_band(problem, t, b))
+        one_out, one_lse = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
         _rows(out, b, rows).copy_(one_out[0])
         (lse[:, rows] if problem.varlen else lse[b]).copy_(one_lse[0])
     return out, lse
@@ -230,8 +231,8 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
         queries = _rows(q, b, rows)
         steps = _steps(problem, t, b, queries.shape[0])
         for i in range(queries.shape[0] if old[b] >= 0 else 0):  # rule 15
-            place = firsts[b] if problem.band.unbounded else firsts[b] + steps[i]
-            queries[i] = _rotated(problem, t, queries[i], place)
+            at = firsts[b] if _band(problem, t, b).unbounded else firsts[b] + steps[i]
+            queries[i] = _rotated(problem, t, queries[i], at)
     grown = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     return replace(
         t, q=q, k_cache=caches[0][0], v_cache=caches[1][0], cache_seqlens=grown, k=None, v=None, rotary_cos=None,
@@ -262,6 +263,11 @@ def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
         size = t.k_cache.shape[1]
         return int(t.page_table[b, j // size]), j % size
     return (b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])), j
+
+
+def _band(problem: Problem, t: CacheTensors, b: int) -> Band:
+    """Rule 5: causal by sequence where ``causal`` is a tensor."""
+    return problem.band if t.causal is None or not t.causal[b] else Band(problem.band.left, 0)
 
 
 def _slot(t: CacheTensors, slot: Tensor) -> tuple[int, int] | None:

@@ -249,7 +249,8 @@ def _cached(d: Draw, name: str) -> CacheCase:
         **d.scores(),
     )
     case = _with_trees(d, case) if d.chance(0.2) else case
-    return replace(case, slots=d.pick("own", "some", "anywhere")) if appends and d.chance() else case
+    case = replace(case, slots=d.pick("own", "some", "anywhere")) if appends and d.chance() else case
+    return replace(case, causal_each=True) if not case.tree and d.chance(0.2) else case
 
 
 def _with_trees(d: Draw, case: CacheCase) -> CacheCase:

@@ -32,6 +32,7 @@ def invariance_cases(lengths: tuple[int, ...] = LENGTHS) -> tuple[CacheCase, ...
         CacheCase("append", each(2, 2), **sizes, appends=True, rotary=32),
         CacheCase("packed", mixed, **sizes, packed=True, appends=True, page_size=16),
         CacheCase("slots", mixed, **sizes, packed=True, appends=True, page_size=8, slots="own", rotary=64),
+        CacheCase("causal_each", mixed, **sizes, packed=True, appends=True, causal_each=True, rotary=32),
         CacheCase("float8", each(), **sizes, page_size=16, float8="eh"),
         CacheCase("tree", each(7), **sizes, page_size=16, tree="shuffled", window=(300, 0), alibi="bh", words=True),
         CacheCase("tree_packed", mixed, **sizes, packed=True, appends=True, tree="random", tree_rows=6, rotary=32),
@@ -66,8 +67,8 @@ def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> t
     """Some sequences of a call."""
     t, case, keywords = call.tensors, call.case, dict(call.keywords)
     index = torch.tensor(order, device=t.q.device)
-    for name in ("cache_seqlens", "page_table", "cache_leftpad", "rotary_seqlens", "tree_mask"):
-        if name in keywords:
+    for name in ("cache_seqlens", "page_table", "cache_leftpad", "rotary_seqlens", "tree_mask", "causal"):
+        if isinstance(keywords.get(name), Tensor):
             keywords[name] = keywords[name][index]
     if case.alibi == "bh":
         keywords["alibi_slopes"] = keywords["alibi_slopes"][index]

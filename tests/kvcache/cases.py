@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import UnsupportedError, reference
+from flashtile.api.cached import causality
 from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheTensors, read, tree_words
 from flashtile.call.cached_problem import problem_of
 from flashtile.call.problem import Problem
@@ -53,6 +54,7 @@ class CacheCase:
         words: Whether the mask is given as words.
         slots: Where slot_mapping has new keys written: "own", where they are without; "some", but every third nowhere;
             "anywhere", some of them where no sequence looks; "" without it.
+        causal_each: Whether causal is a tensor, true of every other sequence.
     """
 
     name: str
@@ -88,6 +90,7 @@ class CacheCase:
     tree_rows: int = 0
     words: bool = False
     slots: str = ""
+    causal_each: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -260,6 +263,19 @@ _SLOTS = (
               slots="some"),
 )  # fmt: skip
 
+_BY_SEQUENCE = (
+    CacheCase("causal_each", _same(37, 5, 64, rows=4), causal_each=True),
+    CacheCase("causal_each_window", _same(37, 70, 40, rows=5), causal_each=True, window=(6, 2), sinks=True),
+    CacheCase("causal_each_left", _same(37, 5, 40, rows=20), causal_each=True, window=(30, None), page_size=4,
+              alibi="h"),
+    CacheCase("causal_each_group", _same(90, 0, 40, rows=9), causal_each=True, heads=8, kv_heads=1, float8="h"),
+    CacheCase("causal_each_packed", ((37, 1, 1), (0, 20, 20), (9, 0, 0), (-1, 3, 3), (9, 7, 7)), packed=True, spare=2,
+              appends=True, page_size=4, rotary=8, causal_each=True),
+    CacheCase("causal_each_rotary", _same(37, 4, 9, rows=3, new=3), appends=True, rotary=16, causal_each=True,
+              window=(20, 3)),
+    CacheCase("causal_each_tree", _same(37, 9, rows=6), causal_each=True, window=(-1, 0), tree="random"),
+)  # fmt: skip
+
 _EVERYTHING = (
     CacheCase("everything", ((37, 1, 1), (3, 9, 9), (0, 0, 0), (0, 4, 4)), packed=True, appends=True, page_size=3,
               rotary=12, rotary_start=True, leftpad=(5, 1, 0, 2), window=(20, 0), softcap=3.0, alibi="bh", sinks=True,
@@ -270,7 +286,8 @@ _EVERYTHING = (
 )  # fmt: skip
 
 CASES: tuple[CacheCase, ...] = (
-    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_SLOTS, *_EVERYTHING,
+    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_SLOTS, *_BY_SEQUENCE,
+    *_EVERYTHING,
 )  # fmt: skip
 
 
@@ -352,10 +369,11 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
     if case.out:
         wide = torch.full((*of_q, case.heads + 1, dim_v), torch.nan, dtype=dtype)
         keywords["out"] = wide[..., : case.heads, :] if case.out == "part" else wide[..., 1:, :].contiguous()
+    keywords["causal"] = torch.arange(batch) % 2 == 0 if case.causal_each else case.causal
     keywords = {name: _moved(x, device) for name, x in keywords.items()}
     given = {name: _moved(x, device) for name, x in (given | caches).items()}
     keywords |= dict(
-        causal=case.causal, window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
+        window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
         rotary_interleaved=case.interleaved,
     )  # fmt: skip
     return _call(case, given, keywords)
@@ -372,6 +390,7 @@ def _moved(x: Any, device: str) -> Any:
 def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -> CacheCall:
     """The records of the call, as the public function makes them."""
     tensors = {name: keywords.get(name) for name in TENSORS} | given
+    of_all, tensors["causal"] = causality(keywords["causal"])
     q = tensors["q"]
     if case.one_length:
         tensors["cache_seqlens"] = torch.full((len(case.sequences),), keywords["cache_seqlens"], dtype=torch.int32).to(
@@ -385,7 +404,7 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
         tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
     plain = (keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
     made = CacheTensors(**tensors)
-    return CacheCall(case, problem_of(made, read(case.causal, case.window, True, plain)), made, keywords)
+    return CacheCall(case, problem_of(made, read(of_all, case.window, True, plain)), made, keywords)
 
 
 # Page ids that are none; entries that a call must not use hold these.

@@ -32,10 +32,12 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     for cache in (tensors.k_cache, tensors.v_cache):
         cache.nan_to_num_(0.0, 0.0, 0.0)
     plain = (call.keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
-    return CACHED.flatten(tensors, read(case.causal, case.window, True, plain))
+    return CACHED.flatten(tensors, read(case.causal and not case.causal_each, case.window, True, plain))
 
 
-@pytest.mark.parametrize("name", ["steps", "entries", "pages_leftpad", "packed_spare", "alibi_batch", "tree"])
+@pytest.mark.parametrize(
+    "name", ["steps", "entries", "pages_leftpad", "packed_spare", "alibi_batch", "tree", "causal_each"]
+)
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_with_kvcache.default, arguments(name))
 
@@ -251,6 +253,7 @@ def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPat
         dict(k=NEW[:, :2], v=NEW[:, :2], k_cache=CACHE.clone(), v_cache=CACHE.clone()), dict(backend="cpu"),
         dict(tree_mask=torch.ones(2, 3, 3).tril() > 0),
         dict(k=NEW, v=NEW, k_cache=CACHE.clone(), v_cache=CACHE.clone(), slot_mapping=torch.arange(6).view(2, 3)),
+        dict(causal=LENGTHS > 5),
     )):  # fmt: skip
         assert count_with(**changes) == count_with(**changes) == count + 2, changes
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")

@@ -14,8 +14,6 @@ from flashtile.call.problem import Precision, Problem, SequenceLayout, described
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
-# What a call has by a tensor alone, of which its problem knows nothing.
-_BY_TENSORS = ("slots",)
 _FLOAT8, _BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
@@ -36,7 +34,8 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
         {"kv": _FLOAT8, "page_size": 64, "scales": True},
         {"seqlen_q": 512, "appends": True},
         {"packed": True, "page_size": 16, "appends": True},
-        {"packed": True, "page_size": 16, "appends": True, "slots": True},
+        {"packed": True, "page_size": 16, "appends": True, "has": ("slot_mapping",)},
+        {"seqlen_q": 8, "page_size": 16, "appends": True, "has": ("causal",), "band": Band()},
         {"dtype": torch.float32},
         {"tree": True, "seqlen_q": 8, "page_size": 16},
         {"tree": True, "seqlen_q": 64, "packed": True, "appends": True, "alibi": True, "band": Band(4096, 0)},
@@ -45,8 +44,7 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
     made: list[KernelBuild] = []
     for call in calls:
         problem, tensors = described_call(capability, **call)
-        more = tuple(name for name in _BY_TENSORS if call.get(name))
-        made += kernel_builds(backend, "decode", problem, launches(problem, tensors), more=more)
+        made += kernel_builds(backend, "decode", problem, launches(problem, tensors), more=call.get("has", ()))
     return made
 
 
@@ -62,7 +60,7 @@ def described_call(
     packed: bool = False,
     appends: bool = False,
     scales: bool = False,
-    slots: bool = False,
+    has: tuple[str, ...] = (),
     **values: Any,
 ) -> tuple[Problem, CacheTensors]:
     """A cached call of 8 sequences of up to 8192 keys of 8 heads, and its tensors on the meta device."""
@@ -92,6 +90,7 @@ def described_call(
         head_dim=head_dim,
         head_dim_v=head_dim,
         softmax_scale=head_dim**-0.5,
+        causal_each="causal" in has,
         **{"band": Band(None, 0), **values},
     )
     tensors = CacheTensors(
@@ -101,6 +100,7 @@ def described_call(
         alibi_slopes=empty(num_heads_q, of=torch.float32) if problem.alibi else None,
         sinks=empty(num_heads_q, of=torch.float32) if problem.sinks else None,
         tree_mask=empty(batch, seqlen_q, of=torch.int64) if problem.tree else None,
-        slot_mapping=empty(*rows, of=torch.int64) if slots else None,
+        slot_mapping=empty(*rows, of=torch.int64) if "slot_mapping" in has else None,
+        causal=empty(batch, of=torch.bool) if problem.causal_each else None,
     )  # fmt: skip
     return problem, tensors

@@ -53,7 +53,7 @@ def attention_with_kvcache(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    causal: bool = True,
+    causal: bool | Tensor = True,
     window_size: Sequence[int | None] | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -101,7 +101,7 @@ def attention_with_kvcache(
             Rows past the last bound belong to no sequence: out 0, lse -inf.
         cu_seqlens_k_new: The same for k and v; cu_seqlens_q by default.
         max_seqlen_q: The most queries that a packed sequence has, if known; total_q by default.
-        causal: Row i sees keys ``j <= i + L - seqlen_q``.
+        causal: Row i sees keys ``j <= i + L - seqlen_q``; a ``(batch,)`` bool tensor says it of each sequence.
         window_size: ``(left, right)``: row i sees ``i + L - seqlen_q - left <= j <= i + L - seqlen_q + right``, ends
             inclusive; -1 or None leaves a side unbounded. ``causal`` overrides the right bound.
         softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
@@ -134,17 +134,23 @@ def attention_with_kvcache(
     """
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)
-    options = read(causal, window_size, return_lse, (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend))
+    of_all, of_each = causality(causal)
+    options = read(of_all, window_size, return_lse, (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend))
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]
-        tree_mask, slot_mapping,
+        tree_mask, slot_mapping, of_each,
     ))  # fmt: skip
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
         problem_of(tensors, options)
         check_apart(tensors)
     lse = ops.attend(tensors, options)
     return (tensors.out, lse) if return_lse else tensors.out
+
+
+def causality(causal: Any) -> tuple[Any, Tensor | None]:
+    """What is so for all sequences, and a tensor that says it of each."""
+    return (False, causal) if isinstance(causal, Tensor) else (causal, None)
 
 
 def completed(t: CacheTensors) -> CacheTensors:

@@ -22,7 +22,6 @@ _ELSEWHERE = {
 class Common(TypedDict, total=False):
     """Keywords of every call, but ``return_lse``."""
 
-    causal: bool
     window_size: Sequence[int | None] | None
     softmax_scale: float | None
     softcap: float
@@ -34,6 +33,7 @@ class Common(TypedDict, total=False):
 class Keywords(Common, total=False):
     """Keywords of ``attention`` and ``attention_varlen``."""
 
+    causal: bool
     attn_mask: Tensor | None
     attn_bias: Tensor | None
     dropout_p: float
@@ -62,6 +62,7 @@ class Cached(TypedDict, total=False):
 class CacheKeywords(Common, Cached, total=False):
     """Keywords of ``attention_with_kvcache`` but ``cache_seqlens``."""
 
+    causal: bool | Tensor
     k: Tensor | None
     v: Tensor | None
     cu_seqlens_q: Tensor | None

@@ -21,6 +21,7 @@ from flashtile.core.errors import InvalidInputError
 MOST_TREE_ROWS = 64
 _CACHE = ((FLOAT8,), "float8_e4m3fn")
 _WORDS = ((torch.int64,), "bool (batch, T, T) or int64 words (batch, T)")
+_BOOL = ((torch.bool,), "bool")
 _SLOTS = ((torch.int64, torch.int32), "int64 or int32")
 _BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
 
@@ -58,6 +59,7 @@ class CacheTensors:
     sinks: Annotated[Tensor | None, arguments.TENSORS["sinks"]] = None
     tree_mask: Annotated[Tensor | None, Argument("Words of draft trees.", "batch draft_rows", _WORDS)] = None
     slot_mapping: Annotated[Tensor | None, Argument("Where new keys go.", "batch seqlen_new", _SLOTS)] = None
+    causal: Annotated[Tensor | None, Argument("Which sequences are causal.", "batch", _BOOL)] = None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
-        mask_mod=MaskMod(Band(o.window_left, o.window_right), tree=t.tree_mask is not None),
+        mask_mod=MaskMod(
+            Band(o.window_left, o.window_right), tree=t.tree_mask is not None, causal_each=t.causal is not None
+        ),
         rotary_interleaved=o.rotary_interleaved,
     )  # fmt: skip
 
@@ -222,6 +224,13 @@ def lengths_of(t: CacheTensors, batch: int) -> tuple[list[int], list[int]]:
     return [max(length, 0) for length in old], [n if m >= 0 else 0 for m, n in zip(old, new, strict=True)]
 
 
+def bands_of(problem: Problem, t: CacheTensors) -> list[Band]:
+    """The band of each sequence."""
+    if t.causal is None:
+        return [problem.band] * problem.batch
+    return [Band(problem.band.left, 0) if each else problem.band for each in t.causal.tolist()]
+
+
 def new_counts(t: CacheTensors, batch: int) -> list[int]:
     """The number of new keys of each sequence, from the values of cu_seqlens_k_new where they are packed.
 
@@ -253,12 +262,13 @@ def _check_range(name: str, values: list[int], count: int, what: str) -> None:
 def _check_positions(problem: Problem, t: CacheTensors, rows: list[int], new: list[int], lengths: list[int]) -> None:
     assert t.rotary_cos is not None
     firsts = lengths if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
+    bands = bands_of(problem, t)
     for b, (first, cached) in enumerate(zip(firsts, t.cache_seqlens.tolist(), strict=True)):
         if cached < 0:
             continue
         if first < 0:
             raise InvalidInputError("rotary_seqlens", f"is {first} for sequence {b}, must be at least 0")
-        of_rows = min(rows[b], 1) if problem.band.unbounded else rows[b]
+        of_rows = min(rows[b], 1) if bands[b].unbounded else rows[b]
         last = first + max(of_rows, new[b])
         if max(of_rows, new[b]) and last > t.rotary_cos.shape[0]:
             has = f"has {t.rotary_cos.shape[0]} positions"

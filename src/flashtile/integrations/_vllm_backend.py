@@ -36,7 +36,7 @@ class Metadata(vllm.AttentionMetadata):
         lengths: ``(num_reqs,)`` int32: the keys of each request, new ones included.
         lengths_before: The same without the new ones; -1 for a request that only fills a graph.
         block_table: ``(num_reqs, blocks)`` int32.
-        causal: Whether a query sees no later key.
+        causal: Whether a query sees no later key; for some drafters ``(num_reqs,)`` bool.
         one_each: Whether each request has one row, so that rows need no bounds.
     """
 
@@ -46,12 +46,12 @@ class Metadata(vllm.AttentionMetadata):
     lengths: Tensor
     lengths_before: Tensor
     block_table: Tensor
-    causal: bool
+    causal: bool | Tensor
     one_each: bool
 
 
 class Builder(vllm.AttentionMetadataBuilder[Metadata]):
-    """Hands vLLM's tensors on as they are, which stay where they are, and so does the one that is made here.
+    """Hands vLLM's tensors on as they are, which stay where they are, and so do those that are made here.
 
     No length is read on the host. So graphs of any step can be replayed.
     """
@@ -61,18 +61,21 @@ class Builder(vllm.AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._before = torch.empty(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+        most = vllm_config.scheduler_config.max_num_seqs
+        self._before = torch.empty(most, dtype=torch.int32, device=device)
+        self._causal = torch.empty(most, dtype=torch.bool, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """The record that all layers of a step get."""
         m = common_attn_metadata
-        if not isinstance(m.causal, bool):
-            raise UnsupportedError("vLLM: some requests are causal and some are not, flashtile takes one kind a call")
+        causal = m.causal
+        if isinstance(causal, Tensor):
+            causal = self._causal[: len(causal)].copy_(causal)
         one_each = m.max_query_len == 1 and m.num_actual_tokens == m.num_reqs
         before = self._before[: len(m.seq_lens)]
         torch.sub(m.seq_lens, 1 if one_each else m.query_start_loc.diff(), out=before)
         return Metadata(
-            m.num_actual_tokens, m.query_start_loc, m.max_query_len, m.seq_lens, before, m.block_table_tensor, m.causal,
+            m.num_actual_tokens, m.query_start_loc, m.max_query_len, m.seq_lens, before, m.block_table_tensor, causal,
             one_each,
         )  # fmt: skip
 
@@ -135,7 +138,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
             longest = m.max_query_len, m.max_query_len
             out.copy_(flashtile.attention_varlen(*given, *longest, causal=False, **self._options(causal=False)))
             return output
-        options = self._options(m.causal) | {"causal": m.causal, "cache_seqlens": m.lengths, "out": out}
+        options = self._options(m.causal is True) | {"causal": m.causal, "cache_seqlens": m.lengths, "out": out}
         if self.writes:
             new = {"k": key[: m.num_tokens], "v": value[: m.num_tokens]}
             options |= {"cache_seqlens": m.lengths_before, **new}
@@ -204,6 +207,11 @@ class Backend(vllm.AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """Windows, in some layers or all."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Queries that see later keys, of all requests or of some."""
         return True
 
     @classmethod

@@ -13,12 +13,14 @@ from torch import Tensor
 from flashtile import reference
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import launch as decode
+from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward.launch import ForwardPlan
 from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.cached_problem import bands_of
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
@@ -47,6 +49,9 @@ CASES = {
     "parts": case_of(((150, 135),), page_size=16, heads=1, head_dim=96, alibi="h"),
     "packed": case_of(((200, 90), (70, 3), (30, 4), (40, 0), (150, 33)), packed=True, page_size=16, spare=2,
                       sinks=True),
+    "causal_each": case_of(((200, 140), (260, 140), (150, 140)), heads=1, causal_each=True, page_size=64),
+    "causal_each_packed": case_of(((200, 90), (270, 64), (0, 3), (129, 129)), packed=True, causal_each=True, spare=2,
+                                  heads=4, window=(None, 3), alibi="h"),
     "packed_apart": case_of(((200, 90), (129, 129)), 3, packed=True, entries=True, alibi="h"),
 }  # fmt: skip
 
@@ -75,7 +80,7 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
     step = host.Step(launched, decode._OPERANDS, t.q.device)
     host.run((step,), (
         t.out, lse, t.q, t.k_cache, t.v_cache, t.cache_seqlens, None, t.cu_seqlens_q, t.cu_seqlens_k_new,
-        t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, None, None, None, counters,
+        t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, None, None, None, counters, None, t.causal,
     ))  # fmt: skip
     assert counters == 0
     return lse
@@ -92,7 +97,11 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
          else x[b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])])[:count].contiguous()
         for x in (t.k_cache, t.v_cache)
     )  # fmt: skip
-    own = problem.but(batch=1, queries=SequenceLayout(rows), keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count)
+    own = bounded(problem)
+    own = own.but(
+        band=bands_of(own, t)[b], causal_each=False, batch=1, queries=SequenceLayout(rows),
+        keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count,
+    )  # fmt: skip
     out, lse = ForwardPlan(own, Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks))(
         Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
     )
@@ -135,6 +144,7 @@ def random_case(draw: random.Random) -> CacheCase:
         softcap=draw.choice([0.0, 0.0, 5.0]),
         alibi="h" * (draw.random() < 0.3),
         sinks=draw.random() < 0.3,
+        causal_each=draw.random() < 0.2,
         **draw.choice([FULL, {}, {}, WINDOW]),
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flashtile.backends.cpu import forward
 from flashtile.call.arguments import Options
 from flashtile.call.cached_arguments import FLOAT8, CacheTensors, tree_pairs
-from flashtile.call.cached_problem import lengths_of
+from flashtile.call.cached_problem import bands_of, lengths_of
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.call.rotary import apply_rotary
 from flashtile.core.masks import Band
@@ -43,10 +43,11 @@ def single(problem: Problem) -> Problem:
 def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
     """See ``call.backend.Decode``; ``one`` is ``single(problem)``."""
     old, new = lengths_of(t, problem.batch)
+    bands = bands_of(problem, t)
     firsts = old if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
     if t.k is not None:
         _append(problem, t, old, new, firsts)
-    queries = _queries(problem, t, firsts)
+    queries = _queries(problem, t, firsts, bands)
     lse = t.q.new_full(problem.lse_shape(t.q), -torch.inf, dtype=problem.lse_dtype)
     bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
     leftpad = [0] * problem.batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
@@ -66,7 +67,8 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         call = Tensors(q[None].to(one.dtype), k, v, slopes, sinks=t.sinks)
-        of_one = one if tree is None else _with_tree(one, call, tree)
+        banded = one if bands[b] == one.band else one.but(band=bands[b])
+        of_one = banded if tree is None else _with_tree(banded, call, tree)
         out, sums = forward.forward(of_one.resized(call, _NO_OPTIONS), call)
         t.out[rows].copy_(out[0])
         lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
@@ -133,13 +135,14 @@ def _rotated(problem: Problem, t: CacheTensors, x: Tensor, positions: Tensor) ->
     return apply_rotary(x, cos, sin, interleaved=problem.rotary_interleaved)
 
 
-def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int]) -> Tensor:
+def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int], bands: Sequence[Band]) -> Tensor:
     """q, rotated if there are tables; packed without the rows past the last bound."""
     if t.rotary_cos is None or not len(t.rotary_cos):
         return t.q
     counts = _query_counts(problem, t)
     sequence, nth = _rows(counts)
-    positions = _numbers(firsts)[sequence] + (0 if problem.band.unbounded else _steps(problem, t, nth, counts))
+    moves = _numbers([not band.unbounded for band in bands])[sequence]
+    positions = _numbers(firsts)[sequence] + moves * _steps(problem, t, nth, counts)
     rows = t.q.flatten(0, 1) if t.cu_seqlens_q is None else t.q[: len(sequence)]
     # Sequences without keys may stand anywhere.
     rotated = _rotated(problem, t, rows, positions.clamp(0, len(t.rotary_cos) - 1))

@@ -29,7 +29,9 @@ _CAPABILITIES = Capabilities(
     min_compute_capability=(8, 0),
     features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
 )
-_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask"})
+_DECODE = dataclasses.replace(
+    _CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask", "causal_each"}
+)
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), head_dim_multiple=16, min_compute_capability=(8, 9), nvidia=True, features=_COMMON

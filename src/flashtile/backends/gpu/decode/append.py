@@ -166,7 +166,10 @@ def rotate_query(token, h, rotation, SEARCH: tl.constexpr):
     b_valid = tl.minimum(b, rotation.queries.count - 1)
     position = tl.load(rotation.starts + b_valid)
     if rotation.EACH_ROW:
-        position += step_of(i, b_valid, rotation)
+        step = step_of(i, b_valid, rotation)
+        if rotation.causal is not None:
+            step = tl.where(tl.load(rotation.causal + b_valid) != 0, step, 0)
+        position += step
     move(
         at_heads(rotation.q, b, token, i, h), at_heads(rotation.rotated, b, token, i, h), position,
         valid & (h < rotation.num_heads_q), tl.full(h.shape, 1.0, tl.float32),

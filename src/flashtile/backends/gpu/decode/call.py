@@ -139,6 +139,7 @@ class Call(NamedTuple):
         results: ``Results``.
         schedule: ``Schedule``.
         leftpad: (batch,) int32, the first key that counts; None for 0.
+        causal: (batch,) bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
         sinks: (num_heads_q,), or None.
         num_heads_kv: Key heads.
         GROUP: Query heads of each.
@@ -152,6 +153,7 @@ class Call(NamedTuple):
     results: Any
     schedule: Any
     leftpad: Any
+    causal: Any
     sinks: Any
     num_heads_kv: Any
     GROUP: Any
@@ -193,6 +195,7 @@ class Rotation(NamedTuple):
         queries: ``Sequences`` of q.
         num_heads_q: Query heads.
         starts: (batch,) int32, the position of each sequence's first new token.
+        causal: As of ``Call``, where all queries of a sequence that is not causal have the first position; else None.
         cos: Contiguous (rows, DIM / 2).
         sin: Likewise.
         tree: (batch, tree_rows) int64, as in ``mods.Tree``; None for no trees.
@@ -209,6 +212,7 @@ class Rotation(NamedTuple):
     queries: Any
     num_heads_q: Any
     starts: Any
+    causal: Any
     cos: Any
     sin: Any
     tree: Any

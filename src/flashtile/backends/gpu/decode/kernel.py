@@ -341,8 +341,9 @@ def attend_tile(place, shape, row, h, part, head, call):
         i = mods.tree_places(head.masks[0].base, head.masks[0].count, head.masks[0].shift, i)
     last, clear_last = i * 0 + shape.high - 1, shape.high - 1
     if band.right is not None:
-        last = tl.minimum(last, i + band.right)
-        clear_last = tl.minimum(clear_last, place.first // GROUP + shift + band.right)
+        right = work.right_of(place.b, call)
+        last = tl.minimum(last, i + right)
+        clear_last = tl.minimum(clear_last, place.first // GROUP + shift + right)
     if HAS_TREE:
         # Of a tree the mask says which drafts a row sees; all see what is before them.
         last = tl.where(head.masks[0].count > 0, shape.high - 1, last)
@@ -453,7 +454,7 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
     place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first)
     packed, col = first + tl.arange(0, BLOCK_M), tl.arange(0, call.out.BLOCK_DIM)[None, :]
     row, h, _exists = work.rows_of_tile(packed, h_kv, shape.num_rows, call.GROUP)
-    first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
+    first_block, stop_block = work.blocks_of(valid_b, first, state, stop_state, shape, call)
     pitch = shape.num_rows * call.GROUP
     base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_states * pitch + first
     keeps = shape.num_states == 1

@@ -18,7 +18,7 @@ from flashtile.backends.gpu.decode.call import (
     Schedule,
     Splitting,
 )
-from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, hopper_rows
+from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bounded, hopper_rows
 from flashtile.backends.gpu.device import mods
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods
 from flashtile.backends.gpu.device.records import Sequences
@@ -55,7 +55,7 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
     return Call(
         rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
         _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
-        pointer(t.cache_leftpad, "leftpad"), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
+        pointer(t.cache_leftpad, "leftpad"), _causal(t), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
 
@@ -97,13 +97,14 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
 def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     """The record of what the launch that appends rotates."""
     if t.rotary_cos is None:
-        return Rotation(None, None, None, None, None, None, None, None, None, None, 0, None, None, None)
+        return Rotation(None, None, None, None, None, None, None, None, None, None, None, 0, None, None, None)
     p, (rows, pairs), block = problem, t.rotary_cos.shape, padded(problem.head_dim)
     starts = t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens
     return Rotation(
         rows_of("q", t.q, block), rows_of("rotated", _rotated(t), block), _queries(p, t), p.num_heads_q,
-        pointer(starts, "starts"), pointer(t.rotary_cos, "cos"), pointer(t.rotary_sin, "sin"), *_tree(t), rows,
-        2 * pairs, power_of_two(pairs), p.rotary_interleaved, not p.band.unbounded,
+        pointer(starts, "starts"), _causal(t) if p.band.unbounded else None, pointer(t.rotary_cos, "cos"),
+        pointer(t.rotary_sin, "sin"), *_tree(t), rows, 2 * pairs, power_of_two(pairs), p.rotary_interleaved,
+        p.causal_each or not p.band.unbounded,
     )  # fmt: skip
 
 
@@ -119,12 +120,16 @@ def _scale(name: str, scale: Tensor | None) -> Scale:
     return Scale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else 0)
 
 
+def _causal(t: CacheTensors) -> Pointer | None:
+    return None if t.causal is None else Pointer(torch.uint8, "causal")
+
+
 def _tree(t: CacheTensors) -> mods.Tree:
     return mods.Tree(pointer(t.tree_mask, "tree"), None if t.tree_mask is None else t.tree_mask.shape[1])
 
 
 def _mods(problem: Problem, t: CacheTensors) -> Mods:
-    p = problem
+    p = bounded(problem)
     masks, mask_names = named(tree=Mod(mods.select_tree, None, mods.tree_of_head, _tree(t)) if p.tree else None)
     transforms, names = named(softcap=softcap_of(p), alibi=alibi_of(p, t.alibi_slopes))
     return Mods(

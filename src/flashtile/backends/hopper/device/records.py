@@ -74,6 +74,7 @@ class Cache(NamedTuple):
         pages: [batch, pages] int32, the pages of each sequence; None without pages.
         pages_step: From one sequence's pages to the next one's.
         v_pitch: Rows of values from one entry or page to the next.
+        causal: [batch] bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
         PAGE_SIZE: Rows of a page, a power of two; 0 without pages.
         FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
             they have more than LONG_KEYS; None for none.
@@ -87,6 +88,7 @@ class Cache(NamedTuple):
     pages: Any
     pages_step: Any
     v_pitch: Any
+    causal: Any
     PAGE_SIZE: Any
     FEW_ROWS: Any
     LONG_KEYS: Any

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
+from flashtile.backends.gpu.decode.config import bounded
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs
@@ -45,7 +46,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
 
     Operands are ``DecodePlan``'s: k and v are the caches, counters the tile counter.
     """
-    p, t = problem, tensors
+    p, t = bounded(problem), tensors
     q = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
     plain = Tensors(q, t.k_cache, t.v_cache, t.alibi_slopes, sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q)
     config = configs.choose(p, rows=q.shape[-3])
@@ -59,6 +60,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         pointer(t.page_table, "pages"),
         None if t.page_table is None else t.page_table.stride(0),
         t.v_cache.stride(0) // t.v_cache.stride(1),
+        None if t.causal is None else Pointer(torch.uint8, "causal"),
         p.keys.page_size, few, long,
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)

@@ -168,9 +168,19 @@ def entry_and_length(b, call):
 def _blocks_of(first, last, tile, call, schedule):
     """``blocks.key_blocks`` of rows at positions of a tile's sequence."""
     left, right = call.mods.band.left, call.mods.band.right
+    if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
+        if call.keys.cache.causal is not None:
+            right = right_of(tile.b, call)
     return blocks.key_blocks(
         first, last, tile.seqlen_q, tile.seqlen_k, left, right, left is not None, right is not None, schedule.BLOCK_N
     )
+
+
+@gluon.jit
+def right_of(b, call):
+    """The right bound of a sequence's rows, where that differs among sequences."""
+    is_causal = gl.load(call.keys.cache.causal + b, mask=b < call.queries.count, other=1) != 0
+    return gl.where(is_causal, 0, call.mods.band.right)
 
 
 @gluon.jit
@@ -201,10 +211,11 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule):
 
 
 # What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; start_k is the entry of a
-# cache; position is the key position of the tile's first row, with PACK_GQA of the sequence's first query. With
+# cache; position is the key position of the tile's first row, with PACK_GQA of the sequence's first query; right is the
+# band's, where sequences of a cache have their own. With
 # PACK_GQA, a warpgroup's own query and head are the position and the head within the group of its first row.
 FIELDS = gl.constexpr(
-    "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position"
+    "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position right"
 )  # fmt: skip
 OWN_FIELDS = gl.constexpr("n_full_min n_full_max skipped query head")
 RECORD_SIZE = gl.constexpr(32)
@@ -228,6 +239,9 @@ def publish_tile(records, use, tile, call, schedule):
     if not schedule.PACK_GQA:
         position += tile.row
     record = gl.where(slot == slot_of(FIELDS, "position"), position, record)
+    if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
+        if call.keys.cache.causal is not None:
+            record = gl.where(slot == slot_of(FIELDS, "right"), right_of(tile.b, call), record)
     warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
     own = gl.where(slot < FIRST_OWN, -1, slot % OWN_SLOTS)
     if call.mods.band.left is not None or call.mods.band.right is not None or call.keys.OWN_LENGTHS:
