@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile.call.cached_arguments import FLOAT8, CacheTensors
+from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import QuantizedTensors
@@ -290,10 +290,10 @@ def _values(cache: Tensor, scale: Tensor | None, places: list[tuple[int, int]], 
 
 def _stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """Rule 16: new keys or values ``(num_heads_kv, dim)`` as a cache of this dtype holds them."""
-    if dtype != FLOAT8:
+    if dtype not in EIGHT_BITS:
         return x
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (x if scale is None else x / scale).clamp(-448.0, 448.0).to(FLOAT8)
+    x, most = x.to(torch.promote_types(x.dtype, torch.float32)), torch.finfo(dtype).max
+    return (x if scale is None else x / scale).clamp(-most, most).to(dtype)
 
 
 def _rotated(problem: Problem, t: CacheTensors, x: Tensor, position: int) -> Tensor:

@@ -34,6 +34,7 @@ def invariance_cases(lengths: tuple[int, ...] = LENGTHS) -> tuple[CacheCase, ...
         CacheCase("slots", mixed, **sizes, packed=True, appends=True, page_size=8, slots="own", rotary=64),
         CacheCase("causal_each", mixed, **sizes, packed=True, appends=True, causal_each=True, rotary=32),
         CacheCase("float8", each(), **sizes, page_size=16, float8="eh"),
+        CacheCase("e5m2", each(2), **sizes, page_size=16, float8="h", e5m2=True),
         CacheCase("tree", each(7), **sizes, page_size=16, tree="shuffled", window=(300, 0), alibi="bh", words=True),
         CacheCase("tree_packed", mixed, **sizes, packed=True, appends=True, tree="random", tree_rows=6, rotary=32),
     )

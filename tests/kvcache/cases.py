@@ -45,6 +45,7 @@ class CacheCase:
         tables: Dtype of the tables is q's rather than float32.
         rotary_start: Whether rotary_seqlens is given.
         float8: Whether the caches are of 8 bits, and which scales they have: "none", "h" (heads) or "eh".
+        e5m2: Whether those of 8 bits are float8_e5m2.
         layout: How caches lie in memory, see ``_caches``.
         alibi: "", "h" or "bh".
         one_length: Whether cache_seqlens is an int.
@@ -77,6 +78,7 @@ class CacheCase:
     tables: bool = False
     rotary_start: bool = False
     float8: str = ""
+    e5m2: bool = False
     layout: str = "apart"
     causal: bool = True
     window: tuple[int | None, int | None] | None = None
@@ -214,6 +216,11 @@ _FLOAT8 = (
         "not_there_packed", ((-1, 2, 3), (20, 1, 2)), packed=True, packed_new=True, appends=True, rotary=8, sinks=True
     ),
     CacheCase("float8_empty", _same(0, 7), float8="h", sinks=True),
+    CacheCase("e5m2", _same(37, 5, rows=2), float8="none", e5m2=True),
+    CacheCase("e5m2_pages", _same(37, 5, rows=2), float8="eh", e5m2=True, page_size=4, leftpad=(6, 1), heads=4),
+    CacheCase("e5m2_append_saturates", _same(12, 5, rows=2, new=4), float8="h", e5m2=True, appends=True, kv_heads=1),
+    CacheCase("e5m2_rotary", _same(12, 5, rows=2, new=2), float8="eh", e5m2=True, appends=True, rotary=16, page_size=3),
+    CacheCase("e5m2_odd_dims", _same(37, 5, new=2), float8="none", e5m2=True, appends=True, head_dim=33, head_dim_v=7),
 )
 
 _TREES = (
@@ -450,10 +457,12 @@ def _caches(
     poisons = (torch.nan, torch.inf)
     values = [torch.full(shape, poison, dtype=dtype) for shape, poison in zip(shapes, poisons, strict=True)]
     scales: list[Tensor | None] = [None, None]
+    kind = torch.float8_e5m2 if case.e5m2 else FLOAT8
     if case.float8 in ("h", "eh"):
         shape = (heads,) if case.float8 == "h" else (count, heads)
         # The largest magnitude of keys is then 1.8 to 3.6: new ones saturate.
-        scales = [(torch.rand(*shape, generator=make) + 1) * 0.004 for _ in dims]
+        least = 1.8 / torch.finfo(kind).max
+        scales = [(torch.rand(*shape, generator=make) + 1) * least for _ in dims]
     for b, (old, _, new) in enumerate(case.sequences if make is not None else ()):
         first = min(case.leftpad[b] if case.leftpad else 0, old)
         # A key that is not written where it is looked for is what is there.
@@ -462,7 +471,7 @@ def _caches(
             for j in range(first, stop):
                 x[_place(case, places, b, j)] = torch.randn(heads, dim, generator=make).to(dtype)
     if case.float8:
-        values = [_quantised(x, scale) for x, scale in zip(values, scales, strict=True)]
+        values = [_quantised(x, scale, kind) for x, scale in zip(values, scales, strict=True)]
     laid = _lay_out(case.layout, *values)
     return dict(zip(("k_cache", "v_cache"), laid, strict=True)), dict(zip(("k_scale", "v_scale"), scales, strict=True))
 
@@ -494,18 +503,19 @@ def _place(case: CacheCase, places: dict[str, Tensor], b: int, j: int) -> tuple[
     return (int(places["cache_batch_idx"][b]) if case.entries else b), j
 
 
-def _quantised(x: Tensor, scale: Tensor | None) -> Tensor:
+def _quantised(x: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
     """8 bits, with NaN for what is not finite."""
     wide = x.float()
     if scale is not None:
         wide = wide / (scale if scale.dim() == 1 else scale[:, None])[..., None]
-    return torch.where(wide.isfinite(), wide.clamp(-448, 448), torch.nan).to(FLOAT8)
+    most = torch.finfo(kind).max
+    return torch.where(wide.isfinite(), wide.clamp(-most, most), torch.nan).to(kind)
 
 
 def _lay_out(layout: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The same values with other strides."""
     # Some operations do not take 8-bit floats.
-    dtype, bits = k.dtype, [x.view(torch.uint8) if x.dtype == FLOAT8 else x for x in (k, v)]
+    dtype, bits = k.dtype, [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (k, v)]
     if "stacked" in layout:
         both = torch.cat(bits, dim=-1)
         if layout.startswith("heads_first"):
@@ -593,8 +603,9 @@ def judge_caches(call: CacheCall, before: CacheTensors, after: CacheTensors) -> 
             continue
         scale = getattr(before, f"{name[0]}_scale")
         scale = torch.ones(()) if scale is None else scale[..., None] if scale.dim() == 1 else scale[:, None, :, None]
-        want = (want / scale.double()).clamp(-448, 448)
-        nearest = (want.float().to(FLOAT8).double() - want).abs()
+        most = torch.finfo(got.dtype).max
+        want = (want / scale.double()).clamp(-most, most)
+        nearest = (want.float().to(got.dtype).double() - want).abs()
         # Rounded twice, first to q's dtype; and a quotient may be off by a rounding of float32, a turned number by that
         # of what cancels in it.
         allowed = nearest + want.abs() * (1.01 * step * turned + 1e-6) + limit / scale.double()

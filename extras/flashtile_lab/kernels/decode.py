@@ -32,6 +32,7 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
         {"head_dim": 256, "num_heads_q": 16},
         {"kv": _FLOAT8},
         {"kv": _FLOAT8, "page_size": 64, "scales": True},
+        {"kv": torch.float8_e5m2, "appends": True, "has": ("e5m2",)},
         {"seqlen_q": 512, "appends": True},
         {"packed": True, "page_size": 16, "appends": True},
         {"packed": True, "page_size": 16, "appends": True, "has": ("slot_mapping",)},

@@ -76,8 +76,8 @@ def attention_with_kvcache(
         q: ``(batch, seqlen_q, num_heads_q, head_dim)``, or packed ``(total_q, num_heads_q, head_dim)`` with
             cu_seqlens_q; float16, bfloat16, float32, or float64 on the CPU. It is not changed.
         k_cache: ``(entries, capacity, num_heads_kv, head_dim)``, or with page_table ``(pages, page_size, num_heads_kv,
-            head_dim)``; q's dtype or float8_e4m3fn. Never copied: its last dimension must be contiguous, other strides
-            are free, so that K and V may be views of one tensor, or heads lie before positions.
+            head_dim)``; q's dtype, float8_e4m3fn or float8_e5m2. Never copied: its last dimension must be contiguous,
+            other strides are free, so that K and V may be views of one tensor, or heads lie before positions.
         v_cache: The same with head_dim_v, in k_cache's dtype.
         cache_seqlens: ``(batch,)`` int32: the keys of each sequence in the cache before appending; an int for all.
         page_table: ``(batch, max_pages)`` int32: key j of sequence b is row ``j % page_size`` of page
@@ -94,8 +94,8 @@ def attention_with_kvcache(
         rotary_seqlens: ``(batch,)`` int32: the position of the first new key and the first query in rotary_cos,
             cache_seqlens by default. Later ones follow; if neither causal nor windowed, all queries are at the first.
         k_scale: ``(num_heads_kv,)`` or ``(entries, num_heads_kv)``, with page_table ``(pages, num_heads_kv)``; float32:
-            a float8 cache holds keys divided by it; 1 by default. New keys are divided and saturated to 448. Or a
-            number for all.
+            a float8 cache holds keys divided by it; 1 by default. New keys are divided and saturated to 448, in e5m2
+            to 57344. Or a number for all.
         v_scale: The same for values.
         cu_seqlens_q: ``(batch + 1,)`` int32: sequence b has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q.
             Rows past the last bound belong to no sequence: out 0, lse -inf.

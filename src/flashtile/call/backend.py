@@ -54,7 +54,7 @@ class Feature:
 
 
 def _is_float8_cache(p: Problem) -> bool:
-    return p.keys.used and p.precision.kv == FLOAT8
+    return p.keys.used and p.precision.kv.itemsize == 1
 
 
 def _is_odd_cache(p: Problem) -> bool:

@@ -19,7 +19,8 @@ from flashtile.core.errors import InvalidInputError
 
 # Rows of a draft tree: the bits of a word.
 MOST_TREE_ROWS = 64
-_CACHE = ((FLOAT8,), "float8_e4m3fn")
+EIGHT_BITS = (FLOAT8, torch.float8_e5m2)
+_CACHE = (EIGHT_BITS, "float8_e4m3fn or float8_e5m2")
 _WORDS = ((torch.int64,), "bool (batch, T, T) or int64 words (batch, T)")
 _BOOL = ((torch.bool,), "bool")
 _SLOTS = ((torch.int64, torch.int32), "int64 or int32")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
 from flashtile.call.cached_arguments import (
-    FLOAT8,
+    EIGHT_BITS,
     TENSORS,
     CacheOptions,
     CacheTensors,
@@ -97,7 +97,7 @@ def _check_company(t: CacheTensors, o: CacheOptions) -> None:
     if t.v_cache.dtype != t.k_cache.dtype:
         raise InvalidInputError("v_cache", f"dtype is {t.v_cache.dtype}, but k_cache has {t.k_cache.dtype}")
     for name in ("k_scale", "v_scale"):
-        if getattr(t, name) is not None and t.k_cache.dtype != FLOAT8:
+        if getattr(t, name) is not None and t.k_cache.dtype not in EIGHT_BITS:
             raise InvalidInputError(name, f"is given, but goes with float8 caches; k_cache has {t.k_cache.dtype}")
 
 

@@ -20,7 +20,8 @@ from flashtile.core.errors import UnsupportedError
 from flashtile.integrations._calls import Calls
 from flashtile.integrations.vllm import NAME
 
-FLOAT8 = torch.float8_e4m3fn
+# What vLLM's names of a cache's dtype stand for.
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # vLLM shows what its own loggers say.
 calls = Calls("vllm.flashtile")
 
@@ -105,7 +106,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
             raise UnsupportedError(f"vLLM: flashtile runs no attention of type {attn_type}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kind_of_8_bits, self.attn_type = EIGHT_BITS.get(kv_cache_dtype), attn_type
         self.writes = kv_sharing_target_layer_name is None
         # vLLM counts the query itself.
         self.window = None if sliding_window is None else sliding_window - 1
@@ -147,7 +148,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
             options |= {name: options[name][:, None] for name in ("k", "v", "out") if name in options}
         else:
             options |= {"cu_seqlens_q": m.query_start_loc, "max_seqlen_q": m.max_query_len}
-        if self._is_8_bit():
+        if self.kind_of_8_bits is not None:
             options |= {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
         k_cache, v_cache = self._pages(kv_cache)
         flashtile.attention_with_kvcache(rows, k_cache, v_cache, page_table=m.block_table, **options)
@@ -155,12 +156,9 @@ class Impl(vllm.AttentionImpl[Metadata]):
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
         """Keys and values as ``(pages, page_size, num_heads_kv, head_dim)``: views of the cache."""
-        if self._is_8_bit():
-            kv_cache = kv_cache.view(FLOAT8)
+        if self.kind_of_8_bits is not None:
+            kv_cache = kv_cache.view(self.kind_of_8_bits)
         return kv_cache.transpose(1, 2).split([self.head_size, kv_cache.shape[-1] - self.head_size], dim=-1)
-
-    def _is_8_bit(self) -> bool:
-        return self.kv_cache_dtype.startswith("fp8")
 
     def _options(self, causal: bool) -> dict[str, Any]:
         return {
@@ -176,7 +174,7 @@ class Backend(vllm.AttentionBackend):
     """What ``--attention-backend FLASHTILE`` names."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012  # as vLLM has it
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]  # noqa: RUF012
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", *EIGHT_BITS]  # noqa: RUF012
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -236,7 +234,7 @@ class Backend(vllm.AttentionBackend):
         if device_capability is None:
             return None
         found = flashtile.supports(
-            head_size, dtype=dtype, cache_dtype=FLOAT8 if (kv_cache_dtype or "").startswith("fp8") else None,
+            head_size, dtype=dtype, cache_dtype=EIGHT_BITS.get(kv_cache_dtype or ""),
             page_size=block_size or 16, besides=["sinks"] if has_sink else [],
             compute_capability=(device_capability.major, device_capability.minor),
         )  # fmt: skip

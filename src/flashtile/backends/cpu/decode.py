@@ -15,14 +15,12 @@ from torch import Tensor
 
 from flashtile.backends.cpu import forward
 from flashtile.call.arguments import Options
-from flashtile.call.cached_arguments import FLOAT8, CacheTensors, tree_pairs
+from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, tree_pairs
 from flashtile.call.cached_problem import bands_of, lengths_of
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.call.rotary import apply_rotary
 from flashtile.core.masks import Band
 
-# Conversion makes NaN of what is greater.
-_LARGEST_8_BIT = torch.finfo(FLOAT8).max
 _NO_OPTIONS = Options()
 # Named wherever a tensor is made: torch.set_default_device may say something else.
 _CPU = torch.device("cpu")
@@ -36,7 +34,7 @@ def describe(problem: Problem) -> str:
 
 def single(problem: Problem) -> Problem:
     """The regular call of one sequence, without its lengths; 8-bit keys are multiplied in the softmax's dtype."""
-    dtype = problem.lse_dtype if problem.precision.kv == FLOAT8 else problem.dtype
+    dtype = problem.lse_dtype if problem.precision.kv in EIGHT_BITS else problem.dtype
     return problem.but(batch=1, queries=SequenceLayout(0), keys=SequenceLayout(0), dtype=dtype)
 
 
@@ -172,11 +170,13 @@ def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence
     else:
         entries = sequence if t.cache_batch_idx is None else t.cache_batch_idx[sequence].long()
     for x, (cache, scale) in zip((k, v), _caches(t), strict=True):
-        if cache.dtype == FLOAT8:
+        if cache.dtype in EIGHT_BITS:
             x = x.to(problem.lse_dtype)
             if scale is not None:
                 x = x / (scale if scale.dim() == 1 else scale[entries])[..., None].to(x.dtype)
-            x = x.clamp(-_LARGEST_8_BIT, _LARGEST_8_BIT).to(FLOAT8).view(torch.uint8)
+            # Conversion makes NaN, or an infinity, of what is greater.
+            most = torch.finfo(cache.dtype).max
+            x = x.clamp(-most, most).to(cache.dtype).view(torch.uint8)
             cache = cache.view(torch.uint8)
         cache[entries, places] = x
 
@@ -192,7 +192,7 @@ def _keys(
 ) -> Tensor:
     """Keys or values of sequence b at positions ``span[0]`` to ``span[1]``: ``(1, length, num_heads_kv, dim)``."""
     start, stop = span
-    bits = cache.view(torch.uint8) if cache.dtype == FLOAT8 else cache
+    bits = cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache
     if t.page_table is None:
         found = bits[_entry(t, b), start:stop]
     else:
@@ -201,18 +201,18 @@ def _keys(
         pages = t.page_table[b, start // size : -(-stop // size) if start < stop else 0]
         skipped = start // size * size
         found = bits.index_select(0, pages).flatten(0, 1)[start - skipped : stop - skipped]
-    if cache.dtype != FLOAT8:
+    if cache.dtype not in EIGHT_BITS:
         return found[None]
     # Five times as fast as PyTorch's conversion.
-    found = _every_value(one.dtype).index_select(0, found.flatten().int()).view(found.shape)
+    found = _every_value(cache.dtype, one.dtype).index_select(0, found.flatten().int()).view(found.shape)
     return (found if scale is None else found * _scales(problem, t, scale, b, span).to(found.dtype))[None]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 @torch.inference_mode(False)
-def _every_value(dtype: torch.dtype) -> Tensor:
-    """The 256 values of an 8-bit float, by its bits."""
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(FLOAT8).to(dtype)
+def _every_value(kind: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """The 256 values of a kind of 8-bit float, by its bits."""
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(kind).to(dtype)
 
 
 def _scales(problem: Problem, t: CacheTensors, scale: Tensor, b: int, span: tuple[int, int]) -> Tensor:

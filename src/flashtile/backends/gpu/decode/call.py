@@ -28,13 +28,16 @@ class Scales(NamedTuple):
         k: ``Scale``, like v.
         v: Of the values.
         EIGHT_BIT: Whether it holds 8-bit numbers; others have no scales.
-        BITS: Whether the kernel decodes 8-bit numbers by their bits; then they are 2^-8 times their values.
+        E5M2: Whether those are e5m2; else e4m3.
+        BITS: Whether the kernel decodes 8-bit numbers without instructions of NVIDIA's; e4m3 ones are then 2^-8 times
+            their values.
         BY_PAGE: Whether scales differ from page to page.
     """
 
     k: Any
     v: Any
     EIGHT_BIT: Any
+    E5M2: Any
     BITS: Any
     BY_PAGE: Any
 

@@ -156,7 +156,7 @@ def score_block(k, first, key, inside, page, place, rows, head, call):
     """Scores [BLOCK_M, BLOCK_N] of a block, -inf where a row does not see a key; and the factor to base 2."""
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     if k.dtype == tl.int16:
-        even, odd = eight_bit.halves(k, call.cache.scales.BITS)
+        even, odd = eight_bit.halves(k, call.cache.scales)
         product = tl.dot(rows.q, tl.trans(even.to(rows.q.dtype)), input_precision=INPUT_PRECISION)
         product = tl.dot(rows.q_odd, tl.trans(odd.to(rows.q.dtype)), product, input_precision=INPUT_PRECISION)
         product *= rows.q_scale[:, None]
@@ -229,7 +229,7 @@ def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, head, call):
     acc *= rescale[:, None]
     if v.dtype == tl.int16:
         acc_odd *= rescale[:, None]
-        even, odd = eight_bit.halves(v, call.cache.scales.BITS)
+        even, odd = eight_bit.halves(v, call.cache.scales)
         even, odd = even.to(LIKE), odd.to(LIKE)
         if call.cache.scales.BY_PAGE and call.cache.scales.v.ptr is not None:
             # Relative to the block's largest, so that float16 probabilities do not underflow.
