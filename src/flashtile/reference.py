@@ -259,8 +259,11 @@ def _rows(x: Tensor, b: int, rows: slice) -> Tensor:
 
 def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
     """Rule 13: where key j of sequence b is in the caches, by their first two dimensions."""
-    if t.page_table is not None:
+    if t.in_pages:
         size = t.k_cache.shape[1]
+        if t.page_indptr is not None and t.page_indices is not None:
+            return int(t.page_indices[t.page_indptr[b] + j // size]), j % size
+        assert t.page_table is not None
         return int(t.page_table[b, j // size]), j % size
     return (b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])), j
 

@@ -250,6 +250,7 @@ def _cached(d: Draw, name: str) -> CacheCase:
     )
     case = _with_trees(d, case) if d.chance(0.2) else case
     case = replace(case, slots=d.pick("own", "some", "anywhere")) if appends and d.chance() else case
+    case = replace(case, ragged=d.pick("pages", "bound")) if paged and d.chance() else case
     case = replace(case, e5m2=True) if case.float8 and d.chance() else case
     return replace(case, causal_each=True) if not case.tree and d.chance(0.2) else case
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.call.cached_problem import pages_of
 from tests.kvcache.cases import CacheCall, CacheCase, build
 
 # Lengths around multiples of what tiles and splits may be, in no order.
@@ -32,6 +33,7 @@ def invariance_cases(lengths: tuple[int, ...] = LENGTHS) -> tuple[CacheCase, ...
         CacheCase("append", each(2, 2), **sizes, appends=True, rotary=32),
         CacheCase("packed", mixed, **sizes, packed=True, appends=True, page_size=16),
         CacheCase("slots", mixed, **sizes, packed=True, appends=True, page_size=8, slots="own", rotary=64),
+        CacheCase("ragged", mixed, **sizes, packed=True, appends=True, page_size=4, ragged="bound"),
         CacheCase("causal_each", mixed, **sizes, packed=True, appends=True, causal_each=True, rotary=32),
         CacheCase("float8", each(), **sizes, page_size=16, float8="eh"),
         CacheCase("e5m2", each(2), **sizes, page_size=16, float8="h", e5m2=True),
@@ -73,6 +75,12 @@ def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> t
             keywords[name] = keywords[name][index]
     if case.alibi == "bh":
         keywords["alibi_slopes"] = keywords["alibi_slopes"][index]
+    if case.ragged:
+        pages = pages_of(t)
+        bounds_of_pages = torch.tensor([0, *(len(pages[b]) for b in order)]).cumsum(0)
+        keywords["page_indptr"] = bounds_of_pages.to(t.q.device, torch.int32)
+        keywords["page_indices"] = torch.cat([pages[b] for b in order])
+        keywords["max_seqlen_k"] = call.problem.keys.length
     if not case.page_size:
         keywords["cache_batch_idx"] = index.to(torch.int32)
     rows = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order]) if case.packed else index

@@ -55,6 +55,7 @@ class CacheCase:
         words: Whether the mask is given as words.
         slots: Where slot_mapping has new keys written: "own", where they are without; "some", but every third nowhere;
             "anywhere", some of them where no sequence looks; "" without it.
+        ragged: Whether pages are a list of all sequences' in place of a table; "bound" with max_seqlen_k.
         causal_each: Whether causal is a tensor, true of every other sequence.
     """
 
@@ -93,6 +94,7 @@ class CacheCase:
     words: bool = False
     slots: str = ""
     causal_each: bool = False
+    ragged: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -270,6 +272,17 @@ _SLOTS = (
               slots="some"),
 )  # fmt: skip
 
+_RAGGED = (
+    CacheCase("ragged", _same(37, 5, 64, rows=2), page_size=16, ragged="pages", heads=4),
+    CacheCase("ragged_of_1", _same(37, 0, 5), page_size=1, ragged="bound", window=(20, 0)),
+    CacheCase("ragged_append", _same(7, 0, 12, rows=5, new=5), appends=True, page_size=3, ragged="pages", rotary=16),
+    CacheCase("ragged_packed", ((37, 1, 1), (0, 20, 20), (9, 0, 0), (-1, 3, 3), (9, 7, 7)), packed=True, spare=2,
+              appends=True, page_size=4, ragged="bound", leftpad=(9, 0, 0, 0, 3), slots="some"),
+    CacheCase("ragged_float8", _same(37, 5, rows=2, new=2), float8="eh", appends=True, page_size=4, ragged="pages"),
+    CacheCase("ragged_tree", _same(37, 20, rows=10), tree="forest", page_size=8, ragged="bound"),
+    CacheCase("ragged_all_empty", _same(0, 0), page_size=4, ragged="pages", sinks=True),
+)  # fmt: skip
+
 _BY_SEQUENCE = (
     CacheCase("causal_each", _same(37, 5, 64, rows=4), causal_each=True),
     CacheCase("causal_each_window", _same(37, 70, 40, rows=5), causal_each=True, window=(6, 2), sinks=True),
@@ -293,7 +306,7 @@ _EVERYTHING = (
 )  # fmt: skip
 
 CASES: tuple[CacheCase, ...] = (
-    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_SLOTS, *_BY_SEQUENCE,
+    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_SLOTS, *_RAGGED, *_BY_SEQUENCE,
     *_EVERYTHING,
 )  # fmt: skip
 
@@ -376,6 +389,10 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
     if case.out:
         wide = torch.full((*of_q, case.heads + 1, dim_v), torch.nan, dtype=dtype)
         keywords["out"] = wide[..., : case.heads, :] if case.out == "part" else wide[..., 1:, :].contiguous()
+    if case.ragged:
+        counts = [max(-(-length // case.page_size), 0) for length in lengths]
+        keywords |= _as_list(keywords.pop("page_table"), counts, make)
+        keywords |= {"max_seqlen_k": max(capacity - 1, 0)} if case.ragged == "bound" else {}
     keywords["causal"] = torch.arange(batch) % 2 == 0 if case.causal_each else case.causal
     keywords = {name: _moved(x, device) for name, x in keywords.items()}
     given = {name: _moved(x, device) for name, x in (given | caches).items()}
@@ -409,7 +426,14 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
         tensors["cu_seqlens_k_new"] = tensors["cu_seqlens_q"]
     if tensors["tree_mask"] is not None:
         tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
-    plain = (keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
+    plain = (
+        keywords.get("max_seqlen_q"),
+        keywords.get("max_seqlen_k"),
+        case.scale,
+        case.softcap,
+        case.interleaved,
+        None,
+    )
     made = CacheTensors(**tensors)
     return CacheCall(case, problem_of(made, read(of_all, case.window, True, plain)), made, keywords)
 
@@ -438,6 +462,18 @@ def _places(case: CacheCase, lengths: list[int], capacity: int, make: torch.Gene
         for page in range(first // size, -(-length // size)) if first < length else ():
             table[b, page] = next(order)
     return {"page_table": table}
+
+
+def _as_list(table: Tensor, counts: list[int], make: torch.Generator | None) -> dict[str, Tensor]:
+    """page_indptr and page_indices of a table, of so many pages of each sequence and two that are none."""
+    total = sum(counts)
+    indices = torch.empty(total + 2, dtype=torch.int32)
+    bounds = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if make is not None:
+        indices[total:] = torch.tensor(_GARBAGE[:2])
+        rows = [row[:count] for row, count in zip(table, counts, strict=True)]
+        indices[:total] = torch.cat([*rows, table.new_empty(0)])
+    return {"page_indptr": bounds, "page_indices": indices}
 
 
 def _caches(

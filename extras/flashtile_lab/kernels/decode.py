@@ -32,6 +32,7 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
         {"head_dim": 256, "num_heads_q": 16},
         {"kv": _FLOAT8},
         {"kv": _FLOAT8, "page_size": 64, "scales": True},
+        {"packed": True, "page_size": 16, "appends": True, "has": ("page_indptr",)},
         {"kv": torch.float8_e5m2, "appends": True, "has": ("e5m2",)},
         {"seqlen_q": 512, "appends": True},
         {"packed": True, "page_size": 16, "appends": True},
@@ -74,7 +75,8 @@ def described_call(
     lengths, bounds = empty(batch, of=torch.int32), empty(batch + 1, of=torch.int32) if packed else None
     entries = (batch * capacity // page_size, page_size) if page_size else (batch, capacity)
     q, cache, new = empty(*rows, num_heads_q, head_dim), empty(*entries, heads, head_dim, of=kv), None
-    table = empty(batch, capacity // page_size, of=torch.int32) if page_size else None
+    ragged = "page_indptr" in has
+    table = empty(batch, capacity // page_size, of=torch.int32) if page_size and not ragged else None
     scale = empty(entries[0], heads, of=torch.float32) if scales else None
     if appends:
         new = empty(*rows, heads, head_dim)
@@ -102,6 +104,8 @@ def described_call(
         sinks=empty(num_heads_q, of=torch.float32) if problem.sinks else None,
         tree_mask=empty(batch, seqlen_q, of=torch.int64) if problem.tree else None,
         slot_mapping=empty(*rows, of=torch.int64) if "slot_mapping" in has else None,
+        page_indptr=empty(batch + 1, of=torch.int32) if ragged else None,
+        page_indices=empty(entries[0], of=torch.int32) if ragged else None,
         causal=empty(batch, of=torch.bool) if problem.causal_each else None,
     )  # fmt: skip
     return problem, tensors

@@ -61,6 +61,9 @@ def attention_with_kvcache(
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
     slot_mapping: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    page_indices: Tensor | None = None,
+    max_seqlen_k: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -117,6 +120,12 @@ def attention_with_kvcache(
             ``slot // page_size``, without pages of an entry; -1 writes nothing. Goes with k. What is attended to is
             as without it, keys 0 to L - 1 where page_table has them; so a key that was written elsewhere, or not at
             all, is whatever the cache holds at its position.
+        page_indptr: ``(batch + 1,)`` int32, in place of page_table: key j of sequence b is row ``j % page_size`` of
+            page ``page_indices[page_indptr[b] + j // page_size]``.
+        page_indices: ``(total_pages,)`` int32, which may be more than ``page_indptr[-1]``.
+        max_seqlen_k: With page_indptr, the most keys that a sequence may have, new ones included; more are not seen. By
+            default ``total_pages * page_size``: the workspace has room for the splits of so many keys of each sequence,
+            and tiles are chosen for them.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -135,11 +144,12 @@ def attention_with_kvcache(
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)
     of_all, of_each = causality(causal)
-    options = read(of_all, window_size, return_lse, (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend))
+    plain = max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend
+    options = read(of_all, window_size, return_lse, plain)
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]
-        tree_mask, slot_mapping, of_each,
+        tree_mask, slot_mapping, of_each, page_indptr, page_indices,
     ))  # fmt: skip
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
         problem_of(tensors, options)

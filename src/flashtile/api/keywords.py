@@ -20,7 +20,7 @@ _ELSEWHERE = {
 
 
 class Common(TypedDict, total=False):
-    """Keywords of every call, but ``return_lse``."""
+    """Keywords of every call, but ``causal`` and ``return_lse``."""
 
     window_size: Sequence[int | None] | None
     softmax_scale: float | None
@@ -56,6 +56,8 @@ class Cached(TypedDict, total=False):
     cu_seqlens_k_new: Tensor | None
     tree_mask: Tensor | None
     slot_mapping: Tensor | None
+    page_indptr: Tensor | None
+    page_indices: Tensor | None
     out: Tensor | None
 
 
@@ -67,6 +69,7 @@ class CacheKeywords(Common, Cached, total=False):
     v: Tensor | None
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
 class CachedCall(Cached, total=False):

@@ -21,14 +21,15 @@ from flashtile.core.masks import Band
 # What an argument is nothing without.
 _NEEDS = {
     "k": "v", "v": "k", "rotary_cos": "rotary_sin", "rotary_sin": "rotary_cos", "rotary_seqlens": "rotary_cos",
-    "cu_seqlens_k_new": "k", "slot_mapping": "k",
+    "cu_seqlens_k_new": "k", "slot_mapping": "k", "page_indptr": "page_indices", "page_indices": "page_indptr",
 }  # fmt: skip
 
 
 def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     """Checks the tensors of a cached call against one another and records the call.
 
-    Its keys are a ``SequenceLayout`` with ``used``, whose length is the capacity of an entry or of a row of page_table.
+    Its keys are a ``SequenceLayout`` with ``used``, whose length is the capacity of an entry, of a row of page_table or
+    of all page_indices, if there is no max_seqlen_k.
 
     Raises:
         InvalidInputError: Naming the argument that does not match.
@@ -36,7 +37,8 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     """
     t, o, sizes = tensors, options, _check_tensors(tensors, options)
     page_size = sizes.get("page_size", 0)
-    capacity = sizes["max_pages"] * page_size if page_size else sizes["capacity"]
+    capacity = sizes["capacity"] if not t.in_pages else sizes.get("max_pages", sizes.get("total_pages", 0)) * page_size
+    capacity = capacity if o.max_seqlen_k is None else o.max_seqlen_k
     return checked_problem(
         t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
@@ -55,7 +57,7 @@ def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
     axes = Axes(_renamed(t))
     for name in ("q", "k_cache", "v_cache"):
         axes.bind(name, found[name][1], found[name][0])
-    for name in ("cu_seqlens_q", "cu_seqlens_k_new"):
+    for name in ("cu_seqlens_q", "cu_seqlens_k_new", "page_indptr"):
         if name in found:
             axes.bind_bounds(name, found)
     if t.cu_seqlens_q is not None:
@@ -74,7 +76,7 @@ def _renamed(t: CacheTensors) -> dict[str, str]:
         renamed["batch seqlen_q"] = "total_q"
     if t.cu_seqlens_k_new is not None:
         renamed["batch seqlen_new"] = "total_new"
-    if t.page_table is not None:
+    if t.in_pages:
         renamed |= {"entries capacity": "pages page_size", "[entries]": "[pages]"}
     return renamed
 
@@ -88,10 +90,14 @@ def _check_company(t: CacheTensors, o: CacheOptions) -> None:
         raise InvalidInputError("rotary_cos", "is given, but goes with new keys k and v")
     if o.rotary_interleaved and t.rotary_cos is None:
         raise InvalidInputError("rotary_interleaved", "is True, but goes with rotary_cos")
-    if t.page_table is not None and t.cache_batch_idx is not None:
-        raise InvalidInputError("cache_batch_idx", "is given with page_table, which says where each sequence is")
+    pages = "page_table" if t.page_table is not None else "page_indptr" if t.page_indptr is not None else ""
+    for name, excluded in (("cache_batch_idx", pages), ("page_indptr", pages if t.page_table is not None else "")):
+        if excluded and getattr(t, name) is not None:
+            raise InvalidInputError(name, f"is given with {excluded}, which says where each sequence is")
     if o.max_seqlen_q is not None and t.cu_seqlens_q is None:
         raise InvalidInputError("max_seqlen_q", "is given, but goes with cu_seqlens_q alone")
+    if o.max_seqlen_k is not None and t.page_indptr is None:
+        raise InvalidInputError("max_seqlen_k", "is given, but goes with page_indptr alone")
     if t.k is not None and t.cu_seqlens_q is not None and t.cu_seqlens_k_new is None:
         raise InvalidInputError("cu_seqlens_k_new", "is None, but goes with k where q is packed")
     if t.v_cache.dtype != t.k_cache.dtype:
@@ -102,9 +108,9 @@ def _check_company(t: CacheTensors, o: CacheOptions) -> None:
 
 
 def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
-    if t.page_table is not None and sizes["page_size"] == 0:
+    if t.in_pages and sizes["page_size"] == 0:
         raise InvalidInputError("k_cache", "page_size is 0, must be at least 1")
-    if t.page_table is None and t.cache_batch_idx is None and sizes["entries"] < sizes["batch"]:
+    if not t.in_pages and t.cache_batch_idx is None and sizes["entries"] < sizes["batch"]:
         must = f"must be at least the batch of {sizes['batch']} without cache_batch_idx"
         raise InvalidInputError("k_cache", f"entries is {sizes['entries']}, {must}")
     turned = 2 * sizes.get("rotary_dim/2", 0)
@@ -137,10 +143,10 @@ def check_length(t: CacheTensors, length: int) -> None:
     Raises:
         InvalidInputError: Keys of that length and the new ones do not fit into the cache.
     """
-    pages, keys = t.page_table, t.k_cache
-    if keys.dim() != 4 or (pages is not None and pages.dim() != 2):
+    pages, keys = t.page_table if t.page_indices is None else t.page_indices, t.k_cache
+    if keys.dim() != 4 or (pages is not None and pages.dim() != 1 + (t.page_indices is None)):
         return  # ``problem_of`` says so
-    capacity = keys.shape[1] * (1 if pages is None else pages.shape[1])
+    capacity = keys.shape[1] * (1 if pages is None else pages.shape[-1])
     new = 0 if t.k is None or t.cu_seqlens_k_new is not None or t.k.dim() != 4 else t.k.shape[1]
     if length + new > capacity:
         more = f" and {new} new keys do" if new else " does"
@@ -167,23 +173,31 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
     check_apart(t)
     rows = _row_counts(problem, t)
     lengths, new = lengths_of(t, batch)
+    pages = pages_of(t) if problem.keys.page_size else []
     for b, length in enumerate(lengths):
-        if length + new[b] > capacity:
+        # Of sequences in a ragged list each has its own.
+        room = capacity if t.page_indptr is None else min(capacity, len(pages[b]) * problem.keys.page_size)
+        if length + new[b] > room:
             more = f" and {new[b]} new keys do" if new[b] else " does"
-            raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into sequence {b}'s cache of {capacity}")
+            raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into sequence {b}'s cache of {room}")
     leftpad = [0] * batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
     for b, first in enumerate(leftpad):
         if first < 0:
             raise InvalidInputError("cache_leftpad", f"is {first} for sequence {b}, must be at least 0")
     if t.cache_batch_idx is not None:
         _check_range("cache_batch_idx", t.cache_batch_idx.tolist(), t.k_cache.shape[0], "entries")
-    if t.page_table is not None and problem.keys.page_size:
+    if pages:
         size = problem.keys.page_size
-        for b, table in enumerate(t.page_table.tolist()):
+        for b, table in enumerate(pages):
             stop = lengths[b] + new[b]
             start = min(leftpad[b], lengths[b]) if new[b] and t.slot_mapping is None else leftpad[b]
-            used = table[start // size : -(-stop // size)] if start < stop else []
-            _check_range("page_table", used, t.k_cache.shape[0], f"pages; it is used by sequence {b}")
+            used = table[start // size : -(-stop // size)].tolist() if start < stop else []
+            _check_range(
+                "page_table" if t.page_indptr is None else "page_indices",
+                used,
+                t.k_cache.shape[0],
+                f"pages; it is used by sequence {b}",
+            )
     if t.slot_mapping is not None:
         _check_slots(t)
     if t.tree_mask is not None:
@@ -242,6 +256,19 @@ def new_counts(t: CacheTensors, batch: int) -> list[int]:
     if t.cu_seqlens_k_new is None:
         return [t.k.shape[1]] * batch
     return lengths_between("cu_seqlens_k_new", t.cu_seqlens_k_new.tolist(), t.k.shape[0], "k")
+
+
+def pages_of(t: CacheTensors) -> list[Tensor]:
+    """The pages of each sequence, in their order.
+
+    Raises:
+        InvalidInputError: The values of page_indptr are no bounds of page_indices.
+    """
+    if t.page_indptr is None or t.page_indices is None:
+        return [] if t.page_table is None else list(t.page_table)
+    bounds, total = t.page_indptr.tolist(), t.page_indices.shape[0]
+    counts = lengths_between("page_indptr", bounds, total, "page_indices")
+    return [t.page_indices[first : first + count] for first, count in zip(bounds, counts, strict=False)]
 
 
 def _check_slots(t: CacheTensors) -> None:

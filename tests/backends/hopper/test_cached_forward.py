@@ -20,7 +20,7 @@ from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward.launch import ForwardPlan
 from flashtile.call.cached_arguments import CacheTensors
-from flashtile.call.cached_problem import bands_of
+from flashtile.call.cached_problem import bands_of, pages_of
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
@@ -52,6 +52,8 @@ CASES = {
     "causal_each": case_of(((200, 140), (260, 140), (150, 140)), heads=1, causal_each=True, page_size=64),
     "causal_each_packed": case_of(((200, 90), (270, 64), (0, 3), (129, 129)), packed=True, causal_each=True, spare=2,
                                   heads=4, window=(None, 3), alibi="h"),
+    "ragged": case_of(((200, 90), (70, 3), (0, 4), (300, 130)), packed=True, page_size=16, ragged="pages"),
+    "ragged_of_128": case_of(((200, 140), (129, 140)), page_size=128, ragged="bound", heads=1),
     "packed_apart": case_of(((200, 90), (129, 129)), 3, packed=True, entries=True, alibi="h"),
 }  # fmt: skip
 
@@ -80,7 +82,8 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
     step = host.Step(launched, decode._OPERANDS, t.q.device)
     host.run((step,), (
         t.out, lse, t.q, t.k_cache, t.v_cache, t.cache_seqlens, None, t.cu_seqlens_q, t.cu_seqlens_k_new,
-        t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, None, None, None, counters, None, t.causal,
+        t.cache_batch_idx, t.page_table if t.page_indices is None else t.page_indices, t.alibi_slopes, t.sinks, None,
+        None, None, counters, None, t.causal, t.page_indptr,
     ))  # fmt: skip
     assert counters == 0
     return lse
@@ -93,7 +96,7 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
     start = int(t.cu_seqlens_q[b]) if t.cu_seqlens_q is not None else 0
     q = (t.q if case.packed else t.q[b])[start : start + rows]
     k, v = (
-        (x[t.page_table[b, : -(-count // case.page_size)].long()].flatten(0, 1) if t.page_table is not None
+        (x[pages_of(t)[b][: -(-count // case.page_size)].long()].flatten(0, 1) if t.in_pages
          else x[b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])])[:count].contiguous()
         for x in (t.k_cache, t.v_cache)
     )  # fmt: skip
@@ -145,6 +148,7 @@ def random_case(draw: random.Random) -> CacheCase:
         alibi="h" * (draw.random() < 0.3),
         sinks=draw.random() < 0.3,
         causal_each=draw.random() < 0.2,
+        ragged=draw.choice(["", "pages", "bound"]) if page_size else "",
         **draw.choice([FULL, {}, {}, WINDOW]),
     )
 

@@ -164,9 +164,9 @@ def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence
         written = slots >= 0
         k, v, slots = k[written], v[written], slots[written].long()
         entries, places = slots // t.k_cache.shape[1], slots % t.k_cache.shape[1]
-    elif t.page_table is not None:
+    elif t.in_pages:
         size = problem.keys.page_size
-        entries, places = t.page_table[sequence, places // size].long(), places % size
+        entries, places = _pages(t, sequence, places // size).long(), places % size
     else:
         entries = sequence if t.cache_batch_idx is None else t.cache_batch_idx[sequence].long()
     for x, (cache, scale) in zip((k, v), _caches(t), strict=True):
@@ -193,12 +193,13 @@ def _keys(
     """Keys or values of sequence b at positions ``span[0]`` to ``span[1]``: ``(1, length, num_heads_kv, dim)``."""
     start, stop = span
     bits = cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache
-    if t.page_table is None:
+    if not t.in_pages:
         found = bits[_entry(t, b), start:stop]
     else:
         size = problem.keys.page_size
         # The page of a span without keys need not be one.
-        pages = t.page_table[b, start // size : -(-stop // size) if start < stop else 0]
+        first = start // size
+        pages = _pages(t, b, torch.arange(first, -(-stop // size) if start < stop else first, device=_CPU))
         skipped = start // size * size
         found = bits.index_select(0, pages).flatten(0, 1)[start - skipped : stop - skipped]
     if cache.dtype not in EIGHT_BITS:
@@ -219,10 +220,18 @@ def _scales(problem: Problem, t: CacheTensors, scale: Tensor, b: int, span: tupl
     """The scales of positions ``span[0]`` to ``span[1]``: ``(length or 1, num_heads_kv, 1)``."""
     if scale.dim() == 1:
         return scale[None, :, None]
-    if t.page_table is None:
+    if not t.in_pages:
         return scale[_entry(t, b), None, :, None]
     positions = torch.arange(*span, device=scale.device) // problem.keys.page_size
-    return scale[t.page_table[b, positions].long()][..., None]
+    return scale[_pages(t, b, positions).long()][..., None]
+
+
+def _pages(t: CacheTensors, b: int | Tensor, n: Tensor) -> Tensor:
+    """Pages number n of sequences b."""
+    if t.page_indptr is not None and t.page_indices is not None:
+        return t.page_indices[t.page_indptr[b] + n]
+    assert t.page_table is not None
+    return t.page_table[b, n]
 
 
 def _entry(t: CacheTensors, b: int) -> int:

@@ -159,7 +159,10 @@ def append_token(token, h, cache, new, rotation):
             entry = tl.load(cache.entries + b).to(tl.int64)
         if cache.pages is not None:
             SIZE: tl.constexpr = cache.PAGE_SIZE
-            entry = tl.load(cache.pages + entry * cache.pages_pitch + at // SIZE, mask=valid, other=0).to(tl.int64)
+            pages = cache.pages + entry * cache.pages_pitch
+            if cache.indptr is not None:
+                pages = cache.pages + tl.load(cache.indptr + b)
+            entry = tl.load(pages + at // SIZE, mask=valid, other=0).to(tl.int64)
             row = at % SIZE
     else:
         slot = tl.load(new.slots + token, mask=valid, other=-1).to(tl.int64)

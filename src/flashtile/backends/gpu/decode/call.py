@@ -54,8 +54,9 @@ class Cache(NamedTuple):
         cached: (batch,) int32, keys before this call.
         entries: (batch,) int32, which entry is the sequence's; None for its own number.
         capacity: Keys that a sequence can have at most.
-        pages: (batch, pages) int32, the table of pages; None for a cache by sequence.
+        pages: int32, the pages of each sequence in their order; None for a cache by sequence.
         pages_pitch: Elements from one sequence's pages to the next. No ``stride``: a server's table has any width.
+        indptr: (batch,) int32, where each sequence's pages begin instead; None for a table.
         PAGE_SIZE: Rows of a page.
     """
 
@@ -68,6 +69,7 @@ class Cache(NamedTuple):
     capacity: Any
     pages: Any
     pages_pitch: Any
+    indptr: Any
     PAGE_SIZE: Any
 
 

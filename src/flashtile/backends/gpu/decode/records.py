@@ -71,13 +71,13 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
     # GPUs before sm_89 have no instruction that decodes e4m3 numbers.
     bits = is_8_bit and (p.compute_capability is None or (not e5m2 and p.compute_capability < (8, 9)))
     of_k, of_v = _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale)
-    by_page = t.page_table is not None and bool(of_k.stride_b or of_v.stride_b)
+    by_page = t.in_pages and bool(of_k.stride_b or of_v.stride_b)
     bounds = None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new")
     new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
     return Cache(
         k, v, Scales(of_k, of_v, is_8_bit, e5m2, bits, by_page), new, pointer(t.cache_seqlens, "cached"),
-        pointer(t.cache_batch_idx, "entries"), p.keys.length, pointer(t.page_table, "pages"),
-        0 if t.page_table is None else t.page_table.stride(0), p.keys.page_size,
+        pointer(t.cache_batch_idx, "entries"), p.keys.length, Pointer(torch.int32, "pages") if t.in_pages else None,
+        0 if t.page_table is None else t.page_table.stride(0), pointer(t.page_indptr, "indptr"), p.keys.page_size,
     )  # fmt: skip
 
 

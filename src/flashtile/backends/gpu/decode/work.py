@@ -271,6 +271,15 @@ def right_of(b, call):
 
 
 @triton.jit
+def first_page_of(b, call):
+    """Where the pages of a sequence begin in a list of all sequences' pages; 0 without one."""
+    first = b * 0
+    if call.cache.indptr is not None:
+        first = tl.load(call.cache.indptr + b)
+    return first
+
+
+@triton.jit
 def blocks_of(b, first, state, stop_state, shape, call):
     """First block and end of the blocks of states; a tile that is not split needs only those that its rows may keep."""
     BLOCK_N: tl.constexpr = call.schedule.BLOCK_N

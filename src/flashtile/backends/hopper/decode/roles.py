@@ -26,7 +26,8 @@ from flashtile.backends.hopper.device.parts import (
 )
 from flashtile.backends.hopper.device.ring import Records
 
-# A part of a tile: its place and lengths, its states, and its blocks of keys; in the order of ``scheduler``.
+# A part of a tile: its place and lengths, its states, and its blocks of keys; in the order of ``scheduler``. The entry
+# is the sequence's first page where pages are a list.
 FIELDS = gl.constexpr(
     "is_part b entry h_kv first num_rows high state stop_state num_states state_splits item_states split_blocks "
     "first_block stop_block slot counter waits first_row"
@@ -94,6 +95,8 @@ def scheduler(records, call):
             tiles += h_kv * shape.num_tiles + first // call.schedule.BLOCK_M
             # A tile without keys loads one block of zeros, which is masked.
             entry = work.entry_of(valid_b, call)
+            if call.cache.indptr is not None:
+                entry = work.first_page_of(valid_b, call)
             publish(records, parts, (
                 1, b, entry, h_kv, first, shape.num_rows, shape.high, state, stop_state, shape.num_states,
                 shape.state_splits, shape.item_states, shape.chunk // call.schedule.BLOCK_N, first_block,
@@ -150,7 +153,11 @@ def load_block(desc, ring, use, records, parts, n, entry_rows, call):
         row, entry, length = first + i * ROWS, records.get(parts, "entry"), high
         if call.cache.pages is not None:
             # All page ids are loaded before one is used, and none past the last page that has keys.
-            table = call.cache.pages + records.get(parts, "b").to(gl.int64) * call.cache.pages_pitch
+            table = call.cache.pages
+            if call.cache.indptr is None:
+                table += records.get(parts, "b").to(gl.int64) * call.cache.pages_pitch
+            else:
+                table += entry
             entry = gl.load(table + row // PAGE_SIZE, mask=row < high, other=0)
             length, row = gl.minimum(gl.maximum(high - row // PAGE_SIZE * PAGE_SIZE, 0), PAGE_SIZE), row % PAGE_SIZE
         boxes = also(boxes, (HeadRows(entry, h_kv, entry * entry_rows, length, True), row))

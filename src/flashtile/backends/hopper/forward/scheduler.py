@@ -152,7 +152,7 @@ def next_tile(step, call, schedule):
 
 @gluon.jit
 def entry_and_length(b, call):
-    """A sequence's entry of the cache and how many keys it has there; none past the last sequence."""
+    """A sequence's entry of the cache, or its first page in a list, and how many keys it has; none past the last."""
     exists = b < call.queries.count
     cached, num_new = gl.load(call.keys.cache.cached + b, mask=exists, other=-1), call.keys.cache.num_new
     if call.keys.cache.cu_seqlens_new is not None:
@@ -161,6 +161,8 @@ def entry_and_length(b, call):
     entry = b
     if call.keys.cache.entries is not None:
         entry = gl.load(call.keys.cache.entries + b, mask=exists, other=0)
+    if call.keys.cache.indptr is not None:
+        entry = gl.load(call.keys.cache.indptr + b, mask=exists, other=0)
     return entry, gl.where(cached < 0, 0, gl.minimum(cached + num_new, call.keys.length))
 
 
@@ -322,7 +324,10 @@ def first_scale(start, b):
 @gluon.jit
 def _table(records, use, call):
     """Where the pages of a tile's sequence are listed."""
-    return call.keys.cache.pages + records.get(use, "sequence").to(gl.int64) * call.keys.cache.pages_step
+    if call.keys.cache.indptr is not None:
+        return call.keys.cache.pages + records.get(use, "start_k")
+    else:
+        return call.keys.cache.pages + records.get(use, "sequence").to(gl.int64) * call.keys.cache.pages_step
 
 
 @gluon.jit
