@@ -31,7 +31,7 @@ class Common(TypedDict, total=False):
 
 
 class Keywords(Common, total=False):
-    """Keywords of ``attention`` and ``attention_varlen``."""
+    """Keywords of ``attention``."""
 
     causal: bool
     attn_mask: Tensor | None
@@ -39,6 +39,12 @@ class Keywords(Common, total=False):
     dropout_p: float
     deterministic: bool
     precision: str | None
+
+
+class PackedKeywords(Keywords, total=False):
+    """Keywords of ``attention_varlen``."""
+
+    out: Tensor | None
 
 
 class Cached(TypedDict, total=False):
@@ -136,6 +142,8 @@ def asked_of(
         raise refused(function, (), unknown)
     tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
     cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
+    if cached.keys() == {"out"}:  # packed calls have it too
+        cached = {}
     causal, lengths = given.get("causal"), (given.get("max_seqlen_q"), given.get("max_seqlen_k"))
     plain = tuple(given.get(name, usual) for name, usual in _PLAIN.items())
     return tensors, Asked(

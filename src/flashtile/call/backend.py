@@ -163,7 +163,8 @@ class Gradients:
 class Forward(Protocol):
     """The plan of a forward: computes out and lse from a call's tensors.
 
-    With ``partial``, a result over other keys of the same rows, it returns out and lse over the keys of both.
+    With ``partial``, a result over other keys of the same rows, it returns out and lse over the keys of both. Out may
+    be written into ``into``, a tensor like it, contiguous and on 16 bytes, which is then returned.
 
     Returns:
         out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in
@@ -171,7 +172,9 @@ class Forward(Protocol):
         lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys.
     """
 
-    def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Out and lse."""
 
 

@@ -137,7 +137,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
         if self.attn_type == vllm.AttentionType.ENCODER_ONLY:
             given = rows, key[: m.num_tokens], value[: m.num_tokens], m.query_start_loc, m.query_start_loc
             longest = m.max_query_len, m.max_query_len
-            out.copy_(flashtile.attention_varlen(*given, *longest, causal=False, **self._options(causal=False)))
+            flashtile.attention_varlen(*given, *longest, causal=False, out=out, **self._options(causal=False))
             return output
         options = self._options(m.causal is True) | {"causal": m.causal, "cache_seqlens": m.lengths, "out": out}
         if self.writes:
