@@ -69,6 +69,7 @@ def judge_alone(case: CacheCase, dtype: torch.dtype, backend: str, device: str =
 def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> tuple[Tensor, Tensor]:
     """Some sequences of a call."""
     t, case, keywords = call.tensors, call.case, dict(call.keywords)
+    keywords.pop("out", None)
     index = torch.tensor(order, device=t.q.device)
     for name in ("cache_seqlens", "page_table", "cache_leftpad", "rotary_seqlens", "tree_mask", "causal"):
         if isinstance(keywords.get(name), Tensor):
@@ -82,7 +83,8 @@ def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> t
         keywords["page_indices"] = torch.cat([pages[b] for b in order])
         keywords["max_seqlen_k"] = call.problem.keys.length
     if not case.page_size:
-        keywords["cache_batch_idx"] = index.to(torch.int32)
+        entries = keywords.get("cache_batch_idx")
+        keywords["cache_batch_idx"] = index.to(torch.int32) if entries is None else entries[index]
     rows = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order]) if case.packed else index
     rows = rows.to(t.q.device)
     if case.packed:

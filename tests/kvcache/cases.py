@@ -364,7 +364,7 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
         keywords["v"] = normal(*of_new, case.kv_heads, dim_v)
         if packed_new and (new != rows or not case.packed):
             keywords["cu_seqlens_k_new"] = index([0, *new]).cumsum(0, dtype=torch.int32)
-    lengths = [a + b for a, b in zip(old, new, strict=True)]
+    lengths = [max(a + b, 0) for a, b in zip(old, new, strict=True)]
     capacity = case.capacity or max([*lengths, *case.leftpad], default=0) + 3
     keywords |= _places(case, lengths, capacity, make)
     caches, scales = _caches(case, keywords, capacity, dtype, make)
@@ -390,7 +390,7 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
         wide = torch.full((*of_q, case.heads + 1, dim_v), torch.nan, dtype=dtype)
         keywords["out"] = wide[..., : case.heads, :] if case.out == "part" else wide[..., 1:, :].contiguous()
     if case.ragged:
-        counts = [max(-(-length // case.page_size), 0) for length in lengths]
+        counts = [-(-length // case.page_size) for length in lengths]
         keywords |= _as_list(keywords.pop("page_table"), counts, make)
         keywords |= {"max_seqlen_k": max(capacity - 1, 0)} if case.ragged == "bound" else {}
     keywords["causal"] = torch.arange(batch) % 2 == 0 if case.causal_each else case.causal
@@ -458,7 +458,7 @@ def _places(case: CacheCase, lengths: list[int], capacity: int, make: torch.Gene
     for b, length in enumerate(lengths):
         first = case.leftpad[b] if case.leftpad else 0
         if case.appends:
-            first = min(first, case.sequences[b][0])
+            first = min(first, max(case.sequences[b][0], 0))
         for page in range(first // size, -(-length // size)) if first < length else ():
             table[b, page] = next(order)
     return {"page_table": table}
@@ -488,7 +488,7 @@ def _caches(
     count, size = batch + 2 * (case.entries or case.slots != ""), capacity
     if "page_table" in places:
         size = case.page_size
-        count = 2 + sum(-(-(old + new) // size) for old, _, new in case.sequences)
+        count = 2 + sum(-(-max(old + new, 0) // size) for old, _, new in case.sequences)
     shapes = [(count, size, heads, dim) for dim in dims]
     poisons = (torch.nan, torch.inf)
     values = [torch.full(shape, poison, dtype=dtype) for shape, poison in zip(shapes, poisons, strict=True)]

@@ -53,7 +53,7 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         t.out[bounds[-1] :].zero_()
     for b in range(problem.batch):
         rows = b if bounds is None else slice(bounds[b], bounds[b + 1])
-        q, stop = queries[rows], old[b] + new[b]
+        q, stop = _on_a_line(queries[rows]), old[b] + new[b]
         if not q.shape[0]:
             continue
         tree = _tree(t, b, q.shape[0])
@@ -71,6 +71,11 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         t.out[rows].copy_(out[0])
         lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
     return lse
+
+
+def _on_a_line(rows: Tensor) -> Tensor:
+    """Rows whose address does not depend on those before them: PyTorch's float32 products round by it."""
+    return rows.clone() if rows.data_ptr() % 64 else rows
 
 
 def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
