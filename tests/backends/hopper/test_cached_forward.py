@@ -53,6 +53,8 @@ CASES = {
     "causal_each_packed": case_of(((200, 90), (270, 64), (0, 3), (129, 129)), packed=True, causal_each=True, spare=2,
                                   heads=4, window=(None, 3), alibi="h"),
     "ragged": case_of(((200, 90), (70, 3), (0, 4), (300, 130)), packed=True, page_size=16, ragged="pages"),
+    "pages_of_8": case_of(((200, 140), (3, 140), (129, 140)), page_size=8, ragged="pages"),
+    "pages_of_8_wide": case_of(((150, 90), (70, 3), (0, 5)), packed=True, page_size=8, head_dim=128, heads=2),
     "ragged_of_128": case_of(((200, 140), (129, 140)), page_size=128, ragged="bound", heads=1),
     "packed_apart": case_of(((200, 90), (129, 129)), 3, packed=True, entries=True, alibi="h"),
 }  # fmt: skip
@@ -126,7 +128,11 @@ def test_bits_of_random_calls(shard: int) -> None:
 
 def random_case(draw: random.Random) -> CacheCase:
     """Any combination of what a call on the forward may have, of up to 260 keys a sequence."""
-    packed, kv_heads, page_size = draw.random() < 0.5, draw.choice([1, 1, 2]), draw.choice([0, 0, 16, 32, 64, 128, 256])
+    packed, kv_heads, page_size = (
+        draw.random() < 0.5,
+        draw.choice([1, 1, 2]),
+        draw.choice([0, 0, 8, 16, 32, 64, 128, 256]),
+    )
     rows, new = draw.choice([1, 33, 64, 65, 130, 150]), draw.choice([0, 0, 1, 9])
 
     def sequence() -> tuple[int, int]:
@@ -218,7 +224,9 @@ def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
         ({"packed": True, "capacity": 2**14}, "up to 16 rows over more than 8192 keys in Triton"),
         ({"rows": 2}, "Triton with Hopper's tiles"),
         ({"rows": 16}, "splits merged in the same launch"),
-        ({"page_size": 8}, "not the forward's kernel: pages of 8"),
+        ({"page_size": 8}, "the forward's kernel, TMA and WGMMA"),
+        ({"page_size": 8, "head_dim": 192}, "not the forward's kernel: pages of 8"),
+        ({"page_size": 4}, "not the forward's kernel: pages of 4"),
         ({"page_size": 48}, "not the forward's kernel: pages of 48"),
         ({"head_dim": 84}, "not the forward's kernel: head_dim that is no multiple of 8"),
         ({"kv": torch.float8_e4m3fn}, "not the forward's kernel: caches in 8 bits"),

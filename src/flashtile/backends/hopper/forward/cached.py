@@ -14,17 +14,21 @@ from flashtile.backends.hopper.forward.launch import forward_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
 
-_FEWEST_PAGE_ROWS = 16
+# Rows of a page. A TMA box has 8 at least; with windows, caps and other widths so many boxes would spill the producer's
+# registers (Triton 3.7.1).
+_FEWEST_PAGE_ROWS, _FEWEST_OF_OTHERS, _WIDTHS = 8, 16, {64, 128}
 
 
 def reasons(problem: Problem) -> list[str]:
     """What keeps a kind of call from the forward, whatever its number of rows; none if nothing does."""
     p, size = problem, problem.keys.page_size
+    is_plain = {p.head_dim, p.head_dim_v} <= _WIDTHS and p.band.left is None and p.softcap == 0
+    fewest = _FEWEST_PAGE_ROWS if is_plain else _FEWEST_OF_OTHERS
     against = {
         "caches in 8 bits": p.precision.kv.itemsize == 1,
         "dtype": p.precision.kv.itemsize != 1 and p.dtype not in (torch.float16, torch.bfloat16),
         "head_dim that is no multiple of 8": p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0,
-        f"pages of {size}": 0 < size < _FEWEST_PAGE_ROWS or size & (size - 1) != 0,
+        f"pages of {size}": 0 < size < fewest or size & (size - 1) != 0,
         "strides that TMA cannot read": not p.aligned,
         "tree_mask": p.tree,
     }
