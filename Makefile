@@ -120,12 +120,14 @@ $(VENV)/sglang/.done:
 	touch $@
 
 # Random calls, for as long as one likes: N of them from SEED on are built for every architecture, after every head_dim's,
-# and a share of them computed by each backend that a CPU can run. Another SEED, other calls.
+# and a share of them computed by each backend that a CPU can run, steps of a server too. Another SEED, other calls.
 SEED ?= 0
 N ?= 100
 fuzz: $(VENV)/.dev
 	$(FUZZ) numbers --backend cpu --seed $(SEED) --count $(N)
+	$(FUZZ) mixed --backend cpu --seed $(SEED) --count $$((5 * $(N)))
 	TRITON_INTERPRET=1 $(FUZZ) numbers --backend portable --seed $(SEED) --count $$(($(N) / 2))
+	TRITON_INTERPRET=1 $(FUZZ) mixed --backend portable --seed $(SEED) --count $$(($(N) / 4))
 	$(FUZZ) numbers --backend hopper --seed $(SEED) --count $$(($(N) / 2))
 	$(FUZZ) builds --seed $(SEED) --count $(N) --arch $(ARCHS)
 

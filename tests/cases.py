@@ -31,7 +31,8 @@ class Case:
 
     ``lengths`` packs sequences of (seqlen_q, seqlen_k); ``spare`` rows follow the last one. ``trimmed``: leading ones
     of the shapes of mask and bias are left out. ``wanted`` names what alone requires a gradient, by first letters; None
-    for all that have one. ``dout`` says how out's gradient lies in memory.
+    for all that have one. ``dout`` says how out's gradient lies in memory. ``out``: a packed call is given one, "whole"
+    or a "part" of a wider tensor; nothing requires a gradient then.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     magnitude: float = 1.0
     deterministic: bool = False
     wanted: str | None = None
+    out: str = ""
     dout: str = "contiguous"
 
     def __str__(self) -> str:
@@ -135,6 +137,8 @@ _SHAPES = (
 
 _PACKED = (
     Case("varlen", lengths=((13, 13), (1, 1), (29, 29))),
+    Case("varlen_out", lengths=((13, 21), (0, 7), (30, 7)), spare=3, sinks=True, wanted="", out="whole"),
+    Case("varlen_out_part", lengths=((13, 21), (30, 7)), causal=True, head_dim_v=24, wanted="", out="part"),
     Case("varlen_causal", lengths=((13, 21), (30, 7), (17, 17)), causal=True, say_longest=False),
     Case("varlen_empty", lengths=((0, 5), (7, 0), (0, 0), (11, 11)), causal=True, sinks=True),
     Case("varlen_window", lengths=((40, 40), (9, 33)), window=(6, 3), heads=4, kv_heads=2),
@@ -188,7 +192,16 @@ class Call:
         lengths: tuple[Any, ...] = (t.cu_seqlens_q, t.cu_seqlens_k)
         if self.case.say_longest:
             lengths += (self.problem.seqlen_q, self.problem.seqlen_k)
-        return flashtile.attention_varlen(t.q, t.k, t.v, *lengths, return_lse=True, backend=backend, **self.keywords)
+        more = {"out": self._out()} if self.case.out else {}
+        return flashtile.attention_varlen(
+            t.q, t.k, t.v, *lengths, return_lse=True, backend=backend, **self.keywords, **more
+        )
+
+    def _out(self) -> Tensor:
+        """Where the output goes: a tensor, or a part of a wider one."""
+        q, heads = self.tensors.q, self.case.heads
+        wide = q.new_full((q.shape[0], heads + (self.case.out == "part"), self.problem.head_dim_v), torch.nan)
+        return wide[:, :heads]
 
 
 def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Call:

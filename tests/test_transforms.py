@@ -270,7 +270,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.out], ids=str)
 def test_forward_mode(case: Any, dtype: torch.dtype) -> None:
     call = build(case, dtype)
     make = torch.Generator().manual_seed(5)

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile.call.cached_arguments import FLOAT8, CacheTensors
+from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.core import philox
-from flashtile.core.masks import Origin
+from flashtile.core.masks import Band, Origin
 
 
 def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -195,7 +195,8 @@ def attention_with_kvcache(
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         one = Tensors(_rows(t.q, b, rows)[None], k[None], v[None], slopes, sinks=t.sinks)
         # The last query stands at the last key, however many are left out at the start.
-        one_out, one_lse = _dense(problem, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
+        own = problem.but(band=_band(problem, t, b))
+        one_out, one_lse = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
         _rows(out, b, rows).copy_(one_out[0])
         (lse[:, rows] if problem.varlen else lse[b]).copy_(one_lse[0])
     return out, lse
@@ -218,7 +219,10 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
             continue
         steps = _steps(problem, t, b, k.shape[0])
         for i in range(k.shape[0]):  # rule 14
-            page, row = _place(t, b, old[b] + i)
+            place = _place(t, b, old[b] + i) if t.slot_mapping is None else _slot(t, _rows(t.slot_mapping, b, rows)[i])
+            if place is None:
+                continue
+            page, row = place
             turned = _rotated(problem, t, k[i], firsts[b] + steps[i])
             for new, (cache, scale) in zip((turned, v[i]), caches, strict=True):
                 cache[page, row] = _stored(new, cache.dtype, None if scale is None else _scale(scale, page))
@@ -227,12 +231,12 @@ def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
         queries = _rows(q, b, rows)
         steps = _steps(problem, t, b, queries.shape[0])
         for i in range(queries.shape[0] if old[b] >= 0 else 0):  # rule 15
-            place = firsts[b] if problem.band.unbounded else firsts[b] + steps[i]
-            queries[i] = _rotated(problem, t, queries[i], place)
+            at = firsts[b] if _band(problem, t, b).unbounded else firsts[b] + steps[i]
+            queries[i] = _rotated(problem, t, queries[i], at)
     grown = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     return replace(
         t, q=q, k_cache=caches[0][0], v_cache=caches[1][0], cache_seqlens=grown, k=None, v=None, rotary_cos=None,
-        rotary_sin=None, rotary_seqlens=None, cu_seqlens_k_new=None,
+        rotary_sin=None, rotary_seqlens=None, cu_seqlens_k_new=None, slot_mapping=None,
     )  # fmt: skip
 
 
@@ -249,15 +253,29 @@ def _spans(problem: Problem, x: Tensor, bounds: Tensor | None) -> list[slice]:
 
 
 def _rows(x: Tensor, b: int, rows: slice) -> Tensor:
-    return x[b, rows] if x.dim() == 4 else x[rows]
+    """A sequence's rows of q, k, v or slot_mapping, packed or not."""
+    return x[b, rows] if x.dim() in (2, 4) else x[rows]
 
 
 def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
     """Rule 13: where key j of sequence b is in the caches, by their first two dimensions."""
-    if t.page_table is not None:
+    if t.in_pages:
         size = t.k_cache.shape[1]
+        if t.page_indptr is not None and t.page_indices is not None:
+            return int(t.page_indices[t.page_indptr[b] + j // size]), j % size
+        assert t.page_table is not None
         return int(t.page_table[b, j // size]), j % size
     return (b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])), j
+
+
+def _band(problem: Problem, t: CacheTensors, b: int) -> Band:
+    """Rule 5: causal by sequence where ``causal`` is a tensor."""
+    return problem.band if t.causal is None or not t.causal[b] else Band(problem.band.left, 0)
+
+
+def _slot(t: CacheTensors, slot: Tensor) -> tuple[int, int] | None:
+    """Rule 14: where a slot is in the caches, by their first two dimensions; None for -1."""
+    return None if slot < 0 else divmod(int(slot), t.k_cache.shape[1])
 
 
 def _scale(scale: Tensor, page: int) -> Tensor:
@@ -275,10 +293,10 @@ def _values(cache: Tensor, scale: Tensor | None, places: list[tuple[int, int]], 
 
 def _stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """Rule 16: new keys or values ``(num_heads_kv, dim)`` as a cache of this dtype holds them."""
-    if dtype != FLOAT8:
+    if dtype not in EIGHT_BITS:
         return x
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (x if scale is None else x / scale).clamp(-448.0, 448.0).to(FLOAT8)
+    x, most = x.to(torch.promote_types(x.dtype, torch.float32)), torch.finfo(dtype).max
+    return (x if scale is None else x / scale).clamp(-most, most).to(dtype)
 
 
 def _rotated(problem: Problem, t: CacheTensors, x: Tensor, position: int) -> Tensor:

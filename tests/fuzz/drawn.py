@@ -154,7 +154,7 @@ def _plain(d: Draw, name: str) -> Case:
     dims = [x for x in "bhqk" if d.chance(0.6)]
     leaves = [x for x in "qkvbs" if d.chance()]
     has_pairs = d.chance(0.35) and not (packed and most > 10**4)
-    return Case(
+    case = Case(
         f"varlen_{name}" if packed else name,
         batch=batch,
         seqlen_q=0 if packed else seqlen_q,
@@ -183,6 +183,7 @@ def _plain(d: Draw, name: str) -> Case:
         **d.band(),
         **d.scores(),
     )
+    return replace(case, out=d.pick("whole", "part"), wanted="") if packed and d.chance(0.1) else case
 
 
 def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
@@ -196,7 +197,7 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
         mask=None if case.mask is None or packed else d.pick("bqk", "hqk", "qk"),
         bias=None if case.bias is None or packed else d.pick("bhqk", "hk", "hqk"),
         bias_grad=False, trimmed=False, alibi="h" if case.alibi and not packed else "", dropout=0.0, wanted=None,
-        deterministic=False, bias_float=False, layout="contiguous", sinks=case.sinks and len(cuts) > 0,
+        out="", deterministic=False, bias_float=False, layout="contiguous", sinks=case.sinks and len(cuts) > 0,
         # Sums over more rows, cut elsewhere, differ in more than their last bits.
         heads=case.kv_heads * min(case.heads // case.kv_heads, 4),
         scale=None if case.scale in (0.2, 1.0) else case.scale,
@@ -248,7 +249,11 @@ def _cached(d: Draw, name: str) -> CacheCase:
         **d.band(),
         **d.scores(),
     )
-    return _with_trees(d, case) if d.chance(0.2) else case
+    case = _with_trees(d, case) if d.chance(0.2) else case
+    case = replace(case, slots=d.pick("own", "some", "anywhere")) if appends and d.chance() else case
+    case = replace(case, ragged=d.pick("pages", "bound")) if paged and d.chance() else case
+    case = replace(case, e5m2=True) if case.float8 and d.chance() else case
+    return replace(case, causal_each=True) if not case.tree and d.chance(0.2) else case
 
 
 def _with_trees(d: Draw, case: CacheCase) -> CacheCase:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.call.cached_problem import pages_of
 from tests.kvcache.cases import CacheCall, CacheCase, build
 
 # Lengths around multiples of what tiles and splits may be, in no order.
@@ -31,7 +32,11 @@ def invariance_cases(lengths: tuple[int, ...] = LENGTHS) -> tuple[CacheCase, ...
         CacheCase("pages_of_1", each(2), **sizes, page_size=1, causal=False),
         CacheCase("append", each(2, 2), **sizes, appends=True, rotary=32),
         CacheCase("packed", mixed, **sizes, packed=True, appends=True, page_size=16),
+        CacheCase("slots", mixed, **sizes, packed=True, appends=True, page_size=8, slots="own", rotary=64),
+        CacheCase("ragged", mixed, **sizes, packed=True, appends=True, page_size=4, ragged="bound"),
+        CacheCase("causal_each", mixed, **sizes, packed=True, appends=True, causal_each=True, rotary=32),
         CacheCase("float8", each(), **sizes, page_size=16, float8="eh"),
+        CacheCase("e5m2", each(2), **sizes, page_size=16, float8="h", e5m2=True),
         CacheCase("tree", each(7), **sizes, page_size=16, tree="shuffled", window=(300, 0), alibi="bh", words=True),
         CacheCase("tree_packed", mixed, **sizes, packed=True, appends=True, tree="random", tree_rows=6, rotary=32),
     )
@@ -64,14 +69,22 @@ def judge_alone(case: CacheCase, dtype: torch.dtype, backend: str, device: str =
 def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> tuple[Tensor, Tensor]:
     """Some sequences of a call."""
     t, case, keywords = call.tensors, call.case, dict(call.keywords)
+    keywords.pop("out", None)
     index = torch.tensor(order, device=t.q.device)
-    for name in ("cache_seqlens", "page_table", "cache_leftpad", "rotary_seqlens", "tree_mask"):
-        if name in keywords:
+    for name in ("cache_seqlens", "page_table", "cache_leftpad", "rotary_seqlens", "tree_mask", "causal"):
+        if isinstance(keywords.get(name), Tensor):
             keywords[name] = keywords[name][index]
     if case.alibi == "bh":
         keywords["alibi_slopes"] = keywords["alibi_slopes"][index]
+    if case.ragged:
+        pages = pages_of(t)
+        bounds_of_pages = torch.tensor([0, *(len(pages[b]) for b in order)]).cumsum(0)
+        keywords["page_indptr"] = bounds_of_pages.to(t.q.device, torch.int32)
+        keywords["page_indices"] = torch.cat([pages[b] for b in order])
+        keywords["max_seqlen_k"] = call.problem.keys.length
     if not case.page_size:
-        keywords["cache_batch_idx"] = index.to(torch.int32)
+        entries = keywords.get("cache_batch_idx")
+        keywords["cache_batch_idx"] = index.to(torch.int32) if entries is None else entries[index]
     rows = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order]) if case.packed else index
     rows = rows.to(t.q.device)
     if case.packed:
@@ -79,7 +92,7 @@ def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> t
         keywords["cu_seqlens_q"] = lengths.cumsum(0).to(t.q.device, torch.int32)
         # It may choose the kernel.
         keywords["max_seqlen_q"] = call.problem.seqlen_q
-    for name in ("k", "v"):
+    for name in ("k", "v", "slot_mapping"):
         if name in keywords:
             keywords[name] = keywords[name][rows]
     some = replace(call, tensors=replace(t, q=t.q[rows]), keywords=keywords)

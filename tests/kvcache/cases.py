@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import UnsupportedError, reference
+from flashtile.api.cached import causality
 from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheTensors, read, tree_words
 from flashtile.call.cached_problem import problem_of
 from flashtile.call.problem import Problem
@@ -44,6 +45,7 @@ class CacheCase:
         tables: Dtype of the tables is q's rather than float32.
         rotary_start: Whether rotary_seqlens is given.
         float8: Whether the caches are of 8 bits, and which scales they have: "none", "h" (heads) or "eh".
+        e5m2: Whether those of 8 bits are float8_e5m2.
         layout: How caches lie in memory, see ``_caches``.
         alibi: "", "h" or "bh".
         one_length: Whether cache_seqlens is an int.
@@ -51,6 +53,10 @@ class CacheCase:
         tree: Kind of the draft trees, see ``tests.trees``; "" for none.
         tree_rows: Rows of the mask where queries are packed, 0 for the most of a sequence.
         words: Whether the mask is given as words.
+        slots: Where slot_mapping has new keys written: "own", where they are without; "some", but every third nowhere;
+            "anywhere", some of them where no sequence looks; "" without it.
+        ragged: Whether pages are a list of all sequences' in place of a table; "bound" with max_seqlen_k.
+        causal_each: Whether causal is a tensor, true of every other sequence.
     """
 
     name: str
@@ -73,6 +79,7 @@ class CacheCase:
     tables: bool = False
     rotary_start: bool = False
     float8: str = ""
+    e5m2: bool = False
     layout: str = "apart"
     causal: bool = True
     window: tuple[int | None, int | None] | None = None
@@ -85,6 +92,9 @@ class CacheCase:
     tree: str = ""
     tree_rows: int = 0
     words: bool = False
+    slots: str = ""
+    causal_each: bool = False
+    ragged: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -208,6 +218,11 @@ _FLOAT8 = (
         "not_there_packed", ((-1, 2, 3), (20, 1, 2)), packed=True, packed_new=True, appends=True, rotary=8, sinks=True
     ),
     CacheCase("float8_empty", _same(0, 7), float8="h", sinks=True),
+    CacheCase("e5m2", _same(37, 5, rows=2), float8="none", e5m2=True),
+    CacheCase("e5m2_pages", _same(37, 5, rows=2), float8="eh", e5m2=True, page_size=4, leftpad=(6, 1), heads=4),
+    CacheCase("e5m2_append_saturates", _same(12, 5, rows=2, new=4), float8="h", e5m2=True, appends=True, kv_heads=1),
+    CacheCase("e5m2_rotary", _same(12, 5, rows=2, new=2), float8="eh", e5m2=True, appends=True, rotary=16, page_size=3),
+    CacheCase("e5m2_odd_dims", _same(37, 5, new=2), float8="none", e5m2=True, appends=True, head_dim=33, head_dim_v=7),
 )
 
 _TREES = (
@@ -243,6 +258,44 @@ _TREES = (
               heads=4, kv_heads=1, window=(9, 0)),
 )  # fmt: skip
 
+_SLOTS = (
+    CacheCase("slots", _same(37, 5, 64, new=2), appends=True, slots="own"),
+    CacheCase("slots_some", _same(12, 3, 0, rows=2, new=9), appends=True, slots="some", entries=True),
+    CacheCase("slots_anywhere", _same(12, 3, 0, rows=7, new=7), appends=True, slots="anywhere", layout="sliced"),
+    CacheCase("slots_pages", _same(37, 4, rows=2, new=3), appends=True, page_size=5, slots="some", leftpad=(3, 0)),
+    CacheCase("slots_pages_anywhere", _same(15, 16, 0, new=3), appends=True, page_size=16, slots="anywhere", rotary=16),
+    CacheCase("slots_packed", ((37, 1, 1), (0, 20, 20), (9, 0, 0), (-1, 3, 3), (9, 7, 7)), packed=True, appends=True,
+              page_size=4, rotary=8, spare=3, slots="some", kv_heads=1),
+    CacheCase("slots_packed_new", ((37, 2, 5), (0, 2, 1), (8, 2, 0)), packed_new=True, appends=True, slots="anywhere"),
+    CacheCase("slots_float8", _same(12, 5, rows=3, new=4), float8="eh", appends=True, page_size=3, slots="anywhere"),
+    CacheCase("slots_tree", _same(37, 0, 5, rows=9, new=9), tree="shuffled", appends=True, rotary=16, page_size=16,
+              slots="some"),
+)  # fmt: skip
+
+_RAGGED = (
+    CacheCase("ragged", _same(37, 5, 64, rows=2), page_size=16, ragged="pages", heads=4),
+    CacheCase("ragged_of_1", _same(37, 0, 5), page_size=1, ragged="bound", window=(20, 0)),
+    CacheCase("ragged_append", _same(7, 0, 12, rows=5, new=5), appends=True, page_size=3, ragged="pages", rotary=16),
+    CacheCase("ragged_packed", ((37, 1, 1), (0, 20, 20), (9, 0, 0), (-1, 3, 3), (9, 7, 7)), packed=True, spare=2,
+              appends=True, page_size=4, ragged="bound", leftpad=(9, 0, 0, 0, 3), slots="some"),
+    CacheCase("ragged_float8", _same(37, 5, rows=2, new=2), float8="eh", appends=True, page_size=4, ragged="pages"),
+    CacheCase("ragged_tree", _same(37, 20, rows=10), tree="forest", page_size=8, ragged="bound"),
+    CacheCase("ragged_all_empty", _same(0, 0), page_size=4, ragged="pages", sinks=True),
+)  # fmt: skip
+
+_BY_SEQUENCE = (
+    CacheCase("causal_each", _same(37, 5, 64, rows=4), causal_each=True),
+    CacheCase("causal_each_window", _same(37, 70, 40, rows=5), causal_each=True, window=(6, 2), sinks=True),
+    CacheCase("causal_each_left", _same(37, 5, 40, rows=20), causal_each=True, window=(30, None), page_size=4,
+              alibi="h"),
+    CacheCase("causal_each_group", _same(90, 0, 40, rows=9), causal_each=True, heads=8, kv_heads=1, float8="h"),
+    CacheCase("causal_each_packed", ((37, 1, 1), (0, 20, 20), (9, 0, 0), (-1, 3, 3), (9, 7, 7)), packed=True, spare=2,
+              appends=True, page_size=4, rotary=8, causal_each=True),
+    CacheCase("causal_each_rotary", _same(37, 4, 9, rows=3, new=3), appends=True, rotary=16, causal_each=True,
+              window=(20, 3)),
+    CacheCase("causal_each_tree", _same(37, 9, rows=6), causal_each=True, window=(-1, 0), tree="random"),
+)  # fmt: skip
+
 _EVERYTHING = (
     CacheCase("everything", ((37, 1, 1), (3, 9, 9), (0, 0, 0), (0, 4, 4)), packed=True, appends=True, page_size=3,
               rotary=12, rotary_start=True, leftpad=(5, 1, 0, 2), window=(20, 0), softcap=3.0, alibi="bh", sinks=True,
@@ -253,7 +306,8 @@ _EVERYTHING = (
 )  # fmt: skip
 
 CASES: tuple[CacheCase, ...] = (
-    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_EVERYTHING,
+    *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_SLOTS, *_RAGGED, *_BY_SEQUENCE,
+    *_EVERYTHING,
 )  # fmt: skip
 
 
@@ -310,11 +364,13 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
         keywords["v"] = normal(*of_new, case.kv_heads, dim_v)
         if packed_new and (new != rows or not case.packed):
             keywords["cu_seqlens_k_new"] = index([0, *new]).cumsum(0, dtype=torch.int32)
-    lengths = [a + b for a, b in zip(old, new, strict=True)]
+    lengths = [max(a + b, 0) for a, b in zip(old, new, strict=True)]
     capacity = case.capacity or max([*lengths, *case.leftpad], default=0) + 3
     keywords |= _places(case, lengths, capacity, make)
     caches, scales = _caches(case, keywords, capacity, dtype, make)
     keywords |= {name: x for name, x in scales.items() if x is not None}
+    if case.slots:
+        keywords["slot_mapping"] = _slots(case, keywords, caches["k_cache"], of_new, make)
     keywords["cache_seqlens"] = old[0] if case.one_length else index(old)
     if case.leftpad:
         keywords["cache_leftpad"] = index(case.leftpad)
@@ -333,10 +389,15 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
     if case.out:
         wide = torch.full((*of_q, case.heads + 1, dim_v), torch.nan, dtype=dtype)
         keywords["out"] = wide[..., : case.heads, :] if case.out == "part" else wide[..., 1:, :].contiguous()
+    if case.ragged:
+        counts = [-(-length // case.page_size) for length in lengths]
+        keywords |= _as_list(keywords.pop("page_table"), counts, make)
+        keywords |= {"max_seqlen_k": max(capacity - 1, 0)} if case.ragged == "bound" else {}
+    keywords["causal"] = torch.arange(batch) % 2 == 0 if case.causal_each else case.causal
     keywords = {name: _moved(x, device) for name, x in keywords.items()}
     given = {name: _moved(x, device) for name, x in (given | caches).items()}
     keywords |= dict(
-        causal=case.causal, window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
+        window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
         rotary_interleaved=case.interleaved,
     )  # fmt: skip
     return _call(case, given, keywords)
@@ -353,6 +414,7 @@ def _moved(x: Any, device: str) -> Any:
 def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -> CacheCall:
     """The records of the call, as the public function makes them."""
     tensors = {name: keywords.get(name) for name in TENSORS} | given
+    of_all, tensors["causal"] = causality(keywords["causal"])
     q = tensors["q"]
     if case.one_length:
         tensors["cache_seqlens"] = torch.full((len(case.sequences),), keywords["cache_seqlens"], dtype=torch.int32).to(
@@ -364,9 +426,16 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
         tensors["cu_seqlens_k_new"] = tensors["cu_seqlens_q"]
     if tensors["tree_mask"] is not None:
         tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
-    plain = (keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
+    plain = (
+        keywords.get("max_seqlen_q"),
+        keywords.get("max_seqlen_k"),
+        case.scale,
+        case.softcap,
+        case.interleaved,
+        None,
+    )
     made = CacheTensors(**tensors)
-    return CacheCall(case, problem_of(made, read(case.causal, case.window, True, plain)), made, keywords)
+    return CacheCall(case, problem_of(made, read(of_all, case.window, True, plain)), made, keywords)
 
 
 # Page ids that are none; entries that a call must not use hold these.
@@ -389,10 +458,22 @@ def _places(case: CacheCase, lengths: list[int], capacity: int, make: torch.Gene
     for b, length in enumerate(lengths):
         first = case.leftpad[b] if case.leftpad else 0
         if case.appends:
-            first = min(first, case.sequences[b][0])
+            first = min(first, max(case.sequences[b][0], 0))
         for page in range(first // size, -(-length // size)) if first < length else ():
             table[b, page] = next(order)
     return {"page_table": table}
+
+
+def _as_list(table: Tensor, counts: list[int], make: torch.Generator | None) -> dict[str, Tensor]:
+    """page_indptr and page_indices of a table, of so many pages of each sequence and two that are none."""
+    total = sum(counts)
+    indices = torch.empty(total + 2, dtype=torch.int32)
+    bounds = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if make is not None:
+        indices[total:] = torch.tensor(_GARBAGE[:2])
+        rows = [row[:count] for row, count in zip(table, counts, strict=True)]
+        indices[:total] = torch.cat([*rows, table.new_empty(0)])
+    return {"page_indptr": bounds, "page_indices": indices}
 
 
 def _caches(
@@ -404,29 +485,52 @@ def _caches(
     dimension; ``heads_first_stacked``, both; ``between``, with both in each page; ``sliced``, at odd addresses.
     """
     batch, heads, dims = len(case.sequences), case.kv_heads, (case.head_dim, case.head_dim_v or case.head_dim)
-    count, size = batch, capacity
+    count, size = batch + 2 * (case.entries or case.slots != ""), capacity
     if "page_table" in places:
         size = case.page_size
-        count = 2 + sum(-(-(old + new) // size) for old, _, new in case.sequences)
-    elif case.entries:
-        count = batch + 2
+        count = 2 + sum(-(-max(old + new, 0) // size) for old, _, new in case.sequences)
     shapes = [(count, size, heads, dim) for dim in dims]
     poisons = (torch.nan, torch.inf)
     values = [torch.full(shape, poison, dtype=dtype) for shape, poison in zip(shapes, poisons, strict=True)]
     scales: list[Tensor | None] = [None, None]
+    kind = torch.float8_e5m2 if case.e5m2 else FLOAT8
     if case.float8 in ("h", "eh"):
         shape = (heads,) if case.float8 == "h" else (count, heads)
         # The largest magnitude of keys is then 1.8 to 3.6: new ones saturate.
-        scales = [(torch.rand(*shape, generator=make) + 1) * 0.004 for _ in dims]
-    for b, (old, _, _) in enumerate(case.sequences if make is not None else ()):
+        least = 1.8 / torch.finfo(kind).max
+        scales = [(torch.rand(*shape, generator=make) + 1) * least for _ in dims]
+    for b, (old, _, new) in enumerate(case.sequences if make is not None else ()):
         first = min(case.leftpad[b] if case.leftpad else 0, old)
+        # A key that is not written where it is looked for is what is there.
+        stop = old + new if case.slots and old >= 0 else old
         for x, dim in zip(values, dims, strict=True):
-            for j in range(first, old):
+            for j in range(first, stop):
                 x[_place(case, places, b, j)] = torch.randn(heads, dim, generator=make).to(dtype)
     if case.float8:
-        values = [_quantised(x, scale) for x, scale in zip(values, scales, strict=True)]
+        values = [_quantised(x, scale, kind) for x, scale in zip(values, scales, strict=True)]
     laid = _lay_out(case.layout, *values)
     return dict(zip(("k_cache", "v_cache"), laid, strict=True)), dict(zip(("k_scale", "v_scale"), scales, strict=True))
+
+
+def _slots(
+    case: CacheCase, places: dict[str, Tensor], cache: Tensor, shape: tuple[int, ...], make: torch.Generator | None
+) -> Tensor:
+    """slot_mapping: int64 or, with pages, int32."""
+    dtype = torch.int32 if case.page_size else torch.int64
+    slots = torch.full(shape, -1, dtype=dtype)
+    if make is None:
+        return slots
+    pages, size = cache.shape[:2]
+    found = []
+    for b, (old, _, new) in enumerate(case.sequences):
+        own = [_place(case, places, b, old + i) for i in range(new)] if old >= 0 else [(0, 0)] * new
+        found += [page * size + row for page, row in own]
+    if case.slots != "own":
+        # Rows that nobody has.
+        spare = iter(sorted({*range(pages * size)} - {*found})[: len(found)])
+        found[::3] = [-1 if case.slots == "some" else next(spare, -1) for _ in found[::3]]
+    slots.flatten()[: len(found)] = torch.tensor(found, dtype=dtype)
+    return slots
 
 
 def _place(case: CacheCase, places: dict[str, Tensor], b: int, j: int) -> tuple[int, int]:
@@ -435,18 +539,19 @@ def _place(case: CacheCase, places: dict[str, Tensor], b: int, j: int) -> tuple[
     return (int(places["cache_batch_idx"][b]) if case.entries else b), j
 
 
-def _quantised(x: Tensor, scale: Tensor | None) -> Tensor:
+def _quantised(x: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
     """8 bits, with NaN for what is not finite."""
     wide = x.float()
     if scale is not None:
         wide = wide / (scale if scale.dim() == 1 else scale[:, None])[..., None]
-    return torch.where(wide.isfinite(), wide.clamp(-448, 448), torch.nan).to(FLOAT8)
+    most = torch.finfo(kind).max
+    return torch.where(wide.isfinite(), wide.clamp(-most, most), torch.nan).to(kind)
 
 
 def _lay_out(layout: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The same values with other strides."""
     # Some operations do not take 8-bit floats.
-    dtype, bits = k.dtype, [x.view(torch.uint8) if x.dtype == FLOAT8 else x for x in (k, v)]
+    dtype, bits = k.dtype, [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (k, v)]
     if "stacked" in layout:
         both = torch.cat(bits, dim=-1)
         if layout.startswith("heads_first"):
@@ -534,8 +639,9 @@ def judge_caches(call: CacheCall, before: CacheTensors, after: CacheTensors) -> 
             continue
         scale = getattr(before, f"{name[0]}_scale")
         scale = torch.ones(()) if scale is None else scale[..., None] if scale.dim() == 1 else scale[:, None, :, None]
-        want = (want / scale.double()).clamp(-448, 448)
-        nearest = (want.float().to(FLOAT8).double() - want).abs()
+        most = torch.finfo(got.dtype).max
+        want = (want / scale.double()).clamp(-most, most)
+        nearest = (want.float().to(got.dtype).double() - want).abs()
         # Rounded twice, first to q's dtype; and a quotient may be off by a rounding of float32, a turned number by that
         # of what cancels in it.
         allowed = nearest + want.abs() * (1.01 * step * turned + 1e-6) + limit / scale.double()

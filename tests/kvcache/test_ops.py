@@ -19,6 +19,12 @@ from tests.kvcache.cases import CASES, CacheCase, build
 
 Q, CACHE, NEW = torch.randn(2, 3, 4, 8), torch.randn(3, 16, 2, 8), torch.randn(2, 3, 2, 8)
 LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
+
+
+def index(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 _NAMED = {case.name: case for case in CASES}
 
 
@@ -31,18 +37,27 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     # opcheck compares what it gets with NaN in it as different.
     for cache in (tensors.k_cache, tensors.v_cache):
         cache.nan_to_num_(0.0, 0.0, 0.0)
-    plain = (call.keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
-    return CACHED.flatten(tensors, read(case.causal, case.window, True, plain))
+    plain = (
+        call.keywords.get("max_seqlen_q"),
+        call.keywords.get("max_seqlen_k"),
+        case.scale,
+        case.softcap,
+        case.interleaved,
+        None,
+    )
+    return CACHED.flatten(tensors, read(case.causal and not case.causal_each, case.window, True, plain))
 
 
-@pytest.mark.parametrize("name", ["steps", "entries", "pages_leftpad", "packed_spare", "alibi_batch", "tree"])
+@pytest.mark.parametrize(
+    "name", ["steps", "entries", "pages_leftpad", "packed_spare", "alibi_batch", "tree", "causal_each", "ragged"]
+)
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_with_kvcache.default, arguments(name))
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
-    "name", ["append", "rotary_pages", "packed_mixed", "packed_new_alone", "everything", "tree_rotary"]
+    "name", ["append", "rotary_pages", "packed_mixed", "packed_new_alone", "everything", "tree_rotary", "slots_packed"]
 )
 def test_opcheck_append(name: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.append_attention_with_kvcache.default, arguments(name))
@@ -250,6 +265,9 @@ def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPat
         dict(out=torch.empty(2, 3, 5, 8)[:, :, 1:]), dict(k=NEW, v=NEW, k_cache=CACHE.clone(), v_cache=CACHE.clone()),
         dict(k=NEW[:, :2], v=NEW[:, :2], k_cache=CACHE.clone(), v_cache=CACHE.clone()), dict(backend="cpu"),
         dict(tree_mask=torch.ones(2, 3, 3).tril() > 0),
+        dict(k=NEW, v=NEW, k_cache=CACHE.clone(), v_cache=CACHE.clone(), slot_mapping=torch.arange(6).view(2, 3)),
+        dict(causal=LENGTHS > 5), dict(page_indptr=index(0, 1, 2), page_indices=index(0, 1)),
+        dict(page_indptr=index(0, 1, 2), page_indices=index(0, 1), max_seqlen_k=16),
     )):  # fmt: skip
         assert count_with(**changes) == count_with(**changes) == count + 2, changes
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")

@@ -23,13 +23,19 @@ def index(*values: Any) -> Tensor:
 
 
 LENGTHS, BOUNDS, PAGES = index(5, 9), index(0, 2, 5), index([0, 1], [2, -1])
+PAGED: dict[str, Any] = {"page_indptr": index(0, 1, 2), "page_indices": index(0, 1, 2)}
 COS = torch.ones(30, 4)
+SLOTS = torch.arange(6).view(2, 3)
 TREE = torch.ones(2, 3, 3).tril() > 0
 BITS = CACHE.to(FLOAT8)
 
 
 def new(**changes: Any) -> dict[str, Any]:
     return {"k": NEW, "v": NEW} | changes
+
+
+def separate(**changes: Any) -> dict[str, Any]:
+    return new(v_cache=CACHE.clone()) | changes
 
 
 def paged(**changes: Any) -> dict[str, Any]:
@@ -65,7 +71,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "k_cache of rank 3": ("k_cache", {"k_cache": CACHE[0]}),
     "k_cache head_dim": ("k_cache", {"k_cache": CACHE[..., :6]}),
     "k_cache dtype": ("k_cache", {"k_cache": CACHE.half(), "v_cache": CACHE.half()}),
-    "k_cache e5m2": ("k_cache", {"k_cache": CACHE.to(torch.float8_e5m2)}),
+    "k_cache e4m3fnuz": ("k_cache", {"k_cache": CACHE.to(torch.float8_e4m3fnuz)}),
+    "v_cache of other 8 bits": ("v_cache", bits(v_cache=CACHE.to(torch.float8_e5m2))),
     "k_cache device": ("k_cache", {"k_cache": CACHE.to("meta")}),
     "k_cache sparse": ("k_cache", {"k_cache": CACHE.to_sparse()}),
     "k_cache strided": ("k_cache", {"k_cache": CACHE.mT.contiguous().mT}),
@@ -188,6 +195,34 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "tree_mask with a window to the right": ("tree_mask", {"tree_mask": TREE, "causal": False, "window_size": (3, 1)}),
     "tree_mask with its row missing": ("tree_mask", {"tree_mask": ~TREE}),
     "k that are not the drafts": ("k", rotary(k=NEW[:, :2], v=NEW[:, :2], tree_mask=TREE)),
+    "causal int32": ("causal", {"causal": LENGTHS}),
+    "causal of rank 2": ("causal", {"causal": LENGTHS[None] > 5}),
+    "causal batch": ("causal", {"causal": LENGTHS[:1] > 5}),
+    "causal by sequence with trees": ("tree_mask", {"causal": LENGTHS > 5, "tree_mask": TREE}),
+    "page_indptr without page_indices": ("page_indptr", {"page_indptr": PAGED["page_indptr"]}),
+    "page_indices without page_indptr": ("page_indices", {"page_indices": PAGED["page_indices"]}),
+    "page_indptr int64": ("page_indptr", PAGED | {"page_indptr": PAGED["page_indptr"].long()}),
+    "page_indptr batch": ("page_indptr", PAGED | {"page_indptr": index(0, 1)}),
+    "page_indptr with page_table": ("page_indptr", PAGED | {"page_table": PAGES}),
+    "page_indptr that falls": ("page_indptr", PAGED | {"page_indptr": index(0, 2, 1)}),
+    "page_indptr past page_indices": ("page_indptr", PAGED | {"page_indptr": index(0, 1, 4)}),
+    "page_indices of rank 2": ("page_indices", PAGED | {"page_indices": PAGES}),
+    "page_indices of no page": ("page_indices", PAGED | {"page_indices": index(0, 3, 0)}),
+    "pages too few of a sequence": ("cache_seqlens", PAGED | {"page_indptr": index(0, 0, 3)}),
+    "more keys than page_indices have": ("cache_seqlens", PAGED | {"cache_seqlens": 49}),
+    "more keys than max_seqlen_k": ("cache_seqlens", PAGED | {"max_seqlen_k": 8}),
+    "max_seqlen_k without page_indptr": ("max_seqlen_k", {"max_seqlen_k": 16}),
+    "max_seqlen_k negative": ("max_seqlen_k", PAGED | {"max_seqlen_k": -1}),
+    "cache_batch_idx with page_indptr": ("cache_batch_idx", PAGED | {"cache_batch_idx": LENGTHS}),
+    "slot_mapping a list": ("slot_mapping", new(slot_mapping=[1])),
+    "slot_mapping without k": ("slot_mapping", {"slot_mapping": SLOTS}),
+    "slot_mapping int16": ("slot_mapping", new(slot_mapping=SLOTS.short())),
+    "slot_mapping of rank 1": ("slot_mapping", new(slot_mapping=SLOTS[0])),
+    "slot_mapping rows": ("slot_mapping", new(slot_mapping=SLOTS[:, :2])),
+    "slot_mapping of rank 2 where packed": ("slot_mapping", packed(k=PACKED_NEW, v=PACKED_NEW, slot_mapping=SLOTS)),
+    "slot_mapping below -1": ("slot_mapping", separate(slot_mapping=SLOTS - 2)),
+    "slot_mapping of a slot past the last": ("slot_mapping", separate(slot_mapping=SLOTS + 43)),
+    "slot_mapping of a page past the last": ("slot_mapping", separate(page_table=PAGES, slot_mapping=SLOTS + 43)),
     "return_lse None": ("return_lse", {"return_lse": None}),
     "out a list": ("out", {"out": [1.0]}),
     "out shape": ("out", {"out": torch.empty(2, 3, 4, 6)}),
@@ -216,7 +251,7 @@ def test_names_the_argument(name: str) -> None:
 
 def test_says_what_it_is_and_what_it_must_be() -> None:
     for name, message in {
-        "k_cache dtype": r"dtype is torch.float16, must be float8_e4m3fn or q's torch.float32$",
+        "k_cache dtype": r"dtype is torch.float16, must be float8_e4m3fn, float8_e5m2 or q's torch.float32$",
         "k_cache of rank 3": r"must have 4: \(entries, capacity, num_heads_kv, head_dim\)$",
         "k_scale of rank 3": r"must have 1 or 2: \(num_heads_kv,\) or \(entries, num_heads_kv\)$",
         "k_cache with fewer entries": r"entries is 1, must be at least the batch of 2 without cache_batch_idx$",
@@ -296,6 +331,9 @@ def test_explain_takes_a_call_over_a_cache() -> None:
     assert "3 x a cache of 16" in text and "decode: cpu" in text and ", causal" in text
     assert ", full" in flashtile.explain(Q, **call, causal=False)
     assert "in pages of 16" in flashtile.explain(Q, **call, page_table=PAGES)
+    listed = flashtile.explain(Q, **call, **PAGED, max_seqlen_k=20, causal=LENGTHS > 5)
+    assert "a cache of 20 in pages of 16" in listed and ", causal by sequence" in listed
+    assert "a cache of 48 in pages" in flashtile.explain(Q, NEW, NEW, **call, **PAGED, slot_mapping=SLOTS)
     assert flashtile.warm_up(Q.to("meta"), **{name: x.to("meta") for name, x in call.items()}, device="cpu") == []
     for name, changes in {
         "attn_mask": {"attn_mask": torch.ones(3, 16, dtype=torch.bool)}, "dropout_p": {"dropout_p": 0.5},

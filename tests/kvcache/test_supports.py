@@ -19,6 +19,9 @@ def test_backends_of_a_gpu() -> None:
     assert hopper and hopper.backend == "hopper" and hopper.reasons["hopper"] == [] and hopper.reasons["cpu"]
     older = flashtile.supports(128, page_size=16, compute_capability=(8, 0), besides=["softcap", "sinks"])
     assert older.backend == "portable" and "9.0" in older.reasons["hopper"][0]
+    by_sequence = flashtile.supports(64, page_size=1, besides=["causal", "slot_mapping"], compute_capability=(9, 0))
+    trees = flashtile.supports(64, cache_dtype=torch.float8_e5m2, besides=["tree_mask"], compute_capability=(9, 0))
+    assert by_sequence.backend == trees.backend == "hopper"
     none = flashtile.supports(2048, compute_capability=(9, 0))
     assert not none and none.backend is None and all(none.reasons.values())
 

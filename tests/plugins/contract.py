@@ -19,7 +19,7 @@ _CALL = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
 METHODS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "vllm.v1.attention.backend": {
         "AttentionBackend": {
-            "get_name": (), "get_impl_cls": (), "get_builder_cls": (), "supports_sink": (),
+            "get_name": (), "get_impl_cls": (), "get_builder_cls": (), "supports_sink": (), "supports_non_causal": (),
             "supports_sliding_window": (), "supports_attn_type": ("attn_type",),
             "get_supported_kernel_block_sizes": ("kv_cache_spec",),
             "supports_combination": (

@@ -23,6 +23,9 @@ CASES = (
               window=(50, 0), sinks=True),
     CacheCase("float8", ((90, 1, 1), (31, 1, 1)), heads=4, kv_heads=1, head_dim=64, appends=True, float8="eh",
               page_size=16),
+    CacheCase("e5m2", ((90, 1, 1), (31, 1, 1)), heads=4, kv_heads=1, head_dim=64, appends=True, float8="h", e5m2=True),
+    CacheCase("slots", ((70, 2, 2), (0, 5, 5), (3, 0, 0)), heads=2, kv_heads=1, head_dim=64, packed=True, appends=True,
+              page_size=16, slots="some"),
 )  # fmt: skip
 
 

@@ -32,8 +32,12 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
         {"head_dim": 256, "num_heads_q": 16},
         {"kv": _FLOAT8},
         {"kv": _FLOAT8, "page_size": 64, "scales": True},
+        {"packed": True, "page_size": 16, "appends": True, "has": ("page_indptr",)},
+        {"kv": torch.float8_e5m2, "appends": True, "has": ("e5m2",)},
         {"seqlen_q": 512, "appends": True},
         {"packed": True, "page_size": 16, "appends": True},
+        {"packed": True, "page_size": 16, "appends": True, "has": ("slot_mapping",)},
+        {"seqlen_q": 8, "page_size": 16, "appends": True, "has": ("causal",), "band": Band()},
         {"dtype": torch.float32},
         {"tree": True, "seqlen_q": 8, "page_size": 16},
         {"tree": True, "seqlen_q": 64, "packed": True, "appends": True, "alibi": True, "band": Band(4096, 0)},
@@ -42,7 +46,7 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
     made: list[KernelBuild] = []
     for call in calls:
         problem, tensors = described_call(capability, **call)
-        made += kernel_builds(backend, "decode", problem, launches(problem, tensors))
+        made += kernel_builds(backend, "decode", problem, launches(problem, tensors), more=call.get("has", ()))
     return made
 
 
@@ -58,6 +62,7 @@ def described_call(
     packed: bool = False,
     appends: bool = False,
     scales: bool = False,
+    has: tuple[str, ...] = (),
     **values: Any,
 ) -> tuple[Problem, CacheTensors]:
     """A cached call of 8 sequences of up to 8192 keys of 8 heads, and its tensors on the meta device."""
@@ -70,7 +75,8 @@ def described_call(
     lengths, bounds = empty(batch, of=torch.int32), empty(batch + 1, of=torch.int32) if packed else None
     entries = (batch * capacity // page_size, page_size) if page_size else (batch, capacity)
     q, cache, new = empty(*rows, num_heads_q, head_dim), empty(*entries, heads, head_dim, of=kv), None
-    table = empty(batch, capacity // page_size, of=torch.int32) if page_size else None
+    ragged = "page_indptr" in has
+    table = empty(batch, capacity // page_size, of=torch.int32) if page_size and not ragged else None
     scale = empty(entries[0], heads, of=torch.float32) if scales else None
     if appends:
         new = empty(*rows, heads, head_dim)
@@ -87,6 +93,7 @@ def described_call(
         head_dim=head_dim,
         head_dim_v=head_dim,
         softmax_scale=head_dim**-0.5,
+        causal_each="causal" in has,
         **{"band": Band(None, 0), **values},
     )
     tensors = CacheTensors(
@@ -96,5 +103,9 @@ def described_call(
         alibi_slopes=empty(num_heads_q, of=torch.float32) if problem.alibi else None,
         sinks=empty(num_heads_q, of=torch.float32) if problem.sinks else None,
         tree_mask=empty(batch, seqlen_q, of=torch.int64) if problem.tree else None,
+        slot_mapping=empty(*rows, of=torch.int64) if "slot_mapping" in has else None,
+        page_indptr=empty(batch + 1, of=torch.int32) if ragged else None,
+        page_indices=empty(entries[0], of=torch.int32) if ragged else None,
+        causal=empty(batch, of=torch.bool) if problem.causal_each else None,
     )  # fmt: skip
     return problem, tensors

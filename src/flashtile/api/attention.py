@@ -13,13 +13,14 @@ from torch import Tensor
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
-from flashtile.api.keywords import Asked, Keywords, refused
+from flashtile.api.keywords import Asked, Keywords, PackedKeywords, refused
 from flashtile.call import autocast
 from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
 from flashtile.ops import dispatch, flops, operation, plans, sharding, transforms
+from flashtile.ops import into as ops_into
 from flashtile.ops import operators as ops
 from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
 
@@ -133,19 +134,19 @@ _last: tuple[Any, ...] = (Options(), object(), *[None] * 6)
 def attention_varlen(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    *, return_lse: Literal[False] = False, **others: Unpack[Keywords],
+    *, return_lse: Literal[False] = False, **others: Unpack[PackedKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    *, return_lse: Literal[True], **others: Unpack[Keywords],
+    *, return_lse: Literal[True], **others: Unpack[PackedKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    *, return_lse: bool, **others: Unpack[Keywords],
+    *, return_lse: bool, **others: Unpack[PackedKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
     q: Tensor | Quantized,
@@ -167,6 +168,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
+    out: Tensor | None = None,
     precision: str | None = None,
     backend: str | None = None,
     **_unknown: Any,
@@ -186,6 +188,9 @@ def attention_varlen(
     The keywords are those of ``attention``; causal, window_size and alibi_slopes use each sequence's own lengths, and
     each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
 
+    out is where to write the output, in place of a new tensor: its shape, q's dtype, any strides, overlapping no other
+    tensor of the call. As with PyTorch's out there is no gradient: it is refused where one is needed.
+
     Returns:
         out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``.
 
@@ -202,9 +207,11 @@ def attention_varlen(
         if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
     if precision is not None or is_quantized:
+        if out is not None:
+            raise InvalidInputError("out", "is given, but calls in 8 bits make their own")
         asked = Asked(precision, causal, window_size, return_lse, plain, True, longest)
         return quantized_calls().attend(tensors, asked)
-    return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse)
+    return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse, out)
 
 
 def quantized_calls() -> Any:
@@ -214,14 +221,23 @@ def quantized_calls() -> Any:
     return api
 
 
-def _run(tensors: Tensors, options: Options, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _run(
+    tensors: Tensors, options: Options, return_lse: bool, into: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     if autocast.is_on():
         tensors = autocast.cast(tensors, tensors.q.device.type)
     if options.dropout_p > 0:
         sharding.refuse_dropout(tensors.q)
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensors.q.device)
         tensors = dataclasses.replace(tensors, rng_state=state)
-    out, lse = ops.attention(tensors, options, return_lse)
+    if into is None:
+        out, lse = ops.attention(tensors, options, return_lse)
+    else:
+        check_tensor("out", into)
+        wanting = [name for name, x in (*vars(tensors).items(), ("out", into)) if x is not None and x.requires_grad]
+        if torch.is_grad_enabled() and wanting:
+            raise InvalidInputError("out", f"is given, but {wanting[0]} requires grad: use torch.no_grad()")
+        out, lse = into, ops_into.attend(ops_into.IntoTensors(**vars(tensors), out=into), options)
     return (out, lse) if return_lse else out
 
 

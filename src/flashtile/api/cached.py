@@ -53,13 +53,17 @@ def attention_with_kvcache(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    causal: bool = True,
+    causal: bool | Tensor = True,
     window_size: Sequence[int | None] | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    page_indices: Tensor | None = None,
+    max_seqlen_k: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -75,8 +79,8 @@ def attention_with_kvcache(
         q: ``(batch, seqlen_q, num_heads_q, head_dim)``, or packed ``(total_q, num_heads_q, head_dim)`` with
             cu_seqlens_q; float16, bfloat16, float32, or float64 on the CPU. It is not changed.
         k_cache: ``(entries, capacity, num_heads_kv, head_dim)``, or with page_table ``(pages, page_size, num_heads_kv,
-            head_dim)``; q's dtype or float8_e4m3fn. Never copied: its last dimension must be contiguous, other strides
-            are free, so that K and V may be views of one tensor, or heads lie before positions.
+            head_dim)``; q's dtype, float8_e4m3fn or float8_e5m2. Never copied: its last dimension must be contiguous,
+            other strides are free, so that K and V may be views of one tensor, or heads lie before positions.
         v_cache: The same with head_dim_v, in k_cache's dtype.
         cache_seqlens: ``(batch,)`` int32: the keys of each sequence in the cache before appending; an int for all.
         page_table: ``(batch, max_pages)`` int32: key j of sequence b is row ``j % page_size`` of page
@@ -93,14 +97,14 @@ def attention_with_kvcache(
         rotary_seqlens: ``(batch,)`` int32: the position of the first new key and the first query in rotary_cos,
             cache_seqlens by default. Later ones follow; if neither causal nor windowed, all queries are at the first.
         k_scale: ``(num_heads_kv,)`` or ``(entries, num_heads_kv)``, with page_table ``(pages, num_heads_kv)``; float32:
-            a float8 cache holds keys divided by it; 1 by default. New keys are divided and saturated to 448. Or a
-            number for all.
+            a float8 cache holds keys divided by it; 1 by default. New keys are divided and saturated to 448, in e5m2
+            to 57344. Or a number for all.
         v_scale: The same for values.
         cu_seqlens_q: ``(batch + 1,)`` int32: sequence b has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q.
             Rows past the last bound belong to no sequence: out 0, lse -inf.
         cu_seqlens_k_new: The same for k and v; cu_seqlens_q by default.
         max_seqlen_q: The most queries that a packed sequence has, if known; total_q by default.
-        causal: Row i sees keys ``j <= i + L - seqlen_q``.
+        causal: Row i sees keys ``j <= i + L - seqlen_q``; a ``(batch,)`` bool tensor says it of each sequence.
         window_size: ``(left, right)``: row i sees ``i + L - seqlen_q - left <= j <= i + L - seqlen_q + right``, ends
             inclusive; -1 or None leaves a side unbounded. ``causal`` overrides the right bound.
         softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
@@ -111,6 +115,17 @@ def attention_with_kvcache(
             keys are the last T, are a tree of drafts. A row sees all keys before them and of theirs those that it
             marks: its ancestors' and its own; rotary, windows and ALiBi go by depth, the number of ancestors. Of n < T
             packed queries the first n rows and columns count; more than T are no tree. Goes with causal.
+        slot_mapping: Like k without heads, ``(batch, seqlen_new)`` or packed ``(total_new,)``, int64 or int32: the slot
+            at which each new key and value is written, in place of its position: row ``slot % page_size`` of page
+            ``slot // page_size``, without pages of an entry; -1 writes nothing. Goes with k. What is attended to is
+            as without it, keys 0 to L - 1 where page_table has them; so a key that was written elsewhere, or not at
+            all, is whatever the cache holds at its position.
+        page_indptr: ``(batch + 1,)`` int32, in place of page_table: key j of sequence b is row ``j % page_size`` of
+            page ``page_indices[page_indptr[b] + j // page_size]``.
+        page_indices: ``(total_pages,)`` int32, which may be more than ``page_indptr[-1]``.
+        max_seqlen_k: With page_indptr, the most keys that a sequence may have, new ones included; more are not seen. By
+            default ``total_pages * page_size``: the workspace has room for the splits of so many keys of each sequence,
+            and tiles are chosen for them.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -128,17 +143,24 @@ def attention_with_kvcache(
     """
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)
-    options = read(causal, window_size, return_lse, (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend))
+    of_all, of_each = causality(causal)
+    plain = max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend
+    options = read(of_all, window_size, return_lse, plain)
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]
-        tree_mask,
+        tree_mask, slot_mapping, of_each, page_indptr, page_indices,
     ))  # fmt: skip
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
         problem_of(tensors, options)
         check_apart(tensors)
     lse = ops.attend(tensors, options)
     return (tensors.out, lse) if return_lse else tensors.out
+
+
+def causality(causal: Any) -> tuple[Any, Tensor | None]:
+    """What is so for all sequences, and a tensor that says it of each."""
+    return (False, causal) if isinstance(causal, Tensor) else (causal, None)
 
 
 def completed(t: CacheTensors) -> CacheTensors:

@@ -20,9 +20,8 @@ _ELSEWHERE = {
 
 
 class Common(TypedDict, total=False):
-    """Keywords of every call, but ``return_lse``."""
+    """Keywords of every call, but ``causal`` and ``return_lse``."""
 
-    causal: bool
     window_size: Sequence[int | None] | None
     softmax_scale: float | None
     softcap: float
@@ -32,13 +31,20 @@ class Common(TypedDict, total=False):
 
 
 class Keywords(Common, total=False):
-    """Keywords of ``attention`` and ``attention_varlen``."""
+    """Keywords of ``attention``."""
 
+    causal: bool
     attn_mask: Tensor | None
     attn_bias: Tensor | None
     dropout_p: float
     deterministic: bool
     precision: str | None
+
+
+class PackedKeywords(Keywords, total=False):
+    """Keywords of ``attention_varlen``."""
+
+    out: Tensor | None
 
 
 class Cached(TypedDict, total=False):
@@ -55,16 +61,21 @@ class Cached(TypedDict, total=False):
     v_scale: Tensor | float | None
     cu_seqlens_k_new: Tensor | None
     tree_mask: Tensor | None
+    slot_mapping: Tensor | None
+    page_indptr: Tensor | None
+    page_indices: Tensor | None
     out: Tensor | None
 
 
 class CacheKeywords(Common, Cached, total=False):
     """Keywords of ``attention_with_kvcache`` but ``cache_seqlens``."""
 
+    causal: bool | Tensor
     k: Tensor | None
     v: Tensor | None
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
 class CachedCall(Cached, total=False):
@@ -131,6 +142,8 @@ def asked_of(
         raise refused(function, (), unknown)
     tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
     cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
+    if cached.keys() == {"out"}:  # packed calls have it too
+        cached = {}
     causal, lengths = given.get("causal"), (given.get("max_seqlen_q"), given.get("max_seqlen_k"))
     plain = tuple(given.get(name, usual) for name, usual in _PLAIN.items())
     return tensors, Asked(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.attention import quantized_calls
-from flashtile.api.cached import completed
+from flashtile.api.cached import causality, completed
 from flashtile.api.keywords import AnyCall, Asked, asked_of
 from flashtile.call import autocast, cached_arguments, cached_problem
 from flashtile.call.arguments import Options, Tensors, flag, read, wanting, without_data
@@ -73,7 +73,7 @@ def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[Cache
     precision, causal, window_size, return_lse, plain, _, lengths = asked
     softmax_scale, softcap, dropout_p, deterministic, backend = plain
     others = {
-        "attn_mask": t.attn_mask, "attn_bias": t.attn_bias, "cu_seqlens_k": t.cu_seqlens_k, "max_seqlen_k": lengths[1],
+        "attn_mask": t.attn_mask, "attn_bias": t.attn_bias, "cu_seqlens_k": t.cu_seqlens_k,
         "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
     }  # fmt: skip
     for name, value in others.items():
@@ -82,9 +82,11 @@ def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[Cache
     for name in ("k_cache", "v_cache", "cache_seqlens"):
         if cached.get(name) is None:
             raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
-    alike = lengths[0], softmax_scale, softcap, cached.get("rotary_interleaved", False), backend
-    options = cached_arguments.read(causal, window_size, return_lse, alike)
+    alike = *lengths, softmax_scale, softcap, cached.get("rotary_interleaved", False), backend
+    of_all, of_each = causality(causal)
+    options = cached_arguments.read(of_all, window_size, return_lse, alike)
     given: dict[str, Any] = {name: cached.get(name, getattr(t, name, None)) for name in cached_arguments.TENSORS}
+    given["causal"] = of_each
     return completed(CacheTensors(**given)), options
 
 

@@ -54,7 +54,7 @@ class Feature:
 
 
 def _is_float8_cache(p: Problem) -> bool:
-    return p.keys.used and p.precision.kv == FLOAT8
+    return p.keys.used and p.precision.kv.itemsize == 1
 
 
 def _is_odd_cache(p: Problem) -> bool:
@@ -78,6 +78,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
+    Feature("causal_each", "causal by sequence (a tensor)", lambda p: p.causal_each, _DECODE),
     Feature("tree_mask", "draft trees (tree_mask)", lambda p: p.tree, _DECODE),
     Feature("float8_cache", "float8 caches", _is_float8_cache, _DECODE),
     Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_cache, _DECODE),
@@ -162,7 +163,8 @@ class Gradients:
 class Forward(Protocol):
     """The plan of a forward: computes out and lse from a call's tensors.
 
-    With ``partial``, a result over other keys of the same rows, it returns out and lse over the keys of both.
+    With ``partial``, a result over other keys of the same rows, it returns out and lse over the keys of both. Out may
+    be written into ``into``, a tensor like it, contiguous and on 16 bytes, which is then returned.
 
     Returns:
         out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in
@@ -170,7 +172,9 @@ class Forward(Protocol):
         lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys.
     """
 
-    def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Out and lse."""
 
 

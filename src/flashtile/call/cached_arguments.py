@@ -19,8 +19,11 @@ from flashtile.core.errors import InvalidInputError
 
 # Rows of a draft tree: the bits of a word.
 MOST_TREE_ROWS = 64
-_CACHE = ((FLOAT8,), "float8_e4m3fn")
+EIGHT_BITS = (FLOAT8, torch.float8_e5m2)
+_CACHE = (EIGHT_BITS, "float8_e4m3fn, float8_e5m2")
 _WORDS = ((torch.int64,), "bool (batch, T, T) or int64 words (batch, T)")
+_BOOL = ((torch.bool,), "bool")
+_SLOTS = ((torch.int64, torch.int32), "int64 or int32")
 _BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
 
 
@@ -28,8 +31,8 @@ _BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "ro
 class CacheTensors:
     """The tensors of one cached call; absent ones are None. Treat it as immutable.
 
-    The names of the caches' axes are those of a call without pages: with a page_table they are ``pages page_size`` in
-    place of ``entries capacity``. New keys are packed if cu_seqlens_k_new is given.
+    The names of the caches' axes are those of a call without pages: with page_table or page_indices they are ``pages
+    page_size`` in place of ``entries capacity``. New keys are packed if cu_seqlens_k_new is given.
     """
 
     out: Annotated[Tensor, Argument("Written.", "batch seqlen_q num_heads_q head_dim_v", layout="any")]
@@ -56,6 +59,17 @@ class CacheTensors:
     alibi_slopes: Annotated[Tensor | None, arguments.TENSORS["alibi_slopes"]] = None
     sinks: Annotated[Tensor | None, arguments.TENSORS["sinks"]] = None
     tree_mask: Annotated[Tensor | None, Argument("Words of draft trees.", "batch draft_rows", _WORDS)] = None
+    slot_mapping: Annotated[Tensor | None, Argument("Where new keys go.", "batch seqlen_new", _SLOTS)] = None
+    causal: Annotated[Tensor | None, Argument("Which sequences are causal.", "batch", _BOOL)] = None
+    page_indptr: Annotated[Tensor | None, Argument("Bounds of page_indices.", "batch+1", INT32)] = None
+    page_indices: Annotated[Tensor | None, Argument("Pages, one sequence's after another's.", "total_pages", INT32)] = (
+        None
+    )
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether the caches are pages."""
+        return self.page_table is not None or self.page_indices is not None
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,7 @@ class CacheOptions(HashKept):
     window_left: Annotated[int | None, arguments.OPTIONS["window_left"]] = None
     window_right: Annotated[int | None, arguments.OPTIONS["window_right"]] = None
     max_seqlen_q: Annotated[int | None, arguments.OPTIONS["max_seqlen_q"]] = None
+    max_seqlen_k: Annotated[int | None, arguments.OPTIONS["max_seqlen_k"]] = None
     softmax_scale: Annotated[float | None, arguments.OPTIONS["softmax_scale"]] = None
     softcap: Annotated[float, arguments.OPTIONS["softcap"]] = 0.0
     rotary_interleaved: Annotated[bool, Argument("Pairs (2i, 2i + 1).", check=arguments.flag)] = False

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
 from flashtile.call.cached_arguments import (
-    FLOAT8,
+    EIGHT_BITS,
     TENSORS,
     CacheOptions,
     CacheTensors,
@@ -21,14 +21,15 @@ from flashtile.core.masks import Band
 # What an argument is nothing without.
 _NEEDS = {
     "k": "v", "v": "k", "rotary_cos": "rotary_sin", "rotary_sin": "rotary_cos", "rotary_seqlens": "rotary_cos",
-    "cu_seqlens_k_new": "k",
+    "cu_seqlens_k_new": "k", "slot_mapping": "k", "page_indptr": "page_indices", "page_indices": "page_indptr",
 }  # fmt: skip
 
 
 def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     """Checks the tensors of a cached call against one another and records the call.
 
-    Its keys are a ``SequenceLayout`` with ``used``, whose length is the capacity of an entry or of a row of page_table.
+    Its keys are a ``SequenceLayout`` with ``used``, whose length is the capacity of an entry, of a row of page_table or
+    of all page_indices, if there is no max_seqlen_k.
 
     Raises:
         InvalidInputError: Naming the argument that does not match.
@@ -36,12 +37,15 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     """
     t, o, sizes = tensors, options, _check_tensors(tensors, options)
     page_size = sizes.get("page_size", 0)
-    capacity = sizes["max_pages"] * page_size if page_size else sizes["capacity"]
+    capacity = sizes["capacity"] if not t.in_pages else sizes.get("max_pages", sizes.get("total_pages", 0)) * page_size
+    capacity = capacity if o.max_seqlen_k is None else o.max_seqlen_k
     return checked_problem(
         t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
-        mask_mod=MaskMod(Band(o.window_left, o.window_right), tree=t.tree_mask is not None),
+        mask_mod=MaskMod(
+            Band(o.window_left, o.window_right), tree=t.tree_mask is not None, causal_each=t.causal is not None
+        ),
         rotary_interleaved=o.rotary_interleaved,
     )  # fmt: skip
 
@@ -53,7 +57,7 @@ def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
     axes = Axes(_renamed(t))
     for name in ("q", "k_cache", "v_cache"):
         axes.bind(name, found[name][1], found[name][0])
-    for name in ("cu_seqlens_q", "cu_seqlens_k_new"):
+    for name in ("cu_seqlens_q", "cu_seqlens_k_new", "page_indptr"):
         if name in found:
             axes.bind_bounds(name, found)
     if t.cu_seqlens_q is not None:
@@ -72,7 +76,7 @@ def _renamed(t: CacheTensors) -> dict[str, str]:
         renamed["batch seqlen_q"] = "total_q"
     if t.cu_seqlens_k_new is not None:
         renamed["batch seqlen_new"] = "total_new"
-    if t.page_table is not None:
+    if t.in_pages:
         renamed |= {"entries capacity": "pages page_size", "[entries]": "[pages]"}
     return renamed
 
@@ -86,23 +90,27 @@ def _check_company(t: CacheTensors, o: CacheOptions) -> None:
         raise InvalidInputError("rotary_cos", "is given, but goes with new keys k and v")
     if o.rotary_interleaved and t.rotary_cos is None:
         raise InvalidInputError("rotary_interleaved", "is True, but goes with rotary_cos")
-    if t.page_table is not None and t.cache_batch_idx is not None:
-        raise InvalidInputError("cache_batch_idx", "is given with page_table, which says where each sequence is")
+    pages = "page_table" if t.page_table is not None else "page_indptr" if t.page_indptr is not None else ""
+    for name, excluded in (("cache_batch_idx", pages), ("page_indptr", pages if t.page_table is not None else "")):
+        if excluded and getattr(t, name) is not None:
+            raise InvalidInputError(name, f"is given with {excluded}, which says where each sequence is")
     if o.max_seqlen_q is not None and t.cu_seqlens_q is None:
         raise InvalidInputError("max_seqlen_q", "is given, but goes with cu_seqlens_q alone")
+    if o.max_seqlen_k is not None and t.page_indptr is None:
+        raise InvalidInputError("max_seqlen_k", "is given, but goes with page_indptr alone")
     if t.k is not None and t.cu_seqlens_q is not None and t.cu_seqlens_k_new is None:
         raise InvalidInputError("cu_seqlens_k_new", "is None, but goes with k where q is packed")
     if t.v_cache.dtype != t.k_cache.dtype:
         raise InvalidInputError("v_cache", f"dtype is {t.v_cache.dtype}, but k_cache has {t.k_cache.dtype}")
     for name in ("k_scale", "v_scale"):
-        if getattr(t, name) is not None and t.k_cache.dtype != FLOAT8:
+        if getattr(t, name) is not None and t.k_cache.dtype not in EIGHT_BITS:
             raise InvalidInputError(name, f"is given, but goes with float8 caches; k_cache has {t.k_cache.dtype}")
 
 
 def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
-    if t.page_table is not None and sizes["page_size"] == 0:
+    if t.in_pages and sizes["page_size"] == 0:
         raise InvalidInputError("k_cache", "page_size is 0, must be at least 1")
-    if t.page_table is None and t.cache_batch_idx is None and sizes["entries"] < sizes["batch"]:
+    if not t.in_pages and t.cache_batch_idx is None and sizes["entries"] < sizes["batch"]:
         must = f"must be at least the batch of {sizes['batch']} without cache_batch_idx"
         raise InvalidInputError("k_cache", f"entries is {sizes['entries']}, {must}")
     turned = 2 * sizes.get("rotary_dim/2", 0)
@@ -135,10 +143,10 @@ def check_length(t: CacheTensors, length: int) -> None:
     Raises:
         InvalidInputError: Keys of that length and the new ones do not fit into the cache.
     """
-    pages, keys = t.page_table, t.k_cache
-    if keys.dim() != 4 or (pages is not None and pages.dim() != 2):
+    pages, keys = t.page_table if t.page_indices is None else t.page_indices, t.k_cache
+    if keys.dim() != 4 or (pages is not None and pages.dim() != 1 + (t.page_indices is None)):
         return  # ``problem_of`` says so
-    capacity = keys.shape[1] * (1 if pages is None else pages.shape[1])
+    capacity = keys.shape[1] * (1 if pages is None else pages.shape[-1])
     new = 0 if t.k is None or t.cu_seqlens_k_new is not None or t.k.dim() != 4 else t.k.shape[1]
     if length + new > capacity:
         more = f" and {new} new keys do" if new else " does"
@@ -165,23 +173,33 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
     check_apart(t)
     rows = _row_counts(problem, t)
     lengths, new = lengths_of(t, batch)
+    pages = pages_of(t) if problem.keys.page_size else []
     for b, length in enumerate(lengths):
-        if length + new[b] > capacity:
+        # Of sequences in a ragged list each has its own.
+        room = capacity if t.page_indptr is None else min(capacity, len(pages[b]) * problem.keys.page_size)
+        if length + new[b] > room:
             more = f" and {new[b]} new keys do" if new[b] else " does"
-            raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into sequence {b}'s cache of {capacity}")
+            raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into sequence {b}'s cache of {room}")
     leftpad = [0] * batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
     for b, first in enumerate(leftpad):
         if first < 0:
             raise InvalidInputError("cache_leftpad", f"is {first} for sequence {b}, must be at least 0")
     if t.cache_batch_idx is not None:
         _check_range("cache_batch_idx", t.cache_batch_idx.tolist(), t.k_cache.shape[0], "entries")
-    if t.page_table is not None and problem.keys.page_size:
+    if pages:
         size = problem.keys.page_size
-        for b, table in enumerate(t.page_table.tolist()):
+        for b, table in enumerate(pages):
             stop = lengths[b] + new[b]
-            start = min(leftpad[b], lengths[b]) if new[b] else leftpad[b]
-            used = table[start // size : -(-stop // size)] if start < stop else []
-            _check_range("page_table", used, t.k_cache.shape[0], f"pages; it is used by sequence {b}")
+            start = min(leftpad[b], lengths[b]) if new[b] and t.slot_mapping is None else leftpad[b]
+            used = table[start // size : -(-stop // size)].tolist() if start < stop else []
+            _check_range(
+                "page_table" if t.page_indptr is None else "page_indices",
+                used,
+                t.k_cache.shape[0],
+                f"pages; it is used by sequence {b}",
+            )
+    if t.slot_mapping is not None:
+        _check_slots(t)
     if t.tree_mask is not None:
         rows, new = _check_tree_values(t, t.tree_mask.cpu(), rows, new)
     if t.rotary_cos is not None:
@@ -220,6 +238,13 @@ def lengths_of(t: CacheTensors, batch: int) -> tuple[list[int], list[int]]:
     return [max(length, 0) for length in old], [n if m >= 0 else 0 for m, n in zip(old, new, strict=True)]
 
 
+def bands_of(problem: Problem, t: CacheTensors) -> list[Band]:
+    """The band of each sequence."""
+    if t.causal is None:
+        return [problem.band] * problem.batch
+    return [Band(problem.band.left, 0) if each else problem.band for each in t.causal.tolist()]
+
+
 def new_counts(t: CacheTensors, batch: int) -> list[int]:
     """The number of new keys of each sequence, from the values of cu_seqlens_k_new where they are packed.
 
@@ -233,6 +258,28 @@ def new_counts(t: CacheTensors, batch: int) -> list[int]:
     return lengths_between("cu_seqlens_k_new", t.cu_seqlens_k_new.tolist(), t.k.shape[0], "k")
 
 
+def pages_of(t: CacheTensors) -> list[Tensor]:
+    """The pages of each sequence, in their order.
+
+    Raises:
+        InvalidInputError: The values of page_indptr are no bounds of page_indices.
+    """
+    if t.page_indptr is None or t.page_indices is None:
+        return [] if t.page_table is None else list(t.page_table)
+    bounds, total = t.page_indptr.tolist(), t.page_indices.shape[0]
+    counts = lengths_between("page_indptr", bounds, total, "page_indices")
+    return [t.page_indices[first : first + count] for first, count in zip(bounds, counts, strict=False)]
+
+
+def _check_slots(t: CacheTensors) -> None:
+    assert t.slot_mapping is not None
+    slots = t.slot_mapping if t.cu_seqlens_k_new is None else t.slot_mapping[: t.cu_seqlens_k_new[-1]]
+    count = t.k_cache.shape[0] * t.k_cache.shape[1]
+    wrong = slots[(slots < -1) | (slots >= count)].tolist()
+    if wrong:
+        raise InvalidInputError("slot_mapping", f"has {wrong[0]}, must be -1 or one of k_cache's {count} slots")
+
+
 def _check_range(name: str, values: list[int], count: int, what: str) -> None:
     for value in values:
         if not 0 <= value < count:
@@ -242,12 +289,13 @@ def _check_range(name: str, values: list[int], count: int, what: str) -> None:
 def _check_positions(problem: Problem, t: CacheTensors, rows: list[int], new: list[int], lengths: list[int]) -> None:
     assert t.rotary_cos is not None
     firsts = lengths if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
+    bands = bands_of(problem, t)
     for b, (first, cached) in enumerate(zip(firsts, t.cache_seqlens.tolist(), strict=True)):
         if cached < 0:
             continue
         if first < 0:
             raise InvalidInputError("rotary_seqlens", f"is {first} for sequence {b}, must be at least 0")
-        of_rows = min(rows[b], 1) if problem.band.unbounded else rows[b]
+        of_rows = min(rows[b], 1) if bands[b].unbounded else rows[b]
         last = first + max(of_rows, new[b])
         if max(of_rows, new[b]) and last > t.rotary_cos.shape[0]:
             has = f"has {t.rotary_cos.shape[0]} positions"

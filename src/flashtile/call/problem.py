@@ -77,11 +77,13 @@ class MaskMod:
         band: Causal and window masks.
         tensor: Whether a boolean mask is given.
         tree: Whether the last rows of a cached call are draft trees.
+        causal_each: Whether a tensor says which sequences of a cached call are causal; the band is that of the others.
     """
 
     band: Band = Band()  # noqa: RUF009
     tensor: bool = False
     tree: bool = False
+    causal_each: bool = False
 
 
 T = TypeVar("T")
@@ -173,6 +175,7 @@ class Problem:
     band = _Short(lambda p: p.mask_mod.band, "mask_mod.band")
     mask = _Short(lambda p: p.mask_mod.tensor, "mask_mod.tensor")
     tree = _Short(lambda p: p.mask_mod.tree, "mask_mod.tree")
+    causal_each = _Short(lambda p: p.mask_mod.causal_each, "mask_mod.causal_each")
     needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
     bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
 

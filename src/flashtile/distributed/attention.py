@@ -28,6 +28,7 @@ from flashtile.ops import plans
 class OverRanks(Common, total=False):
     """The keywords of ``flashtile.attention`` that calls over ranks have."""
 
+    causal: bool
     attn_mask: Tensor | None
     attn_bias: Tensor | None
     dropout_p: float

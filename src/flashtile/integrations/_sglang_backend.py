@@ -171,7 +171,7 @@ class Backend(AttentionBackend):
             self._pages(x) for x in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
         )
         in_window_pool = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
-        if k_cache.dtype == torch.float8_e4m3fn and layer.k_scale is not None:
+        if k_cache.dtype.itemsize == 1 and layer.k_scale is not None:
             given |= {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
         causal, left = layer.attn_type == AttentionType.DECODER, layer.sliding_window_size
         if left is not None and left >= 0:  # without the query itself

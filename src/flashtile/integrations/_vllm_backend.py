@@ -20,7 +20,8 @@ from flashtile.core.errors import UnsupportedError
 from flashtile.integrations._calls import Calls
 from flashtile.integrations.vllm import NAME
 
-FLOAT8 = torch.float8_e4m3fn
+# What vLLM's names of a cache's dtype stand for.
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # vLLM shows what its own loggers say.
 calls = Calls("vllm.flashtile")
 
@@ -36,7 +37,7 @@ class Metadata(vllm.AttentionMetadata):
         lengths: ``(num_reqs,)`` int32: the keys of each request, new ones included.
         lengths_before: The same without the new ones; -1 for a request that only fills a graph.
         block_table: ``(num_reqs, blocks)`` int32.
-        causal: Whether a query sees no later key.
+        causal: Whether a query sees no later key; for some drafters ``(num_reqs,)`` bool.
         one_each: Whether each request has one row, so that rows need no bounds.
     """
 
@@ -46,12 +47,12 @@ class Metadata(vllm.AttentionMetadata):
     lengths: Tensor
     lengths_before: Tensor
     block_table: Tensor
-    causal: bool
+    causal: bool | Tensor
     one_each: bool
 
 
 class Builder(vllm.AttentionMetadataBuilder[Metadata]):
-    """Hands vLLM's tensors on as they are, which stay where they are, and so does the one that is made here.
+    """Hands vLLM's tensors on as they are, which stay where they are, and so do those that are made here.
 
     No length is read on the host. So graphs of any step can be replayed.
     """
@@ -61,18 +62,21 @@ class Builder(vllm.AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._before = torch.empty(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+        most = vllm_config.scheduler_config.max_num_seqs
+        self._before = torch.empty(most, dtype=torch.int32, device=device)
+        self._causal = torch.empty(most, dtype=torch.bool, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """The record that all layers of a step get."""
         m = common_attn_metadata
-        if not isinstance(m.causal, bool):
-            raise UnsupportedError("vLLM: some requests are causal and some are not, flashtile takes one kind a call")
+        causal = m.causal
+        if isinstance(causal, Tensor):
+            causal = self._causal[: len(causal)].copy_(causal)
         one_each = m.max_query_len == 1 and m.num_actual_tokens == m.num_reqs
         before = self._before[: len(m.seq_lens)]
         torch.sub(m.seq_lens, 1 if one_each else m.query_start_loc.diff(), out=before)
         return Metadata(
-            m.num_actual_tokens, m.query_start_loc, m.max_query_len, m.seq_lens, before, m.block_table_tensor, m.causal,
+            m.num_actual_tokens, m.query_start_loc, m.max_query_len, m.seq_lens, before, m.block_table_tensor, causal,
             one_each,
         )  # fmt: skip
 
@@ -102,7 +106,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
             raise UnsupportedError(f"vLLM: flashtile runs no attention of type {attn_type}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kind_of_8_bits, self.attn_type = EIGHT_BITS.get(kv_cache_dtype), attn_type
         self.writes = kv_sharing_target_layer_name is None
         # vLLM counts the query itself.
         self.window = None if sliding_window is None else sliding_window - 1
@@ -133,9 +137,9 @@ class Impl(vllm.AttentionImpl[Metadata]):
         if self.attn_type == vllm.AttentionType.ENCODER_ONLY:
             given = rows, key[: m.num_tokens], value[: m.num_tokens], m.query_start_loc, m.query_start_loc
             longest = m.max_query_len, m.max_query_len
-            out.copy_(flashtile.attention_varlen(*given, *longest, causal=False, **self._options(causal=False)))
+            flashtile.attention_varlen(*given, *longest, causal=False, out=out, **self._options(causal=False))
             return output
-        options = self._options(m.causal) | {"causal": m.causal, "cache_seqlens": m.lengths, "out": out}
+        options = self._options(m.causal is True) | {"causal": m.causal, "cache_seqlens": m.lengths, "out": out}
         if self.writes:
             new = {"k": key[: m.num_tokens], "v": value[: m.num_tokens]}
             options |= {"cache_seqlens": m.lengths_before, **new}
@@ -144,7 +148,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
             options |= {name: options[name][:, None] for name in ("k", "v", "out") if name in options}
         else:
             options |= {"cu_seqlens_q": m.query_start_loc, "max_seqlen_q": m.max_query_len}
-        if self._is_8_bit():
+        if self.kind_of_8_bits is not None:
             options |= {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
         k_cache, v_cache = self._pages(kv_cache)
         flashtile.attention_with_kvcache(rows, k_cache, v_cache, page_table=m.block_table, **options)
@@ -152,12 +156,9 @@ class Impl(vllm.AttentionImpl[Metadata]):
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
         """Keys and values as ``(pages, page_size, num_heads_kv, head_dim)``: views of the cache."""
-        if self._is_8_bit():
-            kv_cache = kv_cache.view(FLOAT8)
+        if self.kind_of_8_bits is not None:
+            kv_cache = kv_cache.view(self.kind_of_8_bits)
         return kv_cache.transpose(1, 2).split([self.head_size, kv_cache.shape[-1] - self.head_size], dim=-1)
-
-    def _is_8_bit(self) -> bool:
-        return self.kv_cache_dtype.startswith("fp8")
 
     def _options(self, causal: bool) -> dict[str, Any]:
         return {
@@ -173,7 +174,7 @@ class Backend(vllm.AttentionBackend):
     """What ``--attention-backend FLASHTILE`` names."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012  # as vLLM has it
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]  # noqa: RUF012
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", *EIGHT_BITS]  # noqa: RUF012
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -207,6 +208,11 @@ class Backend(vllm.AttentionBackend):
         return True
 
     @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Queries that see later keys, of all requests or of some."""
+        return True
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Decoders, and encoders without a cache."""
         return attn_type in (vllm.AttentionType.DECODER, vllm.AttentionType.ENCODER_ONLY)
@@ -228,7 +234,7 @@ class Backend(vllm.AttentionBackend):
         if device_capability is None:
             return None
         found = flashtile.supports(
-            head_size, dtype=dtype, cache_dtype=FLOAT8 if (kv_cache_dtype or "").startswith("fp8") else None,
+            head_size, dtype=dtype, cache_dtype=EIGHT_BITS.get(kv_cache_dtype or ""),
             page_size=block_size or 16, besides=["sinks"] if has_sink else [],
             compute_capability=(device_capability.major, device_capability.minor),
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """What a small inference loop needs around ``flashtile.attention_with_kvcache``: pages, and draft trees."""
 
+from flashtile.serving.page_lists import page_list_from_table, page_table_from_list, pages_from_flashinfer
 from flashtile.serving.paged import OutOfPagesError, PagedBatch, PagedKVCache
 from flashtile.serving.trees import (
     tree_depths,
@@ -14,6 +15,9 @@ __all__ = [
     "OutOfPagesError",
     "PagedBatch",
     "PagedKVCache",
+    "page_list_from_table",
+    "page_table_from_list",
+    "pages_from_flashinfer",
     "tree_depths",
     "tree_from_flashinfer",
     "tree_from_parents",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call.arguments import DTYPES, check_tensor, integer
+from flashtile.call.cached_arguments import EIGHT_BITS
 from flashtile.core.errors import InvalidInputError, shown
 
 
@@ -74,7 +75,7 @@ class PagedKVCache:
         head_dim: Width of keys.
         page_size: Tokens in a page.
         head_dim_v: Width of values; head_dim by default.
-        dtype: float16, bfloat16, float32, float64 or float8_e4m3fn; PyTorch's default dtype by default.
+        dtype: float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2; PyTorch's default dtype by default.
         device: Device of the pages.
         k_scale: With float8 alone: float32 ``(num_layers, num_heads_kv)``, or ``(num_layers, num_pages,
             num_heads_kv)``; a key is its 8 bits times the scale. 1 by default. Scales by page belong to the page: set
@@ -109,10 +110,9 @@ class PagedKVCache:
         v_scale: Tensor | None = None,
     ) -> None:
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in (*DTYPES, torch.float8_e4m3fn):
-            raise InvalidInputError(
-                "dtype", f"is {shown(dtype)}, must be float16, bfloat16, float32, float64 or float8_e4m3fn"
-            )
+        if dtype not in (*DTYPES, *EIGHT_BITS):
+            must = "must be float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2"
+            raise InvalidInputError("dtype", f"is {shown(dtype)}, {must}")
         self.page_size = integer("page_size", page_size)
         self.num_pages = integer("num_pages", num_pages)
         shape = (
@@ -254,9 +254,9 @@ class PagedKVCache:
 
     def _scale(self, name: str, scale: Tensor | None) -> Tensor | None:
         layers, pages, _, heads, _ = self.k.shape
-        if self.k.dtype != torch.float8_e4m3fn:
+        if self.k.dtype not in EIGHT_BITS:
             if scale is not None:
-                raise InvalidInputError(name, f"is given, but dtype is {self.k.dtype}: it goes with float8_e4m3fn")
+                raise InvalidInputError(name, f"is given, but dtype is {self.k.dtype}: it goes with float8")
             return None
         if scale is None:
             return torch.ones(layers, heads, dtype=torch.float32, device=self.k.device)

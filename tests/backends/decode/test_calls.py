@@ -7,6 +7,7 @@ import torch
 
 from flashtile.backends.gpu.decode.config import Config, Splitting
 from flashtile.backends.gpu.trial import trial
+from tests.fuzz import mixed
 from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu
 from tests.kvcache.alone import invariance_cases, judge_alone
@@ -48,6 +49,12 @@ def test_a_chain_gives_the_bits_of_a_causal_call(name: str, block_m: int) -> Non
 @pytest.mark.parametrize("seed", slow_but(range(160), lambda seed: seed < 10))
 def test_random_calls(seed: int) -> None:
     judge_random(on_cpu(seed, "portable", "cached"), "portable")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("seed", slow_but(range(60), lambda seed: seed < 6))
+def test_random_steps_of_a_server(seed: int) -> None:
+    assert not mixed.fuzz("portable", seed, 1, print)
 
 
 @pytest.mark.one_in(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -53,6 +54,12 @@ def _encode(x_ptr, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
+def _encode_e5m2(x_ptr, out_ptr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(out_ptr + n, append.e5m2_bits(tl.load(x_ptr + n)))
+
+
+@triton.jit
 def _decode(x_ptr, out_ptr, N: tl.constexpr):
     n = tl.arange(0, N)
     tl.store(out_ptr + n, eight_bit.decoded(tl.load(x_ptr + n).to(tl.uint16)))
@@ -69,18 +76,23 @@ def test_every_e4m3_number_is_decoded() -> None:
     torch.testing.assert_close(got, codes.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_numbers_are_rounded_to_e4m3_as_pytorch_rounds_them() -> None:
+@pytest.mark.parametrize(
+    ("encode", "kind"), [(_encode, torch.float8_e4m3fn), (_encode_e5m2, torch.float8_e5m2)], ids=["e4m3", "e5m2"]
+)
+def test_numbers_are_rounded_to_8_bits_as_pytorch_rounds_them(encode: Any, kind: torch.dtype) -> None:
     torch.manual_seed(0)
-    codes = torch.arange(0, 127, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    most = torch.finfo(kind).max
+    codes = torch.arange(0, 128, dtype=torch.int32).to(torch.uint8).view(kind).float()
+    codes = codes[codes.isfinite()]
     middle = (codes[1:] + codes[:-1]) / 2
     near = torch.cat(
-        [codes, middle, torch.nextafter(middle, torch.tensor(0.0)), middle * 1.0001, torch.rand(2000) * 500]
+        [codes, middle, torch.nextafter(middle, torch.tensor(0.0)), middle * 1.0001, torch.rand(2000) * 1.1 * most]
     )
-    x = torch.cat([near, -near, torch.tensor([1e30, -1e30, torch.inf, -torch.inf, 1e-30, 464.0])])
-    x = torch.cat([x, torch.randn(8192 - len(x)) * 10.0 ** torch.randint(-4, 3, (8192 - len(x),))])
-    got = _launched(_encode, x, torch.zeros(8192, dtype=torch.uint8)).view(torch.float8_e4m3fn).float()
-    torch.testing.assert_close(got, x.clamp(-448, 448).to(torch.float8_e4m3fn).float(), rtol=0, atol=0)
-    assert _launched(_encode, torch.full((16,), torch.nan), torch.zeros(16, dtype=torch.uint8)).tolist() == [0x7F] * 16
+    x = torch.cat([near, -near, torch.tensor([1e30, -1e30, torch.inf, -torch.inf, 1e-30, 1.04 * most])])
+    x = torch.cat([x, torch.randn(8192 - len(x)) * 10.0 ** torch.randint(-6, 5, (8192 - len(x),))])
+    got = _launched(encode, x, torch.zeros(8192, dtype=torch.uint8)).view(kind).float()
+    torch.testing.assert_close(got, x.clamp(-most, most).to(kind).float(), rtol=0, atol=0)
+    assert _launched(encode, torch.full((16,), torch.nan), torch.zeros(16, dtype=torch.uint8)).tolist() == [0x7F] * 16
 
 
 @triton.jit

@@ -14,12 +14,14 @@ from torch import Tensor
 from flashtile import reference
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import launch as decode
+from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward.launch import ForwardPlan
 from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.cached_problem import bands_of, pages_of
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
@@ -50,6 +52,13 @@ CASES = {
     "parts": case_of(((150, 135),), page_size=16, heads=1, head_dim=96, alibi="h"),
     "packed": case_of(((200, 90), (70, 3), (30, 4), (40, 0), (150, 33)), packed=True, page_size=16, spare=2,
                       sinks=True),
+    "causal_each": case_of(((200, 140), (260, 140), (150, 140)), heads=1, causal_each=True, page_size=64),
+    "causal_each_packed": case_of(((200, 90), (270, 64), (0, 3), (129, 129)), packed=True, causal_each=True, spare=2,
+                                  heads=4, window=(None, 3), alibi="h"),
+    "ragged": case_of(((200, 90), (70, 3), (0, 4), (300, 130)), packed=True, page_size=16, ragged="pages"),
+    "pages_of_8": case_of(((200, 140), (3, 140), (129, 140)), page_size=8, ragged="pages"),
+    "pages_of_8_wide": case_of(((150, 90), (70, 3), (0, 5)), packed=True, page_size=8, head_dim=128, heads=2),
+    "ragged_of_128": case_of(((200, 140), (129, 140)), page_size=128, ragged="bound", heads=1),
     "packed_apart": case_of(((200, 90), (129, 129)), 3, packed=True, entries=True, alibi="h"),
 }  # fmt: skip
 
@@ -78,7 +87,8 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
     step = host.Step(launched, decode._OPERANDS, t.q.device)
     host.run((step,), (
         t.out, lse, t.q, t.k_cache, t.v_cache, t.cache_seqlens, None, t.cu_seqlens_q, t.cu_seqlens_k_new,
-        t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, None, None, None, counters,
+        t.cache_batch_idx, t.page_table if t.page_indices is None else t.page_indices, t.alibi_slopes, t.sinks, None,
+        None, None, counters, None, t.causal, t.page_indptr,
     ))  # fmt: skip
     assert counters == 0
     return lse
@@ -91,11 +101,15 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
     start = int(t.cu_seqlens_q[b]) if t.cu_seqlens_q is not None else 0
     q = (t.q if case.packed else t.q[b])[start : start + rows]
     k, v = (
-        (x[t.page_table[b, : -(-count // case.page_size)].long()].flatten(0, 1) if t.page_table is not None
+        (x[pages_of(t)[b][: -(-count // case.page_size)].long()].flatten(0, 1) if t.in_pages
          else x[b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])])[:count].contiguous()
         for x in (t.k_cache, t.v_cache)
     )  # fmt: skip
-    own = problem.but(batch=1, queries=SequenceLayout(rows), keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count)
+    own = bounded(problem)
+    own = own.but(
+        band=bands_of(own, t)[b], causal_each=False, batch=1, queries=SequenceLayout(rows),
+        keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count,
+    )  # fmt: skip
     out, lse = ForwardPlan(own, Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks))(
         Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
     )
@@ -117,7 +131,11 @@ def test_bits_of_random_calls(shard: int) -> None:
 
 def random_case(draw: random.Random) -> CacheCase:
     """Any combination of what a call on the forward may have, of up to 260 keys a sequence."""
-    packed, kv_heads, page_size = draw.random() < 0.5, draw.choice([1, 1, 2]), draw.choice([0, 0, 16, 32, 64, 128, 256])
+    packed, kv_heads, page_size = (
+        draw.random() < 0.5,
+        draw.choice([1, 1, 2]),
+        draw.choice([0, 0, 8, 16, 32, 64, 128, 256]),
+    )
     rows, new = draw.choice([1, 33, 64, 65, 130, 150]), draw.choice([0, 0, 1, 9])
 
     def sequence() -> tuple[int, int]:
@@ -138,6 +156,8 @@ def random_case(draw: random.Random) -> CacheCase:
         softcap=draw.choice([0.0, 0.0, 5.0]),
         alibi="h" * (draw.random() < 0.3),
         sinks=draw.random() < 0.3,
+        causal_each=draw.random() < 0.2,
+        ragged=draw.choice(["", "pages", "bound"]) if page_size else "",
         **draw.choice([FULL, {}, {}, WINDOW]),
     )
 
@@ -239,7 +259,9 @@ def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
         ({"packed": True, "capacity": 2**14}, "up to 16 rows over more than 8192 keys in Triton"),
         ({"rows": 2}, "Triton with Hopper's tiles"),
         ({"rows": 16}, "splits merged in the same launch"),
-        ({"page_size": 8}, "not the forward's kernel: pages of 8"),
+        ({"page_size": 8}, "the forward's kernel, TMA and WGMMA"),
+        ({"page_size": 8, "head_dim": 192}, "not the forward's kernel: pages of 8"),
+        ({"page_size": 4}, "not the forward's kernel: pages of 4"),
         ({"page_size": 48}, "not the forward's kernel: pages of 48"),
         ({"head_dim": 84}, "not the forward's kernel: head_dim that is no multiple of 8"),
         ({"kv": torch.float8_e4m3fn}, "not the forward's kernel: caches in 8 bits"),

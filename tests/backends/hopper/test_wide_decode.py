@@ -40,6 +40,8 @@ CASES = (
     case_of("steps", (300, 65), 4, heads=16, kv_heads=2, sinks=True),
     case_of("more_rows_than_keys", (5, 200), 8, heads=8),
     case_of("entries", (200, 129), heads=24, entries=True, causal=False),
+    case_of("ragged", (333, 0, 70), page_size=16, ragged="pages"),
+    case_of("causal_each", (333, 70, 129), 5, heads=16, causal_each=True, page_size=32),
     case_of("pages", (500, 77), page_size=64, head_dim=128),
     case_of("wide", (300, 64), head_dim=256),
 )

@@ -27,7 +27,7 @@ _CAPABILITIES = Capabilities(
     features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
 )
 _DECODE = dataclasses.replace(
-    _CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "odd_float8_cache", "tree_mask"}
+    _CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each"}
 )
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), max_head_dim=256, head_dim_multiple=16, features=_COMMON

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from flashtile.backends.cpu import forward
 from flashtile.call.arguments import Options
-from flashtile.call.cached_arguments import FLOAT8, CacheTensors, tree_pairs
-from flashtile.call.cached_problem import lengths_of
+from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, tree_pairs
+from flashtile.call.cached_problem import bands_of, lengths_of
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.call.rotary import apply_rotary
 from flashtile.core.masks import Band
 
-# Conversion makes NaN of what is greater.
-_LARGEST_8_BIT = torch.finfo(FLOAT8).max
 _NO_OPTIONS = Options()
 # Named wherever a tensor is made: torch.set_default_device may say something else.
 _CPU = torch.device("cpu")
@@ -36,17 +34,18 @@ def describe(problem: Problem) -> str:
 
 def single(problem: Problem) -> Problem:
     """The regular call of one sequence, without its lengths; 8-bit keys are multiplied in the softmax's dtype."""
-    dtype = problem.lse_dtype if problem.precision.kv == FLOAT8 else problem.dtype
+    dtype = problem.lse_dtype if problem.precision.kv in EIGHT_BITS else problem.dtype
     return problem.but(batch=1, queries=SequenceLayout(0), keys=SequenceLayout(0), dtype=dtype)
 
 
 def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
     """See ``call.backend.Decode``; ``one`` is ``single(problem)``."""
     old, new = lengths_of(t, problem.batch)
+    bands = bands_of(problem, t)
     firsts = old if t.rotary_seqlens is None else t.rotary_seqlens.tolist()
     if t.k is not None:
         _append(problem, t, old, new, firsts)
-    queries = _queries(problem, t, firsts)
+    queries = _queries(problem, t, firsts, bands)
     lse = t.q.new_full(problem.lse_shape(t.q), -torch.inf, dtype=problem.lse_dtype)
     bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
     leftpad = [0] * problem.batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
@@ -54,7 +53,7 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         t.out[bounds[-1] :].zero_()
     for b in range(problem.batch):
         rows = b if bounds is None else slice(bounds[b], bounds[b + 1])
-        q, stop = queries[rows], old[b] + new[b]
+        q, stop = _on_a_line(queries[rows]), old[b] + new[b]
         if not q.shape[0]:
             continue
         tree = _tree(t, b, q.shape[0])
@@ -66,11 +65,17 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         call = Tensors(q[None].to(one.dtype), k, v, slopes, sinks=t.sinks)
-        of_one = one if tree is None else _with_tree(one, call, tree)
+        banded = one if bands[b] == one.band else one.but(band=bands[b])
+        of_one = banded if tree is None else _with_tree(banded, call, tree)
         out, sums = forward.forward(of_one.resized(call, _NO_OPTIONS), call)
         t.out[rows].copy_(out[0])
         lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
     return lse
+
+
+def _on_a_line(rows: Tensor) -> Tensor:
+    """Rows whose address does not depend on those before them: PyTorch's float32 products round by it."""
+    return rows.clone() if rows.data_ptr() % 64 else rows
 
 
 def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
@@ -133,13 +138,14 @@ def _rotated(problem: Problem, t: CacheTensors, x: Tensor, positions: Tensor) ->
     return apply_rotary(x, cos, sin, interleaved=problem.rotary_interleaved)
 
 
-def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int]) -> Tensor:
+def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int], bands: Sequence[Band]) -> Tensor:
     """q, rotated if there are tables; packed without the rows past the last bound."""
     if t.rotary_cos is None or not len(t.rotary_cos):
         return t.q
     counts = _query_counts(problem, t)
     sequence, nth = _rows(counts)
-    positions = _numbers(firsts)[sequence] + (0 if problem.band.unbounded else _steps(problem, t, nth, counts))
+    moves = _numbers([not band.unbounded for band in bands])[sequence]
+    positions = _numbers(firsts)[sequence] + moves * _steps(problem, t, nth, counts)
     rows = t.q.flatten(0, 1) if t.cu_seqlens_q is None else t.q[: len(sequence)]
     # Sequences without keys may stand anywhere.
     rotated = _rotated(problem, t, rows, positions.clamp(0, len(t.rotary_cos) - 1))
@@ -158,17 +164,24 @@ def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence
     if t.rotary_cos is not None:
         k = _rotated(problem, t, k, _numbers(firsts)[sequence] + _steps(problem, t, nth, new))
     places = _numbers(old)[sequence] + nth
-    if t.page_table is not None:
+    if t.slot_mapping is not None:
+        slots = t.slot_mapping[sequence, nth] if t.cu_seqlens_k_new is None else t.slot_mapping[given]
+        written = slots >= 0
+        k, v, slots = k[written], v[written], slots[written].long()
+        entries, places = slots // t.k_cache.shape[1], slots % t.k_cache.shape[1]
+    elif t.in_pages:
         size = problem.keys.page_size
-        entries, places = t.page_table[sequence, places // size].long(), places % size
+        entries, places = _pages(t, sequence, places // size).long(), places % size
     else:
         entries = sequence if t.cache_batch_idx is None else t.cache_batch_idx[sequence].long()
     for x, (cache, scale) in zip((k, v), _caches(t), strict=True):
-        if cache.dtype == FLOAT8:
+        if cache.dtype in EIGHT_BITS:
             x = x.to(problem.lse_dtype)
             if scale is not None:
                 x = x / (scale if scale.dim() == 1 else scale[entries])[..., None].to(x.dtype)
-            x = x.clamp(-_LARGEST_8_BIT, _LARGEST_8_BIT).to(FLOAT8).view(torch.uint8)
+            # Conversion makes NaN, or an infinity, of what is greater.
+            most = torch.finfo(cache.dtype).max
+            x = x.clamp(-most, most).to(cache.dtype).view(torch.uint8)
             cache = cache.view(torch.uint8)
         cache[entries, places] = x
 
@@ -184,37 +197,46 @@ def _keys(
 ) -> Tensor:
     """Keys or values of sequence b at positions ``span[0]`` to ``span[1]``: ``(1, length, num_heads_kv, dim)``."""
     start, stop = span
-    bits = cache.view(torch.uint8) if cache.dtype == FLOAT8 else cache
-    if t.page_table is None:
+    bits = cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache
+    if not t.in_pages:
         found = bits[_entry(t, b), start:stop]
     else:
         size = problem.keys.page_size
         # The page of a span without keys need not be one.
-        pages = t.page_table[b, start // size : -(-stop // size) if start < stop else 0]
+        first = start // size
+        pages = _pages(t, b, torch.arange(first, -(-stop // size) if start < stop else first, device=_CPU))
         skipped = start // size * size
         found = bits.index_select(0, pages).flatten(0, 1)[start - skipped : stop - skipped]
-    if cache.dtype != FLOAT8:
+    if cache.dtype not in EIGHT_BITS:
         return found[None]
     # Five times as fast as PyTorch's conversion.
-    found = _every_value(one.dtype).index_select(0, found.flatten().int()).view(found.shape)
+    found = _every_value(cache.dtype, one.dtype).index_select(0, found.flatten().int()).view(found.shape)
     return (found if scale is None else found * _scales(problem, t, scale, b, span).to(found.dtype))[None]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 @torch.inference_mode(False)
-def _every_value(dtype: torch.dtype) -> Tensor:
-    """The 256 values of an 8-bit float, by its bits."""
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(FLOAT8).to(dtype)
+def _every_value(kind: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """The 256 values of a kind of 8-bit float, by its bits."""
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(kind).to(dtype)
 
 
 def _scales(problem: Problem, t: CacheTensors, scale: Tensor, b: int, span: tuple[int, int]) -> Tensor:
     """The scales of positions ``span[0]`` to ``span[1]``: ``(length or 1, num_heads_kv, 1)``."""
     if scale.dim() == 1:
         return scale[None, :, None]
-    if t.page_table is None:
+    if not t.in_pages:
         return scale[_entry(t, b), None, :, None]
     positions = torch.arange(*span, device=scale.device) // problem.keys.page_size
-    return scale[t.page_table[b, positions].long()][..., None]
+    return scale[_pages(t, b, positions).long()][..., None]
+
+
+def _pages(t: CacheTensors, b: int | Tensor, n: Tensor) -> Tensor:
+    """Pages number n of sequences b."""
+    if t.page_indptr is not None and t.page_indices is not None:
+        return t.page_indices[t.page_indptr[b] + n]
+    assert t.page_table is not None
+    return t.page_table[b, n]
 
 
 def _entry(t: CacheTensors, b: int) -> int:

@@ -17,8 +17,8 @@ from flashtile.core.states import Partial
 State = tuple[Tensor, Tensor]
 
 
-def forward(problem: Problem, tensors: Tensors, partial: Partial | None = None) -> State:
-    """See ``call.backend.Forward``."""
+def forward(problem: Problem, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None) -> State:
+    """See ``call.backend.Forward``; PyTorch's kernel makes a tensor of its own, so ``into`` is not used."""
     if partial is None and problem.out_dtype == problem.dtype:
         return _forward(problem, tensors)
     # PyTorch's kernel rounds its results to the inputs' dtype.

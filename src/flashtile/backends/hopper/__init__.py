@@ -31,7 +31,7 @@ _FORWARD = Capabilities(
 _BACKWARD = dataclasses.replace(_FORWARD, max_head_dim=256, chain_rows=128, features=_BUT_BIAS_GRAD)
 _DECODE = dataclasses.replace(
     _BACKWARD, chain_rows=0, head_dim_multiple=1, slow_if_tiny=False,
-    features=_COMMON | {"alibi", "unaligned", "pages", "float8_cache", "tree_mask"},
+    features=_COMMON | {"alibi", "unaligned", "pages", "float8_cache", "tree_mask", "causal_each"},
 )  # fmt: skip
 _QUANTIZED = dataclasses.replace(
     _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON

@@ -31,7 +31,7 @@ _CAPABILITIES = Capabilities(
     features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
 )
 _DECODE = dataclasses.replace(
-    _CAPABILITIES, max_head_dim=256, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask"}
+    _CAPABILITIES, max_head_dim=256, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask", "causal_each"}
 )
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(

@@ -61,19 +61,36 @@ def e4m3_bits(x):
 
 
 @triton.jit
-def store(at, x, mask, scale, LIKE: tl.constexpr):
-    """Stores float32 numbers, rounded to LIKE first; as e4m3 numbers of this scale where the memory has bytes."""
+def e5m2_bits(x):
+    """float32 as e5m2 bytes: rounded to nearest even, saturated to 57344; NaN stays NaN."""
+    magnitude = tl.minimum(tl.abs(x), 57344.0)
+    # Below 2^-14 the step is 2^-16.
+    small = ((magnitude * 65536.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # 21 bits of the significand go, the exponent's bias from 127 to 15.
+    large = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - ((127 - 15) << 2)
+    code = tl.where(magnitude < 6.103515625e-05, small, large)
+    code = tl.where(x != x, 0x7F, code)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def store(at, x, mask, scale, LIKE: tl.constexpr, E5M2: tl.constexpr):
+    """Stores float32 numbers, rounded to LIKE first; as 8-bit numbers of this scale where the memory has bytes."""
     x = x.to(LIKE)
     if at.dtype.element_ty == tl.uint8:
-        tl.store(at, e4m3_bits(x.to(tl.float32) / scale), mask=mask)
+        x = x.to(tl.float32) / scale
+        tl.store(at, e5m2_bits(x) if E5M2 else e4m3_bits(x), mask=mask)
     else:
         tl.store(at, x.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def move(
-    source, target, position, exists, scale, rotation, ROTATED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
-):
+    source, target, position, exists, scale, rotation, E5M2: tl.constexpr, ROTATED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Moves rows of new tokens, rotated by the angles of their position.
 
     Args:
@@ -83,6 +100,7 @@ def move(
         exists: [HEADS, 1].
         scale: [HEADS, 1] float32, of 8-bit numbers.
         rotation: ``Rotation``.
+        E5M2: Which 8-bit numbers.
         ROTATED: Features that are rotated; 0 for none.
         DIM: Features of a row.
         BLOCK: A power of two, at least DIM.
@@ -97,12 +115,12 @@ def move(
         a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
         a, b = rotate(a, b, position, rotation, pair, inside)
-        store(target + first, a, inside, scale, LIKE)
-        store(target + second, b, inside, scale, LIKE)
+        store(target + first, a, inside, scale, LIKE, E5M2)
+        store(target + second, b, inside, scale, LIKE, E5M2)
     if ROTATED < DIM:
         col = tl.arange(0, BLOCK)[None, :]
         rest = exists & (col >= ROTATED) & (col < DIM)
-        store(target + col, tl.load(source + col, mask=rest, other=0.0).to(tl.float32), rest, scale, LIKE)
+        store(target + col, tl.load(source + col, mask=rest, other=0.0).to(tl.float32), rest, scale, LIKE, E5M2)
 
 
 @triton.jit
@@ -132,23 +150,33 @@ def append_token(token, h, cache, new, rotation):
     cached, position = tl.load(cache.cached + b), i
     if rotation.starts is not None:
         position = step_of(i, b, rotation) + tl.load(rotation.starts + b)
-    at = cached + i
-    valid = valid & (cached >= 0) & (at < cache.capacity)
-    entry, row = tl.cast(b, tl.int64), at
-    if cache.entries is not None:
-        entry = tl.load(cache.entries + b).to(tl.int64)
-    if cache.pages is not None:
-        SIZE: tl.constexpr = cache.PAGE_SIZE
-        entry = tl.load(cache.pages + entry * cache.pages_pitch + at // SIZE, mask=valid, other=0).to(tl.int64)
-        row = at % SIZE
+    valid = valid & (cached >= 0)
+    if new.slots is None:
+        at = cached + i
+        valid = valid & (at < cache.capacity)
+        entry, row = tl.cast(b, tl.int64), at
+        if cache.entries is not None:
+            entry = tl.load(cache.entries + b).to(tl.int64)
+        if cache.pages is not None:
+            SIZE: tl.constexpr = cache.PAGE_SIZE
+            pages = cache.pages + entry * cache.pages_pitch
+            if cache.indptr is not None:
+                pages = cache.pages + tl.load(cache.indptr + b)
+            entry = tl.load(pages + at // SIZE, mask=valid, other=0).to(tl.int64)
+            row = at % SIZE
+    else:
+        slot = tl.load(new.slots + token, mask=valid, other=-1).to(tl.int64)
+        valid = valid & (slot >= 0) & (slot < new.num_slots)
+        entry, row = slot // new.entry_rows, slot % new.entry_rows
     exists = valid & (h < new.num_heads_kv)
     move(
         at_heads(new.k, b, token, i, h), at_heads(cache.k, entry, 0, row, h), position, exists,
-        scales_of(cache.scales.k, entry, h, exists), rotation, rotation.DIM, new.k.DIM, new.k.BLOCK_DIM,
+        scales_of(cache.scales.k, entry, h, exists), rotation, cache.scales.E5M2, rotation.DIM, new.k.DIM,
+        new.k.BLOCK_DIM,
     )  # fmt: skip
     move(
         at_heads(new.v, b, token, i, h), at_heads(cache.v, entry, 0, row, h), position, exists,
-        scales_of(cache.scales.v, entry, h, exists), rotation, 0, new.v.DIM, new.v.BLOCK_DIM,
+        scales_of(cache.scales.v, entry, h, exists), rotation, cache.scales.E5M2, 0, new.v.DIM, new.v.BLOCK_DIM,
     )  # fmt: skip
 
 
@@ -160,11 +188,14 @@ def rotate_query(token, h, rotation, SEARCH: tl.constexpr):
     b_valid = tl.minimum(b, rotation.queries.count - 1)
     position = tl.load(rotation.starts + b_valid)
     if rotation.EACH_ROW:
-        position += step_of(i, b_valid, rotation)
+        step = step_of(i, b_valid, rotation)
+        if rotation.causal is not None:
+            step = tl.where(tl.load(rotation.causal + b_valid) != 0, step, 0)
+        position += step
     move(
         at_heads(rotation.q, b, token, i, h), at_heads(rotation.rotated, b, token, i, h), position,
         valid & (h < rotation.num_heads_q), tl.full(h.shape, 1.0, tl.float32),
-        rotation, rotation.DIM, rotation.q.DIM, rotation.q.BLOCK_DIM,
+        rotation, False, rotation.DIM, rotation.q.DIM, rotation.q.BLOCK_DIM,
     )  # fmt: skip
 
 

@@ -28,13 +28,16 @@ class Scales(NamedTuple):
         k: ``Scale``, like v.
         v: Of the values.
         EIGHT_BIT: Whether it holds 8-bit numbers; others have no scales.
-        BITS: Whether the kernel decodes 8-bit numbers by their bits; then they are 2^-8 times their values.
+        E5M2: Whether those are e5m2; else e4m3.
+        BITS: Whether the kernel decodes 8-bit numbers without instructions of NVIDIA's; e4m3 ones are then 2^-8 times
+            their values.
         BY_PAGE: Whether scales differ from page to page.
     """
 
     k: Any
     v: Any
     EIGHT_BIT: Any
+    E5M2: Any
     BITS: Any
     BY_PAGE: Any
 
@@ -51,8 +54,9 @@ class Cache(NamedTuple):
         cached: (batch,) int32, keys before this call; None where each sequence has an entry's ``capacity``.
         entries: (batch,) int32, which entry is the sequence's; None for its own number.
         capacity: Keys that a sequence can have at most.
-        pages: (batch, pages) int32, the table of pages; None for a cache by sequence.
+        pages: int32, the pages of each sequence in their order; None for a cache by sequence.
         pages_pitch: Elements from one sequence's pages to the next. No ``stride``: a server's table has any width.
+        indptr: (batch,) int32, where each sequence's pages begin instead; None for a table.
         PAGE_SIZE: Rows of a page.
     """
 
@@ -65,6 +69,7 @@ class Cache(NamedTuple):
     capacity: Any
     pages: Any
     pages_pitch: Any
+    indptr: Any
     PAGE_SIZE: Any
 
 
@@ -139,6 +144,7 @@ class Call(NamedTuple):
         results: ``Results``.
         schedule: ``Schedule``.
         leftpad: (batch,) int32, the first key that counts; None for 0.
+        causal: (batch,) bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
         sinks: (num_heads_q,), or None.
         num_heads_kv: Key heads.
         GROUP: Query heads of each.
@@ -152,6 +158,7 @@ class Call(NamedTuple):
     results: Any
     schedule: Any
     leftpad: Any
+    causal: Any
     sinks: Any
     num_heads_kv: Any
     GROUP: Any
@@ -164,6 +171,10 @@ class New(NamedTuple):
         k: ``Rows``, like v.
         v: Values.
         count: Tokens.
+        slots: (count,) int64 or int32, where each is written: its row among those of all entries, or pages; negative
+            for nowhere. None for where its position is.
+        num_slots: Rows of all.
+        entry_rows: Rows of one.
         num_heads_kv: Key heads.
         HEADS: Heads of one token that a program moves.
         SEARCH: Sequences among which a token's is looked for at once, a power of two.
@@ -172,6 +183,9 @@ class New(NamedTuple):
     k: Any
     v: Any
     count: Any
+    slots: Any
+    num_slots: Any
+    entry_rows: Any
     num_heads_kv: Any
     HEADS: Any
     SEARCH: Any
@@ -186,6 +200,7 @@ class Rotation(NamedTuple):
         queries: ``Sequences`` of q.
         num_heads_q: Query heads.
         starts: (batch,) int32, the position of each sequence's first new token.
+        causal: As of ``Call``, where all queries of a sequence that is not causal have the first position; else None.
         cos: Contiguous (rows, DIM / 2).
         sin: Likewise.
         tree: (batch, tree_rows) int64, as in ``mods.Tree``; None for no trees.
@@ -202,6 +217,7 @@ class Rotation(NamedTuple):
     queries: Any
     num_heads_q: Any
     starts: Any
+    causal: Any
     cos: Any
     sin: Any
     tree: Any

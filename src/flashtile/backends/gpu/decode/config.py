@@ -13,6 +13,7 @@ import torch
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.arguments import Grads
 from flashtile.call.problem import Problem, SequenceLayout
+from flashtile.core.masks import Band
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,16 @@ class Config:
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+
+
+# Past all keys.
+_FAR = 2**30
+
+
+def bounded(problem: Problem) -> Problem:
+    """The problem, with a bound to the right, past all keys, if it has none and sequences may be causal."""
+    has_right = not problem.causal_each or problem.band.right is not None
+    return problem if has_right else problem.but(band=Band(problem.band.left, _FAR))
 
 
 # Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that

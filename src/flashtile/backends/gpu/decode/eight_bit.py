@@ -1,4 +1,4 @@
-"""e4m3 keys and values: as float16 operands of products, and their scales."""
+"""e4m3 and e5m2 keys and values: as float16 operands of products, and their scales."""
 
 from __future__ import annotations
 
@@ -14,9 +14,32 @@ def decoded(codes):
 
 
 @triton.jit
-def halves(pairs, BITS: tl.constexpr):
-    """The first and the second e4m3 number of int16 pairs, as float16; see ``Scales.BITS``."""
-    if BITS:
+def halves(pairs, scales):
+    """The first and the second number of int16 pairs, as float16, of a cache with ``Scales``.
+
+    An e5m2 number is the upper byte of a float16 one.
+    """
+    if scales.E5M2:
+        if scales.BITS:
+            codes = pairs.to(tl.uint16, bitcast=True)
+            first, second = (codes << 8).to(tl.float16, bitcast=True), (codes & 0xFF00).to(tl.float16, bitcast=True)
+        else:
+            first, second = tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 moved;
+                shl.b32 moved, $2, 8;
+                and.b32 $0, moved, 0xFF00FF00;
+                and.b32 $1, $2, 0xFF00FF00;
+                }
+                """,
+                "=r,=r,r",
+                [pairs],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    elif scales.BITS:
         codes = pairs.to(tl.uint16, bitcast=True)
         first, second = decoded(codes & 0xFF), decoded(codes >> 8)
     else:
@@ -62,7 +85,7 @@ def scaled(q, power):
 def scale_of(scale, place, call):
     """The factor of all keys (or values) of an item, float32; scales that differ from page to page are left out."""
     factor = 1.0
-    if call.cache.scales.BITS:
+    if call.cache.scales.BITS and not call.cache.scales.E5M2:
         factor = 256.0
     if scale.ptr is not None and not call.cache.scales.BY_PAGE:
         factor *= tl.load(scale.ptr + tl.cast(place.entry, tl.int64) * scale.stride_b + place.h_kv)

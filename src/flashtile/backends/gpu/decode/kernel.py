@@ -29,12 +29,14 @@ class Place(NamedTuple):
         entry: Of the cache.
         h_kv: Key head.
         first: Its first packed row.
+        first_page: ``work.first_page_of``.
     """
 
     b: Any
     entry: Any
     h_kv: Any
     first: Any
+    first_page: Any = 0
 
 
 class Rows(NamedTuple):
@@ -121,7 +123,7 @@ def load_block(cache, base, place, inside):
 
 
 @triton.jit
-def place_block(first, inside, b, cache, BLOCK_N: tl.constexpr):
+def place_block(first, inside, place, cache, BLOCK_N: tl.constexpr):
     """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's row after that.
 
     In pages the page is [BLOCK_N] int64, and rows are those of the page; in a cache by sequence it is 0. Page ids are a
@@ -132,7 +134,9 @@ def place_block(first, inside, b, cache, BLOCK_N: tl.constexpr):
     key = tl.arange(0, BLOCK_N)
     page, first_row, row = tl.full((), 0, tl.int64), tl.cast(first, tl.int64), key
     if cache.pages is not None:
-        table = cache.pages + tl.cast(b, tl.int64) * cache.pages_pitch
+        table = cache.pages + tl.cast(place.b, tl.int64) * cache.pages_pitch
+        if cache.indptr is not None:
+            table = cache.pages + place.first_page
         if PAGE_SIZE % BLOCK_N == 0:
             index, row = first // PAGE_SIZE + key * 0, first % PAGE_SIZE + key
         elif BLOCK_N % PAGE_SIZE == 0:
@@ -156,7 +160,7 @@ def score_block(k, first, key, inside, page, place, rows, head, call):
     """Scores [BLOCK_M, BLOCK_N] of a block, -inf where a row does not see a key; and the factor to base 2."""
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     if k.dtype == tl.int16:
-        even, odd = eight_bit.halves(k, call.cache.scales.BITS)
+        even, odd = eight_bit.halves(k, call.cache.scales)
         product = tl.dot(rows.q, tl.trans(even.to(rows.q.dtype)), input_precision=INPUT_PRECISION)
         product = tl.dot(rows.q_odd, tl.trans(odd.to(rows.q.dtype)), product, input_precision=INPUT_PRECISION)
         product *= rows.q_scale[:, None]
@@ -212,7 +216,7 @@ def read_keys(n, place, rows, head, call):
     BLOCK_N: tl.constexpr = call.schedule.BLOCK_N
     key = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (key >= rows.low) & (key < rows.high)
-    at = place_block(n * BLOCK_N, inside, place.b, call.cache, BLOCK_N)
+    at = place_block(n * BLOCK_N, inside, place, call.cache, BLOCK_N)
     k = load_block(call.cache.k, address_of(call.cache.k, place), at, inside)
     x, scale_log2 = score_block(k, n * BLOCK_N, key, inside, at[0], place, rows, head, call)
     return x, scale_log2, at, inside
@@ -229,7 +233,7 @@ def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, head, call):
     acc *= rescale[:, None]
     if v.dtype == tl.int16:
         acc_odd *= rescale[:, None]
-        even, odd = eight_bit.halves(v, call.cache.scales.BITS)
+        even, odd = eight_bit.halves(v, call.cache.scales)
         even, odd = even.to(LIKE), odd.to(LIKE)
         if call.cache.scales.BY_PAGE and call.cache.scales.v.ptr is not None:
             # Relative to the block's largest, so that float16 probabilities do not underflow.
@@ -341,8 +345,9 @@ def attend_tile(place, shape, row, h, part, head, call):
         i = mods.tree_places(head.masks[0].base, head.masks[0].count, head.masks[0].shift, i)
     last, clear_last = i * 0 + shape.high - 1, shape.high - 1
     if band.right is not None:
-        last = tl.minimum(last, i + band.right)
-        clear_last = tl.minimum(clear_last, place.first // GROUP + shift + band.right)
+        right = work.right_of(place.b, call)
+        last = tl.minimum(last, i + right)
+        clear_last = tl.minimum(clear_last, place.first // GROUP + shift + right)
     if HAS_TREE:
         # Of a tree the mask says which drafts a row sees; all see what is before them.
         last = tl.where(head.masks[0].count > 0, shape.high - 1, last)
@@ -450,10 +455,10 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
     BLOCK_M: tl.constexpr = call.schedule.BLOCK_M
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b, h_kv, first = place.b, place.h_kv, place.first
-    place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first)
+    place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first, work.first_page_of(valid_b, call))
     packed, col = first + tl.arange(0, BLOCK_M), tl.arange(0, call.out.BLOCK_DIM)[None, :]
     row, h, _exists = work.rows_of_tile(packed, h_kv, shape.num_rows, call.GROUP)
-    first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
+    first_block, stop_block = work.blocks_of(valid_b, first, state, stop_state, shape, call)
     pitch = shape.num_rows * call.GROUP
     base = slots_before + tl.cast(h_kv, tl.int64) * shape.num_states * pitch + first
     keeps = shape.num_states == 1

@@ -21,11 +21,11 @@ from flashtile.call.problem import Problem
 
 _OPERANDS = (
     "out", "lse", "q", "k", "v", "cached", "leftpad", "cu_seqlens_q", "cu_seqlens_new", "entries", "pages", "alibi",
-    "sinks", "k_scale", "v_scale", "acc", "counters", "tree",
+    "sinks", "k_scale", "v_scale", "acc", "counters", "tree", "causal", "indptr",
 )  # fmt: skip
 _APPEND_OPERANDS = (
     "k_new", "v_new", "k", "v", "q", "rotated", "cached", "starts", "entries", "pages", "cu_seqlens_new",
-    "cu_seqlens_q", "cos", "sin", "k_scale", "v_scale", "tree",
+    "cu_seqlens_q", "cos", "sin", "k_scale", "v_scale", "tree", "slots", "causal", "indptr",
 )  # fmt: skip
 
 
@@ -52,13 +52,14 @@ class DecodePlan:
     def __call__(self, tensors: CacheTensors) -> Tensor:
         """Appends if there are new keys, writes ``tensors.out``, returns lse."""
         t, q = tensors, tensors.q
+        pages = t.page_table if t.page_indices is None else t.page_indices
         rotated = torch.empty_like(q, memory_format=torch.contiguous_format) if self._rotates else None
         if self._append is not None:
             run(self._append, (
                 t.k, t.v, t.k_cache, t.v_cache, q, rotated, t.cache_seqlens,
-                t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens, t.cache_batch_idx, t.page_table,
+                t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens, t.cache_batch_idx, pages,
                 t.cu_seqlens_k_new, t.cu_seqlens_q, t.rotary_cos, t.rotary_sin, t.k_scale, t.v_scale,
-                t.tree_mask,
+                t.tree_mask, t.slot_mapping, t.causal, t.page_indptr,
             ))  # fmt: skip
         lse = torch.empty_like(self._like_lse)
         key = tried("decode")
@@ -69,9 +70,9 @@ class DecodePlan:
         workspace = None if not floats else torch.empty(floats, dtype=torch.float32, device=q.device)
         run(steps, (
             t.out, lse, q if rotated is None else rotated, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
-            t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, t.k_scale,
+            t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, pages, t.alibi_slopes, t.sinks, t.k_scale,
             t.v_scale, workspace, zeros(q.device, counters) if counters else None,
-            t.tree_mask,
+            t.tree_mask, t.causal, t.page_indptr,
         ))  # fmt: skip
         return lse
 

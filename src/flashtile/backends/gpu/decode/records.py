@@ -18,7 +18,7 @@ from flashtile.backends.gpu.decode.call import (
     Schedule,
     Splitting,
 )
-from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, hopper_rows
+from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bounded, hopper_rows
 from flashtile.backends.gpu.device import mods
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods
 from flashtile.backends.gpu.device.records import Sequences
@@ -55,7 +55,7 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
     return Call(
         rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
         _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
-        pointer(t.cache_leftpad, "leftpad"), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
+        pointer(t.cache_leftpad, "leftpad"), _causal(t), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
 
@@ -67,16 +67,17 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
         if is_8_bit else rows_of(name, cache, block)
         for name, cache, block in (("k", t.k_cache, block_d), ("v", t.v_cache, block_dv))
     )  # fmt: skip
+    e5m2 = p.precision.kv == torch.float8_e5m2
     # GPUs before sm_89 have no instruction that decodes e4m3 numbers.
-    bits = is_8_bit and (p.compute_capability is None or p.compute_capability < (8, 9))
+    bits = is_8_bit and (p.compute_capability is None or (not e5m2 and p.compute_capability < (8, 9)))
     of_k, of_v = _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale)
-    by_page = t.page_table is not None and bool(of_k.stride_b or of_v.stride_b)
+    by_page = t.in_pages and bool(of_k.stride_b or of_v.stride_b)
     bounds = None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new")
     new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
     return Cache(
-        k, v, Scales(of_k, of_v, is_8_bit, bits, by_page), new, pointer(t.cache_seqlens, "cached"),
-        pointer(t.cache_batch_idx, "entries"), p.keys.length, pointer(t.page_table, "pages"),
-        0 if t.page_table is None else t.page_table.stride(0), p.keys.page_size,
+        k, v, Scales(of_k, of_v, is_8_bit, e5m2, bits, by_page), new, pointer(t.cache_seqlens, "cached"),
+        pointer(t.cache_batch_idx, "entries"), p.keys.length, Pointer(torch.int32, "pages") if t.in_pages else None,
+        0 if t.page_table is None else t.page_table.stride(0), pointer(t.page_indptr, "indptr"), p.keys.page_size,
     )  # fmt: skip
 
 
@@ -85,19 +86,26 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
     assert t.k is not None and t.v is not None
     p = problem
     k, v = rows_of("k_new", t.k, padded(p.head_dim)), rows_of("v_new", t.v, padded(p.head_dim_v))
-    return New(k, v, count, p.num_heads_kv, HEADS_AT_ONCE, min(max(power_of_two(p.batch), 32), 1024))
+    search = min(max(power_of_two(p.batch), 32), 1024)
+    if t.slot_mapping is None:
+        return New(k, v, count, None, None, None, p.num_heads_kv, HEADS_AT_ONCE, search)
+    entries, rows = t.k_cache.shape[:2]
+    return New(
+        k, v, count, pointer(t.slot_mapping, "slots"), entries * rows, rows, p.num_heads_kv, HEADS_AT_ONCE, search
+    )
 
 
 def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     """The record of what the launch that appends rotates."""
     if t.rotary_cos is None:
-        return Rotation(None, None, None, None, None, None, None, None, None, None, 0, None, None, None)
+        return Rotation(None, None, None, None, None, None, None, None, None, None, None, 0, None, None, None)
     p, (rows, pairs), block = problem, t.rotary_cos.shape, padded(problem.head_dim)
     starts = t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens
     return Rotation(
         rows_of("q", t.q, block), rows_of("rotated", _rotated(t), block), _queries(p, t), p.num_heads_q,
-        pointer(starts, "starts"), pointer(t.rotary_cos, "cos"), pointer(t.rotary_sin, "sin"), *_tree(t), rows,
-        2 * pairs, power_of_two(pairs), p.rotary_interleaved, not p.band.unbounded,
+        pointer(starts, "starts"), _causal(t) if p.band.unbounded else None, pointer(t.rotary_cos, "cos"),
+        pointer(t.rotary_sin, "sin"), *_tree(t), rows, 2 * pairs, power_of_two(pairs), p.rotary_interleaved,
+        p.causal_each or not p.band.unbounded,
     )  # fmt: skip
 
 
@@ -113,12 +121,16 @@ def _scale(name: str, scale: Tensor | None) -> Scale:
     return Scale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else 0)
 
 
+def _causal(t: CacheTensors) -> Pointer | None:
+    return None if t.causal is None else Pointer(torch.uint8, "causal")
+
+
 def _tree(t: CacheTensors) -> mods.Tree:
     return mods.Tree(pointer(t.tree_mask, "tree"), None if t.tree_mask is None else t.tree_mask.shape[1])
 
 
 def _mods(problem: Problem, t: CacheTensors) -> Mods:
-    p = problem
+    p = bounded(problem)
     masks, mask_names = named(tree=Mod(mods.select_tree, None, mods.tree_of_head, _tree(t)) if p.tree else None)
     transforms, names = named(softcap=softcap_of(p), alibi=alibi_of(p, t.alibi_slopes))
     return Mods(

@@ -264,7 +264,25 @@ def entry_of(b, call):
 
 
 @triton.jit
-def blocks_of(first, state, stop_state, shape, call):
+def right_of(b, call):
+    """The right bound of the rows of a sequence, in a call that has one."""
+    right = call.mods.band.right
+    if call.causal is not None:
+        right = tl.where(tl.load(call.causal + b) != 0, 0, right)
+    return right
+
+
+@triton.jit
+def first_page_of(b, call):
+    """Where the pages of a sequence begin in a list of all sequences' pages; 0 without one."""
+    first = b * 0
+    if call.cache.indptr is not None:
+        first = tl.load(call.cache.indptr + b)
+    return first
+
+
+@triton.jit
+def blocks_of(b, first, state, stop_state, shape, call):
     """First block and end of the blocks of states; a tile that is not split needs only those that its rows may keep."""
     BLOCK_N: tl.constexpr = call.schedule.BLOCK_N
     keys = shape.state_splits * shape.chunk
@@ -278,7 +296,7 @@ def blocks_of(first, state, stop_state, shape, call):
             is_tree = shape.num_rows <= call.mods.masks[0].operands.rows
             row, last = tl.where(is_tree, 0, row), tl.where(is_tree, shape.num_rows - 1, last)
         if call.mods.band.right is not None:
-            stop = tl.minimum(stop, last + shift + call.mods.band.right + 1)
+            stop = tl.minimum(stop, last + shift + right_of(b, call) + 1)
         if call.mods.band.left is not None:
             start = tl.maximum(start, (row + shift - call.mods.band.left) // BLOCK_N * BLOCK_N)
     return start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N

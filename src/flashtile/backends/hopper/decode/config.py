@@ -74,7 +74,9 @@ def describe(problem: Problem) -> str:
     rows = problem.seqlen_q * problem.group_size
     if runs_forward(problem):
         few = f"; up to {portable.FEW_ROWS} rows over more than {portable.LONG_KEYS} keys in Triton, splits merged"
-        text = f"{rows} rows a key head: the forward's kernel, TMA and WGMMA, {forward.choose(problem)}"
+        text = (
+            f"{rows} rows a key head: the forward's kernel, TMA and WGMMA, {forward.choose(portable.bounded(problem))}"
+        )
         return text + few * leaves_few(problem)
     if covers(problem):
         return f"TMA and WGMMA, warp-specialised, {tiles(problem)}; splits merged in the same launch"

@@ -26,7 +26,8 @@ from flashtile.backends.hopper.device.parts import (
 )
 from flashtile.backends.hopper.device.ring import Records
 
-# A part of a tile: its place and lengths, its states, and its blocks of keys; in the order of ``scheduler``.
+# A part of a tile: its place and lengths, its states, and its blocks of keys; in the order of ``scheduler``. The entry
+# is the sequence's first page where pages are a list.
 FIELDS = gl.constexpr(
     "is_part b entry h_kv first num_rows high state stop_state num_states state_splits item_states split_blocks "
     "first_block stop_block slot counter waits first_row"
@@ -87,12 +88,15 @@ def scheduler(records, call):
             at, stop, spans, sizing, call
         )
         if exists:
-            first_block, stop_block = work.blocks_of(first, state, stop_state, shape, call)
+            # Rows past the last packed sequence have no keys, but addresses must exist for them too.
+            valid_b = gl.minimum(b, call.queries.count - 1)
+            first_block, stop_block = work.blocks_of(valid_b, first, state, stop_state, shape, call)
             slots += h_kv.to(gl.int64) * shape.num_states * shape.num_rows * call.GROUP + first
             tiles += h_kv * shape.num_tiles + first // call.schedule.BLOCK_M
-            # A tile without keys loads one block of zeros, which is masked, as do rows past the last packed sequence,
-            # which have no entry.
-            entry = work.entry_of(gl.minimum(b, call.queries.count - 1), call)
+            # A tile without keys loads one block of zeros, which is masked.
+            entry = work.entry_of(valid_b, call)
+            if call.cache.indptr is not None:
+                entry = work.first_page_of(valid_b, call)
             publish(records, parts, (
                 1, b, entry, h_kv, first, shape.num_rows, shape.high, state, stop_state, shape.num_states,
                 shape.state_splits, shape.item_states, shape.chunk // call.schedule.BLOCK_N, first_block,
@@ -149,7 +153,11 @@ def load_block(desc, ring, use, records, parts, n, entry_rows, call):
         row, entry, length = first + i * ROWS, records.get(parts, "entry"), high
         if call.cache.pages is not None:
             # All page ids are loaded before one is used, and none past the last page that has keys.
-            table = call.cache.pages + records.get(parts, "b").to(gl.int64) * call.cache.pages_pitch
+            table = call.cache.pages
+            if call.cache.indptr is None:
+                table += records.get(parts, "b").to(gl.int64) * call.cache.pages_pitch
+            else:
+                table += entry
             entry = gl.load(table + row // PAGE_SIZE, mask=row < high, other=0)
             length, row = gl.minimum(gl.maximum(high - row // PAGE_SIZE * PAGE_SIZE, 0), PAGE_SIZE), row % PAGE_SIZE
         boxes = also(boxes, (HeadRows(entry, h_kv, entry * entry_rows, length, True), row))
@@ -292,7 +300,8 @@ def last_keys_of(records, parts, zeros, call, WARPGROUP: gl.constexpr):
     high, first = records.get(parts, "high"), records.get(parts, "first") + 64 * WARPGROUP
     last, clear_last = gl.full([64], high - 1, gl.int32, row), high - 1
     if call.mods.band.right is not None:
-        shift = high - records.get(parts, "num_rows") + call.mods.band.right
+        right = work.right_of(gl.minimum(records.get(parts, "b"), call.queries.count - 1), call)
+        shift = high - records.get(parts, "num_rows") + right
         last = gl.minimum(last, (first + gl.arange(0, 64, row)) // call.GROUP + shift)
         clear_last = gl.minimum(clear_last, first // call.GROUP + shift)
     return from_thread_column(last, zeros), (clear_last + 1) // call.schedule.BLOCK_N

@@ -71,9 +71,11 @@ class Cache(NamedTuple):
         cu_seqlens_new: [batch + 1] int32, bounds of packed new keys, or None.
         num_new: New keys of each sequence where they are not packed.
         entries: [batch] int32, the entry of the cache that is a sequence's; None for its own number.
-        pages: [batch, pages] int32, the pages of each sequence; None without pages.
-        pages_step: From one sequence's pages to the next one's.
+        pages: int32, the pages of each sequence; None without pages.
+        pages_step: From one sequence's pages to the next one's; None where indptr says where they begin.
+        indptr: [batch] int32, or None.
         v_pitch: Rows of values from one entry or page to the next.
+        causal: [batch] bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
         PAGE_SIZE: Rows of a page, a power of two; 0 without pages.
         sole: Of packed queries, sequences that are visited first, if one tile holds their rows: all or 0; else None.
         FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
@@ -87,7 +89,9 @@ class Cache(NamedTuple):
     entries: Any
     pages: Any
     pages_step: Any
+    indptr: Any
     v_pitch: Any
+    causal: Any
     sole: Any
     PAGE_SIZE: Any
     FEW_ROWS: Any

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
+from flashtile.backends.gpu.decode.config import bounded
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs
@@ -13,7 +14,9 @@ from flashtile.backends.hopper.forward.launch import forward_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
 
-_FEWEST_PAGE_ROWS = 16
+# Rows of a page. A TMA box has 8 at least; with windows, caps and other widths so many boxes would spill the producer's
+# registers (Triton 3.7.1).
+_FEWEST_PAGE_ROWS, _FEWEST_OF_OTHERS, _WIDTHS = 8, 16, {64, 128}
 # Up to so many tiles a sequence, in the mean, sequences of one tile are visited first: finding that there is none takes
 # a microsecond, and among longer prompts they matter less.
 _MOST_TILES_OF_SOLE = 8
@@ -22,11 +25,13 @@ _MOST_TILES_OF_SOLE = 8
 def reasons(problem: Problem) -> list[str]:
     """What keeps a kind of call from the forward, whatever its number of rows; none if nothing does."""
     p, size = problem, problem.keys.page_size
+    is_plain = {p.head_dim, p.head_dim_v} <= _WIDTHS and p.band.left is None and p.softcap == 0
+    fewest = _FEWEST_PAGE_ROWS if is_plain else _FEWEST_OF_OTHERS
     against = {
         "caches in 8 bits": p.precision.kv.itemsize == 1,
         "dtype": p.precision.kv.itemsize != 1 and p.dtype not in (torch.float16, torch.bfloat16),
         "head_dim that is no multiple of 8": p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0,
-        f"pages of {size}": 0 < size < _FEWEST_PAGE_ROWS or size & (size - 1) != 0,
+        f"pages of {size}": 0 < size < fewest or size & (size - 1) != 0,
         "strides that TMA cannot read": not p.aligned,
         "tree_mask": p.tree,
     }
@@ -48,7 +53,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
 
     Operands are ``DecodePlan``'s: k and v are the caches, counters the tile counter.
     """
-    p, t = problem, tensors
+    p, t = bounded(problem), tensors
     q = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
     plain = Tensors(q, t.k_cache, t.v_cache, t.alibi_slopes, sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q)
     config = configs.choose(p, rows=q.shape[-3])
@@ -64,9 +69,11 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new"),
         t.k.shape[1] if t.k is not None and has_new else 0,
         pointer(t.cache_batch_idx, "entries"),
-        pointer(t.page_table, "pages"),
+        Pointer(torch.int32, "pages") if t.in_pages else None,
         None if t.page_table is None else t.page_table.stride(0),
+        pointer(t.page_indptr, "indptr"),
         t.v_cache.stride(0) // t.v_cache.stride(1),
+        None if t.causal is None else Pointer(torch.uint8, "causal"),
         sole, p.keys.page_size, few, long,
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)

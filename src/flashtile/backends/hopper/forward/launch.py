@@ -58,10 +58,14 @@ class ForwardPlan:
         self._steps = (Step(self._launch(problem, tensors, self._config), _OPERANDS, q.device),)
         self._joining: tuple[Step] | None = None
 
-    def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
         t = tensors
-        if self._out_is_like_q:
+        if into is not None:
+            out = into
+        elif self._out_is_like_q:
             out = torch.empty_like(t.q)
         else:
             out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)

@@ -175,7 +175,7 @@ def next_tile(step, call, schedule):
 
 @gluon.jit
 def entry_and_length(b, call):
-    """A sequence's entry of the cache and how many keys it has there; none past the last sequence."""
+    """A sequence's entry of the cache, or its first page in a list, and how many keys it has; none past the last."""
     exists = b < call.queries.count
     cached, num_new = gl.load(call.keys.cache.cached + b, mask=exists, other=-1), call.keys.cache.num_new
     if call.keys.cache.cu_seqlens_new is not None:
@@ -184,6 +184,8 @@ def entry_and_length(b, call):
     entry = b
     if call.keys.cache.entries is not None:
         entry = gl.load(call.keys.cache.entries + b, mask=exists, other=0)
+    if call.keys.cache.indptr is not None:
+        entry = gl.load(call.keys.cache.indptr + b, mask=exists, other=0)
     return entry, gl.where(cached < 0, 0, gl.minimum(cached + num_new, call.keys.length))
 
 
@@ -191,9 +193,19 @@ def entry_and_length(b, call):
 def _blocks_of(first, last, tile, call, schedule):
     """``blocks.key_blocks`` of rows at positions of a tile's sequence."""
     left, right = call.mods.band.left, call.mods.band.right
+    if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
+        if call.keys.cache.causal is not None:
+            right = right_of(tile.b, call)
     return blocks.key_blocks(
         first, last, tile.seqlen_q, tile.seqlen_k, left, right, left is not None, right is not None, schedule.BLOCK_N
     )
+
+
+@gluon.jit
+def right_of(b, call):
+    """The right bound of a sequence's rows, where that differs among sequences."""
+    is_causal = gl.load(call.keys.cache.causal + b, mask=b < call.queries.count, other=1) != 0
+    return gl.where(is_causal, 0, call.mods.band.right)
 
 
 @gluon.jit
@@ -224,10 +236,11 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule):
 
 
 # What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; start_k is the entry of a
-# cache; position is the key position of the tile's first row, with PACK_GQA of the sequence's first query. With
+# cache; position is the key position of the tile's first row, with PACK_GQA of the sequence's first query; right is the
+# band's, where sequences of a cache have their own. With
 # PACK_GQA, a warpgroup's own query and head are the position and the head within the group of its first row.
 FIELDS = gl.constexpr(
-    "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position"
+    "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position right"
 )  # fmt: skip
 OWN_FIELDS = gl.constexpr("n_full_min n_full_max skipped query head")
 RECORD_SIZE = gl.constexpr(32)
@@ -251,6 +264,9 @@ def publish_tile(records, use, tile, call, schedule):
     if not schedule.PACK_GQA:
         position += tile.row
     record = gl.where(slot == slot_of(FIELDS, "position"), position, record)
+    if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
+        if call.keys.cache.causal is not None:
+            record = gl.where(slot == slot_of(FIELDS, "right"), right_of(tile.b, call), record)
     warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
     own = gl.where(slot < FIRST_OWN, -1, slot % OWN_SLOTS)
     if call.mods.band.left is not None or call.mods.band.right is not None or call.keys.OWN_LENGTHS:
@@ -308,18 +324,32 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
         page = gl.load(table + place, mask=length > 0, other=0)
         return ((_rows_of(page, length, head, call, FILLS), row),)
     else:
-        # The added zero hides that lanes are loop invariant: the compiler would keep multiples of them in registers.
-        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + (n_block >> 30)
-        lengths = gl.minimum(gl.maximum(seqlen_k - n_block * BLOCK_N - lanes * PAGE, 0), PAGE)
-        table = _table(records, use, call) + n_block * (BLOCK_N // PAGE)
-        pages = gl.load(table + lanes, mask=(lanes < BLOCK_N // PAGE) & (lengths > 0), other=0)
+        lanes, pages, lengths = lanes_of(records, use, n_block, call, schedule)
         found = ()
         for i in gl.static_range(BLOCK_N // PAGE):
-            page, length = _of_lane(pages, lanes, i), gl.to_tensor(0)
-            if FILLS:
-                length = _of_lane(lengths, lanes, i)
-            found = also(found, (_rows_of(page, length, head, call, FILLS), gl.to_tensor(0)))
+            found = also(found, (page_of_lane(lanes, pages, lengths, i, head, call, FILLS), gl.to_tensor(0)))
         return found
+
+
+@gluon.jit
+def lanes_of(records, use, n_block, call, schedule):
+    """Of a block of smaller pages: the lanes of a warp, the page of each, and how many of its rows are keys."""
+    PAGE: gl.constexpr = call.keys.cache.PAGE_SIZE
+    BLOCK_N: gl.constexpr = schedule.BLOCK_N
+    # The added zero hides that lanes are loop invariant: the compiler would keep multiples of them in registers.
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + (n_block >> 30)
+    lengths = gl.minimum(gl.maximum(records.get(use, "seqlen_k") - n_block * BLOCK_N - lanes * PAGE, 0), PAGE)
+    table = _table(records, use, call) + n_block * (BLOCK_N // PAGE)
+    return lanes, gl.load(table + lanes, mask=(lanes < BLOCK_N // PAGE) & (lengths > 0), other=0), lengths
+
+
+@gluon.jit
+def page_of_lane(lanes, pages, lengths, i: gl.constexpr, head, call, FILLS: gl.constexpr):
+    """``HeadRows`` of the page that lane i has."""
+    page, length = _of_lane(pages, lanes, i), gl.to_tensor(0)
+    if FILLS:
+        length = _of_lane(lengths, lanes, i)
+    return _rows_of(page, length, head, call, FILLS)
 
 
 @gluon.jit
@@ -331,7 +361,10 @@ def first_scale(start, b):
 @gluon.jit
 def _table(records, use, call):
     """Where the pages of a tile's sequence are listed."""
-    return call.keys.cache.pages + records.get(use, "sequence").to(gl.int64) * call.keys.cache.pages_step
+    if call.keys.cache.indptr is not None:
+        return call.keys.cache.pages + records.get(use, "start_k")
+    else:
+        return call.keys.cache.pages + records.get(use, "sequence").to(gl.int64) * call.keys.cache.pages_step
 
 
 @gluon.jit

@@ -101,6 +101,9 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1
     left, right = call.mods.band.left, call.mods.band.right
+    if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
+        if call.keys.cache.causal is not None:
+            right = records.get(tiles, "right")
     first_keys = from_thread_column(mods.first_key(positions, left, left is not None), like)
     last_keys = from_thread_column(mods.last_key(positions, seqlen_k, right, right is not None), like)
     slope = gl.to_tensor(0.0)

@@ -40,11 +40,17 @@ class ForwardPlan:
         self._like_lse = like_floats(q, problem.lse_shape(q))
         self._steps: dict[object, tuple[Step]] = {}
 
-    def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
         t = tensors
-        like_q = self._out_is_like_q
-        out = torch.empty_like(t.q) if like_q else t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
+        if into is not None:
+            out = into
+        elif self._out_is_like_q:
+            out = torch.empty_like(t.q)
+        else:
+            out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
         lse = torch.empty_like(self._like_lse)
         key = (partial is None, on_trial())
         steps = self._steps.get(key)

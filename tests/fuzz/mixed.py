@@ -1,0 +1,113 @@
+"""Random steps of a server: packed batches of decodes, chunks, prompts, drafts and sequences without rows.
+
+A batch is judged as any cached call, and each of its sequences must give the same bits alone as with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashtile.call.cached_arguments import MOST_TREE_ROWS
+from flashtile.ops import dispatch
+from tests.fuzz.drawn import FLOATS, LONG, SMALL, Draw, Drawn, Sizes, _within
+from tests.kvcache.alone import judge_alone
+from tests.kvcache.cases import CacheCase, build, judge
+from tests.trees import KINDS as TREES
+
+# In Triton's interpreter a tile takes milliseconds.
+TINY = Sizes(50, 2**15, 64)
+
+
+def draw_batch(seed: int, sizes: Sizes = SMALL) -> Drawn:
+    """Batch number ``seed`` of an endless list."""
+    d = Draw(("mixed", seed), sizes)
+    dtype = d.pick(*FLOATS[:2], *FLOATS)
+    appends, has_trees, paged = d.chance(0.75), d.chance(0.25), d.chance(0.75)
+    sequences = tuple(_sequence(d, appends) for _ in range(d.upto(8, 2)))
+    (head_dim, head_dim_v), band = d.head_dims(), d.band()
+    layout = d.pick("apart", "apart", "heads_first", "stacked", "heads_first_stacked", "between", "sliced")
+    given: dict[str, Any] = dict(
+        rotary=2 * d.pick(d.upto(head_dim // 2, 1), head_dim // 2) if appends and head_dim > 1 and d.chance(0.6) else 0,
+        interleaved=d.chance(), tables=d.chance(), rotary_start=d.chance(),
+        page_size=d.pick(1, 1, 2, 3, 8, 16, 16, 32, 64, 128) if paged else 0,
+        ragged=d.pick("", "", "pages", "bound"), entries=d.chance(), slots=d.pick("", "own", "some", "anywhere"),
+        float8=d.pick("", "", "none", "h", "eh"), e5m2=d.chance(0.5), causal_each=d.chance(),
+        leftpad=tuple(d.upto(max(old, 0) + 2) for old, _, _ in sequences) if d.chance(0.25) else (),
+        alibi=d.pick("", "", "h", "bh"), sinks=d.chance(), out=d.pick("", "whole", "part"),
+        spare=d.pick(0, 0, 1, 5), say_longest=d.chance(0.8), tree_rows=d.pick(4, 12, MOST_TREE_ROWS),
+        tree=d.pick(*TREES), words=d.chance(0.5),
+    )  # fmt: skip
+    case = CacheCase(
+        f"mixed_{seed}", sequences, packed=True, appends=appends, head_dim=head_dim,
+        head_dim_v=None if layout == "between" else head_dim_v, layout=layout, **d.heads(), **band, **d.scores(),
+        **given,
+    )  # fmt: skip
+    return Drawn(seed, "cached", _within(_allowed(case, has_trees=has_trees), sizes), dtype)
+
+
+def _sequence(d: Draw, appends: bool) -> tuple[int, int, int]:
+    """Keys before, queries and new keys of one sequence."""
+    most = d.sizes.longest
+    old, rows = {
+        "decode": (d.length(most), 1),
+        "drafts": (d.length(most), d.upto(12, 2)),
+        "chunk": (d.length(most), d.upto(max(most // 3, 2), 2)),
+        "prompt": (0, d.length(most // 2)),
+        "idle": (d.length(most), 0),
+        "empty": (0, 0),
+        "absent": (-1, d.upto(3)),
+    }[d.pick("decode", "decode", "decode", "drafts", "chunk", "chunk", "prompt", "idle", "empty", "absent")]
+    return old, rows, rows if appends else 0
+
+
+def _allowed(case: CacheCase, *, has_trees: bool) -> CacheCase:
+    """The case without what does not go with the rest of it."""
+    changes: dict[str, Any] = {}
+    if not case.page_size:
+        changes["ragged"] = ""
+    else:
+        changes["entries"] = False
+    if not case.appends:
+        changes["slots"] = ""
+    if not case.rotary:
+        changes |= {"interleaved": False, "rotary_start": False}
+    if not case.float8:
+        changes["e5m2"] = False
+    changes |= {"causal": True, "causal_each": False} if has_trees else {"tree": "", "tree_rows": 0, "words": False}
+    return replace(case, **changes)
+
+
+def judge_batch(call: Drawn, backend: str, device: str = "cpu") -> bool:
+    """Asserts both rules, or the refusal; returns whether the backend computes such batches."""
+    assert isinstance(call.case, CacheCase)
+    made = build(call.case, call.dtype, device, call.seed)
+    judge(made, backend)
+    if dispatch.reasons(backend, made.problem, "decode"):
+        return False
+    judge_alone(call.case, call.dtype, backend, device)
+    return True
+
+
+def fuzz(
+    backend: str, seed: int, count: int, say: Callable[[str], None], device: str = "cpu", sizes: Sizes | None = None
+) -> list[str]:
+    """Judges so many batches from ``seed`` on; says what is wrong, and a line of what was done. Returns the faults."""
+    of_device = LONG if device == "cuda" else TINY if backend == "portable" else SMALL
+    wrong, computed, sequences = list[str](), 0, 0
+    for number in range(seed, seed + count):
+        call = draw_batch(number, sizes or of_device)
+        if backend == "portable" and device == "cpu" and call.dtype == torch.bfloat16:
+            call = replace(call, dtype=torch.float16)  # the interpreter multiplies bfloat16 numbers as integers
+        sequences += len(call.case.sequences)  # type: ignore[union-attr]
+        try:
+            computed += judge_batch(call, backend, device)
+        except Exception as error:
+            wrong.append(f"{backend}: {type(error).__name__}: {str(error)[:500]}\n    {call}")
+            say(f"FAILED {wrong[-1]}")
+    done = f"{count} mixed batches from {seed} on, {sequences} sequences, each alone too"
+    say(f"{done}: right by {backend} on {device} {computed}, refused {count - computed - len(wrong)}")
+    return wrong
