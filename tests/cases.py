@@ -63,6 +63,7 @@ class Case:
     deterministic: bool = False
     wanted: str | None = None
     dout: str = "contiguous"
+    chunk: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -78,6 +79,11 @@ _FEATURES = (
     Case("window_one", window=(0, 0)),
     Case("window_causal", window=(6, 2), causal=True),
     Case("window_wide", window=(500, 500)),
+    Case("chunk", chunk=10),
+    Case("chunk_causal", chunk=16, causal=True),
+    Case("chunk_window", chunk=13, window=(9, 2), seqlen_k=44),
+    Case("chunk_of_one", chunk=1),
+    Case("chunk_of_all", chunk=10**9, causal=True),
     Case("softcap", softcap=2.0),
     Case("alibi", alibi="h"),
     Case("alibi_batch", alibi="bh", causal=True),
@@ -111,6 +117,8 @@ _SHAPES = (
     Case("more_keys_causal", seqlen_q=19, seqlen_k=47, causal=True),
     Case("more_rows_causal", seqlen_q=47, seqlen_k=19, causal=True),
     Case("more_rows_window", seqlen_q=47, seqlen_k=19, window=(4, 2)),
+    Case("more_rows_chunk", seqlen_q=47, seqlen_k=19, chunk=8),
+    Case("more_keys_chunk", seqlen_q=19, seqlen_k=47, chunk=11, heads=4, kv_heads=2),
     Case("more_keys_window", seqlen_q=19, seqlen_k=47, window=(3, 0)),
     Case("group", heads=4, kv_heads=2),
     Case("group_causal", heads=6, kv_heads=2, causal=True, seqlen_k=44),
@@ -138,6 +146,8 @@ _PACKED = (
     Case("varlen_causal", lengths=((13, 21), (30, 7), (17, 17)), causal=True, say_longest=False),
     Case("varlen_empty", lengths=((0, 5), (7, 0), (0, 0), (11, 11)), causal=True, sinks=True),
     Case("varlen_window", lengths=((40, 40), (9, 33)), window=(6, 3), heads=4, kv_heads=2),
+    Case("varlen_chunk", lengths=((40, 40), (9, 33), (21, 7)), chunk=12, causal=True, heads=4, kv_heads=2),
+    Case("varlen_chunk_both_ways", lengths=((30, 41), (33, 33)), chunk=17, spare=3),
     Case("varlen_no_keys_lse_grad", lengths=((9, 0), (5, 0)), spare=3, sinks=True, lse_grad=True),
     Case("varlen_spare", lengths=((8, 8), (15, 15)), spare=5, causal=True, sinks=True, lse_grad=True),
     Case("varlen_features", lengths=((13, 21), (30, 18)), alibi="bh", softcap=4.0, bias="bhqk", mask="bqk", dropout=0.2,
@@ -216,7 +226,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     sizes = {"b": case.batch, "h": case.heads, "q": longest_q, "k": longest_k}
     keywords: dict[str, Any] = dict(
         causal=case.causal, window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
-        dropout_p=case.dropout, deterministic=case.deterministic,
+        dropout_p=case.dropout, deterministic=case.deterministic, attention_chunk=case.chunk,
     )  # fmt: skip
     if case.alibi:
         keywords["alibi_slopes"] = torch.rand(*(sizes[x] for x in case.alibi), generator=make, device=device)
@@ -252,7 +262,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         read = replace(tensors, **{name: data[name].contiguous() for name in "qkv"})
     problem = Problem.build(
         read,
-        band_of(case.causal, case.window),
+        replace(band_of(case.causal, case.window), chunk=case.chunk),
         softmax_scale=case.scale,
         softcap=case.softcap,
         dropout_p=case.dropout,

@@ -23,7 +23,7 @@ def is_expressed(version: Any, case: CacheCase) -> bool:
     """Whether a version's function has what a case gives."""
     common = not case.sinks and not case.tree and case.float8 in ("", "none") and len(case.sequences) > 0
     if version is fa2:
-        return common and not (case.packed or case.packed_new or case.rotary_start)
+        return common and not (case.packed or case.packed_new or case.rotary_start or case.chunk)
     return common and not case.alibi
 
 

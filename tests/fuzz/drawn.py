@@ -125,6 +125,10 @@ class Draw:
         window = (self.pick(*bound), self.pick(*bound)) if self.chance() else None
         return {"causal": self.chance(0.5), "window": window}
 
+    def chunk(self) -> int:
+        """Keys of a chunk: as many as a tile has, more and fewer, sometimes more than there are."""
+        return self.pick(1, 16, 63, 64, 128, 130, self.upto(self.sizes.longest, 1), 10**9)
+
     def scores(self) -> dict[str, Any]:
         """Scale and softcap."""
         return {
@@ -154,7 +158,7 @@ def _plain(d: Draw, name: str) -> Case:
     dims = [x for x in "bhqk" if d.chance(0.6)]
     leaves = [x for x in "qkvbs" if d.chance()]
     has_pairs = d.chance(0.35) and not (packed and most > 10**4)
-    return Case(
+    case = Case(
         f"varlen_{name}" if packed else name,
         batch=batch,
         seqlen_q=0 if packed else seqlen_q,
@@ -183,6 +187,7 @@ def _plain(d: Draw, name: str) -> Case:
         **d.band(),
         **d.scores(),
     )
+    return replace(case, chunk=d.chunk() if d.chance(0.2) else None)
 
 
 def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
@@ -196,6 +201,7 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
         mask=None if case.mask is None or packed else d.pick("bqk", "hqk", "qk"),
         bias=None if case.bias is None or packed else d.pick("bhqk", "hk", "hqk"),
         bias_grad=False, trimmed=False, alibi="h" if case.alibi and not packed else "", dropout=0.0, wanted=None,
+        chunk=None,
         deterministic=False, bias_float=False, layout="contiguous", sinks=case.sinks and len(cuts) > 0,
         # Sums over more rows, cut elsewhere, differ in more than their last bits.
         heads=case.kv_heads * min(case.heads // case.kv_heads, 4),
@@ -248,7 +254,8 @@ def _cached(d: Draw, name: str) -> CacheCase:
         **d.band(),
         **d.scores(),
     )
-    return _with_trees(d, case) if d.chance(0.2) else case
+    case = _with_trees(d, case) if d.chance(0.2) else case
+    return replace(case, chunk=d.chunk() if not case.tree and d.chance(0.2) else None)
 
 
 def _with_trees(d: Draw, case: CacheCase) -> CacheCase:

@@ -51,6 +51,7 @@ class CacheCase:
         tree: Kind of the draft trees, see ``tests.trees``; "" for none.
         tree_rows: Rows of the mask where queries are packed, 0 for the most of a sequence.
         words: Whether the mask is given as words.
+        chunk: attention_chunk.
     """
 
     name: str
@@ -85,6 +86,7 @@ class CacheCase:
     tree: str = ""
     tree_rows: int = 0
     words: bool = False
+    chunk: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -107,6 +109,10 @@ _DENSE = (
     CacheCase("window_both", _same(37, 70, rows=5), causal=False, window=(6, 2)),
     CacheCase("window_right", _same(37, 70, rows=5), causal=False, window=(None, 1)),
     CacheCase("window_one", _same(37, 70, rows=5), window=(0, 0)),
+    CacheCase("chunk_of_keys", _same(37, 70, 9, rows=3), chunk=16),
+    CacheCase("chunk_both_ways", _same(37, 70, rows=13), causal=False, chunk=11),
+    CacheCase("chunk_leftpad", _same(37, 70, 64, rows=5), chunk=10, leftpad=(11, 0, 63)),
+    CacheCase("chunk_window", _same(37, 70, 5, rows=30), chunk=24, window=(9, -1), heads=4, kv_heads=1),
     CacheCase("softcap", _same(37, 5, rows=2), softcap=2.0),
     CacheCase("scale", _same(37, 5, rows=2), scale=0.3),
     CacheCase("alibi", _same(37, 5, rows=3), alibi="h"),
@@ -339,6 +345,8 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
         causal=case.causal, window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
         rotary_interleaved=case.interleaved,
     )  # fmt: skip
+    if case.chunk is not None:
+        keywords["attention_chunk"] = case.chunk
     return _call(case, given, keywords)
 
 
@@ -364,7 +372,7 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
         tensors["cu_seqlens_k_new"] = tensors["cu_seqlens_q"]
     if tensors["tree_mask"] is not None:
         tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
-    plain = (keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
+    plain = (keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None, case.chunk)
     made = CacheTensors(**tensors)
     return CacheCall(case, problem_of(made, read(case.causal, case.window, True, plain)), made, keywords)
 

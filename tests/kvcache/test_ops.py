@@ -31,7 +31,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     # opcheck compares what it gets with NaN in it as different.
     for cache in (tensors.k_cache, tensors.v_cache):
         cache.nan_to_num_(0.0, 0.0, 0.0)
-    plain = (call.keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None)
+    plain = (call.keywords.get("max_seqlen_q"), case.scale, case.softcap, case.interleaved, None, case.chunk)
     return CACHED.flatten(tensors, read(case.causal, case.window, True, plain))
 
 

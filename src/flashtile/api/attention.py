@@ -57,6 +57,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    attention_chunk: int | None = None,
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
@@ -82,6 +83,9 @@ def attention(
         dropout_p: Probability with which each attention probability is dropped; the rest is scaled by ``1/(1-p)``.
             Drawn from PyTorch's generator, so ``torch.manual_seed`` repeats it.
         deterministic: The backward returns the same bits every time. The forward always does.
+        attention_chunk: c > 0: a row sees the keys of its own chunk alone, ``floor(p / c) * c <= j < floor(p / c) * c +
+            c`` with ``p = i + seqlen_k - seqlen_q``, of which ``causal`` and ``window_size`` leave some; 0 or None for
+            no chunks.
         return_lse: Also return the log-sum-exp of the scores.
         precision: "fp8" rounds bfloat16 or float16 q, k and v to 8 bits, as ``quantize`` does, for the forward alone.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -103,10 +107,11 @@ def attention(
     alone = Tensors(q, k, v)  # type: ignore[arg-type]
     if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
         # Most calls have the keywords of the one before. Compared by identity, since True == 1.
-        options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_ = _last
+        options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_, chunk_ = _last
         if (
             causal is causal_ and window_size is window_ and softmax_scale is scale_ and softcap is softcap_
             and dropout_p is dropout_ and deterministic is deterministic_ and backend is backend_
+            and attention_chunk is chunk_
             and alibi_slopes is attn_mask is attn_bias is sinks is None and precision is None and return_lse is False
             and options.grads == (
                 (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False)
@@ -115,7 +120,7 @@ def attention(
         ):  # fmt: skip
             return ops.attention_again(options, alone)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk)
     if precision is not None or isinstance(q, Quantized):
         return quantized_calls().attend(tensors, Asked(precision, causal, window_size, return_lse, plain))
     options = read(tensors, causal, window_size, return_lse, plain)
@@ -126,7 +131,7 @@ def attention(
 
 _NO_GRADS = Grads()
 # The options of a call without dropout, and the keywords that they were read from.
-_last: tuple[Any, ...] = (Options(), object(), *[None] * 6)
+_last: tuple[Any, ...] = (Options(), object(), *[None] * 7)
 
 
 @overload
@@ -166,6 +171,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    attention_chunk: int | None = None,
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
@@ -183,8 +189,9 @@ def attention_varlen(
 
     A ``Quantized`` of packed sequences in place of q, k and v has its own cu_seqlens and longest lengths.
 
-    The keywords are those of ``attention``; causal, window_size and alibi_slopes use each sequence's own lengths, and
-    each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
+    The keywords are those of ``attention``; causal, window_size, attention_chunk and alibi_slopes use each sequence's
+    own lengths, and each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q,
+    max_seqlen_k)``.
 
     Returns:
         out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``.
@@ -196,7 +203,8 @@ def attention_varlen(
     if _more or _unknown:
         raise refused("attention_varlen", _more, _unknown)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
-    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk)
+    longest = (max_seqlen_q, max_seqlen_k)
     is_quantized = isinstance(q, Quantized)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens is None and not is_quantized:

@@ -60,6 +60,7 @@ def attention_with_kvcache(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    attention_chunk: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -111,6 +112,9 @@ def attention_with_kvcache(
             keys are the last T, are a tree of drafts. A row sees all keys before them and of theirs those that it
             marks: its ancestors' and its own; rotary, windows and ALiBi go by depth, the number of ancestors. Of n < T
             packed queries the first n rows and columns count; more than T are no tree. Goes with causal.
+        attention_chunk: c > 0: a row sees the keys of its own chunk alone, ``floor(p / c) * c <= j < floor(p / c) * c +
+            c`` with ``p = i + L - seqlen_q``, both counted from cache_leftpad on; 0 or None for no chunks. Not with
+            tree_mask.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -128,7 +132,8 @@ def attention_with_kvcache(
     """
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)
-    options = read(causal, window_size, return_lse, (max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend))
+    plain = max_seqlen_q, softmax_scale, softcap, rotary_interleaved, backend, attention_chunk
+    options = read(causal, window_size, return_lse, plain)
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]

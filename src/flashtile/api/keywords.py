@@ -38,6 +38,7 @@ class Keywords(Common, total=False):
     attn_bias: Tensor | None
     dropout_p: float
     deterministic: bool
+    attention_chunk: int | None
     precision: str | None
 
 
@@ -65,6 +66,7 @@ class CacheKeywords(Common, Cached, total=False):
     v: Tensor | None
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
+    attention_chunk: int | None
 
 
 class CachedCall(Cached, total=False):
@@ -140,4 +142,7 @@ def asked_of(
 
 
 # What ``arguments.read`` takes as a tuple, with the defaults of the public functions.
-_PLAIN = {"softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None}
+_PLAIN = {
+    "softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None,
+    "attention_chunk": None,
+}  # fmt: skip

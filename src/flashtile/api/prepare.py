@@ -71,7 +71,7 @@ def _read(tensors: Tensors, asked: Asked) -> Options:
 def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
     precision, causal, window_size, return_lse, plain, _, lengths = asked
-    softmax_scale, softcap, dropout_p, deterministic, backend = plain
+    softmax_scale, softcap, dropout_p, deterministic, backend, chunk = plain
     others = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias, "cu_seqlens_k": t.cu_seqlens_k, "max_seqlen_k": lengths[1],
         "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
@@ -82,7 +82,7 @@ def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[Cache
     for name in ("k_cache", "v_cache", "cache_seqlens"):
         if cached.get(name) is None:
             raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
-    alike = lengths[0], softmax_scale, softcap, cached.get("rotary_interleaved", False), backend
+    alike = lengths[0], softmax_scale, softcap, cached.get("rotary_interleaved", False), backend, chunk
     options = cached_arguments.read(causal, window_size, return_lse, alike)
     given: dict[str, Any] = {name: cached.get(name, getattr(t, name, None)) for name in cached_arguments.TENSORS}
     return completed(CacheTensors(**given)), options

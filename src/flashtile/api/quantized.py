@@ -69,6 +69,8 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
             raise InvalidInputError(name, "is given, but does not go with 8 bits")
     if options.dropout_p > 0:
         raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
+    if options.attention_chunk is not None:
+        raise InvalidInputError("attention_chunk", f"is {options.attention_chunk}, but does not go with 8 bits")
     if tensors is given:
         if forward_ad._current_level >= 0:
             refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")

@@ -122,6 +122,10 @@ def integer(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
     return found
 
 
+def _chunk(name: str, value: Any) -> int | None:
+    return None if value is None or (value == 0 and value is not False) else integer(name, value, 1, ", or 0 or None")
+
+
 def _backend(name: str, value: object) -> str:
     if value is not None and not (isinstance(value, str) and value in BACKENDS):
         raise InvalidInputError(name, f"is {shown(value)}, must be one of {', '.join(BACKENDS)}, or None to choose")
@@ -168,6 +172,12 @@ def _five(name: str, value: Sequence[bool]) -> Grads:
 class HashKept:
     """Options of a kind of call, a frozen dataclass, whose ``__hash__`` is ``kept_hash``."""
 
+    @property
+    def band(self) -> Band:
+        """The bounds of windows, of causality and of chunks, which not every kind of call has."""
+        left, right = self.window_left, self.window_right  # type: ignore[attr-defined]
+        return Band(left, right, getattr(self, "attention_chunk", None))
+
     @functools.cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))  # type: ignore[arg-type]
@@ -195,6 +205,7 @@ class Options(HashKept):
     dropout_p: Annotated[float, Argument("Probability of dropping.", check=probability)] = 0.0
     deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", check=flag)] = False
     backend: Annotated[str, Argument("Explicit choice, empty for none.", check=_backend)] = ""
+    attention_chunk: Annotated[int | None, Argument("Keys of a chunk of the Band.", check=_chunk)] = None
 
     @functools.cached_property
     def kinds(self) -> dict[Any, Any]:

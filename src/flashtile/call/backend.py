@@ -64,6 +64,7 @@ def _is_odd_cache(p: Problem) -> bool:
 FEATURES: tuple[Feature, ...] = (
     Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
     Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
+    Feature("chunk", "chunks (attention_chunk)", lambda p: p.band.chunk is not None, _BUT_QUANTIZED),
     Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1, DIRECTIONS),
     Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, DIRECTIONS),
     Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, DIRECTIONS),

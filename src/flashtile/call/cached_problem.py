@@ -16,7 +16,6 @@ from flashtile.call.cached_arguments import (
 )
 from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem
 from flashtile.core.errors import InvalidInputError
-from flashtile.core.masks import Band
 
 # What an argument is nothing without.
 _NEEDS = {
@@ -41,7 +40,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
-        mask_mod=MaskMod(Band(o.window_left, o.window_right), tree=t.tree_mask is not None),
+        mask_mod=MaskMod(o.band, tree=t.tree_mask is not None),
         rotary_interleaved=o.rotary_interleaved,
     )  # fmt: skip
 
@@ -122,6 +121,8 @@ def _check_trees(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> Non
     check_tree_rows("tree_mask", rows)
     if o.window_right != 0:
         raise InvalidInputError("tree_mask", "goes with causal=True: of the keys before the drafts a row sees all")
+    if o.attention_chunk is not None:
+        raise InvalidInputError("tree_mask", "is given with attention_chunk, whose chunks do not count by depth")
     if t.cu_seqlens_q is None and rows != queries:
         raise InvalidInputError("tree_mask", f"is of trees of {rows} rows, but q has seqlen_q {queries}")
     if t.rotary_cos is not None and sizes.get("seqlen_new", queries) != queries and t.cu_seqlens_q is None:

@@ -210,7 +210,7 @@ class Problem:
         return checked_problem(
             t, o, sizes, (t.k, t.v),
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias),
-            mask_mod=MaskMod(Band(o.window_left, o.window_right), t.attn_mask is not None),
+            mask_mod=MaskMod(o.band, t.attn_mask is not None),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device),
         )  # fmt: skip
@@ -237,7 +237,8 @@ class Problem:
         """Like ``of``, from a Band, gradients of all inputs but the bias or of none, and fields of ``Options``."""
         given = [needs_grad and x is not None for x in differentiable(tensors)]
         grads = Grads(*given)._replace(bias=bias_grad)
-        return cls.of(tensors, Options(window_left=band.left, window_right=band.right, grads=grads, **options))
+        options |= {"window_left": band.left, "window_right": band.right, "attention_chunk": band.chunk}
+        return cls.of(tensors, Options(grads=grads, **options))
 
 
 def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Tensor, Tensor], **own: Any) -> Problem:
@@ -256,7 +257,7 @@ def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Te
         "precision": Precision(q.dtype, k.dtype, q.dtype, q.dtype),
         "queries": SequenceLayout(sizes["seqlen_q"], packed), "keys": SequenceLayout(sizes.get("seqlen_k", 0), packed),
         "softmax_scale": sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
-        "score_mod": ScoreMod(o.softcap), "mask_mod": MaskMod(Band(o.window_left, o.window_right)),
+        "score_mod": ScoreMod(o.softcap), "mask_mod": MaskMod(o.band),
         "sinks": t.sinks is not None,
         # On CPUs too an 8-bit cache is read in words.
         "aligned": (q.device.type == "cpu" and q.dtype == k.dtype) or all(map(is_aligned, (q, k, v))),

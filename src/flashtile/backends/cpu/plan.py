@@ -231,7 +231,11 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     """
     (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
     if not seq.has_tile_bias:
-        return None if rectangle.kind is Kind.FULL else _band_bias(problem.band, *_place(seq, rectangle), dtype)
+        return (
+            None
+            if rectangle.kind is Kind.FULL
+            else _band_bias(problem.band, *_place(problem.band, seq, rectangle), dtype)
+        )
     total: Tensor | None = None
     if seq.bias is not None:
         total = part(seq.bias, rectangle).to(dtype)
@@ -240,7 +244,7 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
         total = alibi if total is None else total + alibi
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
-        keep = _band_tile(problem.band, *_place(seq, rectangle))
+        keep = _band_tile(problem.band, *_place(problem.band, seq, rectangle))
     if seq.mask is not None:
         kept = part(seq.mask, rectangle)
         keep = kept if keep is None else keep & kept
@@ -263,34 +267,38 @@ def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> boo
     """Whether a row of the rectangle may keep none of its keys."""
     if seq.mask is not None or seq.bias is not None:
         return True
-    return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(seq, rectangle))
+    return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(problem.band, seq, rectangle))
 
 
-def _place(seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int]:
-    """The band's shape in a rectangle: row 0's diagonal key, rows, keys. Many rectangles share one."""
+def _place(band: Band, seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int, int]:
+    """The band's shape in a rectangle: row 0's diagonal key, rows, the first key, the end of the keys.
+
+    Keys are counted from the rectangle's first one, or from the first one of its chunk: many rectangles share a shape.
+    """
     (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
-    return row + seq.seqlen_k - seq.seqlen_q - key, row_stop - row, key_stop - key
+    first = 0 if band.chunk is None else key % band.chunk
+    return row + seq.seqlen_k - seq.seqlen_q - key + first, row_stop - row, first, first + key_stop - key
 
 
 # Tensors that later calls share are made outside inference mode, whose tensors a training step could not save.
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _band_bias(band: Band, diagonal: int, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
+def _band_bias(band: Band, diagonal: int, rows: int, key: int, key_stop: int, dtype: torch.dtype) -> Tensor:
     """0 where the band keeps a pair, -inf where it drops one; ``(1, 1, rows, keys)``."""
-    zeros = torch.zeros(1, 1, rows, keys, dtype=dtype, device=_CPU)
-    return zeros.masked_fill_(~_band_tile(band, diagonal, rows, keys), -torch.inf)
+    zeros = torch.zeros(1, 1, rows, key_stop - key, dtype=dtype, device=_CPU)
+    return zeros.masked_fill_(~_band_tile(band, diagonal, rows, key, key_stop), -torch.inf)
 
 
 @functools.lru_cache(maxsize=64)
-def _band_has_empty_rows(band: Band, diagonal: int, rows: int, keys: int) -> bool:
-    return not bool(_band_tile(band, diagonal, rows, keys).any(dim=-1).all())
+def _band_has_empty_rows(band: Band, *place: int) -> bool:
+    return not bool(_band_tile(band, *place).any(dim=-1).all())
 
 
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _band_tile(band: Band, diagonal: int, rows: int, keys: int) -> Tensor:
+def _band_tile(band: Band, diagonal: int, rows: int, key: int, key_stop: int) -> Tensor:
     """Which pairs the band keeps where row m's diagonal is at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
-    return band.dense(rows, rows + diagonal, keys=(0, keys), device=_CPU)[None, None]
+    return band.dense(rows, rows + diagonal, keys=(key, key_stop), device=_CPU)[None, None]
 
 
 def part(x: Tensor, rectangle: Rectangle) -> Tensor:

@@ -15,7 +15,7 @@ from flashtile.call.problem import Problem, Tensors
 
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
-_BUT_BIAS_GRAD = _COMMON | {"alibi", "mask", "bias", "deterministic"}
+_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16),
@@ -30,7 +30,7 @@ _FORWARD = Capabilities(
 _BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128, features=_BUT_BIAS_GRAD)
 _DECODE = dataclasses.replace(
     _FORWARD, head_dim_multiple=1, slow_if_tiny=False,
-    features=_COMMON | {"alibi", "unaligned", "pages", "float8_cache", "tree_mask"},
+    features=_COMMON | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "tree_mask"},
 )  # fmt: skip
 _QUANTIZED = dataclasses.replace(_FORWARD, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON)
 

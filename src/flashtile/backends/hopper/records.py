@@ -81,7 +81,7 @@ def plain_mods(
         scale, prescale = LOG2_E.value, 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
     elif problem.softmax_scale <= 0:
         scale, prescale = 1.0, scale
-    band = Band(tensor_maps.side_of(problem.band.left), tensor_maps.side_of(problem.band.right))
+    band = Band(*map(tensor_maps.side_of, (problem.band.left, problem.band.right, problem.band.chunk)))
     transforms, names = _named(softcap=softcap, alibi=alibi, bias=bias)
     masks, mask_names = _named(mask=mask)
     sinks = pointer(t.sinks, "sinks")

@@ -27,9 +27,11 @@ _CAPABILITIES = Capabilities(
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     max_head_dim=256,
     min_compute_capability=(8, 0),
-    features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
+    features=_COMMON | {"alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
 )
-_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask"})
+_DECODE = dataclasses.replace(
+    _CAPABILITIES, features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "tree_mask"}
+)
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), head_dim_multiple=16, min_compute_capability=(8, 9), nvidia=True, features=_COMMON

@@ -124,10 +124,9 @@ def plain_mods(problem: Problem, span: int, sinks: Tensor | None) -> Mods:
 
 
 def band_of(problem: Problem, span: int) -> Band:
-    """The band's sides, cut to the number of rows and keys: a larger one has the same effect and could overflow."""
-    return Band(
-        *(None if side is None else max(-span, min(span, side)) for side in (problem.band.left, problem.band.right))
-    )
+    """The band, cut to the number of rows and keys: a larger one has the same effect and could overflow."""
+    of, most = problem.band, max(span, 1)
+    return Band(*(None if x is None else max(-most, min(most, x)) for x in (of.left, of.right, of.chunk)))
 
 
 def _score_tensor(name: str, tensor: Tensor, unit: int) -> ScoreTensor:

@@ -106,10 +106,14 @@ class At(NamedTuple):
 
 
 class Band(NamedTuple):
-    """How many keys before and after its own position a row keeps; None for all."""
+    """How many keys before and after its own position a row keeps; None for all.
+
+    With a chunk, which is not None, of so many keys, it keeps none outside of its own. Both sides are then bounded.
+    """
 
     left: Any
     right: Any
+    chunk: Any = None
 
 
 class Alibi(NamedTuple):
@@ -277,20 +281,58 @@ def select_tensor(x, tensor, at, fill):
 
 
 @triton.jit
-def first_key(p, left, HAS_LEFT: tl.constexpr):
+def chunk_start(p, chunk):
+    """The first key of the chunk of a position; 0 for those before the first key, which are in no chunk with keys."""
+    return tl.maximum(p, 0) // chunk * chunk
+
+
+@triton.jit
+def chunk_stop(p, chunk):
+    """The end of the keys of the chunk of a position."""
+    return tl.where(p < 0, 0, chunk_start(p, chunk) + chunk)
+
+
+@triton.jit
+def first_key(p, band):
     """The first key that position p keeps, inclusive."""
     first = p * 0
-    if HAS_LEFT:
-        first = p - left
+    if band.left is not None:
+        first = p - band.left
+    if band.chunk is not None:
+        first = tl.maximum(first, chunk_start(p, band.chunk))
     return first
 
 
 @triton.jit
-def last_key(p, seqlen_k, right, HAS_RIGHT: tl.constexpr):
+def last_key(p, seqlen_k, band):
     """The last key that position p keeps, inclusive."""
     last = p * 0 + (seqlen_k - 1)
-    if HAS_RIGHT:
-        last = tl.minimum(p + right, last)
+    if band.right is not None:
+        last = tl.minimum(p + band.right, last)
+    if band.chunk is not None:
+        last = tl.minimum(chunk_stop(p, band.chunk) - 1, last)
+    return last
+
+
+@triton.jit
+def first_row(p, shift, band):
+    """The first row that keeps the key ``p + shift``, where row 0 is at position ``shift``."""
+    first = p * 0
+    if band.right is not None:
+        first = p - band.right
+    if band.chunk is not None:
+        first = tl.maximum(first, chunk_start(p + shift, band.chunk) - shift)
+    return first
+
+
+@triton.jit
+def last_row(p, seqlen_q, shift, band):
+    """The last row that does, of those before seqlen_q."""
+    last = p * 0 + (seqlen_q - 1)
+    if band.left is not None:
+        last = tl.minimum(p + band.left, last)
+    if band.chunk is not None:
+        last = tl.minimum(chunk_stop(p + shift, band.chunk) - shift - 1, last)
     return last
 
 
@@ -302,9 +344,9 @@ def select_band(x, band, at, fill):
     select for each bounded side. Selects are chained instead of joining booleans: packing and unpacking those costs
     more than a select.
     """
-    x = tl.where(at.j <= last_key(at.p, at.seqlen_k, band.right, band.right is not None), x, fill)
+    x = tl.where(at.j <= last_key(at.p, at.seqlen_k, band), x, fill)
     if band.left is not None:
-        x = tl.where(at.j >= first_key(at.p, band.left, True), x, fill)
+        x = tl.where(at.j >= first_key(at.p, band), x, fill)
     return x
 
 

@@ -160,29 +160,17 @@ class KeyRows:
 
 
 @gluon.jit
-def first_keeping(position, band):
-    """The first row that keeps the key at a position: as a row keeps keys, with the sides exchanged."""
-    return mods.first_key(position, band.right, band.right is not None)
-
-
-@gluon.jit
-def last_keeping(position, end, band):
-    """The last row that does, of those before ``end``."""
-    return mods.last_key(position, end, band.left, band.left is not None)
-
-
-@gluon.jit
 def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
     """The ``KeyRows`` of a part of a tile."""
     key = records.get(tiles, "key") + PART * PART_KEYS
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
     keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
     shift = seqlen_k - seqlen_q
-    first = gl.where(keys < seqlen_k, first_keeping(keys - shift, grid.call.mods.band), FAR)
-    last = last_keeping(keys - shift, seqlen_q, grid.call.mods.band)
-    clear_from = first_keeping(key + (PART_KEYS - 1) - shift, grid.call.mods.band)
+    first = gl.where(keys < seqlen_k, mods.first_row(keys - shift, shift, grid.call.mods.band), FAR)
+    last = mods.last_row(keys - shift, seqlen_q, shift, grid.call.mods.band)
+    clear_from = mods.first_row(key + (PART_KEYS - 1) - shift, shift, grid.call.mods.band)
     clear_from = gl.where(key + PART_KEYS > seqlen_k, FAR, clear_from)
-    clear_to = last_keeping(key - shift, FAR, grid.call.mods.band) + 1
+    clear_to = mods.last_row(key - shift, FAR, shift, grid.call.mods.band) + 1
     first, last = from_thread_column(first, like), from_thread_column(last, like)
     head, _ = query_heads(records.get(tiles, "head"), grid)
     return KeyRows(records.get(tiles, "sequence"), head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to)

@@ -202,9 +202,7 @@ def next_tile(grid):
 @gluon.jit
 def row_blocks_of(key, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
     """(first, end) of the row blocks that see some of the keys from ``key`` to ``last``."""
-    m_min, _, _, m_max = blocks.query_blocks(
-        key, last, seqlen_q, seqlen_k, band.left, band.right, band.left is not None, band.right is not None, BLOCK
-    )
+    m_min, _, _, m_max = blocks.query_blocks(key, last, seqlen_q, seqlen_k, band, BLOCK)
     return m_min, m_max
 
 
@@ -235,9 +233,7 @@ def first_row_block(tile, grid):
 @gluon.jit
 def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
     """(first, end) of the blocks of keys that some of the rows from ``first`` to ``last`` see."""
-    n_min, _, _, n_max = blocks.key_blocks(
-        first, last, seqlen_q, seqlen_k, band.left, band.right, band.left is not None, band.right is not None, BLOCK
-    )
+    n_min, _, _, n_max = blocks.key_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
     return n_min, n_max
 
 

@@ -167,10 +167,7 @@ def entry_and_length(b, call):
 @gluon.jit
 def _blocks_of(first, last, tile, call, schedule):
     """``blocks.key_blocks`` of rows at positions of a tile's sequence."""
-    left, right = call.mods.band.left, call.mods.band.right
-    return blocks.key_blocks(
-        first, last, tile.seqlen_q, tile.seqlen_k, left, right, left is not None, right is not None, schedule.BLOCK_N
-    )
+    return blocks.key_blocks(first, last, tile.seqlen_q, tile.seqlen_k, call.mods.band, schedule.BLOCK_N)
 
 
 @gluon.jit

@@ -100,9 +100,8 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
         positions += records.get(tiles, "position")
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1
-    left, right = call.mods.band.left, call.mods.band.right
-    first_keys = from_thread_column(mods.first_key(positions, left, left is not None), like)
-    last_keys = from_thread_column(mods.last_key(positions, seqlen_k, right, right is not None), like)
+    first_keys = from_thread_column(mods.first_key(positions, call.mods.band), like)
+    last_keys = from_thread_column(mods.last_key(positions, seqlen_k, call.mods.band), like)
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)

@@ -173,11 +173,9 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
             return
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
-    left, right = call.mods.band.left, call.mods.band.right
     m_min, m_full_min, m_full_max, m_max = blocks.query_blocks(
-        n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, left, right,
-        left is not None, right is not None, BLOCK_M,
-    )  # fmt: skip
+        n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_M
+    )
     dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
     dv = zeros(BLOCK_N, call.v.BLOCK_DIM)
     first = place.head % splits * heads
@@ -185,7 +183,7 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
         h = head_kv * call.heads.group_size + member
         head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
-        for phase in tl.static_range(2 if ONE_LOOP else 0 if right is not None else 1, 3):
+        for phase in tl.static_range(2 if ONE_LOOP else 0 if call.mods.band.right is not None else 1, 3):
             m_start, m_stop = blocks.phase_blocks(phase, m_min, m_full_min, m_full_max, m_max, ONE_LOOP)
             dk, dv = over_queries(
                 dk, dv, k, v,
@@ -285,14 +283,12 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
     )
     rows = m_first + tl.arange(0, BLOCK_M)
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
-    left, right = call.mods.band.left, call.mods.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
-        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
-        left is not None, right is not None, BLOCK_N,
-    )  # fmt: skip
+        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_N
+    )
     dq = zeros(BLOCK_M, call.q.BLOCK_DIM)
     # Phases as in the forward.
-    for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if call.mods.band.left is not None else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
             dq, q, dout, lse_log2, delta, rows,
