@@ -15,6 +15,7 @@ import torch
 
 from flashtile.call.cached_arguments import MOST_TREE_ROWS
 from tests.cases import Case
+from tests.intervals import KINDS as INTERVALS
 from tests.kvcache.cases import CacheCase
 from tests.quantization.cases import QuantizedCase
 from tests.quantization.quantizer import Case as QuantizerCase
@@ -187,7 +188,8 @@ def _plain(d: Draw, name: str) -> Case:
         **d.band(),
         **d.scores(),
     )
-    return replace(case, chunk=d.chunk() if d.chance(0.2) else None)
+    case = replace(case, chunk=d.chunk() if d.chance(0.2) else None)
+    return replace(case, intervals=d.pick(*INTERVALS) if d.chance(0.2) else "")
 
 
 def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
@@ -201,7 +203,7 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
         mask=None if case.mask is None or packed else d.pick("bqk", "hqk", "qk"),
         bias=None if case.bias is None or packed else d.pick("bhqk", "hk", "hqk"),
         bias_grad=False, trimmed=False, alibi="h" if case.alibi and not packed else "", dropout=0.0, wanted=None,
-        chunk=None,
+        chunk=None, intervals="",
         deterministic=False, bias_float=False, layout="contiguous", sinks=case.sinks and len(cuts) > 0,
         # Sums over more rows, cut elsewhere, differ in more than their last bits.
         heads=case.kv_heads * min(case.heads // case.kv_heads, 4),
@@ -369,6 +371,9 @@ _KINDS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"bias": "hqk"},
     {"mask": "bhqk", "causal": True},
     {"sinks": True, "dropout": 0.1},
+    {"intervals": "documents", "causal": True},
+    {"intervals": "both"},
+    {"chunk": 300, "causal": True},
     {"lengths": ((1000, 1000), (513, 700)), "name": "varlen", "causal": True},
 )
 

@@ -13,12 +13,13 @@ from torch import Tensor
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
-from flashtile.api.keywords import Asked, Keywords, refused
+from flashtile.api.keywords import Asked, Keywords, intervals_of, refused
 from flashtile.call import autocast
 from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
+from flashtile.masks import Intervals
 from flashtile.ops import dispatch, flops, operation, plans, sharding, transforms
 from flashtile.ops import operators as ops
 from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
@@ -58,6 +59,7 @@ def attention(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     attention_chunk: int | None = None,
+    block_mask: Intervals | None = None,
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
@@ -86,6 +88,8 @@ def attention(
         attention_chunk: c > 0: a row sees the keys of its own chunk alone, ``floor(p / c) * c <= j < floor(p / c) * c +
             c`` with ``p = i + seqlen_k - seqlen_q``, of which ``causal`` and ``window_size`` leave some; 0 or None for
             no chunks.
+        block_mask: Intervals of keys for each row, or of rows for each key: what ``flashtile.masks`` makes, e.g.
+            ``flashtile.masks.documents(ids)``. Keys that no row of a block keeps are not visited.
         return_lse: Also return the log-sum-exp of the scores.
         precision: "fp8" rounds bfloat16 or float16 q, k and v to 8 bits, as ``quantize`` does, for the forward alone.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -112,20 +116,24 @@ def attention(
             causal is causal_ and window_size is window_ and softmax_scale is scale_ and softcap is softcap_
             and dropout_p is dropout_ and deterministic is deterministic_ and backend is backend_
             and attention_chunk is chunk_
-            and alibi_slopes is attn_mask is attn_bias is sinks is None and precision is None and return_lse is False
+            and alibi_slopes is attn_mask is attn_bias is sinks is None and block_mask is None
+            and precision is None and return_lse is False
             and options.grads == (
                 (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False)
                 if torch.is_grad_enabled() else _NO_GRADS
             )
         ):  # fmt: skip
             return ops.attention_again(options, alone)
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk)
+    row_keys, key_rows, mirrored = intervals_of(block_mask)
+    tensors = Tensors(
+        q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, row_keys=row_keys, key_rows=key_rows  # type: ignore[arg-type]
+    )  # fmt: skip
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored)
     if precision is not None or isinstance(q, Quantized):
         return quantized_calls().attend(tensors, Asked(precision, causal, window_size, return_lse, plain))
     options = read(tensors, causal, window_size, return_lse, plain)
     if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
-        _last = options, causal, window_size, *plain
+        _last = options, causal, window_size, *plain[:-1]
     return _run(tensors, options, return_lse)
 
 
@@ -172,6 +180,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     attention_chunk: int | None = None,
+    block_mask: Intervals | None = None,
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
@@ -190,8 +199,8 @@ def attention_varlen(
     A ``Quantized`` of packed sequences in place of q, k and v has its own cu_seqlens and longest lengths.
 
     The keywords are those of ``attention``; causal, window_size, attention_chunk and alibi_slopes use each sequence's
-    own lengths, and each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q,
-    max_seqlen_k)``.
+    own lengths, and each uses the first rows and keys of block_mask, and the top left corner of attn_mask and attn_bias
+    ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
 
     Returns:
         out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``.
@@ -202,8 +211,12 @@ def attention_varlen(
     """
     if _more or _unknown:
         raise refused("attention_varlen", _more, _unknown)
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk)
+    row_keys, key_rows, mirrored = intervals_of(block_mask)
+    tensors = Tensors(
+        q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k,  # type: ignore[arg-type]
+        row_keys=row_keys, key_rows=key_rows,
+    )  # fmt: skip
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored)
     longest = (max_seqlen_q, max_seqlen_k)
     is_quantized = isinstance(q, Quantized)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

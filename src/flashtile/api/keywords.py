@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor
 
 from flashtile.call.arguments import TENSORS, Tensors
-from flashtile.core.errors import shown
+from flashtile.core.errors import InvalidInputError, shown
+from flashtile.masks import Intervals
 
 # What other libraries call a keyword -> what it is called here.
 _ELSEWHERE = {
@@ -39,6 +40,7 @@ class Keywords(Common, total=False):
     dropout_p: float
     deterministic: bool
     attention_chunk: int | None
+    block_mask: Intervals | None
     precision: str | None
 
 
@@ -109,6 +111,20 @@ class Asked(NamedTuple):
     lengths: tuple[Any, Any] = (None, None)
 
 
+def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool]:
+    """``Tensors.row_keys`` and ``key_rows``, and ``Options.mirrored``, of the keyword block_mask.
+
+    Raises:
+        InvalidInputError: It is nothing that ``flashtile.masks`` has made.
+    """
+    if block_mask is None:
+        return None, None, False
+    if not isinstance(block_mask, Intervals):
+        made = "must be made by flashtile.masks, or None"
+        raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {made}")
+    return block_mask.row_keys, block_mask.key_rows, block_mask.mirrored
+
+
 def refused(function: str, more: tuple[object, ...], unknown: dict[str, object]) -> TypeError:
     """The error of a call with more positions than a function has, or with keywords that it does not know."""
     if more:
@@ -131,6 +147,10 @@ def asked_of(
     unknown = {name: value for name, value in given.items() if name not in known.__annotations__}
     if unknown:
         raise refused(function, (), unknown)
+    given = {
+        **given,
+        **dict(zip(("row_keys", "key_rows", "mirrored"), intervals_of(given.get("block_mask")), strict=True)),
+    }
     tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
     cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
     causal, lengths = given.get("causal"), (given.get("max_seqlen_q"), given.get("max_seqlen_k"))
@@ -144,5 +164,5 @@ def asked_of(
 # What ``arguments.read`` takes as a tuple, with the defaults of the public functions.
 _PLAIN = {
     "softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None,
-    "attention_chunk": None,
+    "attention_chunk": None, "mirrored": False,
 }  # fmt: skip

@@ -71,10 +71,11 @@ def _read(tensors: Tensors, asked: Asked) -> Options:
 def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
     precision, causal, window_size, return_lse, plain, _, lengths = asked
-    softmax_scale, softcap, dropout_p, deterministic, backend, chunk = plain
+    softmax_scale, softcap, dropout_p, deterministic, backend, chunk, _ = plain
     others = {
-        "attn_mask": t.attn_mask, "attn_bias": t.attn_bias, "cu_seqlens_k": t.cu_seqlens_k, "max_seqlen_k": lengths[1],
-        "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
+        "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
+        "block_mask": t.row_keys if t.key_rows is None else t.key_rows, "cu_seqlens_k": t.cu_seqlens_k,
+        "max_seqlen_k": lengths[1], "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
     }  # fmt: skip
     for name, value in others.items():
         if value is not None:

@@ -47,6 +47,7 @@ class Argument:
         wide: See dtypes.
         check: For non-tensor arguments: returns the value as stored in ``Options``, or raises.
         schema: Its type in the operators' schema, if that does not follow from the field's.
+        keyword: The public keyword that it is part of, if that has another name.
     """
 
     meaning: str
@@ -59,6 +60,7 @@ class Argument:
     wide: bool = False
     check: Callable[[str, Any], Any] = lambda name, value: value
     schema: str = ""
+    keyword: str = ""
 
 
 # Kernels get numbers as float32, here without those of fewer digits, and lengths as int32.
@@ -133,6 +135,7 @@ def _backend(name: str, value: object) -> str:
 
 
 _PAIRS = "batch num_heads_q seqlen_q seqlen_k"
+_ROW_KEYS, _KEY_ROWS = "batch num_heads_q seqlen_q ends", "batch num_heads_q seqlen_k ends"
 
 
 @dataclass(eq=False)
@@ -151,6 +154,13 @@ class Tensors:
     cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "batch+1", INT32)] = None
     cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "batch+1", INT32)] = None
     rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "numbers", _INT64, "any")] = None
+    # Of ``flashtile.masks.Intervals``.
+    row_keys: Annotated[
+        Tensor | None, Argument("Keys of each row.", _ROW_KEYS, INT32, broadcasts=True, keyword="block_mask")
+    ] = None
+    key_rows: Annotated[
+        Tensor | None, Argument("Rows of each key.", _KEY_ROWS, INT32, broadcasts=True, keyword="block_mask")
+    ] = None
     # No public function takes them: ``masks.Origin``.
     origins: Annotated[Tensor | None, Argument("Parts of sequences.", "batch origin", INT32)] = None
 
@@ -206,6 +216,7 @@ class Options(HashKept):
     deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", check=flag)] = False
     backend: Annotated[str, Argument("Explicit choice, empty for none.", check=_backend)] = ""
     attention_chunk: Annotated[int | None, Argument("Keys of a chunk of the Band.", check=_chunk)] = None
+    mirrored: Annotated[bool, Argument("Whether row_keys and key_rows are one mask.", check=flag)] = False
 
     @functools.cached_property
     def kinds(self) -> dict[Any, Any]:

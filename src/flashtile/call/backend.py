@@ -61,6 +61,10 @@ def _is_odd_cache(p: Problem) -> bool:
     return _is_float8_cache(p) and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
 
 
+def _has_key_rows(p: Problem) -> bool:
+    return p.mask_mod.key_rows and not p.mask_mod.mirrored
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
     Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
@@ -71,12 +75,16 @@ FEATURES: tuple[Feature, ...] = (
     Feature("softcap", "softcap", lambda p: p.softcap > 0, DIRECTIONS),
     Feature("alibi", "ALiBi", lambda p: p.alibi, _BUT_QUANTIZED),
     Feature("mask", "boolean attn_mask", lambda p: p.mask),
+    Feature("intervals", "interval masks (flashtile.masks)", lambda p: p.intervals),
+    Feature("row_intervals", "interval masks by rows alone", lambda p: p.mask_mod.row_keys and not p.mask_mod.mirrored),
+    Feature("key_intervals", "interval masks by columns alone", _has_key_rows),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
     Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
+    Feature("ordered_intervals", "deterministic=True with interval masks", lambda p: p.deterministic and p.intervals),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
     Feature("tree_mask", "draft trees (tree_mask)", lambda p: p.tree, _DECODE),

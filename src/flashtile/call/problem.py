@@ -77,11 +77,17 @@ class MaskMod:
         band: Causal and window masks.
         tensor: Whether a boolean mask is given.
         tree: Whether the last rows of a cached call are draft trees.
+        row_keys: Whether each row has an interval of keys.
+        key_rows: Whether each key has an interval of rows.
+        mirrored: Whether both are one mask, so that either will do.
     """
 
     band: Band = Band()  # noqa: RUF009
     tensor: bool = False
     tree: bool = False
+    row_keys: bool = False
+    key_rows: bool = False
+    mirrored: bool = False
 
 
 T = TypeVar("T")
@@ -173,6 +179,7 @@ class Problem:
     band = _Short(lambda p: p.mask_mod.band, "mask_mod.band")
     mask = _Short(lambda p: p.mask_mod.tensor, "mask_mod.tensor")
     tree = _Short(lambda p: p.mask_mod.tree, "mask_mod.tree")
+    intervals = _Short(lambda p: p.mask_mod.row_keys or p.mask_mod.key_rows)
     needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
     bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
 
@@ -210,7 +217,9 @@ class Problem:
         return checked_problem(
             t, o, sizes, (t.k, t.v),
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias),
-            mask_mod=MaskMod(o.band, t.attn_mask is not None),
+            mask_mod=MaskMod(
+                o.band, t.attn_mask is not None, False, t.row_keys is not None, t.key_rows is not None, o.mirrored
+            ),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device),
         )  # fmt: skip
@@ -295,6 +304,7 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     rows, axes = checked_kinds(t, TENSORS), Axes({"batch seqlen": "total"} if is_packed(t) else {})
     axes.fix("dropout's state", "numbers", 2)
     axes.fix("an origin", "origin", len(Origin._fields))
+    axes.fix("an interval", "ends", 2)
     longest = [options.max_seqlen_q, options.max_seqlen_k]
     if is_packed(t):  # of masks and biases the sizes are bounds too
         for side in range(2):
@@ -310,9 +320,11 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
 
 
 def _shown(t: Tensors, side: int) -> dict[str, int]:
-    """The rows, or for side 1 the keys, that attn_mask and attn_bias have, by name."""
+    """The rows, or for side 1 the keys, that masks and a bias have, by name."""
     given = {"attn_mask": t.attn_mask, "attn_bias": t.attn_bias}
-    return {name: m.shape[side - 2] for name, m in given.items() if m is not None and m.dim() >= 2 - side}
+    found = {name: m.shape[side - 2] for name, m in given.items() if m is not None and m.dim() >= 2 - side}
+    intervals = t.key_rows if side else t.row_keys
+    return found if intervals is None else found | {"block_mask": intervals.shape[2]}
 
 
 def check_values(problem: Problem, tensors: Tensors) -> None:

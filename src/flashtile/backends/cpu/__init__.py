@@ -24,7 +24,20 @@ _CAPABILITIES = Capabilities(
     device_types=("cpu",),
     dtypes=DTYPES,
     max_head_dim=None,
-    features=_COMMON | {"alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
+    features=_COMMON
+    | {
+        "alibi",
+        "chunk",
+        "mask",
+        "bias",
+        "bias_grad",
+        "dropout",
+        "origins",
+        "deterministic",
+        "intervals",
+        "row_intervals",
+    }
+    | {"key_intervals", "ordered_intervals"},
 )
 _DECODE = dataclasses.replace(
     _CAPABILITIES, features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask"}

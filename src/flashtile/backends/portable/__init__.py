@@ -27,7 +27,20 @@ _CAPABILITIES = Capabilities(
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     max_head_dim=256,
     min_compute_capability=(8, 0),
-    features=_COMMON | {"alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
+    features=_COMMON
+    | {
+        "alibi",
+        "chunk",
+        "mask",
+        "bias",
+        "bias_grad",
+        "dropout",
+        "origins",
+        "deterministic",
+        "intervals",
+        "row_intervals",
+    }
+    | {"key_intervals", "ordered_intervals"},
 )
 _DECODE = dataclasses.replace(
     _CAPABILITIES, features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "tree_mask"}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import sequence, softmax
+from flashtile.backends.gpu.device import intervals, sequence, softmax
 
 
 class Mod(NamedTuple):
@@ -109,11 +109,22 @@ class Band(NamedTuple):
     """How many keys before and after its own position a row keeps; None for all.
 
     With a chunk, which is not None, of so many keys, it keeps none outside of its own. Both sides are then bounded.
+
+    Attributes:
+        left: Before.
+        right: After.
+        chunk: Keys of a chunk.
+        row_keys: ``intervals.Interval`` of rows: the keys that each keeps; None without.
+        key_rows: That of keys: the rows that keep each.
+        bounds: ``intervals.Bounds`` of the kernel's tiles; None without either.
     """
 
     left: Any
     right: Any
     chunk: Any = None
+    row_keys: Any = None
+    key_rows: Any = None
+    bounds: Any = None
 
 
 class Alibi(NamedTuple):
@@ -475,9 +486,13 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
 
 @triton.jit
 def select(x, mods, head, at, fill, edge):
-    """x, or fill where a mask excludes the pair, the band's only if ``edge``, a constant or not."""
+    """x, or fill where a mask excludes the pair, the band's and intervals' only if ``edge``, a constant or not."""
     if edge:
         x = select_band(x, mods.band, at, fill)
+        if mods.band.row_keys is not None:
+            x = intervals.select(x, mods.band.row_keys, at.b, at.h, at.i, at.j, fill)
+        if mods.band.key_rows is not None:
+            x = intervals.select(x, mods.band.key_rows, at.b, at.h, at.j, at.i, fill)
     for n in tl.static_range(count(mods.MASKS)):
         operands = mods.masks[n].operands
         if mods.masks[n].of_head is not None:
