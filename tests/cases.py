@@ -161,6 +161,7 @@ _PACKED = (
     Case("varlen_window", lengths=((40, 40), (9, 33)), window=(6, 3), heads=4, kv_heads=2),
     Case("varlen_chunk", lengths=((40, 40), (9, 33), (21, 7)), chunk=12, causal=True, heads=4, kv_heads=2),
     Case("varlen_chunk_both_ways", lengths=((30, 41), (33, 33)), chunk=17, spare=3),
+    Case("varlen_ordered", lengths=((20, 20), (9, 9)), intervals="documents", deterministic=True),
     Case("varlen_documents", lengths=((40, 40), (9, 9), (21, 21)), intervals="documents", kv_heads=1, causal=True),
     Case("varlen_intervals", lengths=((30, 41), (0, 3), (33, 20)), intervals="both", spare=3, sinks=True),
     Case("varlen_no_keys_lse_grad", lengths=((9, 0), (5, 0)), spare=3, sinks=True, lse_grad=True),

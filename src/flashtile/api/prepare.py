@@ -75,7 +75,8 @@ def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[Cache
     others = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
         "block_mask": t.row_keys if t.key_rows is None else t.key_rows, "cu_seqlens_k": t.cu_seqlens_k,
-        "max_seqlen_k": lengths[1], "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
+        "max_seqlen_k": lengths[1], "dropout_p": dropout_p or None, "deterministic": deterministic or None,
+        "precision": precision,
     }  # fmt: skip
     for name, value in others.items():
         if value is not None:

@@ -65,6 +65,10 @@ def _has_key_rows(p: Problem) -> bool:
     return p.mask_mod.key_rows and not p.mask_mod.mirrored
 
 
+def _differ_in_a_group(p: Problem) -> bool:
+    return p.mask_mod.by_head and p.group_size > 1
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
     Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
@@ -78,6 +82,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("intervals", "interval masks (flashtile.masks)", lambda p: p.intervals),
     Feature("row_intervals", "interval masks by rows alone", lambda p: p.mask_mod.row_keys and not p.mask_mod.mirrored),
     Feature("key_intervals", "interval masks by columns alone", _has_key_rows),
+    Feature("head_intervals", "interval masks by head, of grouped heads", _differ_in_a_group),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),

@@ -80,6 +80,7 @@ class MaskMod:
         row_keys: Whether each row has an interval of keys.
         key_rows: Whether each key has an interval of rows.
         mirrored: Whether both are one mask, so that either will do.
+        by_head: Whether intervals differ from head to head.
     """
 
     band: Band = Band()  # noqa: RUF009
@@ -88,6 +89,7 @@ class MaskMod:
     row_keys: bool = False
     key_rows: bool = False
     mirrored: bool = False
+    by_head: bool = False
 
 
 T = TypeVar("T")
@@ -218,7 +220,8 @@ class Problem:
             t, o, sizes, (t.k, t.v),
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias),
             mask_mod=MaskMod(
-                o.band, t.attn_mask is not None, False, t.row_keys is not None, t.key_rows is not None, o.mirrored
+                o.band, t.attn_mask is not None, False, t.row_keys is not None, t.key_rows is not None, o.mirrored,
+                any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows)),
             ),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device),

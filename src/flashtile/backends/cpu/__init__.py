@@ -37,7 +37,7 @@ _CAPABILITIES = Capabilities(
         "intervals",
         "row_intervals",
     }
-    | {"key_intervals", "ordered_intervals"},
+    | {"key_intervals", "head_intervals", "ordered_intervals"},
 )
 _DECODE = dataclasses.replace(
     _CAPABILITIES, features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask"}

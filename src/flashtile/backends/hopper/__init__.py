@@ -25,7 +25,8 @@ _FORWARD = Capabilities(
     slow_if_tiny=True,
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
-    features=_BUT_BIAS_GRAD | {"bias_grad"},
+    features=_BUT_BIAS_GRAD
+    | {"bias_grad", "intervals", "row_intervals", "key_intervals", "head_intervals", "ordered_intervals"},
 )
 _BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128, features=_BUT_BIAS_GRAD)
 _DECODE = dataclasses.replace(

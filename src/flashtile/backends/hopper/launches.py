@@ -24,7 +24,7 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
         from flashtile.backends.hopper.forward import config, launch
 
         chosen = config.choose(problem, tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
-        return {"attention_forward": launch.forward_launch(problem, tensors, chosen)}
+        return launch.launches(problem, tensors, chosen)
     from flashtile.backends.hopper.backward import config as backward_config
     from flashtile.backends.hopper.backward import launch as backward_launch
 

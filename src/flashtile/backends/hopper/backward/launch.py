@@ -14,6 +14,7 @@ from flashtile.backends.gpu.device import scheduler
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
@@ -321,7 +322,7 @@ def _keys(problem: Problem, t: Tensors) -> Sequences:
 
 def _mods(problem: Problem, t: Tensors) -> Mods:
     """Those of the forward, but that products may be multiplied with a scale that is not > 0: no maximum is taken."""
-    mods = mods_of(problem, t, None, None)._replace(sinks=None, SCALE_FIRST=False)
+    mods = mods_of(problem, t, None, None, Masks())._replace(sinks=None, SCALE_FIRST=False)
     if problem.softcap > 0:
         return mods
     return mods._replace(scale_log2=problem.softmax_scale * LOG2_E.value, prescale=None)
