@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, scheduler, sequence
+from flashtile.backends.gpu.device import blocks, intervals, scheduler, sequence
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows
@@ -90,6 +90,10 @@ def _splits(
     sizes = sorted({-(-group_size // count) for count in range(1, group_size + 1)}, reverse=True)
     best = min(sizes, key=time_us)
     return -(-group_size // best) if time_us(best) < 0.95 * time_us(group_size) else 1
+
+
+# Keys for which there are bounds of intervals.
+BOUNDS_BLOCK = gl.constexpr(64)
 
 
 @triton.jit
@@ -195,8 +199,19 @@ def next_tile(grid):
     key = block * grid.tiles.KEYS
     last = gl.minimum(key + grid.tiles.KEYS, seqlen_k) - 1
     m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.BLOCK_M)
+    if grid.call.mods.band.bounds is not None:
+        inner = bounds_of(b, head, key, grid, grid.tiles.KEYS // BOUNDS_BLOCK)
+        m_min, _, _, m_max = intervals.narrowed(m_min, m_min, m_max, m_max, inner, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
     return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
+
+
+@gluon.jit
+def bounds_of(b, head, key, grid, COUNT: gl.constexpr):
+    """The rows that keep keys from ``key`` on, of COUNT entries: ``intervals.bounds_of``."""
+    first, _ = query_heads(head, grid)
+    entry, exists = key // BOUNDS_BLOCK, b < grid.call.keys.count
+    return intervals.bounds_of(grid.call.mods.band.bounds, b, first, entry, exists, COUNT)
 
 
 @gluon.jit
