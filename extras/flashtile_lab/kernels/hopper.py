@@ -15,7 +15,7 @@ from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
-_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
+_BACKWARD = ("interval_bounds", "prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
 _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 

@@ -99,8 +99,8 @@ def flash_attn_func(
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
     _check_features((qv,), sm_margin, num_splits, pack_gqa)
-    keywords = _keywords(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, return_attn_probs)
-    return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords)
+    given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
+    return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given)
 
 
 def flash_attn_qkvpacked_func(
@@ -125,9 +125,9 @@ def flash_attn_qkvpacked_func(
     """
     _check_features((None,), sm_margin)
     q, k, v = split_qkv(qkv, num_heads_q)
-    keywords = _keywords(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, return_attn_probs)
+    given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     with names(q="qkv", k="qkv", v="qkv"):
-        return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords)
+        return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given)
 
 
 def flash_attn_varlen_func(
@@ -174,7 +174,7 @@ def flash_attn_varlen_func(
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
     _check_features((qv,), sm_margin, num_splits, pack_gqa)
-    keywords = _keywords(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, return_attn_probs)
+    given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     order = None
     if seqused_q is not None:
         order, cu_seqlens_q = used_first("q", q, cu_seqlens_q, seqused_q)
@@ -185,7 +185,7 @@ def flash_attn_varlen_func(
             raise InvalidInputError("v", f"total_k is {v.shape[0]}, but k has {k.shape[0]}")
         k, v = _descaled.chosen(k, order_k), _descaled.chosen(v, order_k)
     packed = cu_seqlens_q, cu_seqlens_k, length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
-    found = _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords, packed)
+    found = _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given, packed)
     if order is None:
         return found
     back = torch.argsort(order)
@@ -315,8 +315,7 @@ def flash_attn_with_kvcache(
     )
     if not return_softmax_lse:
         return found
-    out, lse = found
-    return out, lse, lse.new_empty(0), lse.new_empty(0)
+    return *found, found[1].new_empty(0), found[1].new_empty(0)
 
 
 def get_scheduler_metadata(
@@ -380,25 +379,19 @@ def _check_features(
     if integer("sm_margin", sm_margin) != 0:
         raise UnsupportedError(f"sm_margin: must be 0, is {sm_margin}: kernels here use all multiprocessors")
     integer("num_splits", num_splits)
-    if pack_gqa is not None:
-        flag("pack_gqa", pack_gqa)
+    flag("pack_gqa", pack_gqa is not None and pack_gqa)
 
 
 def _keywords(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    attention_chunk: int,
-    softcap: float,
-    deterministic: bool,
+    softmax_scale: float | None, causal: bool, bounds: tuple[Window, int], softcap: float, deterministic: bool,
     probs: bool,
-) -> dict[str, Any]:
-    """The keywords of flashtile's own functions."""
+) -> dict[str, Any]:  # fmt: skip
+    """The keywords of flashtile's own functions; bounds: window_size and attention_chunk."""
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,
-        "window_size": window(window_size),
-        "attention_chunk": chunk_of(attention_chunk),
+        "window_size": window(bounds[0]),
+        "attention_chunk": chunk_of(bounds[1]),
         "softcap": softcap,
         "deterministic": deterministic,
         "return_lse": flag("return_attn_probs", probs),

@@ -28,7 +28,9 @@ _FORWARD = Capabilities(
     features=_BUT_BIAS_GRAD
     | {"bias_grad", "intervals", "row_intervals", "key_intervals", "head_intervals", "ordered_intervals"},
 )
-_BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128, features=_BUT_BIAS_GRAD | {"intervals", "row_intervals", "key_intervals"})
+_BACKWARD = dataclasses.replace(
+    _FORWARD, chain_rows=128, features=_BUT_BIAS_GRAD | {"intervals", "row_intervals", "key_intervals"}
+)
 _DECODE = dataclasses.replace(
     _FORWARD, head_dim_multiple=1, slow_if_tiny=False,
     features=_COMMON | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "tree_mask"},

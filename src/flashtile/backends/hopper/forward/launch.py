@@ -133,12 +133,14 @@ def forward_launch(
     q_cols = configs.narrowest(config.block_d)
     q_map = tensor_maps.rows_map("q", t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
     q, k, v = rows_of(q_map, config.block_d), rows_of(k_map, config.block_d), rows_of(v_map, config.block_dv)
-    score_maps = (
+    bias_map, mask_map = (
         tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
         for each in (t.attn_bias, t.attn_mask)
     )
     arguments = {
-        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), mods_of(p, t, *score_maps, masks_of(p, t, _OF_ROWS))),
+        "call": call_of(
+            p, t, (q, k, v), keys_of(p, t, cache), mods_of(p, t, bias_map, mask_map, masks_of(p, t, _OF_ROWS))
+        ),
         "output": output_of(p, out_map, config.block_dv, is_joined),
         "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
     }
