@@ -95,7 +95,7 @@ class Tensors:
     key_rows: Annotated[
         Tensor | None, Argument("Rows of each key.", _KEY_ROWS, INT32, broadcasts=True, keyword="block_mask")
     ] = None
-    # No public function takes them: ``masks.Origin``.
+    # No public function takes them: ``core.masks.Origin``.
     origins: Annotated[Tensor | None, Argument("Parts of sequences.", "batch origin", INT32)] = None
 
 

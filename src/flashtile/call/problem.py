@@ -135,7 +135,7 @@ class Problem:
         score_mod: The modifications of the scaled scores.
         mask_mod: Which pairs are kept.
         sinks: Whether sinks are given.
-        origins: Whether packed sequences are parts of longer ones (``masks.Origin``).
+        origins: Whether packed sequences are parts of longer ones (``core.masks.Origin``).
         dropout_p: Probability of dropping, 0 for none.
         deterministic: Whether the backward must be bitwise repeatable.
         grads: Which tensors need a gradient; none if no backward will follow.

@@ -263,7 +263,7 @@ def alibi(scores, slope, at):
 
 @triton.jit
 def slope_of_part(parts, at):
-    """The ``PartSlope`` of ``Alibi``, origins (``masks.Origin``) and the number of sequences."""
+    """The ``PartSlope`` of ``Alibi``, origins (``core.masks.Origin``) and the number of sequences."""
     slopes, origins_ptr, num_sequences = parts
     exists, origin = at.b < num_sequences, origins_ptr + at.b * 6
     slope = tl.load(slopes.ptr + at.b * slopes.stride_b + at.h, mask=exists, other=0.0).to(tl.float32)
