@@ -242,8 +242,10 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     sizes = {"b": case.batch, "h": case.heads, "q": longest_q, "k": longest_k}
     keywords: dict[str, Any] = dict(
         causal=case.causal, window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
-        dropout_p=case.dropout, deterministic=case.deterministic, attention_chunk=case.chunk,
+        dropout_p=case.dropout, deterministic=case.deterministic,
     )  # fmt: skip
+    if case.chunk is not None:
+        keywords["attention_chunk"] = case.chunk
     if case.alibi:
         keywords["alibi_slopes"] = torch.rand(*(sizes[x] for x in case.alibi), generator=make, device=device)
     if case.mask is not None:

@@ -131,7 +131,8 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
         first = "cache_seqlens" if function.endswith("kvcache") else "causal"
         return TypeError(f"{function}() got a position too many, {shown(more[0])}: give {first} and the rest by name")
     name = next(iter(unknown))
-    near = difflib.get_close_matches(name, {**Keywords.__annotations__, **CacheKeywords.__annotations__}, 1)
+    others = {*Keywords.__annotations__, *CacheKeywords.__annotations__} - {name}
+    near = difflib.get_close_matches(name, sorted(others), 1)
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else f", did you mean {near[0]}?" if near else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
