@@ -20,7 +20,9 @@ from flashtile import InvalidInputError, UnsupportedError, reference
 from flashtile.call.arguments import Grads, band_of
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, Tensors
+from flashtile.masks import Intervals
 from flashtile.ops import dispatch
+from tests.intervals import drawn_mask
 from tests.poison import poisoned_memory
 from tests.rule import Yardstick, assert_close
 
@@ -32,7 +34,7 @@ class Case:
     ``lengths`` packs sequences of (seqlen_q, seqlen_k); ``spare`` rows follow the last one. ``trimmed``: leading ones
     of the shapes of mask and bias are left out. ``wanted`` names what alone requires a gradient, by first letters; None
     for all that have one. ``dout`` says how out's gradient lies in memory. ``out``: a packed call is given one, "whole"
-    or a "part" of a wider tensor; nothing requires a gradient then.
+    or a "part" of a wider tensor; nothing requires a gradient then. ``intervals`` is a kind of ``tests.intervals``.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Case:
     wanted: str | None = None
     out: str = ""
     dout: str = "contiguous"
+    chunk: int | None = None
+    intervals: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -80,6 +84,20 @@ _FEATURES = (
     Case("window_one", window=(0, 0)),
     Case("window_causal", window=(6, 2), causal=True),
     Case("window_wide", window=(500, 500)),
+    Case("chunk", chunk=10),
+    Case("chunk_causal", chunk=16, causal=True),
+    Case("chunk_window", chunk=13, window=(9, 2), seqlen_k=44),
+    Case("chunk_of_one", chunk=1),
+    Case("chunk_of_all", chunk=10**9, causal=True),
+    Case("documents", intervals="documents"),
+    Case("documents_causal", intervals="documents", causal=True, batch=3, kv_heads=1),
+    Case("prefix", intervals="prefix", seqlen_k=45),
+    Case("row_intervals", intervals="rows"),
+    Case("row_intervals_window", intervals="rows of heads", window=(15, 3), softcap=2.0),
+    Case("column_intervals", intervals="columns", causal=True),
+    Case("column_intervals_of_heads", intervals="columns of heads", heads=4, kv_heads=2, sinks=True),
+    Case("both_intervals", intervals="both", mask="bqk", bias="hqk", dropout=0.2, lse_grad=True),
+    Case("intervals_chunk", intervals="documents and rows", chunk=9, alibi="h"),
     Case("softcap", softcap=2.0),
     Case("alibi", alibi="h"),
     Case("alibi_batch", alibi="bh", causal=True),
@@ -113,6 +131,8 @@ _SHAPES = (
     Case("more_keys_causal", seqlen_q=19, seqlen_k=47, causal=True),
     Case("more_rows_causal", seqlen_q=47, seqlen_k=19, causal=True),
     Case("more_rows_window", seqlen_q=47, seqlen_k=19, window=(4, 2)),
+    Case("more_rows_chunk", seqlen_q=47, seqlen_k=19, chunk=8),
+    Case("more_keys_chunk", seqlen_q=19, seqlen_k=47, chunk=11, heads=4, kv_heads=2),
     Case("more_keys_window", seqlen_q=19, seqlen_k=47, window=(3, 0)),
     Case("group", heads=4, kv_heads=2),
     Case("group_causal", heads=6, kv_heads=2, causal=True, seqlen_k=44),
@@ -142,6 +162,11 @@ _PACKED = (
     Case("varlen_causal", lengths=((13, 21), (30, 7), (17, 17)), causal=True, say_longest=False),
     Case("varlen_empty", lengths=((0, 5), (7, 0), (0, 0), (11, 11)), causal=True, sinks=True),
     Case("varlen_window", lengths=((40, 40), (9, 33)), window=(6, 3), heads=4, kv_heads=2),
+    Case("varlen_chunk", lengths=((40, 40), (9, 33), (21, 7)), chunk=12, causal=True, heads=4, kv_heads=2),
+    Case("varlen_chunk_both_ways", lengths=((30, 41), (33, 33)), chunk=17, spare=3),
+    Case("varlen_ordered", lengths=((20, 20), (9, 9)), intervals="documents", deterministic=True),
+    Case("varlen_documents", lengths=((40, 40), (9, 9), (21, 21)), intervals="documents", kv_heads=1, causal=True),
+    Case("varlen_intervals", lengths=((30, 41), (0, 3), (33, 20)), intervals="both", spare=3, sinks=True),
     Case("varlen_no_keys_lse_grad", lengths=((9, 0), (5, 0)), spare=3, sinks=True, lse_grad=True),
     Case("varlen_spare", lengths=((8, 8), (15, 15)), spare=5, causal=True, sinks=True, lse_grad=True),
     Case("varlen_features", lengths=((13, 21), (30, 18)), alibi="bh", softcap=4.0, bias="bhqk", mask="bqk", dropout=0.2,
@@ -231,6 +256,8 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         causal=case.causal, window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
         dropout_p=case.dropout, deterministic=case.deterministic,
     )  # fmt: skip
+    if case.chunk is not None:
+        keywords["attention_chunk"] = case.chunk
     if case.alibi:
         keywords["alibi_slopes"] = torch.rand(*(sizes[x] for x in case.alibi), generator=make, device=device)
     if case.mask is not None:
@@ -244,6 +271,11 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         keywords["attn_bias"] = (_trimmed(bias) if case.trimmed else bias).detach()
         if case.bias_grad:
             leaves["bias"] = keywords["attn_bias"].requires_grad_()
+    if case.intervals:
+        lengths = (*zip(*case.lengths, strict=True),) if case.lengths else ((case.seqlen_q,), (case.seqlen_k,))
+        keywords["block_mask"] = drawn_mask(
+            case.intervals, (case.batch, case.heads), *(max(each, default=0) for each in lengths), make, device
+        )
     if case.sinks:
         leaves["sinks"] = keywords["sinks"] = normal(case.heads).requires_grad_()
     cu_seqlens: list[Tensor | None] = [None, None]
@@ -258,20 +290,22 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     if case.wanted is not None:
         leaves = {name: x for name, x in leaves.items() if x.requires_grad_(name[0] in case.wanted).requires_grad}
     features = (keywords.get(name) for name in ("alibi_slopes", "attn_mask", "attn_bias", "sinks"))
-    tensors = Tensors(data["q"], data["k"], data["v"], *features, *cu_seqlens, rng_state)
+    made = keywords.get("block_mask", Intervals(None, None))
+    tensors = Tensors(data["q"], data["k"], data["v"], *features, *cu_seqlens, rng_state, made.row_keys, made.key_rows)
     # Tensors strided in the last dimension are copied before a backend is chosen.
     read = tensors
     if case.layout == "last_dim_strided":
         read = replace(tensors, **{name: data[name].contiguous() for name in "qkv"})
     problem = Problem.build(
         read,
-        band_of(case.causal, case.window),
+        replace(band_of(case.causal, case.window), chunk=case.chunk),
         softmax_scale=case.scale,
         softcap=case.softcap,
         dropout_p=case.dropout,
         max_seqlen_q=longest_q if packed else None,
         max_seqlen_k=longest_k if packed else None,
         deterministic=case.deterministic,
+        mirrored=made.mirrored,
     ).but(grads=Grads(*(name in leaves for name in ("q", "k", "v", "bias", "sinks"))))
     return Call(case, problem, tensors, keywords, leaves)
 

@@ -103,7 +103,7 @@ def test_results_are_the_same_within_and_afterwards(name: str, dtype: torch.dtyp
 def test_tensors_cached_in_inference_mode_can_be_saved_for_a_backward() -> None:
     forget_tiles()
     with torch.inference_mode():
-        tile, bias = plan._band_tile(Band(5, 3), 0, 7, 9), plan._band_bias(Band(5, 3), 0, 7, 9, torch.float32)
+        tile, bias = plan._band_tile(Band(5, 3), 0, 7, 0, 9), plan._band_bias(Band(5, 3), 0, 7, 0, 9, torch.float32)
     scores = torch.ones(7, 9, requires_grad=True)
     torch.where(tile, scores * bias.exp(), 0.0).sum().backward()
     assert torch.equal(scores.grad, tile[0, 0].float())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError
+from flashtile import InvalidInputError, UnsupportedError, masks
 from flashtile.api.keywords import CacheKeywords, Keywords
 from flashtile.call import problem
 from flashtile.call.problem import Problem, Tensors
@@ -64,6 +64,15 @@ BAD = {
     "dropout text": ("dropout_p", call(dropout_p="a")),
     "softcap negative": ("softcap", call(softcap=-1.0)),
     "softcap infinite": ("softcap", call(softcap=float("inf"))),
+    "block_mask a tensor": ("block_mask", call(block_mask=torch.ones(4, 6) > 0)),
+    "block_mask of other rows": ("block_mask", call(block_mask=masks.rows(0, torch.ones(7, dtype=torch.int32)))),
+    "block_mask of other keys": ("block_mask", call(block_mask=masks.columns(0, torch.ones(6, dtype=torch.int32)))),
+    "block_mask elsewhere": ("block_mask", call(block_mask=masks.chunks(3, 5, seqlen_k=7).to("meta"))),
+    "attention_chunk negative": ("attention_chunk", call(attention_chunk=-1)),
+    "attention_chunk a bool": ("attention_chunk", call(attention_chunk=True)),
+    "attention_chunk False": ("attention_chunk", call(attention_chunk=False)),
+    "attention_chunk a float": ("attention_chunk", call(attention_chunk=8.0)),
+    "attention_chunk past an int32": ("attention_chunk", call(attention_chunk=2**31)),
     "scale nan": ("softmax_scale", call(softmax_scale=float("nan"))),
     "scale tensor": ("softmax_scale", call(softmax_scale=torch.tensor(1.0))),
     "scale of 401 digits": ("softmax_scale", call(softmax_scale=10**400)),

@@ -79,6 +79,10 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
         x = x[:, :, :num_rows] if x.shape[2] > 1 else x
         return x[..., :num_keys] if x.shape[3] > 1 else x
 
+    def first(x: Tensor | None, count: int) -> Tensor | None:
+        x = x if x is None or x.shape[0] == 1 else x[b : b + 1]
+        return x if x is None or x.shape[2] == 1 else x[:, :, :count]
+
     slopes = t.alibi_slopes
     return Tensors(
         t.q[None, rows],
@@ -89,6 +93,8 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
         corner(t.attn_bias),
         t.sinks,
         rng_state=t.rng_state,
+        row_keys=first(t.row_keys, num_rows),
+        key_rows=first(t.key_rows, num_keys),
     )
 
 
@@ -118,6 +124,12 @@ def _dense(
         keep = _of_tree(p, tree, seqlen_k)[1].expand(scores.shape)
     if t.attn_mask is not None:
         keep = keep & t.attn_mask
+    if t.row_keys is not None:
+        j = torch.arange(seqlen_k, device=device)
+        keep = keep & (t.row_keys[..., :1] <= j) & (j < t.row_keys[..., 1:])
+    if t.key_rows is not None:
+        i = torch.arange(seqlen_q, device=device)[:, None]
+        keep = keep & (t.key_rows[..., None, :, 0] <= i) & (i < t.key_rows[..., None, :, 1])
     scores = torch.where(keep, scores, -torch.inf)  # rule 10: select, so that NaN from q or k affects kept pairs only
 
     lse = _logsumexp(scores, t.sinks)  # rule 6
@@ -270,7 +282,7 @@ def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
 
 def _band(problem: Problem, t: CacheTensors, b: int) -> Band:
     """Rule 5: causal by sequence where ``causal`` is a tensor."""
-    return problem.band if t.causal is None or not t.causal[b] else Band(problem.band.left, 0)
+    return problem.band if t.causal is None or not t.causal[b] else replace(problem.band, right=0)
 
 
 def _slot(t: CacheTensors, slot: Tensor) -> tuple[int, int] | None:

@@ -29,7 +29,8 @@ from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 
-WITHOUT_SCORE_TENSORS = [case for case in CASES if case.mask is None and case.bias is None]
+PLAIN = (None, 0.0, 0.0, False, None, None, False)
+WITHOUT_SCORE_TENSORS = [case for case in CASES if case.mask is None and case.bias is None and not case.intervals]
 
 
 def _longer(case: Case, more: int = 1) -> Case:
@@ -46,7 +47,7 @@ def _call(case: Case) -> tuple[Tensors, Options]:
     t, lengths = call.tensors, (None, None)
     if case.lengths and case.say_longest:
         lengths = (call.problem.seqlen_q, call.problem.seqlen_k)
-    plain = (case.scale, case.softcap, case.dropout, False, None)
+    plain = (case.scale, case.softcap, case.dropout, False, None, case.chunk, False)
     return ops.REGULAR.readable(t), read(t, case.causal, case.window, False, plain, lengths)
 
 
@@ -77,7 +78,8 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
     tensors, _ = _call(next(case for case in CASES if case.name == "varlen"))
     like = Options(max_seqlen_q=30, max_seqlen_k=30)
     others = dict(window_left=3, window_right=0, max_seqlen_q=31, max_seqlen_k=None, grads=Grads(True),
-                  softmax_scale=2.0, softcap=1.0, dropout_p=0.5, deterministic=True, backend="portable")  # fmt: skip
+                  softmax_scale=2.0, softcap=1.0, dropout_p=0.5, deterministic=True, backend="portable",
+                  attention_chunk=5, mirrored=True)  # fmt: skip
     assert set(others) == set(OPTIONS), "a new option: is it part of the family?"
     for name, value in others.items():
         other = dataclasses.replace(like, **{name: value})
@@ -94,6 +96,8 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
         "cu_seqlens_q",
         "cu_seqlens_k",
         "rng_state",
+        "row_keys",
+        "key_rows",
         "origins",
     }
     assert set(TENSORS) == seen, "a new tensor: what of it is part of the family?"
@@ -227,7 +231,7 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
         q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
         out = flashtile.attention(q, k, v, **keywords)
         want = flashtile.reference.attention(
-            Problem.of(Tensors(q, k, v), read(Tensors(q, k, v), False, None, False, (None, 0.0, 0.0, False, None))),
+            Problem.of(Tensors(q, k, v), read(Tensors(q, k, v), False, None, False, PLAIN)),
             Tensors(q, k, v),
         )[0]
         torch.testing.assert_close(out, want)
@@ -265,6 +269,6 @@ def test_tiny_dense_calls_are_a_family_of_their_own_and_go_past_the_wide_tiles(d
 
     def family(seqlen_q: int, seqlen_k: int) -> object:
         q, k = (torch.empty(2, n, 4, 64, dtype=torch.float16) for n in (seqlen_q, seqlen_k))
-        return family_of(Tensors(q, k, k), read(Tensors(q, k, k), False, None, False, (None, 0.0, 0.0, False, None)))
+        return family_of(Tensors(q, k, k), read(Tensors(q, k, k), False, None, False, PLAIN))
 
     assert family(49, 64) == family(64, 1) != family(65, 64) == family(64, 65) == family(999, 3)

@@ -22,7 +22,7 @@ def test_the_table_uses_every_feature() -> None:
     problems = [build(case, torch.float32).problem for case in CASES]
     used = {f.name for f in FEATURES if any(f.used(p) for p in problems)}
     regular = {f.name for f in FEATURES if "forward" in f.directions}
-    alone = {"deterministic", "unaligned", "origins"}
+    alone = {"unaligned", "origins"}
     assert used == regular - alone, "those of caches are in tests/kvcache, origins in tests/test_origins.py"
 
 

@@ -277,9 +277,31 @@ def test_bad_calls_name_their_argument(case: str) -> None:
     assert caught.value.argument == argument
 
 
-@pytest.mark.parametrize("name", ["qv", "attention_chunk", "sm_margin"])
+def test_chunks_are_those_of_attention() -> None:
+    q = torch.randn(2, 19, 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 23, 2, 8, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    p, j = torch.arange(19)[:, None] + 4, torch.arange(23)
+    for causal in (False, True):
+        keep = (p // 6 == j // 6) & ((j <= p) | (not causal))
+        want = flashtile.attention(q, k, v, attn_mask=keep)
+        got = fa3.flash_attn_func(q, k, v, causal=causal, attention_chunk=6)
+        torch.testing.assert_close(got, want)
+        grads = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want))
+        for mine, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        cached = fa3.flash_attn_with_kvcache(q.detach(), k.detach(), v.detach(), causal=causal, attention_chunk=6)
+        torch.testing.assert_close(cached, want.detach())
+        bounds = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (19, 23)]
+        packed = fa3.flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q, k, v)), *bounds, 19, 23, causal=causal, attention_chunk=6
+        )
+        torch.testing.assert_close(packed.view_as(want), want)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, attention_chunk=-1), fa3.flash_attn_func(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["qv", "sm_margin"])
 def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
-    value = 3 if name in ("attention_chunk", "sm_margin") else torch.ones(1, 2)
+    value = 3 if name == "sm_margin" else torch.ones(1, 2)
     with pytest.raises(UnsupportedError, match=f"^{name}: "):
         fa3.flash_attn_func(Q, Q, Q, **{name: value})
     with pytest.raises(UnsupportedError, match=f"^{name}: "):

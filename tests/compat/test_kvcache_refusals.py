@@ -97,13 +97,9 @@ def test_bad_calls_name_their_argument(case: str) -> None:
     assert caught.value.argument == argument
 
 
-@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"])
+@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale"])
 def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
-    value = 3 if name == "attention_chunk" else torch.ones(3, 2)
     with pytest.raises(UnsupportedError, match=f"^{name}: "):
-        third(**{name: value})
-    if name == "attention_chunk":
-        with pytest.raises(UnsupportedError, match=f"^{name}: "):
-            plan(attention_chunk=3)
+        third(**{name: torch.ones(3, 2)})
     with pytest.raises(UnsupportedError, match="^dropout_p: "):
         varlen(dropout_p=0.1)

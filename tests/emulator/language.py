@@ -340,6 +340,7 @@ class Language:
             "fma": lambda a, b, c: a * b + c,
             "cdiv": lambda a, b: (a + b - 1) // b,
             "max": _reduce(_reduced_max),
+            "min": _reduce(lambda data, dim: -_reduced_max(-data, dim)),
             "sum": _reduce(_sum),
             "arange": lambda start, stop, layout=None: Value(torch.arange(start, stop, dtype=torch.int32)),
             "full": _full,

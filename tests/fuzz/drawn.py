@@ -15,6 +15,7 @@ import torch
 
 from flashtile.call.cached_arguments import MOST_TREE_ROWS
 from tests.cases import Case
+from tests.intervals import KINDS as INTERVALS
 from tests.kvcache.cases import CacheCase
 from tests.quantization.cases import QuantizedCase
 from tests.quantization.quantizer import Case as QuantizerCase
@@ -125,6 +126,10 @@ class Draw:
         window = (self.pick(*bound), self.pick(*bound)) if self.chance() else None
         return {"causal": self.chance(0.5), "window": window}
 
+    def chunk(self) -> int:
+        """Keys of a chunk: as many as a tile has, more and fewer, sometimes more than there are."""
+        return self.pick(1, 16, 63, 64, 128, 130, self.upto(self.sizes.longest, 1), 10**9)
+
     def scores(self) -> dict[str, Any]:
         """Scale and softcap."""
         return {
@@ -183,6 +188,8 @@ def _plain(d: Draw, name: str) -> Case:
         **d.band(),
         **d.scores(),
     )
+    case = replace(case, chunk=d.chunk() if d.chance(0.2) else None)
+    case = replace(case, intervals=d.pick(*INTERVALS) if d.chance(0.2) else "")
     return replace(case, out=d.pick("whole", "part"), wanted="") if packed and d.chance(0.1) else case
 
 
@@ -197,7 +204,8 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
         mask=None if case.mask is None or packed else d.pick("bqk", "hqk", "qk"),
         bias=None if case.bias is None or packed else d.pick("bhqk", "hk", "hqk"),
         bias_grad=False, trimmed=False, alibi="h" if case.alibi and not packed else "", dropout=0.0, wanted=None,
-        out="", deterministic=False, bias_float=False, layout="contiguous", sinks=case.sinks and len(cuts) > 0,
+        chunk=None, intervals="", out="", deterministic=False, bias_float=False, layout="contiguous",
+        sinks=case.sinks and len(cuts) > 0,
         # Sums over more rows, cut elsewhere, differ in more than their last bits.
         heads=case.kv_heads * min(case.heads // case.kv_heads, 4),
         scale=None if case.scale in (0.2, 1.0) else case.scale,
@@ -253,7 +261,8 @@ def _cached(d: Draw, name: str) -> CacheCase:
     case = replace(case, slots=d.pick("own", "some", "anywhere")) if appends and d.chance() else case
     case = replace(case, ragged=d.pick("pages", "bound")) if paged and d.chance() else case
     case = replace(case, e5m2=True) if case.float8 and d.chance() else case
-    return replace(case, causal_each=True) if not case.tree and d.chance(0.2) else case
+    case = replace(case, causal_each=True) if not case.tree and d.chance(0.2) else case
+    return replace(case, chunk=d.chunk() if not case.tree and d.chance(0.2) else None)
 
 
 def _with_trees(d: Draw, case: CacheCase) -> CacheCase:
@@ -367,6 +376,9 @@ _KINDS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"bias": "hqk"},
     {"mask": "bhqk", "causal": True},
     {"sinks": True, "dropout": 0.1},
+    {"intervals": "documents", "causal": True},
+    {"intervals": "both"},
+    {"chunk": 300, "causal": True},
     {"lengths": ((1000, 1000), (513, 700)), "name": "varlen", "causal": True},
 )
 

@@ -549,6 +549,23 @@ def test_chunks_are_not_windows() -> None:
     assert type(made) is Tensor and torch.equal(made, want[None, None])
 
 
+def test_chunks_are_handed_on_where_the_first_key_begins_one() -> None:
+    config = hf.Llama4TextConfig(attention_chunk_size=4, attn_implementation=enable())
+    given = dict(config=config, inputs_embeds=torch.empty(2, 9, 8), past_key_values=None)
+    rows = torch.arange(9)
+    want = ((rows[:, None] >= rows) & (rows[:, None] // 4 == rows // 4)).expand(2, 1, 9, 9)
+    made = create_chunked_causal_mask(**given, attention_mask=None)
+    assert isinstance(made, LazyMask) and made.chunk == 4 and made.window is None and made.causal
+    assert torch.equal(made.dense(), want) and torch.equal(run(made, 9, 9), run(want, 9, 9))
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[1, 6:] = False
+    behind = create_chunked_causal_mask(**given, attention_mask=padding)
+    assert isinstance(behind, LazyMask) and behind.chunk == 4
+    assert torch.equal(run(behind, 9, 9)[1, :6], run(want, 9, 9)[1, :6])
+    padding[1] = padding[1].flip(0)  # chunks of the second row begin after its padding
+    assert type(create_chunked_causal_mask(**given, attention_mask=padding)) is Tensor
+
+
 def test_lazy_masks_move() -> None:
     keys = torch.ones(1, 9, dtype=torch.bool)
     keys[0, 7:] = False

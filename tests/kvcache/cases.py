@@ -57,6 +57,7 @@ class CacheCase:
             "anywhere", some of them where no sequence looks; "" without it.
         ragged: Whether pages are a list of all sequences' in place of a table; "bound" with max_seqlen_k.
         causal_each: Whether causal is a tensor, true of every other sequence.
+        chunk: attention_chunk.
     """
 
     name: str
@@ -95,6 +96,7 @@ class CacheCase:
     slots: str = ""
     causal_each: bool = False
     ragged: str = ""
+    chunk: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -117,6 +119,10 @@ _DENSE = (
     CacheCase("window_both", _same(37, 70, rows=5), causal=False, window=(6, 2)),
     CacheCase("window_right", _same(37, 70, rows=5), causal=False, window=(None, 1)),
     CacheCase("window_one", _same(37, 70, rows=5), window=(0, 0)),
+    CacheCase("chunk_of_keys", _same(37, 70, 9, rows=3), chunk=16),
+    CacheCase("chunk_both_ways", _same(37, 70, rows=13), causal=False, chunk=11),
+    CacheCase("chunk_leftpad", _same(37, 70, 64, rows=5), chunk=10, leftpad=(11, 0, 63)),
+    CacheCase("chunk_window", _same(37, 70, 5, rows=30), chunk=24, window=(9, -1), heads=4, kv_heads=1),
     CacheCase("softcap", _same(37, 5, rows=2), softcap=2.0),
     CacheCase("scale", _same(37, 5, rows=2), scale=0.3),
     CacheCase("alibi", _same(37, 5, rows=3), alibi="h"),
@@ -400,6 +406,8 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
         window_size=case.window, softmax_scale=case.scale, softcap=case.softcap,
         rotary_interleaved=case.interleaved,
     )  # fmt: skip
+    if case.chunk is not None:
+        keywords["attention_chunk"] = case.chunk
     return _call(case, given, keywords)
 
 
@@ -427,13 +435,9 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
     if tensors["tree_mask"] is not None:
         tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
     plain = (
-        keywords.get("max_seqlen_q"),
-        keywords.get("max_seqlen_k"),
-        case.scale,
-        case.softcap,
-        case.interleaved,
-        None,
-    )
+        keywords.get("max_seqlen_q"), keywords.get("max_seqlen_k"), case.scale, case.softcap, case.interleaved, None,
+        case.chunk,
+    )  # fmt: skip
     made = CacheTensors(**tensors)
     return CacheCall(case, problem_of(made, read(of_all, case.window, True, plain)), made, keywords)
 

@@ -38,13 +38,9 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     for cache in (tensors.k_cache, tensors.v_cache):
         cache.nan_to_num_(0.0, 0.0, 0.0)
     plain = (
-        call.keywords.get("max_seqlen_q"),
-        call.keywords.get("max_seqlen_k"),
-        case.scale,
-        case.softcap,
-        case.interleaved,
-        None,
-    )
+        call.keywords.get("max_seqlen_q"), call.keywords.get("max_seqlen_k"), case.scale, case.softcap,
+        case.interleaved, None, case.chunk,
+    )  # fmt: skip
     return CACHED.flatten(tensors, read(case.causal and not case.causal_each, case.window, True, plain))
 
 

@@ -167,6 +167,8 @@ def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:
         "alibi": p.alibi,
         "mask": p.mask,
         "tree": p.tree,
+        "row intervals": p.mask_mod.row_keys,
+        "key intervals": p.mask_mod.key_rows,
         "bias": p.bias_dtype is not None,
         "sinks": p.sinks,
         "dropout": p.dropout_p > 0,

@@ -10,12 +10,12 @@ from flashtile.backends.gpu.described import described_quantized, described_tens
 from flashtile.backends.hopper.launches import launches
 from flashtile.call.arguments import FLOAT8, Grads
 from flashtile.call.backend import Direction
-from flashtile.call.problem import Precision, Problem, described
+from flashtile.call.problem import MaskMod, Precision, Problem, described
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
-_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
+_BACKWARD = ("interval_bounds", "prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
 _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
@@ -31,7 +31,7 @@ def builds(arch: str) -> list[KernelBuild]:
     forwards = _forward_problems() + _big_problems()
     made = [build for problem in forwards for build in builds_of(problem, "forward")] + _joining_builds()
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
-    made += _adding_builds()
+    made += _adding_builds() + _interval_builds()
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
     rows.append(_problem(192, _FULL, head_dim_v=128))
@@ -40,6 +40,25 @@ def builds(arch: str) -> list[KernelBuild]:
     made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("gqa_splits",))[1::2]]
     made += _decode_builds()
     return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
+
+
+def _interval_builds() -> list[KernelBuild]:
+    """Interval masks in both forms, and of one that both kernels have to read in the other form."""
+    either, apart = MaskMod(_CAUSAL, row_keys=True, key_rows=True, mirrored=True), MaskMod(row_keys=True, key_rows=True)
+    made: list[KernelBuild] = []
+    for dim, mask, varlen in (
+        (128, either, False),
+        (64, either, True),
+        (256, either, False),
+        (128, apart, False),
+        (64, apart, False),
+    ):
+        problem = _problem(dim, _FULL, varlen=varlen, mask_mod=mask)
+        made += builds_of(problem, "forward")
+        made += [
+            each for each in builds_of(problem, "backward") if each.name in ("interval_bounds", "attention_backward")
+        ]
+    return made
 
 
 def _decode_builds() -> list[KernelBuild]:
@@ -250,8 +269,11 @@ def _is_new_triton() -> bool:
 def _forward_limit(problem: Problem) -> int:
     """No spill; on Triton 3.9 32 to 64 bytes where a window meets every feature (measured 2026-11-20).
 
-    With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23).
+    With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23). With
+    intervals of keys up to 232 in blocks that they cut, none with those of rows (2026-11-26).
     """
+    if problem.mask_mod.key_rows and not problem.mask_mod.mirrored:
+        return 256
     has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
     return (160 if problem.head_dim == 160 else 64) if has_mods or _is_new_triton() else 0
 
@@ -270,8 +292,10 @@ def _backward_limit(problem: Problem) -> int:
 
     dk, dv and two blocks of scores take 192 of the 240 registers. Measured (2026-11-22), Triton 3.7.1: at most 40 bytes
     up to head_dim 192; at 256 with bias and mask up to 168. Triton 3.9.0: up to 88 at 64, up to 14 instructions of a
-    loop; 128 at 128 with a softcap.
+    loop; 128 at 128 with a softcap. With intervals of rows up to 112, on 3.9.0 168 (2026-11-26).
     """
+    if problem.mask_mod.row_keys and not problem.mask_mod.mirrored:
+        return 192
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     has_softcap = problem.softcap > 0 and 64 < problem.head_dim <= 128
     usual = 192 if reads_score_tensors and problem.head_dim > 192 else 128 if has_softcap else 64

@@ -10,7 +10,7 @@ from flashtile.backends.gpu.described import described_quantized, described_tens
 from flashtile.backends.portable.launches import launches
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Direction
-from flashtile.call.problem import Precision, Problem, described
+from flashtile.call.problem import MaskMod, Precision, Problem, described
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import ARCHS, KernelBuild, kernel_builds
 
@@ -40,6 +40,9 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 64, _FULL, mask=True, bias_dtype=torch.bfloat16, bias_grad=True, sinks=True),
         _problem(arch, 64, _CAUSAL, softcap=30.0, alibi=True, dropout_p=0.1),
         _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
+        _problem(arch, 128, Band(None, 0, 512), varlen=True),
+        _problem(arch, 128, _FULL, mask_mod=MaskMod(_CAUSAL, row_keys=True, key_rows=True, mirrored=True)),
+        _problem(arch, 64, _FULL, mask_mod=MaskMod(row_keys=True, key_rows=True), varlen=True),
     ]
     others.append(_problem(arch, 512, _CAUSAL))
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)

@@ -13,12 +13,13 @@ from torch import Tensor
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
-from flashtile.api.keywords import Asked, Keywords, PackedKeywords, refused
+from flashtile.api.keywords import Asked, Keywords, PackedKeywords, intervals_of, refused
 from flashtile.call import autocast
 from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
+from flashtile.masks import Intervals
 from flashtile.ops import dispatch, flops, operation, plans, sharding, transforms
 from flashtile.ops import into as ops_into
 from flashtile.ops import operators as ops
@@ -58,6 +59,8 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    attention_chunk: int | None = None,
+    block_mask: Intervals | None = None,
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
@@ -83,6 +86,11 @@ def attention(
         dropout_p: Probability with which each attention probability is dropped; the rest is scaled by ``1/(1-p)``.
             Drawn from PyTorch's generator, so ``torch.manual_seed`` repeats it.
         deterministic: The backward returns the same bits every time. The forward always does.
+        attention_chunk: c > 0: a row sees the keys of its own chunk alone, ``floor(p / c) * c <= j < floor(p / c) * c +
+            c`` with ``p = i + seqlen_k - seqlen_q``, of which ``causal`` and ``window_size`` leave some; 0 or None for
+            no chunks.
+        block_mask: Intervals of keys for each row, or of rows for each key: what ``flashtile.masks`` makes, e.g.
+            ``flashtile.masks.documents(ids)``. Keys that no row of a block keeps are not visited.
         return_lse: Also return the log-sum-exp of the scores.
         precision: "fp8" rounds bfloat16 or float16 q, k and v to 8 bits, as ``quantize`` does, for the forward alone.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -104,30 +112,35 @@ def attention(
     alone = Tensors(q, k, v)  # type: ignore[arg-type]
     if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
         # Most calls have the keywords of the one before. Compared by identity, since True == 1.
-        options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_ = _last
+        options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_, chunk_ = _last
         if (
             causal is causal_ and window_size is window_ and softmax_scale is scale_ and softcap is softcap_
             and dropout_p is dropout_ and deterministic is deterministic_ and backend is backend_
-            and alibi_slopes is attn_mask is attn_bias is sinks is None and precision is None and return_lse is False
+            and attention_chunk is chunk_
+            and alibi_slopes is attn_mask is attn_bias is sinks is None and block_mask is None
+            and precision is None and return_lse is False
             and options.grads == (
                 (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False)
                 if torch.is_grad_enabled() else _NO_GRADS
             )
         ):  # fmt: skip
             return ops.attention_again(options, alone)
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
+    row_keys, key_rows, mirrored = intervals_of(block_mask)
+    tensors = Tensors(
+        q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, row_keys=row_keys, key_rows=key_rows  # type: ignore[arg-type]
+    )  # fmt: skip
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored)
     if precision is not None or isinstance(q, Quantized):
         return quantized_calls().attend(tensors, Asked(precision, causal, window_size, return_lse, plain))
     options = read(tensors, causal, window_size, return_lse, plain)
     if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
-        _last = options, causal, window_size, *plain
+        _last = options, causal, window_size, *plain[:-1]
     return _run(tensors, options, return_lse)
 
 
 _NO_GRADS = Grads()
 # The options of a call without dropout, and the keywords that they were read from.
-_last: tuple[Any, ...] = (Options(), object(), *[None] * 6)
+_last: tuple[Any, ...] = (Options(), object(), *[None] * 7)
 
 
 @overload
@@ -167,6 +180,8 @@ def attention_varlen(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    attention_chunk: int | None = None,
+    block_mask: Intervals | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     precision: str | None = None,
@@ -185,8 +200,9 @@ def attention_varlen(
 
     A ``Quantized`` of packed sequences in place of q, k and v has its own cu_seqlens and longest lengths.
 
-    The keywords are those of ``attention``; causal, window_size and alibi_slopes use each sequence's own lengths, and
-    each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
+    The keywords are those of ``attention``; causal, window_size, attention_chunk and alibi_slopes use each sequence's
+    own lengths, and each uses the first rows and keys of block_mask, and the top left corner of attn_mask and attn_bias
+    ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
 
     out is where to write the output, in place of a new tensor: its shape, q's dtype, any strides, overlapping no other
     tensor of the call. As with PyTorch's out there is no gradient: it is refused where one is needed.
@@ -200,8 +216,13 @@ def attention_varlen(
     """
     if _more or _unknown:
         raise refused("attention_varlen", _more, _unknown)
-    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
-    plain, longest = (softmax_scale, softcap, dropout_p, deterministic, backend), (max_seqlen_q, max_seqlen_k)
+    row_keys, key_rows, mirrored = intervals_of(block_mask)
+    tensors = Tensors(
+        q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k,  # type: ignore[arg-type]
+        row_keys=row_keys, key_rows=key_rows,
+    )  # fmt: skip
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored)
+    longest = (max_seqlen_q, max_seqlen_k)
     is_quantized = isinstance(q, Quantized)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens is None and not is_quantized:

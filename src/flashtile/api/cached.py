@@ -64,6 +64,7 @@ def attention_with_kvcache(
     page_indptr: Tensor | None = None,
     page_indices: Tensor | None = None,
     max_seqlen_k: int | None = None,
+    attention_chunk: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -126,6 +127,9 @@ def attention_with_kvcache(
         max_seqlen_k: With page_indptr, the most keys that a sequence may have, new ones included; more are not seen. By
             default ``total_pages * page_size``: the workspace has room for the splits of so many keys of each sequence,
             and tiles are chosen for them.
+        attention_chunk: c > 0: a row sees the keys of its own chunk alone, ``floor(p / c) * c <= j < floor(p / c) * c +
+            c`` with ``p = i + L - seqlen_q``, both counted from cache_leftpad on; 0 or None for no chunks. Not with
+            tree_mask.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -144,7 +148,7 @@ def attention_with_kvcache(
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)
     of_all, of_each = causality(causal)
-    plain = max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend
+    plain = max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend, attention_chunk
     options = read(of_all, window_size, return_lse, plain)
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]

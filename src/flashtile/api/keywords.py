@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor
 
 from flashtile.call.arguments import TENSORS, Tensors
-from flashtile.core.errors import shown
+from flashtile.core.errors import InvalidInputError, shown
+from flashtile.masks import Intervals
 
 # What other libraries call a keyword -> what it is called here.
 _ELSEWHERE = {
@@ -38,6 +39,8 @@ class Keywords(Common, total=False):
     attn_bias: Tensor | None
     dropout_p: float
     deterministic: bool
+    attention_chunk: int | None
+    block_mask: Intervals | None
     precision: str | None
 
 
@@ -76,6 +79,7 @@ class CacheKeywords(Common, Cached, total=False):
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    attention_chunk: int | None
 
 
 class CachedCall(Cached, total=False):
@@ -118,13 +122,28 @@ class Asked(NamedTuple):
     lengths: tuple[Any, Any] = (None, None)
 
 
+def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool]:
+    """``Tensors.row_keys`` and ``key_rows``, and ``Options.mirrored``, of the keyword block_mask.
+
+    Raises:
+        InvalidInputError: It is nothing that ``flashtile.masks`` has made.
+    """
+    if block_mask is None:
+        return None, None, False
+    if not isinstance(block_mask, Intervals):
+        made = "must be made by flashtile.masks, or None"
+        raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {made}")
+    return block_mask.row_keys, block_mask.key_rows, block_mask.mirrored
+
+
 def refused(function: str, more: tuple[object, ...], unknown: dict[str, object]) -> TypeError:
     """The error of a call with more positions than a function has, or with keywords that it does not know."""
     if more:
         first = "cache_seqlens" if function.endswith("kvcache") else "causal"
         return TypeError(f"{function}() got a position too many, {shown(more[0])}: give {first} and the rest by name")
     name = next(iter(unknown))
-    near = difflib.get_close_matches(name, {**Keywords.__annotations__, **CacheKeywords.__annotations__}, 1)
+    others = {*Keywords.__annotations__, *CacheKeywords.__annotations__} - {name}
+    near = difflib.get_close_matches(name, sorted(others), 1)
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else f", did you mean {near[0]}?" if near else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
@@ -140,6 +159,10 @@ def asked_of(
     unknown = {name: value for name, value in given.items() if name not in known.__annotations__}
     if unknown:
         raise refused(function, (), unknown)
+    given = {
+        **given,
+        **dict(zip(("row_keys", "key_rows", "mirrored"), intervals_of(given.get("block_mask")), strict=True)),
+    }
     tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
     cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
     if cached.keys() == {"out"}:  # packed calls have it too
@@ -153,4 +176,7 @@ def asked_of(
 
 
 # What ``arguments.read`` takes as a tuple, with the defaults of the public functions.
-_PLAIN = {"softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None}
+_PLAIN = {
+    "softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None,
+    "attention_chunk": None, "mirrored": False,
+}  # fmt: skip

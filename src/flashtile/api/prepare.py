@@ -71,9 +71,10 @@ def _read(tensors: Tensors, asked: Asked) -> Options:
 def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
     precision, causal, window_size, return_lse, plain, _, lengths = asked
-    softmax_scale, softcap, dropout_p, deterministic, backend = plain
+    softmax_scale, softcap, dropout_p, deterministic, backend, chunk, _ = plain
     others = {
-        "attn_mask": t.attn_mask, "attn_bias": t.attn_bias, "cu_seqlens_k": t.cu_seqlens_k,
+        "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
+        "block_mask": t.row_keys if t.key_rows is None else t.key_rows, "cu_seqlens_k": t.cu_seqlens_k,
         "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
     }  # fmt: skip
     for name, value in others.items():
@@ -82,7 +83,7 @@ def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[Cache
     for name in ("k_cache", "v_cache", "cache_seqlens"):
         if cached.get(name) is None:
             raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
-    alike = *lengths, softmax_scale, softcap, cached.get("rotary_interleaved", False), backend
+    alike = *lengths, softmax_scale, softcap, cached.get("rotary_interleaved", False), backend, chunk
     of_all, of_each = causality(causal)
     options = cached_arguments.read(of_all, window_size, return_lse, alike)
     given: dict[str, Any] = {name: cached.get(name, getattr(t, name, None)) for name in cached_arguments.TENSORS}

@@ -67,8 +67,12 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
     for name in ("alibi_slopes", "attn_mask", "attn_bias"):
         if getattr(given, name) is not None:
             raise InvalidInputError(name, "is given, but does not go with 8 bits")
+    if given.row_keys is not None or given.key_rows is not None:
+        raise InvalidInputError("block_mask", "is given, but does not go with 8 bits")
     if options.dropout_p > 0:
         raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
+    if options.attention_chunk is not None:
+        raise InvalidInputError("attention_chunk", f"is {options.attention_chunk}, but does not go with 8 bits")
     if tensors is given:
         if forward_ad._current_level >= 0:
             refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")

@@ -18,6 +18,7 @@ from flashtile.ops import dispatch
 # What a call may have besides -> the options and tensors that stand for it.
 _BESIDES: dict[str, tuple[dict[str, Any], dict[str, torch.Size]]] = {
     "window_size": ({"window_size": (1, 0)}, {}),
+    "attention_chunk": ({"attention_chunk": 1}, {}),
     "softcap": ({"softcap": 1.0}, {}),
     "alibi_slopes": ({}, {"alibi_slopes": torch.Size([1])}),
     "sinks": ({}, {"sinks": torch.Size([1])}),
@@ -61,8 +62,8 @@ def supports(
         dtype: That of the queries.
         cache_dtype: That of the cache, dtype by default.
         page_size: Rows of a page; 0 for a cache without pages.
-        besides: What else the calls have, of "window_size", "softcap", "alibi_slopes", "sinks", "causal" (by sequence),
-            "tree_mask" and "slot_mapping".
+        besides: What else the calls have, of "window_size", "attention_chunk", "softcap", "alibi_slopes", "sinks",
+            "causal" (by sequence), "tree_mask" and "slot_mapping".
         device: Where they would run.
         compute_capability: The GPU's, such as ``(9, 0)``; by default that of ``device``.
 
@@ -89,7 +90,7 @@ def supports(
         "v_cache": empty(1, rows, 1, integer("head_dim_v", wide), of=kind), "cache_seqlens": empty(1, of=index),
         "cu_seqlens_q": empty(2, of=index), "page_table": empty(1, 1, of=index) if page_size else None,
     }  # fmt: skip
-    options: dict[str, Any] = {"window_size": None, "softcap": 0.0, "causal": True}
+    options: dict[str, Any] = {"window_size": None, "softcap": 0.0, "causal": True, "attention_chunk": None}
     for each in besides:
         given, shapes = _BESIDES[each]
         options |= given
@@ -100,7 +101,7 @@ def supports(
         tensors["tree_mask"] = empty(1, 1, of=torch.int64)
     if "slot_mapping" in besides:
         tensors |= {"k": empty(1, 1, head_dim), "v": empty(1, 1, wide), "slot_mapping": empty(1, of=torch.int64)}
-    plain = (1, None, None, options["softcap"], False, None)
+    plain = 1, None, None, options["softcap"], False, None, options["attention_chunk"]
     read = cached_arguments.read(options["causal"], options["window_size"], False, plain)
     problem = cached_problem.problem_of(completed(CacheTensors(**tensors)), read).but(
         device_type=place.type,

@@ -27,7 +27,8 @@ def checked_kinds(record: Any, rows: Mapping[str, Argument]) -> dict[str, tuple[
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise UnsupportedError("torch.jit.trace cannot record attention; torch.compile and torch.export can")
     found, q = given(record, rows), record.q
-    for name, row, x in found:
+    for field, row, x in found:
+        name = row.keyword or field
         check_tensor(name, x)
         if row.dtypes is None:
             if x.dtype != q.dtype:
@@ -65,6 +66,7 @@ class Axes:
 
     def bind(self, argument: str, tensor: Tensor, row: Argument) -> None:
         """Checks one tensor's dimensions against its row of the table."""
+        argument = row.keyword or argument
         if row.broadcasts:
             self._broadcasts(argument, tensor, row.axes.split())
             return

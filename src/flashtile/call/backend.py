@@ -61,21 +61,35 @@ def _is_odd_cache(p: Problem) -> bool:
     return _is_float8_cache(p) and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
 
 
+def _has_key_rows(p: Problem) -> bool:
+    return p.mask_mod.key_rows and not p.mask_mod.mirrored
+
+
+def _differ_in_a_group(p: Problem) -> bool:
+    return p.mask_mod.by_head and p.group_size > 1
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
     Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
+    Feature("chunk", "chunks (attention_chunk)", lambda p: p.band.chunk is not None, _BUT_QUANTIZED),
     Feature("grouped_heads", "grouped heads (GQA, MQA)", lambda p: p.group_size > 1, DIRECTIONS),
     Feature("varlen", "packed sequences (varlen)", lambda p: p.varlen, DIRECTIONS),
     Feature("head_dim_v", "head_dim_v other than head_dim", lambda p: p.head_dim_v != p.head_dim, DIRECTIONS),
     Feature("softcap", "softcap", lambda p: p.softcap > 0, DIRECTIONS),
     Feature("alibi", "ALiBi", lambda p: p.alibi, _BUT_QUANTIZED),
     Feature("mask", "boolean attn_mask", lambda p: p.mask),
+    Feature("intervals", "interval masks (flashtile.masks)", lambda p: p.intervals),
+    Feature("row_intervals", "interval masks by rows alone", lambda p: p.mask_mod.row_keys and not p.mask_mod.mirrored),
+    Feature("key_intervals", "interval masks by columns alone", _has_key_rows),
+    Feature("head_intervals", "interval masks by head, of grouped heads", _differ_in_a_group),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
     Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
+    Feature("ordered_intervals", "deterministic=True with interval masks", lambda p: p.deterministic and p.intervals),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
     Feature("causal_each", "causal by sequence (a tensor)", lambda p: p.causal_each, _DECODE),

@@ -84,6 +84,7 @@ class CacheOptions(HashKept):
     softcap: Annotated[float, arguments.OPTIONS["softcap"]] = 0.0
     rotary_interleaved: Annotated[bool, Argument("Pairs (2i, 2i + 1).", check=arguments.flag)] = False
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
+    attention_chunk: Annotated[int | None, arguments.OPTIONS["attention_chunk"]] = None
 
     __hash__ = HashKept.kept_hash
 

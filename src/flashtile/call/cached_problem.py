@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
@@ -43,9 +45,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
-        mask_mod=MaskMod(
-            Band(o.window_left, o.window_right), tree=t.tree_mask is not None, causal_each=t.causal is not None
-        ),
+        mask_mod=MaskMod(o.band, tree=t.tree_mask is not None, causal_each=t.causal is not None),
         rotary_interleaved=o.rotary_interleaved,
     )  # fmt: skip
 
@@ -130,6 +130,8 @@ def _check_trees(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> Non
     check_tree_rows("tree_mask", rows)
     if o.window_right != 0:
         raise InvalidInputError("tree_mask", "goes with causal=True: of the keys before the drafts a row sees all")
+    if o.attention_chunk is not None:
+        raise InvalidInputError("tree_mask", "is given with attention_chunk, whose chunks do not count by depth")
     if t.cu_seqlens_q is None and rows != queries:
         raise InvalidInputError("tree_mask", f"is of trees of {rows} rows, but q has seqlen_q {queries}")
     if t.rotary_cos is not None and sizes.get("seqlen_new", queries) != queries and t.cu_seqlens_q is None:
@@ -242,7 +244,7 @@ def bands_of(problem: Problem, t: CacheTensors) -> list[Band]:
     """The band of each sequence."""
     if t.causal is None:
         return [problem.band] * problem.batch
-    return [Band(problem.band.left, 0) if each else problem.band for each in t.causal.tolist()]
+    return [replace(problem.band, right=0) if each else problem.band for each in t.causal.tolist()]
 
 
 def new_counts(t: CacheTensors, batch: int) -> list[int]:

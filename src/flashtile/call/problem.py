@@ -78,12 +78,20 @@ class MaskMod:
         tensor: Whether a boolean mask is given.
         tree: Whether the last rows of a cached call are draft trees.
         causal_each: Whether a tensor says which sequences of a cached call are causal; the band is that of the others.
+        row_keys: Whether each row has an interval of keys.
+        key_rows: Whether each key has an interval of rows.
+        mirrored: Whether both are one mask, so that either will do.
+        by_head: Whether intervals differ from head to head.
     """
 
     band: Band = Band()  # noqa: RUF009
     tensor: bool = False
     tree: bool = False
     causal_each: bool = False
+    row_keys: bool = False
+    key_rows: bool = False
+    mirrored: bool = False
+    by_head: bool = False
 
 
 T = TypeVar("T")
@@ -129,7 +137,7 @@ class Problem:
         score_mod: The modifications of the scaled scores.
         mask_mod: Which pairs are kept.
         sinks: Whether sinks are given.
-        origins: Whether packed sequences are parts of longer ones (``masks.Origin``).
+        origins: Whether packed sequences are parts of longer ones (``core.masks.Origin``).
         dropout_p: Probability of dropping, 0 for none.
         deterministic: Whether the backward must be bitwise repeatable.
         grads: Which tensors need a gradient; none if no backward will follow.
@@ -176,6 +184,7 @@ class Problem:
     mask = _Short(lambda p: p.mask_mod.tensor, "mask_mod.tensor")
     tree = _Short(lambda p: p.mask_mod.tree, "mask_mod.tree")
     causal_each = _Short(lambda p: p.mask_mod.causal_each, "mask_mod.causal_each")
+    intervals = _Short(lambda p: p.mask_mod.row_keys or p.mask_mod.key_rows)
     needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
     bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
 
@@ -213,7 +222,10 @@ class Problem:
         return checked_problem(
             t, o, sizes, (t.k, t.v),
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias),
-            mask_mod=MaskMod(Band(o.window_left, o.window_right), t.attn_mask is not None),
+            mask_mod=MaskMod(
+                o.band, t.attn_mask is not None, False, t.row_keys is not None, t.key_rows is not None, o.mirrored,
+                any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows)),
+            ),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device),
         )  # fmt: skip
@@ -240,7 +252,8 @@ class Problem:
         """Like ``of``, from a Band, gradients of all inputs but the bias or of none, and fields of ``Options``."""
         given = [needs_grad and x is not None for x in differentiable(tensors)]
         grads = Grads(*given)._replace(bias=bias_grad)
-        return cls.of(tensors, Options(window_left=band.left, window_right=band.right, grads=grads, **options))
+        options |= {"window_left": band.left, "window_right": band.right, "attention_chunk": band.chunk}
+        return cls.of(tensors, Options(grads=grads, **options))
 
 
 def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Tensor, Tensor], **own: Any) -> Problem:
@@ -259,7 +272,7 @@ def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Te
         "precision": Precision(q.dtype, k.dtype, q.dtype, q.dtype),
         "queries": SequenceLayout(sizes["seqlen_q"], packed), "keys": SequenceLayout(sizes.get("seqlen_k", 0), packed),
         "softmax_scale": sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
-        "score_mod": ScoreMod(o.softcap), "mask_mod": MaskMod(Band(o.window_left, o.window_right)),
+        "score_mod": ScoreMod(o.softcap), "mask_mod": MaskMod(o.band),
         "sinks": t.sinks is not None,
         # On CPUs too an 8-bit cache is read in words.
         "aligned": (q.device.type == "cpu" and q.dtype == k.dtype) or all(map(is_aligned, (q, k, v))),
@@ -297,6 +310,7 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     rows, axes = checked_kinds(t, TENSORS), Axes({"batch seqlen": "total"} if is_packed(t) else {})
     axes.fix("dropout's state", "numbers", 2)
     axes.fix("an origin", "origin", len(Origin._fields))
+    axes.fix("an interval", "ends", 2)
     longest = [options.max_seqlen_q, options.max_seqlen_k]
     if is_packed(t):  # of masks and biases the sizes are bounds too
         for side in range(2):
@@ -312,9 +326,11 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
 
 
 def _shown(t: Tensors, side: int) -> dict[str, int]:
-    """The rows, or for side 1 the keys, that attn_mask and attn_bias have, by name."""
+    """The rows, or for side 1 the keys, that masks and a bias have, by name."""
     given = {"attn_mask": t.attn_mask, "attn_bias": t.attn_bias}
-    return {name: m.shape[side - 2] for name, m in given.items() if m is not None and m.dim() >= 2 - side}
+    found = {name: m.shape[side - 2] for name, m in given.items() if m is not None and m.dim() >= 2 - side}
+    intervals = t.key_rows if side else t.row_keys
+    return found if intervals is None else found | {"block_mask": intervals.shape[2]}
 
 
 def check_values(problem: Problem, tensors: Tensors) -> None:

@@ -40,6 +40,11 @@ def window(window_size: Window) -> Sequence[int | None]:
     return tuple(bound(size) for size in pair) if isinstance(pair, (tuple, list)) else pair
 
 
+def chunk_of(attention_chunk: int) -> int:
+    """A chunk, 0 for none: FlashAttention-3 takes any number below 1 for none."""
+    return max(integer("attention_chunk", attention_chunk), 0)
+
+
 def length(name: str, max_seqlen: Any) -> Any:
     """A longest length, which may be a tensor of one integer; a tensor on a GPU costs a synchronisation."""
     if not isinstance(max_seqlen, Tensor):

@@ -276,7 +276,10 @@ def _attend(inputs: tuple[Any, ...], tail: tuple[Any, ...]) -> Result:
     if flag("return_attn_probs", probs) and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
         q, k, v, *packed = inputs
         tensors = Tensors(q, k, v, alibi_slopes, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)))
-        numbers, lengths = (softmax_scale, softcap, dropout_p, deterministic, None), packed[2:] or (None, None)
+        numbers, lengths = (
+            (softmax_scale, softcap, dropout_p, deterministic, None, None, False),
+            packed[2:] or (None, None),
+        )
         options = read(tensors, causal, bounds, True, numbers, tuple(lengths))
         sharding.refuse_dropout(q)
         return _s_dmask.attention(autocast.cast(tensors, q.device.type), options)[:3]

@@ -10,9 +10,10 @@ Differences, all of them:
 - Gradients flow through lse and through ``flash_attn_combine`` (FlashAttention-3: none).
 - ``seqused_q`` and ``seqused_k`` cost a copy of q, or of k and v. Rows of q past ``seqused_q`` have out 0 and lse -inf
   (FlashAttention-3 leaves them unwritten), and rows past a used length have gradients 0.
-- Refused: ``qv``, since scores here are of q and k alone; ``attention_chunk`` other than 0, since masks are causal or
-  windows; float8 q in ``flash_attn_with_kvcache``, and with it ``q_descale``, ``k_descale`` and ``v_descale``.
-  ``sm_margin`` other than 0 is refused, but for the two functions of the next item.
+- Gradients of a call with ``attention_chunk`` (FlashAttention-3: the forward alone).
+- Refused: ``qv``, since scores here are of q and k alone; ``attention_chunk`` of float8 q, k and v; float8 q in
+  ``flash_attn_with_kvcache``, and with it ``q_descale``, ``k_descale`` and ``v_descale``. ``sm_margin`` other than 0 is
+  refused, but for the two functions of the next item.
 - float8_e4m3fn q, k and v are copied: V's columns, and rows that are not contiguous. Head dims are multiples of 16.
 - ``flash_attn_with_kvcache`` needs no metadata: ``get_scheduler_metadata`` checks its arguments and returns a zero.
   ``sm_margin``, to which FlashAttention-3 fits its plan, has no effect there.
@@ -35,6 +36,7 @@ from flashtile.call.arguments import band_of, flag
 from flashtile.compat import _descaled, _kvcache
 from flashtile.compat._arguments import (
     Window,
+    chunk_of,
     index_tensor,
     integer,
     length,
@@ -83,9 +85,10 @@ def flash_attn_func(
 
     q is ``(batch, seqlen_q, num_heads_q, head_dim)``, k ``(batch, seqlen_k, num_heads_kv, head_dim)``, v ``(batch,
     seqlen_k, num_heads_kv, head_dim_v)``. softmax_scale, causal, softcap and deterministic are as in
-    ``flashtile.attention``; so is window_size, which may also be a tensor of two, and any negative bound of which is
-    unbounded. The descales ``(batch, num_heads_kv)`` float32, 1 by default, are for q, k and v of float8_e4m3fn; out is
-    then bfloat16, without gradient. num_splits and pack_gqa have no effect; the others must have their defaults.
+    ``flashtile.attention``, and so are attention_chunk and window_size, which may also be a tensor of two, and any
+    negative bound of which is unbounded. The descales ``(batch, num_heads_kv)`` float32, 1 by default, are for q, k and
+    v of float8_e4m3fn; out is then bfloat16, without gradient. num_splits and pack_gqa have no effect; the others must
+    have their defaults.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``; with return_attn_probs also lse
@@ -95,9 +98,9 @@ def flash_attn_func(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((qv,), attention_chunk, sm_margin, num_splits, pack_gqa)
-    keywords = _keywords(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
-    return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords)
+    _check_features((qv,), sm_margin, num_splits, pack_gqa)
+    given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
+    return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given)
 
 
 def flash_attn_qkvpacked_func(
@@ -120,11 +123,11 @@ def flash_attn_qkvpacked_func(
     qkv is ``(batch, seqlen, 3, num_heads, head_dim)``; or ``(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim)``
     with the heads of q, then k, then v, for which num_heads_q must be given.
     """
-    _check_features((None,), attention_chunk, sm_margin)
+    _check_features((None,), sm_margin)
     q, k, v = split_qkv(qkv, num_heads_q)
-    keywords = _keywords(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     with names(q="qkv", k="qkv", v="qkv"):
-        return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords)
+        return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given)
 
 
 def flash_attn_varlen_func(
@@ -170,8 +173,8 @@ def flash_attn_varlen_func(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((qv,), attention_chunk, sm_margin, num_splits, pack_gqa)
-    keywords = _keywords(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    _check_features((qv,), sm_margin, num_splits, pack_gqa)
+    given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     order = None
     if seqused_q is not None:
         order, cu_seqlens_q = used_first("q", q, cu_seqlens_q, seqused_q)
@@ -182,7 +185,7 @@ def flash_attn_varlen_func(
             raise InvalidInputError("v", f"total_k is {v.shape[0]}, but k has {k.shape[0]}")
         k, v = _descaled.chosen(k, order_k), _descaled.chosen(v, order_k)
     packed = cu_seqlens_q, cu_seqlens_k, length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
-    found = _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), keywords, packed)
+    found = _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given, packed)
     if order is None:
         return found
     back = torch.argsort(order)
@@ -287,7 +290,7 @@ def flash_attn_with_kvcache(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((qv, q_descale, k_descale, v_descale), attention_chunk, 0, num_splits, pack_gqa)
+    _check_features((qv, q_descale, k_descale, v_descale), 0, num_splits, pack_gqa)
     integer("sm_margin", sm_margin)
     if scheduler_metadata is not None:
         index_tensor("scheduler_metadata", scheduler_metadata, None, tensor("q", q).device)
@@ -308,11 +311,11 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         causal=causal,
         softcap=softcap,
+        attention_chunk=chunk_of(attention_chunk),
     )
     if not return_softmax_lse:
         return found
-    out, lse = found
-    return out, lse, lse.new_empty(0), lse.new_empty(0)
+    return *found, found[1].new_empty(0), found[1].new_empty(0)
 
 
 def get_scheduler_metadata(
@@ -348,7 +351,6 @@ def get_scheduler_metadata(
 
     Raises:
         InvalidInputError: Naming the argument.
-        UnsupportedError: attention_chunk is not 0.
     """
     sizes: dict[str, int | None] = {
         "batch_size": batch_size,
@@ -359,7 +361,8 @@ def get_scheduler_metadata(
     sizes |= {"page_size": page_size, "max_seqlen_k_new": max_seqlen_k_new}
     index = {"cache_seqlens": cache_seqlens, "cache_leftpad": cache_leftpad}
     bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
-    _check_features((None,) * 4, attention_chunk, 0, num_splits, pack_gqa)
+    _check_features((None,) * 4, 0, num_splits, pack_gqa)
+    chunk_of(attention_chunk)
     integer("sm_margin", sm_margin)
     flag("has_softcap", has_softcap)
     band_of(causal, window(window_size))
@@ -367,31 +370,28 @@ def get_scheduler_metadata(
 
 
 def _check_features(
-    extra: tuple[Tensor | None, ...], attention_chunk: int, sm_margin: int, num_splits: int = 1, pack_gqa: Any = None
+    extra: tuple[Tensor | None, ...], sm_margin: int, num_splits: int = 1, pack_gqa: Any = None
 ) -> None:
     """Refuses what flashtile does not have; ``extra`` is qv, and for caches the descales of q, k and v."""
     refuse("qv", extra[0], "a second product, of these with the values, is not supported here")
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), extra[1:], strict=False):
         refuse(name, descale, "float8 and its scales are not supported here")
-    if integer("attention_chunk", attention_chunk) != 0:
-        raise UnsupportedError(
-            f"attention_chunk: must be 0 (none), is {attention_chunk}: chunks are not supported here"
-        )
     if integer("sm_margin", sm_margin) != 0:
         raise UnsupportedError(f"sm_margin: must be 0, is {sm_margin}: kernels here use all multiprocessors")
     integer("num_splits", num_splits)
-    if pack_gqa is not None:
-        flag("pack_gqa", pack_gqa)
+    flag("pack_gqa", pack_gqa is not None and pack_gqa)
 
 
 def _keywords(
-    softmax_scale: float | None, causal: bool, window_size: Window, softcap: float, deterministic: bool, probs: bool
-) -> dict[str, Any]:
-    """The keywords of flashtile's own functions."""
+    softmax_scale: float | None, causal: bool, bounds: tuple[Window, int], softcap: float, deterministic: bool,
+    probs: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The keywords of flashtile's own functions; bounds: window_size and attention_chunk."""
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,
-        "window_size": window(window_size),
+        "window_size": window(bounds[0]),
+        "attention_chunk": chunk_of(bounds[1]),
         "softcap": softcap,
         "deterministic": deterministic,
         "return_lse": flag("return_attn_probs", probs),

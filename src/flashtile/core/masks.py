@@ -1,8 +1,9 @@
-"""Band: causal and sliding-window masks as data, with the range arithmetic that backends need; and Origin.
+"""Band: causal, sliding-window and chunked masks as data, with the range arithmetic that backends need; and Origin.
 
 Row i of a call with ``seqlen_q`` queries and ``seqlen_k`` keys is at key position ``i + shift`` where ``shift =
 seqlen_k - seqlen_q``: the last query is aligned with the last key. The band keeps key j of row i if ``i + shift - left
-<= j <= i + shift + right``, both ends inclusive; ``None`` leaves a side unbounded.
+<= j <= i + shift + right``, both ends inclusive; ``None`` leaves a side unbounded. With a chunk of c keys, j is also in
+the row's chunk, ``floor((i + shift) / c) == floor(j / c)``. Both ends of what a row keeps rise with the row, or stay.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ class Band:
     Attributes:
         left: Keys kept before the diagonal one, or None for all. May be negative.
         right: Keys kept after the diagonal one, or None for all. May be negative.
+        chunk: Keys of a chunk, or None for no chunks. It bounds both sides: left and right are less than it.
     """
 
     left: int | None = None
     right: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None:
+            for side in ("left", "right"):
+                bound = getattr(self, side)
+                object.__setattr__(self, side, self.chunk - 1 if bound is None else min(bound, self.chunk - 1))
 
     @property
     def unbounded(self) -> bool:
@@ -32,10 +41,18 @@ class Band:
 
     def row_keys(self, row: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """The half-open range of keys that one row keeps; empty when stop <= start."""
-        diagonal = row + seqlen_k - seqlen_q
-        start = 0 if self.left is None else max(0, diagonal - self.left)
-        stop = seqlen_k if self.right is None else min(seqlen_k, diagonal + self.right + 1)
+        start, stop = self._start(row + seqlen_k - seqlen_q), self._stop(row + seqlen_k - seqlen_q, seqlen_k)
         return start, max(start, stop)
+
+    def _start(self, diagonal: int) -> int:
+        """The first key that the row of a diagonal keeps."""
+        start = 0 if self.left is None else max(0, diagonal - self.left)
+        return start if self.chunk is None else max(start, diagonal // self.chunk * self.chunk)
+
+    def _stop(self, diagonal: int, seqlen_k: int) -> int:
+        """The end of the keys that it keeps."""
+        stop = seqlen_k if self.right is None else min(seqlen_k, diagonal + self.right + 1)
+        return stop if self.chunk is None else min(stop, (diagonal // self.chunk + 1) * self.chunk)
 
     def any_keys(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """The half-open range of keys that at least one of the rows keeps.
@@ -48,18 +65,19 @@ class Band:
 
     def all_keys(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """The half-open range of keys that every one of the rows keeps; empty when stop <= start."""
-        start, _ = self.row_keys(row_stop - 1, seqlen_q, seqlen_k)
-        diagonal = row_start + seqlen_k - seqlen_q
-        stop = seqlen_k if self.right is None else min(seqlen_k, diagonal + self.right + 1)
+        shift = seqlen_k - seqlen_q
+        start, stop = self._start(row_stop - 1 + shift), self._stop(row_start + shift, seqlen_k)
         return start, max(start, stop)
 
     def any_rows(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """The half-open range of rows that keep at least one key; empty when stop <= start."""
+        """The half-open range of rows outside of which none keeps a key; empty when stop <= start."""
         if seqlen_k == 0:
             return 0, 0
         shift = seqlen_k - seqlen_q
         start = 0 if self.right is None else max(0, -shift - self.right)
         stop = seqlen_q if self.left is None else min(seqlen_q, self.left + seqlen_k - shift)
+        if self.chunk is not None:  # positions before the first key are in no chunk that has keys
+            start = max(start, -shift)
         if self.left is not None and self.right is not None and self.left + self.right < 0:
             stop = start
         return start, max(start, stop)
@@ -73,9 +91,25 @@ class Band:
         shift = seqlen_k - seqlen_q
         if self.left is not None and self.right is not None and self.left + self.right < 0:
             return 0
+        if self.chunk is not None:
+            return self._count_chunks(self.chunk, seqlen_q, seqlen_k)
         upper = seqlen_q * seqlen_k if self.right is None else _sum_clipped(shift + self.right + 1, seqlen_q, seqlen_k)
         lower = 0 if self.left is None else _sum_clipped(shift - self.left, seqlen_q, seqlen_k)
         return upper - lower
+
+    def _count_chunks(self, chunk: int, seqlen_q: int, seqlen_k: int) -> int:
+        """``count`` with chunks: each is a call of its own, and all but the first and the last one are alike."""
+        band, shift = Band(self.left, self.right), seqlen_k - seqlen_q
+        if seqlen_k == 0 or seqlen_q == 0:
+            return 0
+        first, last = max(shift, 0) // chunk, (seqlen_k - 1) // chunk
+
+        def kept(n: int) -> int:
+            stop = min((n + 1) * chunk, seqlen_k)
+            return band.count(stop - max(n * chunk, shift), stop - n * chunk)
+
+        between = max(0, last - first - 1) * band.count(chunk, chunk)
+        return kept(first) + between + (kept(last) if last > first else 0)
 
     def dense(
         self,
@@ -107,6 +141,8 @@ class Band:
             keep &= j >= i - self.left
         if self.right is not None:
             keep &= j <= i + self.right
+        if self.chunk is not None:
+            keep &= i.div(self.chunk, rounding_mode="floor") == j // self.chunk
         return keep
 
     def __str__(self) -> str:
@@ -114,7 +150,8 @@ class Band:
             return "full"
         if self.left is None and self.right == 0:
             return "causal"
-        return "window({}, {})".format(*("inf" if x is None else x for x in (self.left, self.right)))
+        window = "window({}, {})".format(*("inf" if x is None else x for x in (self.left, self.right)))
+        return window if self.chunk is None else f"{window} in chunks of {self.chunk}"
 
 
 class Origin(NamedTuple):

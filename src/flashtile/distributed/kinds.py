@@ -61,7 +61,7 @@ class Spec(NamedTuple):
     @property
     def band(self) -> Band:
         """Its mask."""
-        return Band(self.options.window_left, self.options.window_right)
+        return self.options.band
 
     def rows(self, q: Tensor) -> int:
         """Rows of a sequence in a tensor, or of all documents."""

@@ -24,6 +24,7 @@ class LazyMask:
         shape: ``(batch, 1, seqlen_q, number of keys)``, that of the tensor.
         causal: Whether a query sees no later key; the last query stands at key ``seqlen_k - 1``.
         window: ``(left, right)`` as in ``flashtile.attention``, or None.
+        chunk: ``attention_chunk`` as there, or None.
         seqlen_k: How many keys count; the rest of a static cache is not filled yet.
         keys: ``(batch, seqlen_k)`` bool, False where a key is padding; None if none is.
         packed: Whether a row holds several sequences, each of which attends to itself.
@@ -37,6 +38,7 @@ class LazyMask:
         self.shape, self.ndim = shape, len(shape)
         self.causal, self.seqlen_k = causal, seqlen_k
         self.window: tuple[int, int] | None = None
+        self.chunk: int | None = None
         self.keys: Tensor | None = None
         self.packed = False
         self.ids: Tensor | None = None
@@ -104,9 +106,9 @@ def mask(
     """The mask function of transformers; its arguments are those of ``masking_utils.sdpa_mask``.
 
     Returns:
-        A ``LazyMask`` for full and causal attention, padding, windows, packed sequences and caches; where nothing but
-        padding is masked, a bool tensor ``(batch, 1, q_length, kv_length)`` whose rows are one in memory; for any other
-        mask the bool tensor, written out.
+        A ``LazyMask`` for full and causal attention, padding, windows, chunks, packed sequences and caches; where
+        nothing but padding is masked, a bool tensor ``(batch, 1, q_length, kv_length)`` whose rows are one in memory;
+        for any other mask the bool tensor, written out.
     """
     if isinstance(attention_mask, LazyMask):  # made by the model around this one
         return attention_mask
@@ -137,19 +139,21 @@ def mask(
         causal = packed
     longest = max(q_offset + q_length, kv_offset + kv_length)
     inside = causal_mask_function if packed else mask_function
-    is_band, window = _band(inside, causal, allow_is_bidirectional_skip, local_size, longest, config)
+    is_band, window, chunk = _band(inside, causal, allow_is_bidirectional_skip, local_size, longest, config)
+    if chunk is not None and not _starts_a_chunk(chunk, kv_offset, attention_mask, tracing):
+        return write()
     seqlen_k = q_offset + q_length - kv_offset if causal else kv_length
     aligned = causal or window is None or q_offset - kv_offset == kv_length - q_length
     if not is_band or not aligned or not 0 < seqlen_k <= kv_length:
         return write()
 
     found = LazyMask(write, (batch_size, 1, q_length, kv_length), causal, seqlen_k)
-    found.window, found.packed, found.ids = window, packed, ids
+    found.window, found.chunk, found.packed, found.ids = window, chunk, packed, ids
     if attention_mask is not None:
         keys = attention_mask[:, kv_offset : kv_offset + seqlen_k]
         keys = nn.functional.pad(keys, (0, seqlen_k - keys.shape[1]))
         found.keys = keys if tracing or not keys.all() else None
-    if window is not None or packed or seqlen_k < kv_length or (causal and q_length > 1):
+    if window is not None or chunk is not None or packed or seqlen_k < kv_length or (causal and q_length > 1):
         return found
     if found.keys is not None:
         return found.keys[:, None, None, :].expand(found.shape)
@@ -169,8 +173,8 @@ def _shared(
     causal, bidirectional = kind
     if not (causal or bidirectional) and _packing(function, local_size, False)[0]:
         function, causal = causal_mask_function, True
-    is_band, window = _band(function, causal, bidirectional, local_size, shared.longest, config)
-    if not is_band:
+    is_band, window, chunk = _band(function, causal, bidirectional, local_size, shared.longest, config)
+    if not is_band or chunk is not None:
         raise ranks.refuse("a mask that is neither causal nor full, nor a window of either")
     found = LazyMask(ranks.whole_mask, shape, causal, shape[3])
     found.window, found.shared = window, shared
@@ -179,22 +183,31 @@ def _shared(
 
 def _band(
     function: Callable, causal: bool, bidirectional: bool, local_size: int | None, longest: int, config: Any
-) -> tuple[bool, tuple[int, int] | None]:
-    """Whether a mask is causal or full attention but for a window, and the window.
+) -> tuple[bool, tuple[int, int] | None, int | None]:
+    """Whether a mask is causal or full attention but for a window or a chunk, and these.
 
     transformers calls a mask causal or bidirectional, by a flag, if it is that but for the window or chunk of
     local_size.
     """
     if not (causal or bidirectional):
-        return False, None
+        return False, None, None
     if local_size is None:
-        return function is (causal_mask_function if causal else bidirectional_mask_function), None
+        return function is (causal_mask_function if causal else bidirectional_mask_function), None, None
     if longest <= local_size:
-        return True, None
+        return True, None, None
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    if local_size != window or local_size == chunk:
-        return False, None
-    return True, (local_size - 1, 0) if causal else (local_size, local_size)
+    if (local_size == window) == (local_size == chunk) or (local_size == chunk and not causal):
+        return False, None, None
+    if local_size == chunk:
+        return True, None, chunk
+    return True, (local_size - 1, 0) if causal else (local_size, local_size), None
+
+
+def _starts_a_chunk(chunk: int, kv_offset: int, attention_mask: Any, tracing: bool) -> bool:
+    """Whether the first key of a layer begins a chunk: transformers counts them from the first that is no padding."""
+    if kv_offset % chunk:
+        return False
+    return attention_mask is None or (not tracing and bool(attention_mask[:, 0].all()))
 
 
 def _packing(function: Callable, local_size: int | None, tracing: bool) -> tuple[bool, Tensor | None]:

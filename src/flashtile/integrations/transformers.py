@@ -171,7 +171,7 @@ def attention(
         elif bounds is None or not fits:
             written = lazy.dense()
         if written is None:
-            options |= {"causal": lazy.causal, "window_size": lazy.window}
+            options |= {"causal": lazy.causal, "window_size": lazy.window, "attention_chunk": lazy.chunk}
     elif attention_mask.dim() != 4 or not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
         found = f"{attention_mask.dtype} of {attention_mask.dim()} dimensions"
         raise InvalidInputError("attention_mask", f"is {found} at the layer, must be bool or float of 4")

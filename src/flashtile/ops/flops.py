@@ -23,7 +23,7 @@ def kept_pairs(given: dict[str, Any]) -> int:
 
     The lengths of packed calls are in a tensor; each sequence counts with the longest length.
     """
-    q, k, band = given["q"], given["k"], Band(given["window_left"], given["window_right"])
+    q, k, band = given["q"], given["k"], Band(given["window_left"], given["window_right"], given.get("attention_chunk"))
     if len(q) == 4:
         pairs = q[0] * band.count(q[1], k[1])
     else:

@@ -31,7 +31,7 @@ def _axis(along: str, name: str, shape: tuple[int, ...]) -> int | None:
         return None
     if name in ("alibi_slopes", "sinks"):
         return rank - 1 if along == "heads" else 0 if rank == 2 else None
-    if name in ("attn_mask", "attn_bias"):
+    if name in ("attn_mask", "attn_bias", "row_keys", "key_rows"):
         axis = rank - (3 if along == "heads" else 4)
         return axis if axis >= 0 and shape[axis] > 1 else None
     return rank - 2 if along == "heads" else 0

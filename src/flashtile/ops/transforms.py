@@ -185,7 +185,7 @@ class _Fold:
 
 
 # Tensors that may lack leading dimensions -> the number of all.
-_BROADCASTS = {"attn_mask": 4, "attn_bias": 4, "dbias": 4, "alibi_slopes": 2}
+_BROADCASTS = {"attn_mask": 4, "attn_bias": 4, "row_keys": 4, "key_rows": 4, "dbias": 4, "alibi_slopes": 2}
 
 
 def _vmap(operator: Operator) -> Any:

@@ -16,16 +16,27 @@ from flashtile.backends.gpu.records import named
 from flashtile.core import philox
 from flashtile.core.masks import Band
 
-BANDS = [Band(), Band(None, 0), Band(3, None), Band(2, 5), Band(0, 0), Band(4, -2), Band(-1, 3)]
+BANDS = [
+    Band(),
+    Band(None, 0),
+    Band(3, None),
+    Band(2, 5),
+    Band(0, 0),
+    Band(4, -2),
+    Band(-1, 3),
+    Band(None, None, 5),
+    Band(None, 0, 4),
+    Band(3, 1, 6),
+    Band(None, None, 1),
+]
 
 
 @triton.jit
-def _ranges_kernel(out_ptr, first, last, seqlen_q, seqlen_k, left, right, L: tl.constexpr, R: tl.constexpr,
-                   BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):  # fmt: skip
+def _ranges_kernel(out_ptr, first, last, seqlen_q, seqlen_k, band, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
     if OF_KEYS:
-        a, b, c, d = blocks.query_blocks(first, last, seqlen_q, seqlen_k, left, right, L, R, BLOCK)
+        a, b, c, d = blocks.query_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
     else:
-        a, b, c, d = blocks.key_blocks(first, last, seqlen_q, seqlen_k, left, right, L, R, BLOCK)
+        a, b, c, d = blocks.key_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
     tl.store(out_ptr, a)
     tl.store(out_ptr + 1, b)
     tl.store(out_ptr + 2, c)
@@ -43,9 +54,8 @@ def test_block_ranges_cover_and_full_blocks_are_full(band: Band, of_keys: bool) 
         for start in range(0, keep.shape[0], tile):
             stop = min(start + tile, keep.shape[0])
             out = torch.full((4,), -99, dtype=torch.int32)
-            bounded = {"L": band.left is not None, "R": band.right is not None}
-            lengths = (seqlen_q, seqlen_k, band.left or 0, band.right or 0)
-            _ranges_kernel[(1,)](out, start, stop - 1, *lengths, **bounded, BLOCK=block, OF_KEYS=of_keys)
+            given = mods.Band(band.left, band.right, band.chunk)
+            _ranges_kernel[(1,)](out, start, stop - 1, seqlen_q, seqlen_k, given, BLOCK=block, OF_KEYS=of_keys)
             low, full_low, full_high, high = out.tolist()
             assert low <= full_low <= full_high <= high, (band, seqlen_q, seqlen_k, start)
             assert high * block < keep.shape[1] + block

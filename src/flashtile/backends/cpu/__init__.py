@@ -24,10 +24,24 @@ _CAPABILITIES = Capabilities(
     device_types=("cpu",),
     dtypes=DTYPES,
     max_head_dim=None,
-    features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
+    features=_COMMON
+    | {
+        "alibi",
+        "chunk",
+        "mask",
+        "bias",
+        "bias_grad",
+        "dropout",
+        "origins",
+        "deterministic",
+        "intervals",
+        "row_intervals",
+    }
+    | {"key_intervals", "head_intervals", "ordered_intervals"},
 )
 _DECODE = dataclasses.replace(
-    _CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each"}
+    _CAPABILITIES,
+    features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each"},
 )
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), max_head_dim=256, head_dim_multiple=16, features=_COMMON

@@ -60,7 +60,9 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         # The first key that the first row sees: what is before it is not read.
         start = leftpad[b]
         if problem.band.left is not None:
-            start = max(start, stop - q.shape[0] - problem.band.left)
+            first = max(0, stop - start - q.shape[0] - problem.band.left)
+            # Chunks are counted from the first key.
+            start += first if problem.band.chunk is None else first // problem.band.chunk * problem.band.chunk
         k, v = (_keys(problem, one, t, x, scale, b, (min(start, stop), stop)) for x, scale in _caches(t))
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes

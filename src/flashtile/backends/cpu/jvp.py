@@ -44,7 +44,7 @@ def _tiled(given: _Tangents, out: Tensor, lse: Tensor, tensors: Tensors, problem
     tile_rows = plan.tile_rows(problem.num_heads_q * (1 if problem.varlen else max(1, problem.batch)))
     for seq in plan.sequences(problem, tensors, one_by_one=False):
         sums = seq.view(dout), seq.lse_view(dlse)
-        for block in plan.row_blocks(problem.band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
+        for block in plan.blocks_of(problem.band, seq, tile_rows=tile_rows):
             for rectangle in block:
                 _add_tile(problem, tensors, given, seq, rectangle, seq.lse_view(safe_lse), sums)
     if given.dsinks is not None and tensors.sinks is not None:
@@ -79,8 +79,8 @@ def _add_tile(
         dbias = plan.part(plan.four_dimensional(given.dbias)[seq.bias_place], tile).to(dtype)
         dscores = dbias if dscores is None else dscores + dbias
     keep = p.band.dense(seq.seqlen_q, seq.seqlen_k, rows=tile.rows, keys=tile.keys, device=q.device)
-    if seq.mask is not None:
-        keep = keep & plan.part(seq.mask, tile)
+    for kept in (None if seq.mask is None else plan.part(seq.mask, tile), plan.within(seq, tile)):
+        keep = keep if kept is None else keep & kept
     probs = torch.exp(torch.where(keep, scores, -torch.inf) - lse[:, :, rows, None])
     kept = probs
     if t.rng_state is not None:

@@ -51,7 +51,7 @@ def kernel_fits(problem: Problem) -> bool:
 
 def adds_tiles(problem: Problem) -> bool:
     """Whether something besides the band is added to the scores."""
-    return problem.mask or problem.alibi or problem.bias_dtype is not None
+    return problem.mask or problem.alibi or problem.bias_dtype is not None or problem.intervals
 
 
 def one_by_one(problem: Problem, kernel: bool) -> bool:
@@ -81,10 +81,9 @@ def paths(problem: Problem, tensors: Tensors, kernel: bool, *, keep_local: bool 
 
 
 def _path(problem: Problem, seq: Sequence, kernel: bool, keep_local: bool) -> Path:
-    lengths = seq.seqlen_q, seq.seqlen_k
     rows = plan.tile_rows(problem.num_heads_q)
     tile_rows = rows if seq.has_tile_bias or not kernel else None
-    blocks = list(plan.row_blocks(problem.band, *lengths, tile_rows=tile_rows))
+    blocks = list(plan.blocks_of(problem.band, seq, tile_rows=tile_rows))
     if not (kernel and keep_local):
         return Path(seq, blocks, kernel)
     rectangles = [rectangle for block in blocks for rectangle in block]
@@ -92,5 +91,5 @@ def _path(problem: Problem, seq: Sequence, kernel: bool, keep_local: bool) -> Pa
     # The kernel adds -inf where a pair is masked, and NaN plus -inf is NaN; tiles use a select.
     added = seq.has_tile_bias or any(r.kind is Kind.EDGE for r in rectangles)
     if (few_keys or added) and not plan.all_finite(seq.q, seq.k):
-        return Path(seq, list(plan.row_blocks(problem.band, *lengths, tile_rows=rows)), False)
+        return Path(seq, list(plan.blocks_of(problem.band, seq, tile_rows=rows)), False)
     return Path(seq, blocks, True)

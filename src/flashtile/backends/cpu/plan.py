@@ -63,6 +63,8 @@ class Sequence:
         bias: Like mask.
         bias_place: Index of bias in the caller's four-dimensional bias.
         origin: Where a part lies in a longer sequence, or None.
+        row_keys: The keys that each row keeps, ``(batch or 1, heads or 1, seqlen_q or 1, 2)``, or None.
+        key_rows: The rows that keep each key, or None.
     """
 
     batch: range
@@ -77,6 +79,8 @@ class Sequence:
     bias: Tensor | None
     bias_place: tuple[slice, ...]
     origin: Origin | None = None
+    row_keys: Tensor | None = None
+    key_rows: Tensor | None = None
 
     @property
     def seqlen_q(self) -> int:
@@ -91,7 +95,7 @@ class Sequence:
     @property
     def has_tile_bias(self) -> bool:
         """Whether something besides the band is added to the scores."""
-        return self.slopes is not None or self.mask is not None or self.bias is not None
+        return any(x is not None for x in (self.slopes, self.mask, self.bias, self.row_keys, self.key_rows))
 
     def view(self, tensor: Tensor) -> Tensor:
         """The rows of a q-shaped or out-shaped tensor as ``(batch, num_heads_q, seqlen_q, ...)``."""
@@ -144,7 +148,18 @@ def _sequence(
         slopes = slopes[:, :, None, None]
     mask, _ = _corner(t.attn_mask, batch, q.shape[2], k.shape[2])
     bias, bias_place = _corner(t.attn_bias, batch, q.shape[2], k.shape[2])
-    return Sequence(batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place)
+    # Where both say the same, rows' keys will do.
+    key_rows = None if problem.mask_mod.mirrored else t.key_rows
+    intervals = (_first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2]))
+    return Sequence(batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, *intervals)
+
+
+def _first(intervals: Tensor | None, batch: range, length: int) -> Tensor | None:
+    """Those of some sequences and of their first elements."""
+    if intervals is None:
+        return None
+    intervals = intervals if intervals.shape[0] == 1 else intervals[batch.start : batch.stop]
+    return intervals if intervals.shape[2] == 1 else intervals[:, :, :length]
 
 
 def _corner(x: Tensor | None, batch: range, rows: int, keys: int) -> tuple[Tensor | None, tuple[slice, ...]]:
@@ -160,6 +175,14 @@ def _corner(x: Tensor | None, batch: range, rows: int, keys: int) -> tuple[Tenso
 def four_dimensional(x: Tensor) -> Tensor:
     """A view with leading dimensions of size 1 up to four."""
     return x[(None,) * (4 - x.dim())]
+
+
+def blocks_of(band: Band, seq: Sequence, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
+    """``row_blocks`` of a sequence, without the keys that intervals leave out."""
+    for block in row_blocks(band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
+        kept = block if seq.row_keys is None and seq.key_rows is None else _within_intervals(seq, block)
+        if kept:
+            yield kept
 
 
 def row_blocks(band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
@@ -231,7 +254,11 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     """
     (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
     if not seq.has_tile_bias:
-        return None if rectangle.kind is Kind.FULL else _band_bias(problem.band, *_place(seq, rectangle), dtype)
+        return (
+            None
+            if rectangle.kind is Kind.FULL
+            else _band_bias(problem.band, *_place(problem.band, seq, rectangle), dtype)
+        )
     total: Tensor | None = None
     if seq.bias is not None:
         total = part(seq.bias, rectangle).to(dtype)
@@ -240,14 +267,51 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
         total = alibi if total is None else total + alibi
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
-        keep = _band_tile(problem.band, *_place(seq, rectangle))
-    if seq.mask is not None:
-        kept = part(seq.mask, rectangle)
-        keep = kept if keep is None else keep & kept
+        keep = _band_tile(problem.band, *_place(problem.band, seq, rectangle))
+    for kept in (None if seq.mask is None else part(seq.mask, rectangle), within(seq, rectangle)):
+        if kept is not None:
+            keep = kept if keep is None else keep & kept
     if keep is not None:
         total = torch.where(keep, torch.zeros((), dtype=dtype, device=_CPU) if total is None else total, -torch.inf)
-    assert total is not None
+    if total is None:  # intervals that hold all of the rectangle
+        return None
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
+
+
+def within(seq: Sequence, rectangle: Rectangle) -> Tensor | None:
+    """Which pairs of a rectangle lie in their intervals, ``(batch or 1, heads or 1, rows, keys)``; None for all."""
+    keep: Tensor | None = None
+    if seq.row_keys is not None:
+        ends = _span(seq.row_keys, rectangle.rows)
+        if ends[..., 0].max() > rectangle.keys[0] or ends[..., 1].min() < rectangle.keys[1]:
+            j = torch.arange(*rectangle.keys, device=ends.device)
+            keep = (ends[..., :1] <= j) & (j < ends[..., 1:])
+    if seq.key_rows is not None:
+        ends = _span(seq.key_rows, rectangle.keys)[:, :, None]
+        if ends[..., 0].max() > rectangle.rows[0] or ends[..., 1].min() < rectangle.rows[1]:
+            i = torch.arange(*rectangle.rows, device=ends.device)[:, None]
+            kept = (ends[..., 0] <= i) & (i < ends[..., 1])
+            keep = kept if keep is None else keep & kept
+    return keep
+
+
+def _span(intervals: Tensor, span: tuple[int, int]) -> Tensor:
+    return intervals if intervals.shape[2] == 1 else intervals[:, :, slice(*span)]
+
+
+def _within_intervals(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
+    """A block of rows without the keys on either side that none of its rows has in an interval."""
+    (first, stop), (low, high) = block[0].rows, (0, seq.seqlen_k)
+    if seq.row_keys is not None:
+        ends = _span(seq.row_keys, (first, stop))
+        ends = ends[ends[..., 0] < ends[..., 1]]
+        low, high = (int(ends[:, 0].min()), int(ends[:, 1].max())) if len(ends) else (0, 0)
+    if seq.key_rows is not None and seq.key_rows.shape[2] > 1:
+        ends = seq.key_rows
+        seen = ((ends[..., 0] < stop) & (ends[..., 1] > first)).flatten(0, 1).any(0).nonzero()
+        low, high = (max(low, int(seen[0])), min(high, int(seen[-1]) + 1)) if len(seen) else (0, 0)
+    cut = ((each, max(each.keys[0], low), min(each.keys[1], high)) for each in block)
+    return [replace(each, keys=(start, end)) for each, start, end in cut if start < end]
 
 
 def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
@@ -261,36 +325,40 @@ def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
 
 def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:
     """Whether a row of the rectangle may keep none of its keys."""
-    if seq.mask is not None or seq.bias is not None:
+    if any(x is not None for x in (seq.mask, seq.bias, seq.row_keys, seq.key_rows)):
         return True
-    return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(seq, rectangle))
+    return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(problem.band, seq, rectangle))
 
 
-def _place(seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int]:
-    """The band's shape in a rectangle: row 0's diagonal key, rows, keys. Many rectangles share one."""
+def _place(band: Band, seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int, int]:
+    """The band's shape in a rectangle: row 0's diagonal key, rows, the first key, the end of the keys.
+
+    Keys are counted from the rectangle's first one, or from the first one of its chunk: many rectangles share a shape.
+    """
     (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
-    return row + seq.seqlen_k - seq.seqlen_q - key, row_stop - row, key_stop - key
+    first = 0 if band.chunk is None else key % band.chunk
+    return row + seq.seqlen_k - seq.seqlen_q - key + first, row_stop - row, first, first + key_stop - key
 
 
 # Tensors that later calls share are made outside inference mode, whose tensors a training step could not save.
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _band_bias(band: Band, diagonal: int, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
+def _band_bias(band: Band, diagonal: int, rows: int, key: int, key_stop: int, dtype: torch.dtype) -> Tensor:
     """0 where the band keeps a pair, -inf where it drops one; ``(1, 1, rows, keys)``."""
-    zeros = torch.zeros(1, 1, rows, keys, dtype=dtype, device=_CPU)
-    return zeros.masked_fill_(~_band_tile(band, diagonal, rows, keys), -torch.inf)
+    zeros = torch.zeros(1, 1, rows, key_stop - key, dtype=dtype, device=_CPU)
+    return zeros.masked_fill_(~_band_tile(band, diagonal, rows, key, key_stop), -torch.inf)
 
 
 @functools.lru_cache(maxsize=64)
-def _band_has_empty_rows(band: Band, diagonal: int, rows: int, keys: int) -> bool:
-    return not bool(_band_tile(band, diagonal, rows, keys).any(dim=-1).all())
+def _band_has_empty_rows(band: Band, *place: int) -> bool:
+    return not bool(_band_tile(band, *place).any(dim=-1).all())
 
 
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _band_tile(band: Band, diagonal: int, rows: int, keys: int) -> Tensor:
+def _band_tile(band: Band, diagonal: int, rows: int, key: int, key_stop: int) -> Tensor:
     """Which pairs the band keeps where row m's diagonal is at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
-    return band.dense(rows, rows + diagonal, keys=(0, keys), device=_CPU)[None, None]
+    return band.dense(rows, rows + diagonal, keys=(key, key_stop), device=_CPU)[None, None]
 
 
 def part(x: Tensor, rectangle: Rectangle) -> Tensor:

@@ -33,6 +33,8 @@ def described_tensors(problem: Problem) -> Tensors:
         cu_seqlens_q=bounds,
         cu_seqlens_k=bounds,
         rng_state=empty(2, dtype=torch.int64) if p.dropout_p > 0 else None,
+        row_keys=empty(1, 1, p.seqlen_q, 2, dtype=torch.int32) if p.mask_mod.row_keys else None,
+        key_rows=empty(1, 1, p.seqlen_k, 2, dtype=torch.int32) if p.mask_mod.key_rows else None,
         origins=empty(p.batch, len(Origin._fields), dtype=torch.int32) if p.origins else None,
     )
 

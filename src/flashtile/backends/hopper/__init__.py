@@ -16,7 +16,7 @@ from flashtile.call.problem import Problem, Tensors
 
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
-_BUT_BIAS_GRAD = _COMMON | {"alibi", "mask", "bias", "deterministic"}
+_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16),
@@ -26,12 +26,18 @@ _FORWARD = Capabilities(
     slow_if_tiny=True,
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
-    features=_BUT_BIAS_GRAD | {"bias_grad"},
+    features=_BUT_BIAS_GRAD
+    | {"bias_grad", "intervals", "row_intervals", "key_intervals", "head_intervals", "ordered_intervals"},
 )
-_BACKWARD = dataclasses.replace(_FORWARD, max_head_dim=256, chain_rows=128, features=_BUT_BIAS_GRAD)
+_BACKWARD = dataclasses.replace(
+    _FORWARD,
+    max_head_dim=256,
+    chain_rows=128,
+    features=_BUT_BIAS_GRAD | {"intervals", "row_intervals", "key_intervals"},
+)
 _DECODE = dataclasses.replace(
     _BACKWARD, chain_rows=0, head_dim_multiple=1, slow_if_tiny=False,
-    features=_COMMON | {"alibi", "unaligned", "pages", "float8_cache", "tree_mask", "causal_each"},
+    features=_COMMON | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "tree_mask", "causal_each"},
 )  # fmt: skip
 _QUANTIZED = dataclasses.replace(
     _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON

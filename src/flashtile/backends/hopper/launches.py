@@ -9,7 +9,7 @@ from flashtile.backends.gpu.launch import Launch
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem
 
-_BACKWARD = ("prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
+_BACKWARD = ("interval_bounds", "prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
 
 
 def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
@@ -33,13 +33,13 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
         from flashtile.backends.hopper.big_heads import launch as big_heads
 
         columns = big_config.choose(problem, None, tensors.q.shape[-3])
-        return {"big_heads_forward": big_heads.big_heads_launch(problem, tensors, columns)}
+        return big_heads.launches(problem, tensors, columns)
     if direction == "forward":
         from flashtile.backends.hopper import tensor_maps
         from flashtile.backends.hopper.forward import config, launch
 
         chosen = config.choose(problem, tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
-        return {"attention_forward": launch.forward_launch(problem, tensors, chosen)}
+        return launch.launches(problem, tensors, chosen)
     from flashtile.backends.hopper.backward import config as backward_config
     from flashtile.backends.hopper.backward import launch as backward_launch
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.mods import Band, Mod
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.records import named
 from flashtile.backends.hopper import tensor_maps
@@ -55,7 +56,9 @@ def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined
     )  # fmt: skip
 
 
-def mods_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None) -> Mods:
+def mods_of(
+    problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None, intervals: Masks
+) -> Mods:
     """The ``Mods`` of a call; maps are those of ``tensor_maps.score_map``, None for what threads load themselves."""
     p, alibi, bias, mask = problem, None, None, None
     if t.alibi_slopes is not None:
@@ -66,7 +69,8 @@ def mods_of(problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: 
         bias = _pair_tensor("bias", t.attn_bias, bias_map)
     if t.attn_mask is not None:
         mask = _pair_tensor("mask", t.attn_mask.view(torch.uint8), mask_map)
-    return plain_mods(p, t, alibi, bias, mask)
+    made = plain_mods(p, t, alibi, bias, mask)
+    return made._replace(band=made.band._replace(**intervals._asdict()))
 
 
 def plain_mods(
@@ -80,7 +84,7 @@ def plain_mods(
         scale, prescale = LOG2_E.value, 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
     elif problem.softmax_scale <= 0:
         scale, prescale = 1.0, scale
-    band = Band(tensor_maps.side_of(problem.band.left), tensor_maps.side_of(problem.band.right))
+    band = Band(*map(tensor_maps.side_of, (problem.band.left, problem.band.right, problem.band.chunk)))
     transforms, names = _named(softcap=softcap, alibi=alibi, bias=bias)
     masks, mask_names = _named(mask=mask)
     sinks = pointer(t.sinks, "sinks")

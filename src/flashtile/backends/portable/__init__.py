@@ -28,10 +28,25 @@ _CAPABILITIES = Capabilities(
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     max_head_dim=512,
     min_compute_capability=(8, 0),
-    features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
+    features=_COMMON
+    | {
+        "alibi",
+        "chunk",
+        "mask",
+        "bias",
+        "bias_grad",
+        "dropout",
+        "origins",
+        "deterministic",
+        "intervals",
+        "row_intervals",
+    }
+    | {"key_intervals", "head_intervals", "ordered_intervals"},
 )
 _DECODE = dataclasses.replace(
-    _CAPABILITIES, max_head_dim=256, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask", "causal_each"}
+    _CAPABILITIES,
+    max_head_dim=256,
+    features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each"},
 )
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(

@@ -29,7 +29,7 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
     if direction == "forward":
         from flashtile.backends.portable.forward import config, launch
 
-        return {"attention_forward": launch.forward_launch(problem, tensors, config.choose(problem))}
+        return launch.launches(problem, tensors, config.choose(problem))
     from flashtile.backends.portable.backward import launch as backward_launch
 
     dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))

@@ -13,6 +13,7 @@ from flashtile.backends.gpu.device import dropout, mods, scheduler
 from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods, ScoreTensor
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
+from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
 from flashtile.backends.portable import config as tables
@@ -46,6 +47,7 @@ def call_of(
     described: Sequence[str] = (),
     dout: Tensor | None = None,
     bias_sums: tuple[bool, bool] = (False, False),
+    masks: Masks = Masks(),  # noqa: B008
 ) -> tuple[Call, Rows | None]:
     """A kernel's ``Call``, and its rows of dout.
 
@@ -56,6 +58,7 @@ def call_of(
         described: Those of q, k, v and dout that its loop loads: by descriptors if all of them can be.
         dout: The output's gradient, in the backward.
         bias_sums: Whether a kernel's program sums over sequences, and over heads, that share a bias.
+        masks: Intervals of the call, as the kernel's tiles need them.
     """
     p = problem
     block_d, block_dv = tile_dims(p)
@@ -69,7 +72,7 @@ def call_of(
 
     call = Call(
         rows("q", t.q, block_d), rows("k", t.k, block_d), rows("v", t.v, block_dv), *sequences_of(p, t), heads_of(p),
-        _mods(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None),
+        _mods(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None, masks),
     )  # fmt: skip
     return call, None if dout is None else rows("dout", dout, block_dv)
 
@@ -88,7 +91,7 @@ def heads_of(problem: Problem) -> Heads:
     return Heads(problem.num_heads_q, Const(1) if problem.group_size == 1 else problem.group_size)
 
 
-def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None) -> Mods:
+def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None, intervals: Masks) -> Mods:
     """The transforms, masks and dropout of a call."""
     p, unit, origins, bias, mask = problem, _score_unit(problem, t), pointer(t.origins, "origins"), None, None
     alibi = alibi_of(p, t.alibi_slopes)
@@ -109,8 +112,8 @@ def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Poi
     transforms, names = named(softcap=softcap_of(p), alibi=alibi, bias=bias)
     masks, mask_names = named(mask=mask)
     return Mods(
-        p.softmax_scale, transforms, band_of(p, t.q.shape[-3] + t.k.shape[-3]), masks, drops, sinks, names, mask_names,
-        transforms is not None or p.softmax_scale <= 0, input_precision(p),
+        p.softmax_scale, transforms, band_of(p, t.q.shape[-3] + t.k.shape[-3])._replace(**intervals._asdict()), masks,
+        drops, sinks, names, mask_names, transforms is not None or p.softmax_scale <= 0, input_precision(p),
     )  # fmt: skip
 
 
@@ -124,10 +127,9 @@ def plain_mods(problem: Problem, span: int, sinks: Tensor | None) -> Mods:
 
 
 def band_of(problem: Problem, span: int) -> Band:
-    """The band's sides, cut to the number of rows and keys: a larger one has the same effect and could overflow."""
-    return Band(
-        *(None if side is None else max(-span, min(span, side)) for side in (problem.band.left, problem.band.right))
-    )
+    """The band, cut to the number of rows and keys: a larger one has the same effect and could overflow."""
+    of, most = problem.band, max(span, 1)
+    return Band(*(None if x is None else max(-most, min(most, x)) for x in (of.left, of.right, of.chunk)))
 
 
 def _score_tensor(name: str, tensor: Tensor, unit: int) -> ScoreTensor:

@@ -6,14 +6,13 @@ same whatever else is in the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.arguments import Grads
 from flashtile.call.problem import Problem, SequenceLayout
-from flashtile.core.masks import Band
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ _FAR = 2**30
 def bounded(problem: Problem) -> Problem:
     """The problem, with a bound to the right, past all keys, if it has none and sequences may be causal."""
     has_right = not problem.causal_each or problem.band.right is not None
-    return problem if has_right else problem.but(band=Band(problem.band.left, _FAR))
+    return problem if has_right else problem.but(band=replace(problem.band, right=_FAR))
 
 
 # Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that
@@ -122,7 +121,7 @@ def splits_keys(problem: Problem) -> bool:
     It looks at a sequence's own lengths, never at the batch, and so at no packed call, whose lengths are the longest.
     """
     p = problem
-    if p.varlen or p.mask or p.bias_dtype or p.origins or p.dropout_p or p.out_dtype != p.dtype:
+    if p.varlen or p.mask or p.intervals or p.bias_dtype or p.origins or p.dropout_p or p.out_dtype != p.dtype:
         return False
     if max(p.head_dim, p.head_dim_v) > 256:
         return False

@@ -358,6 +358,15 @@ def attend_tile(place, shape, row, h, part, head, call):
     elif band.left is not None:
         last_row = tl.minimum((place.first + call.schedule.BLOCK_M - 1) // GROUP, shape.num_rows - 1)
         first, clear_first = tl.maximum(i - band.left, shape.low), tl.maximum(clear_first, last_row + shift - band.left)
+        if band.chunk is not None:
+            # Chunks begin with the first key that counts.
+            pad = work.first_key_of(place.b, call)
+            first = tl.maximum(first, pad + mods.chunk_start(i - pad, band.chunk))
+            clear_first = tl.maximum(clear_first, pad + mods.chunk_start(last_row + shift - pad, band.chunk))
+            last = tl.minimum(last, pad + mods.chunk_stop(i - pad, band.chunk) - 1)
+            clear_last = tl.minimum(
+                clear_last, pad + mods.chunk_stop(place.first // GROUP + shift - pad, band.chunk) - 1
+            )
     elif call.leftpad is not None and not HAS_TREE:
         first = i * 0 + shape.low
     if not call.cache.scales.EIGHT_BIT:

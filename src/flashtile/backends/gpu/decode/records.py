@@ -134,9 +134,17 @@ def _mods(problem: Problem, t: CacheTensors) -> Mods:
     masks, mask_names = named(tree=Mod(mods.select_tree, None, mods.tree_of_head, _tree(t)) if p.tree else None)
     transforms, names = named(softcap=softcap_of(p), alibi=alibi_of(p, t.alibi_slopes))
     return Mods(
-        p.softmax_scale, transforms, Band(p.band.left, p.band.right), masks, None, None, names, mask_names,
+        p.softmax_scale, transforms, _band(p), masks, None, None, names, mask_names,
         transforms is not None or p.softmax_scale <= 0, "ieee",
     )  # fmt: skip
+
+
+def _band(problem: Problem) -> Band:
+    """The band, whose chunks are added to positions: longer ones than a sequence have the same effect."""
+    band, most = problem.band, max(problem.keys.length, 1)
+    if band.chunk is None:
+        return Band(band.left, band.right)
+    return Band(*(None if x is None else min(x, most) for x in (band.left, band.right, band.chunk)))
 
 
 def _schedule(problem: Problem, config: Config, lanes: int, few: bool) -> Schedule:

@@ -113,6 +113,8 @@ def span_of(b, call):
     if call.leftpad is not None:
         low = tl.maximum(tl.load(call.leftpad + b, mask=exists, other=0), 0)
     if call.mods.band.left is not None:
+        if call.mods.band.chunk is not None:
+            low = tl.maximum(low, low + mods.chunk_start(high - num_rows - low, call.mods.band.chunk))
         low = tl.maximum(low, high - num_rows - call.mods.band.left)
     keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
     tiles = (each * GROUP + BLOCK_M - 1) // BLOCK_M
@@ -253,6 +255,15 @@ def rows_of_tile(packed, h_kv, num_rows, GROUP: tl.constexpr):
 
 
 @triton.jit
+def first_key_of(b, call):
+    """The first key of a sequence that counts."""
+    first = 0
+    if call.leftpad is not None:
+        first = tl.maximum(tl.load(call.leftpad + b), 0)
+    return first
+
+
+@triton.jit
 def entry_of(b, call):
     """The entry of the cache that is a sequence's; 0 for a cache in pages."""
     entry = b
@@ -299,4 +310,7 @@ def blocks_of(b, first, state, stop_state, shape, call):
             stop = tl.minimum(stop, last + shift + right_of(b, call) + 1)
         if call.mods.band.left is not None:
             start = tl.maximum(start, (row + shift - call.mods.band.left) // BLOCK_N * BLOCK_N)
+        if call.mods.band.chunk is not None and call.leftpad is None:
+            stop = tl.minimum(stop, mods.chunk_stop(last + shift, call.mods.band.chunk))
+            start = tl.maximum(start, mods.chunk_start(row + shift, call.mods.band.chunk) // BLOCK_N * BLOCK_N)
     return start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N

@@ -2,7 +2,8 @@
 
 One function serves both directions. A row position i keeps keys ``i - left ... i + right``, so a key j is kept by the
 row positions ``j - right ... j + left``: the backward over keys calls it with the two sides exchanged and with
-positions counted from ``seqlen_k - seqlen_q``.
+positions counted from ``seqlen_k - seqlen_q``. Of both, a chunk leaves what lies in the chunks of the first and the
+last position. What any position touches, and what all of them do, begins and ends no earlier for later positions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from flashtile.backends.gpu.device.mods import chunk_start, chunk_stop
 
 
 class Visit(NamedTuple):
@@ -47,6 +50,13 @@ def block_range(
         those, [full_min, full_max) exist entirely and are touched by every position, so they need no mask.
         block_min <= full_min <= full_max <= block_max always holds.
     """
+    any_start, all_start, any_stop, all_stop = element_range(first, last, length, before, after, HAS_BEFORE, HAS_AFTER)
+    return blocks_between(any_start, all_start, any_stop, all_stop, first, last, BLOCK)
+
+
+@triton.jit
+def element_range(first, last, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
+    """(any_start, all_start, any_stop, all_stop): the elements that some position touches, and those that all do."""
     any_start, all_start = 0, 0
     any_stop, all_stop = length, length
     if HAS_BEFORE:
@@ -55,6 +65,12 @@ def block_range(
     if HAS_AFTER:
         any_stop = tl.minimum(last + after + 1, length)
         all_stop = tl.minimum(first + after + 1, length)
+    return any_start, all_start, any_stop, all_stop
+
+
+@triton.jit
+def blocks_between(any_start, all_start, any_stop, all_stop, first, last, BLOCK: tl.constexpr):
+    """What ``block_range`` returns, from the elements of ``element_range``."""
     any_stop = tl.where(last < first, any_start, any_stop)
     block_min = any_start // BLOCK
     block_max = tl.maximum(block_min, tl.where(any_stop > any_start, (any_stop + BLOCK - 1) // BLOCK, 0))
@@ -65,23 +81,42 @@ def block_range(
 
 
 @triton.jit
-def key_blocks(
-    row_first, row_last, seqlen_q, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """(n_block_min, n_full_min, n_full_max, n_block_max) of rows row_first ... row_last, inclusive, which exist."""
+def key_blocks(row_first, row_last, seqlen_q, seqlen_k, band, BLOCK_N: tl.constexpr):
+    """(n_block_min, n_full_min, n_full_max, n_block_max) of rows row_first ... row_last, inclusive, which exist.
+
+    band: ``mods.Band``.
+    """
+    HAS_LEFT: tl.constexpr = band.left is not None
+    HAS_RIGHT: tl.constexpr = band.right is not None
     shift = seqlen_k - seqlen_q
-    return block_range(row_first + shift, row_last + shift, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+    first, last = row_first + shift, row_last + shift
+    any_start, all_start, any_stop, all_stop = element_range(
+        first, last, seqlen_k, band.left, band.right, HAS_LEFT, HAS_RIGHT
+    )
+    if band.chunk is not None:
+        any_start = tl.maximum(any_start, chunk_start(first, band.chunk))
+        all_start = tl.maximum(all_start, chunk_start(last, band.chunk))
+        any_stop = tl.minimum(any_stop, chunk_stop(last, band.chunk))
+        all_stop = tl.minimum(all_stop, chunk_stop(first, band.chunk))
+    return blocks_between(any_start, all_start, any_stop, all_stop, first, last, BLOCK_N)
 
 
 @triton.jit
-def query_blocks(
-    key_first, key_last, seqlen_q, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
+def query_blocks(key_first, key_last, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr):
     """(m_block_min, m_full_min, m_full_max, m_block_max) of keys key_first ... key_last, inclusive, which exist."""
+    HAS_LEFT: tl.constexpr = band.left is not None
+    HAS_RIGHT: tl.constexpr = band.right is not None
     shift = seqlen_k - seqlen_q
-    return block_range(key_first - shift, key_last - shift, seqlen_q, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_M)
+    first, last = key_first - shift, key_last - shift
+    any_start, all_start, any_stop, all_stop = element_range(
+        first, last, seqlen_q, band.right, band.left, HAS_RIGHT, HAS_LEFT
+    )
+    if band.chunk is not None:
+        any_start = tl.maximum(any_start, chunk_start(key_first, band.chunk) - shift)
+        all_start = tl.maximum(all_start, chunk_start(key_last, band.chunk) - shift)
+        any_stop = tl.minimum(any_stop, chunk_stop(key_last, band.chunk) - shift)
+        all_stop = tl.minimum(all_stop, chunk_stop(key_first, band.chunk) - shift)
+    return blocks_between(any_start, all_start, any_stop, all_stop, first, last, BLOCK_M)
 
 
 @triton.jit

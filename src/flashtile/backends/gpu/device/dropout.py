@@ -17,7 +17,7 @@ class Dropout(NamedTuple):
         rng_state_ptr: As ``keep`` takes it, None without dropout.
         threshold: As ``keep`` takes it.
         keep_scale: Factor of the probabilities that are kept.
-        origins_ptr: (num_sequences, 6) int32, ``masks.Origin`` of each sequence, None where none is part of another.
+        origins_ptr: (num_sequences, 6) int32, ``Origin`` of each sequence, None where none is part of another.
     """
 
     rng_state_ptr: Any

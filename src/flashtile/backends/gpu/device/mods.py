@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import sequence, softmax
+from flashtile.backends.gpu.device import intervals, sequence, softmax
 
 
 class Mod(NamedTuple):
@@ -106,10 +106,25 @@ class At(NamedTuple):
 
 
 class Band(NamedTuple):
-    """How many keys before and after its own position a row keeps; None for all."""
+    """How many keys before and after its own position a row keeps; None for all.
+
+    With a chunk, which is not None, of so many keys, it keeps none outside of its own. Both sides are then bounded.
+
+    Attributes:
+        left: Before.
+        right: After.
+        chunk: Keys of a chunk.
+        row_keys: ``intervals.Interval`` of rows: the keys that each keeps; None without.
+        key_rows: That of keys: the rows that keep each.
+        bounds: ``intervals.Bounds`` of the kernel's tiles; None without either.
+    """
 
     left: Any
     right: Any
+    chunk: Any = None
+    row_keys: Any = None
+    key_rows: Any = None
+    bounds: Any = None
 
 
 class Alibi(NamedTuple):
@@ -248,7 +263,7 @@ def alibi(scores, slope, at):
 
 @triton.jit
 def slope_of_part(parts, at):
-    """The ``PartSlope`` of ``Alibi``, origins (``masks.Origin``) and the number of sequences."""
+    """The ``PartSlope`` of ``Alibi``, origins (``core.masks.Origin``) and the number of sequences."""
     slopes, origins_ptr, num_sequences = parts
     exists, origin = at.b < num_sequences, origins_ptr + at.b * 6
     slope = tl.load(slopes.ptr + at.b * slopes.stride_b + at.h, mask=exists, other=0.0).to(tl.float32)
@@ -277,20 +292,58 @@ def select_tensor(x, tensor, at, fill):
 
 
 @triton.jit
-def first_key(p, left, HAS_LEFT: tl.constexpr):
+def chunk_start(p, chunk):
+    """The first key of the chunk of a position; 0 for those before the first key, which are in no chunk with keys."""
+    return tl.maximum(p, 0) // chunk * chunk
+
+
+@triton.jit
+def chunk_stop(p, chunk):
+    """The end of the keys of the chunk of a position."""
+    return tl.where(p < 0, 0, chunk_start(p, chunk) + chunk)
+
+
+@triton.jit
+def first_key(p, band):
     """The first key that position p keeps, inclusive."""
     first = p * 0
-    if HAS_LEFT:
-        first = p - left
+    if band.left is not None:
+        first = p - band.left
+    if band.chunk is not None:
+        first = tl.maximum(first, chunk_start(p, band.chunk))
     return first
 
 
 @triton.jit
-def last_key(p, seqlen_k, right, HAS_RIGHT: tl.constexpr):
+def last_key(p, seqlen_k, band):
     """The last key that position p keeps, inclusive."""
     last = p * 0 + (seqlen_k - 1)
-    if HAS_RIGHT:
-        last = tl.minimum(p + right, last)
+    if band.right is not None:
+        last = tl.minimum(p + band.right, last)
+    if band.chunk is not None:
+        last = tl.minimum(chunk_stop(p, band.chunk) - 1, last)
+    return last
+
+
+@triton.jit
+def first_row(p, shift, band):
+    """The first row that keeps the key ``p + shift``, where row 0 is at position ``shift``."""
+    first = p * 0
+    if band.right is not None:
+        first = p - band.right
+    if band.chunk is not None:
+        first = tl.maximum(first, chunk_start(p + shift, band.chunk) - shift)
+    return first
+
+
+@triton.jit
+def last_row(p, seqlen_q, shift, band):
+    """The last row that does, of those before seqlen_q."""
+    last = p * 0 + (seqlen_q - 1)
+    if band.left is not None:
+        last = tl.minimum(p + band.left, last)
+    if band.chunk is not None:
+        last = tl.minimum(chunk_stop(p + shift, band.chunk) - shift - 1, last)
     return last
 
 
@@ -302,9 +355,9 @@ def select_band(x, band, at, fill):
     select for each bounded side. Selects are chained instead of joining booleans: packing and unpacking those costs
     more than a select.
     """
-    x = tl.where(at.j <= last_key(at.p, at.seqlen_k, band.right, band.right is not None), x, fill)
+    x = tl.where(at.j <= last_key(at.p, at.seqlen_k, band), x, fill)
     if band.left is not None:
-        x = tl.where(at.j >= first_key(at.p, band.left, True), x, fill)
+        x = tl.where(at.j >= first_key(at.p, band), x, fill)
     return x
 
 
@@ -433,9 +486,13 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
 
 @triton.jit
 def select(x, mods, head, at, fill, edge):
-    """x, or fill where a mask excludes the pair, the band's only if ``edge``, a constant or not."""
+    """x, or fill where a mask excludes the pair, the band's and intervals' only if ``edge``, a constant or not."""
     if edge:
         x = select_band(x, mods.band, at, fill)
+        if mods.band.row_keys is not None:
+            x = intervals.select(x, mods.band.row_keys, at.b, at.h, at.i, at.j, fill)
+        if mods.band.key_rows is not None:
+            x = intervals.select(x, mods.band.key_rows, at.b, at.h, at.j, at.i, fill)
     for n in tl.static_range(count(mods.MASKS)):
         operands = mods.masks[n].operands
         if mods.masks[n].of_head is not None:

@@ -161,8 +161,10 @@ def choose(problem: Problem) -> Config:
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)
     if width == 64:
-        # Softcap, bias, mask, and distances on both sides of the diagonal take registers of their own.
-        return NARROW_64 if problem.softcap > 0 or reads_score_tensors or two_sided else WIDE_64
+        # Softcap, bias, mask, rows' intervals and distances on both sides of the diagonal take registers of their own.
+        reads_intervals = problem.mask_mod.row_keys and not problem.mask_mod.mirrored
+        takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided
+        return NARROW_64 if takes_more else WIDE_64
     if width == 192 and problem.head_dim_v <= 128:
         takes_more = problem.softcap > 0 or reads_score_tensors or problem.alibi
         return BASE_192_128 if takes_more or (problem.deterministic and problem.band.unbounded) else KEYS_192_128

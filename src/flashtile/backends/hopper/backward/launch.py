@@ -14,6 +14,7 @@ from flashtile.backends.gpu.device import scheduler
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
@@ -22,18 +23,21 @@ from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.backward.kernel import attention_backward
 from flashtile.backends.hopper.backward.records import Results, Schedule, Splits, Sums, Tiles, Work
 from flashtile.backends.hopper.backward.rows import Workspace, finish_gradient, key_blocks, prepare_rows
+from flashtile.backends.hopper.backward.scheduler import BOUNDS_BLOCK
 from flashtile.backends.hopper.device.records import Mods
 from flashtile.backends.hopper.records import mods_of
 from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
 
+# Keys for which there are bounds of intervals: ``scheduler.BOUNDS_BLOCK``.
+_OF_KEYS = Side(BOUNDS_BLOCK.value, over_keys=True)
 # Half of Hopper's 50 MB of L2; other chips may use it too: the order of tiles changes no sum within a tile.
 _CACHE_BYTES = 25 * 1024 * 1024
 # Rows of a gradient that one program of ``finish_gradient`` finishes.
 _ROWS = 64
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
-    "bias", "mask",
+    "bias", "mask", "row_keys", "key_rows", "bounds",
 )  # fmt: skip
 
 
@@ -80,6 +84,7 @@ class BackwardPlan:
         self._config = config
         self._in_chain = configs.in_chain(config)
         self._of_chain: Workspace | None = None
+        self._bounds = most_bounds(problem, tensors, over_keys=True)
         self._steps: dict[Any, list[Step]] = {}
 
     def __call__(
@@ -119,7 +124,7 @@ class BackwardPlan:
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            t.attn_bias, t.attn_mask,
+            t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
         ))  # fmt: skip
         if t.sinks is not None and wanted.sinks:
             dsinks = self._sinks_gradient(t.sinks, work)
@@ -159,7 +164,7 @@ class BackwardPlan:
             dk, dv = sums.dk, sums.dv
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            None, None,
+            None, None, None, None, None,
         ))  # fmt: skip
         return Gradients(dq, dk, dv)
 
@@ -182,12 +187,13 @@ def launches(
     *,
     adds: bool = False,
 ) -> tuple[Launch | None, ...]:
-    """Preprocess, the main kernel, what finishes dq, dk and dv: those that the call needs, for plans and for builds.
+    """Bounds of intervals, preprocess, the main kernel, what finishes dq, dk and dv: those that the call needs.
 
     ``adds``: dq, dk and dv to what is there.
     """
     work, wanted = work or Workspace.of(problem, config, tensors), problem.grads
     return (
+        bounds_launch(problem, tensors, _OF_KEYS) if problem.intervals else None,
         _preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
         _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
         *(_finish_launch(problem, tensors, config, work, name, adds) for name in ("dq", "dk", "dv")),
@@ -321,7 +327,7 @@ def _keys(problem: Problem, t: Tensors) -> Sequences:
 
 def _mods(problem: Problem, t: Tensors) -> Mods:
     """Those of the forward, but that products may be multiplied with a scale that is not > 0: no maximum is taken."""
-    mods = mods_of(problem, t, None, None)._replace(sinks=None, SCALE_FIRST=False)
+    mods = mods_of(problem, t, None, None, masks_of(problem, t, _OF_KEYS))._replace(sinks=None, SCALE_FIRST=False)
     if problem.softcap > 0:
         return mods
     return mods._replace(scale_log2=problem.softmax_scale * LOG2_E.value, prescale=None)

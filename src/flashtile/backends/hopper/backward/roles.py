@@ -18,10 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device import intervals, mods
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.hopper.backward.dq import PART_KEYS, WIDEST, add_dq, add_from_registers, in_order, start_dq
 from flashtile.backends.hopper.backward.scheduler import (
+    bounds_of,
     first_row_block,
     first_rows,
     key_head,
@@ -34,7 +35,7 @@ from flashtile.backends.hopper.backward.scheduler import (
     steps_of_a_head,
     sums_block,
 )
-from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns
+from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, keep_intervals
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_tile, tma_load, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.mods import Pairs
 from flashtile.backends.hopper.device.parts import (
@@ -160,32 +161,28 @@ class KeyRows:
 
 
 @gluon.jit
-def first_keeping(position, band):
-    """The first row that keeps the key at a position: as a row keeps keys, with the sides exchanged."""
-    return mods.first_key(position, band.right, band.right is not None)
-
-
-@gluon.jit
-def last_keeping(position, end, band):
-    """The last row that does, of those before ``end``."""
-    return mods.last_key(position, end, band.left, band.left is not None)
-
-
-@gluon.jit
 def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
     """The ``KeyRows`` of a part of a tile."""
     key = records.get(tiles, "key") + PART * PART_KEYS
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
     keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
     shift = seqlen_k - seqlen_q
-    first = gl.where(keys < seqlen_k, first_keeping(keys - shift, grid.call.mods.band), FAR)
-    last = last_keeping(keys - shift, seqlen_q, grid.call.mods.band)
-    clear_from = first_keeping(key + (PART_KEYS - 1) - shift, grid.call.mods.band)
+    first = gl.where(keys < seqlen_k, mods.first_row(keys - shift, shift, grid.call.mods.band), FAR)
+    last = mods.last_row(keys - shift, seqlen_q, shift, grid.call.mods.band)
+    clear_from = mods.first_row(key + (PART_KEYS - 1) - shift, shift, grid.call.mods.band)
     clear_from = gl.where(key + PART_KEYS > seqlen_k, FAR, clear_from)
-    clear_to = last_keeping(key - shift, FAR, grid.call.mods.band) + 1
-    first, last = from_thread_column(first, like), from_thread_column(last, like)
+    clear_to = mods.last_row(key - shift, FAR, shift, grid.call.mods.band) + 1
     head, _ = query_heads(records.get(tiles, "head"), grid)
-    return KeyRows(records.get(tiles, "sequence"), head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to)
+    b = records.get(tiles, "sequence")
+    if grid.call.mods.band.bounds is not None:
+        _, _, all_start, all_stop = bounds_of(b, records.get(tiles, "head"), key, grid, 1)
+        clear_from, clear_to = gl.maximum(clear_from, all_start), gl.minimum(clear_to, all_stop)
+    if grid.call.mods.band.key_rows is not None:
+        exists = (keys < seqlen_k) & (b < grid.call.keys.count)
+        start, end = intervals.ends_of(grid.call.mods.band.key_rows, b, head, keys, exists)
+        first, last = gl.maximum(first, start), gl.minimum(last, end - 1)
+    first, last = from_thread_column(first, like), from_thread_column(last, like)
+    return KeyRows(b, head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to)
 
 
 @gluon.jit
@@ -198,15 +195,19 @@ def pairs_of(kept, rows):
 def is_cut(start, kept, grid):
     """Whether some row of the block from ``start`` on does not keep some of the keys."""
     cut = start < kept.clear_from
-    if grid.call.mods.band.left is not None:
+    if grid.call.mods.band.left is not None or grid.call.mods.band.bounds is not None:
         cut = cut | (start + grid.tiles.BLOCK_M > kept.clear_to)
     return cut
 
 
 @gluon.jit
-def keep_rows(x, start, kept, grid):
-    """What [64, block_m] is in rows ``start ...``, 0 where a row does not keep a key."""
-    return keep_columns(x, kept.first - start, kept.last - start, 0.0, True, grid.call.mods.band.left is not None)
+def keep_rows(x, pairs, kept, grid):
+    """What a block [64, block_m] is, 0 where a row does not keep a key."""
+    HAS_LAST: gl.constexpr = grid.call.mods.band.left is not None or grid.call.mods.band.key_rows is not None
+    x = keep_columns(x, kept.first - pairs.row, kept.last - pairs.row, 0.0, True, HAS_LAST)
+    if grid.call.mods.band.row_keys is not None:
+        x = keep_intervals(x, grid.call.mods.band.row_keys, pairs, pairs.row, pairs.key, 0.0)
+    return x
 
 
 @gluon.jit
@@ -224,8 +225,8 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
         p = gl.exp2(mod.add_terms(s * mod.scale_log2, pairs, fetched, LOG2_E) - lse_log2)
         factor = p
     if is_cut(pairs.row, kept, grid):
-        p = keep_rows(p, pairs.row, kept, grid)
-        factor = keep_rows(factor, pairs.row, kept, grid) if mod.has_softcap else p
+        p = keep_rows(p, pairs, kept, grid)
+        factor = keep_rows(factor, pairs, kept, grid) if mod.has_softcap else p
     p = mod.select(p, fetched, 0.0)
     return p, mod.select(factor, fetched, 0.0) if mod.has_softcap else p
 

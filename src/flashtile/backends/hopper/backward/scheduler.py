@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, scheduler, sequence
+from flashtile.backends.gpu.device import blocks, intervals, scheduler, sequence
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows
@@ -90,6 +90,10 @@ def _splits(
     sizes = sorted({-(-group_size // count) for count in range(1, group_size + 1)}, reverse=True)
     best = min(sizes, key=time_us)
     return -(-group_size // best) if time_us(best) < 0.95 * time_us(group_size) else 1
+
+
+# Keys for which there are bounds of intervals.
+BOUNDS_BLOCK = gl.constexpr(64)
 
 
 @triton.jit
@@ -195,16 +199,25 @@ def next_tile(grid):
     key = block * grid.tiles.KEYS
     last = gl.minimum(key + grid.tiles.KEYS, seqlen_k) - 1
     m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.BLOCK_M)
+    if grid.call.mods.band.bounds is not None:
+        inner = bounds_of(b, head, key, grid, grid.tiles.KEYS // BOUNDS_BLOCK)
+        m_min, _, _, m_max = intervals.narrowed(m_min, m_min, m_max, m_max, inner, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
     return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
 
 
 @gluon.jit
+def bounds_of(b, head, key, grid, COUNT: gl.constexpr):
+    """The rows that keep keys from ``key`` on, of COUNT entries: ``intervals.bounds_of``."""
+    first, _ = query_heads(head, grid)
+    entry, exists = key // BOUNDS_BLOCK, b < grid.call.keys.count
+    return intervals.bounds_of(grid.call.mods.band.bounds, b, first, entry, exists, COUNT)
+
+
+@gluon.jit
 def row_blocks_of(key, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
     """(first, end) of the row blocks that see some of the keys from ``key`` to ``last``."""
-    m_min, _, _, m_max = blocks.query_blocks(
-        key, last, seqlen_q, seqlen_k, band.left, band.right, band.left is not None, band.right is not None, BLOCK
-    )
+    m_min, _, _, m_max = blocks.query_blocks(key, last, seqlen_q, seqlen_k, band, BLOCK)
     return m_min, m_max
 
 
@@ -235,9 +248,7 @@ def first_row_block(tile, grid):
 @gluon.jit
 def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
     """(first, end) of the blocks of keys that some of the rows from ``first`` to ``last`` see."""
-    n_min, _, _, n_max = blocks.key_blocks(
-        first, last, seqlen_q, seqlen_k, band.left, band.right, band.left is not None, band.right is not None, BLOCK
-    )
+    n_min, _, _, n_max = blocks.key_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
     return n_min, n_max
 
 

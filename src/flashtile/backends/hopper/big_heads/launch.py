@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from flashtile.backends.gpu.intervals import bounds_launch, masks_of
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs
 from flashtile.backends.hopper.big_heads.config import Config
 from flashtile.backends.hopper.big_heads.kernel import big_heads_forward
 from flashtile.backends.hopper.device.records import Columns
-from flashtile.backends.hopper.forward.launch import ForwardPlan, is_same, meets_edges, num_programs
+from flashtile.backends.hopper.forward.launch import OF_ROWS, ForwardPlan, is_same, meets_edges, num_programs
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
 from flashtile.call.problem import Problem, Tensors
 
@@ -24,12 +27,18 @@ class BigHeadsPlan(ForwardPlan):
     _choose = staticmethod(configs.choose)
 
     @staticmethod
-    def _launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
-        return big_heads_launch(problem, tensors, config, is_joined=is_joined)
+    def _launches(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> dict[str, Launch]:
+        return launches(problem, tensors, config, is_joined=is_joined)
+
+
+def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
+    """The launches by kernel name, in order; arguments as of ``forward.launch.forward_launch``."""
+    made = {"interval_bounds": bounds_launch(problem, tensors, OF_ROWS)} if problem.intervals else {}
+    return {**made, "big_heads_forward": big_heads_launch(problem, tensors, config, is_joined=is_joined)}
 
 
 def big_heads_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
-    """The launch: what a plan repeats and what a build compiles; arguments as those of ``forward.forward_launch``."""
+    """The launch of the forward: what a plan repeats and what a build compiles."""
     p, t, c = problem, tensors, config
     q_map = tensor_maps.rows_map("q", t.q, c.strip, _BOX, p.varlen)
     k_map = tensor_maps.rows_map("k", t.k, c.block_n, _BOX, p.varlen)
@@ -41,7 +50,7 @@ def big_heads_launch(problem: Problem, tensors: Tensors, config: Config, *, is_j
     rows = rows_of(q_map, c.block_d), rows_of(k_map, c.block_d), rows_of(v_map, c.block_dv)
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     arguments = {
-        "call": call_of(p, t, rows, keys_of(p, t), mods_of(p, t, None, None)),
+        "call": call_of(p, t, rows, keys_of(p, t), mods_of(p, t, None, None, masks_of(p, t, OF_ROWS))),
         "output": output_of(p, out_map, c.block_dv, is_joined),
         "schedule": schedule_of(p, c, meets_edges(p, c, equal_lengths)),
         "columns": Columns(c.left, c.chunk, c.key_chunks, c.prob_stages),

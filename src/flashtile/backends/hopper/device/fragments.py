@@ -8,6 +8,7 @@ has its threads along dimension 2 and each thread's own columns along 1 and 3.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.gpu.device import intervals
 from flashtile.backends.hopper.device.inline_ptx import least_integers
 
 
@@ -105,3 +106,24 @@ def keep_columns(x, first, last, fill, HAS_FIRST: gl.constexpr, HAS_LAST: gl.con
     if HAS_FIRST:
         t = gl.where(cols >= first[:, None, :, None], t, fill)
     return as_before(t, x)
+
+
+@gluon.jit
+def keep_intervals(x, interval, pairs, first_column, first_row, fill):
+    """[M, N] x, ``fill`` where the element of a row is not in the interval of the element of a column.
+
+    Args:
+        x: A block of ``Pairs``, rows or keys first.
+        interval: ``gpu.device.intervals.Interval`` of the columns' elements.
+        pairs: The sequence and the head.
+        first_column: The first column's element.
+        first_row: The first row's.
+        fill: See above.
+    """
+    t = by_thread(x)
+    row, col = thread_start(x)
+    element = (first_column + col)[:, None, :, None] + thread_columns(x)
+    start, end = intervals.ends_of(interval, pairs.b, pairs.head, element, element >= 0)
+    other = (first_row + row)[:, None, :, None]
+    t = gl.where(other < end, t, fill)
+    return as_before(gl.where(other >= start, t, fill), x)

@@ -227,7 +227,7 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
         return -(-(-(-longest // unit) * unit * heads) // tile) * tile * a_row
 
     alone = rows_of(1, 1) * group
-    has_score_tensors = problem.mask or problem.bias_dtype is not None or problem.alibi
+    has_score_tensors = problem.mask or problem.bias_dtype is not None or problem.alibi or problem.intervals
     # Positions times heads are counted in 32 bits, and a float32 output leaves from registers, row by row.
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
     if group == 1 or has_score_tensors or is_far or problem.out_dtype == torch.float32:
@@ -273,7 +273,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         score_bytes = (bias_bytes + problem.mask, 0) if score_bytes is None else score_bytes
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
-    is_causal, has_left = problem.band.right is not None, problem.band.left is not None
+    is_causal, has_left = problem.band.right is not None, problem.band.left is not None or problem.intervals
     is_short = problem.seqlen_q <= SHORT
     ways = []
     if dims == (64, 64):

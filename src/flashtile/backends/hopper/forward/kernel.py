@@ -69,7 +69,8 @@ def attention_forward(call, output, schedule):
                    by_tma if IS_LATE else mask_tiles)  # fmt: skip
     # Registers of producer and scheduler. With 32 the first of two consumers has 8 fewer than the other, and the widest
     # loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
-    IS_WIDEST: gl.constexpr = call.q.PACKED and (call.mods.band.left is not None or HAS_SOFTCAP)
+    HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
+    IS_WIDEST: gl.constexpr = call.q.PACKED and (HAS_START or HAS_SOFTCAP)
     FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 else 32
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)

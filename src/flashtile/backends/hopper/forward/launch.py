@@ -12,12 +12,14 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.scheduler import num_packed_tiles
 from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.kernel import attention_forward
+from flashtile.backends.hopper.forward.scheduler import BOUNDS_BLOCK
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
@@ -25,7 +27,7 @@ from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
-    "partial_out", "partial_lse",
+    "partial_out", "partial_lse", "row_keys", "key_rows", "bounds",
 )  # fmt: skip
 _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -55,8 +57,9 @@ class ForwardPlan:
         self._config = config or self._choose(problem, tensor_maps.score_bytes(tensors), q.shape[-3])
         self._is_dynamic = self._config.dynamic
         self._device = q.device
-        self._steps = (Step(self._launch(problem, tensors, self._config), _OPERANDS, q.device),)
-        self._joining: tuple[Step] | None = None
+        self._steps = self._steps_of(tensors, self._config)
+        self._joining: tuple[Step, ...] | None = None
+        self._bounds = most_bounds(problem, tensors)
 
     def __call__(
         self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
@@ -78,24 +81,37 @@ class ForwardPlan:
         if partial is not None:
             if self._joining is None:
                 config = replace(self._config, strip=self._config.block_m)
-                launch = self._launch(self._problem, t, config, is_joined=True)
-                self._joining = (Step(launch, _OPERANDS, self._device),)
+                self._joining = self._steps_of(t, config, is_joined=True)
             steps, parts = self._joining, (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
-            t.attn_mask, *parts,
+            t.attn_mask, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
         ))  # fmt: skip
         return out, lse
 
+    def _steps_of(self, t: Tensors, config: Any, *, is_joined: bool = False) -> tuple[Step, ...]:
+        made = self._launches(self._problem, t, config, is_joined=is_joined).values()
+        return tuple(Step(each, _OPERANDS, t.q.device) for each in made)
+
     @staticmethod
-    def _launch(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> Launch:
-        return forward_launch(problem, tensors, config, is_joined=is_joined)
+    def _launches(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> dict[str, Launch]:
+        return launches(problem, tensors, config, is_joined=is_joined)
 
 
 def _joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """``states.joined`` in out's dtype."""
     both, lse = states.joined(partial, out, lse)
     return both.to(out.dtype), lse
+
+
+# Rows for which there are bounds of intervals: ``scheduler.BOUNDS_BLOCK``.
+OF_ROWS = Side(BOUNDS_BLOCK.value)
+
+
+def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
+    """The launches by kernel name, in order; arguments as of ``forward_launch``."""
+    made = {"interval_bounds": bounds_launch(problem, tensors, OF_ROWS)} if problem.intervals else {}
+    return {**made, "attention_forward": forward_launch(problem, tensors, config, is_joined=is_joined)}
 
 
 def forward_launch(
@@ -124,12 +140,14 @@ def forward_launch(
     q_cols = configs.narrowest(config.block_d)
     q_map = tensor_maps.rows_map("q", t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
     q, k, v = rows_of(q_map, config.block_d), rows_of(k_map, config.block_d), rows_of(v_map, config.block_dv)
-    score_maps = (
+    bias_map, mask_map = (
         tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
         for each in (t.attn_bias, t.attn_mask)
     )
     arguments = {
-        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), mods_of(p, t, *score_maps)),
+        "call": call_of(
+            p, t, (q, k, v), keys_of(p, t, cache), mods_of(p, t, bias_map, mask_map, masks_of(p, t, OF_ROWS))
+        ),
         "output": output_of(p, out_map, config.block_dv, is_joined),
         "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
     }
@@ -177,8 +195,8 @@ def meets_edges(problem: Problem, config: Any, equal_lengths: bool) -> bool:
         equal_lengths: Whether every packed sequence has as many queries as keys.
     """
     left, right = problem.band.left, problem.band.right
-    if left is not None or right is None:
-        return left is not None
+    if left is not None or right is None or problem.intervals:
+        return left is not None or problem.intervals
     if config.pack_gqa and problem.group_size & (problem.group_size - 1):
         return True
     if problem.varlen:

@@ -5,13 +5,23 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, scheduler, sequence
+from flashtile.backends.gpu.device import blocks, intervals, mods, scheduler, sequence
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 
 # Rows that share a scale, of 8-bit tensors.
 SCALE_ROWS = gl.constexpr(128)
+
+
+# Rows for which there are bounds of intervals.
+BOUNDS_BLOCK = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def has_own_blocks(left, right, bounds, own_lengths):
+    """Whether warpgroups differ in the blocks that they mask."""
+    return left is not None or right is not None or bounds is not None or own_lengths
 
 
 @aggregate
@@ -192,13 +202,22 @@ def entry_and_length(b, call):
 @gluon.jit
 def _blocks_of(first, last, tile, call, schedule):
     """``blocks.key_blocks`` of rows at positions of a tile's sequence."""
-    left, right = call.mods.band.left, call.mods.band.right
+    right = call.mods.band.right
     if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
         if call.keys.cache.causal is not None:
             right = right_of(tile.b, call)
     return blocks.key_blocks(
-        first, last, tile.seqlen_q, tile.seqlen_k, left, right, left is not None, right is not None, schedule.BLOCK_N
-    )
+        first, last, tile.seqlen_q, tile.seqlen_k, mods.Band(call.mods.band.left, right, call.mods.band.chunk),
+        schedule.BLOCK_N,
+    )  # fmt: skip
+
+
+@gluon.jit
+def within_bounds(found, tile, entry, call, schedule, COUNT: gl.constexpr):
+    """What ``_blocks_of`` found, within the bounds of COUNT entries from ``entry`` on."""
+    exists = (tile.b < call.queries.count) & (entry >= 0)
+    inner = intervals.bounds_of(call.mods.band.bounds, tile.b, tile.head, entry, exists, COUNT)
+    return intervals.narrowed(found[0], found[1], found[2], found[3], inner, schedule.BLOCK_N)
 
 
 @gluon.jit
@@ -215,7 +234,12 @@ def key_blocks(tile, call, schedule):
     A tile without keys gets a block past the end of the keys, which TMA fills with zeros.
     """
     first, last = positions_of(tile.row, schedule.NUM_WARPGROUPS * schedule.BLOCK_M, tile.seqlen_q, call, schedule)
-    n_block_min, _, _, n_block_max = _blocks_of(first, last, tile, call, schedule)
+    n_block_min, n_full_min, n_full_max, n_block_max = _blocks_of(first, last, tile, call, schedule)
+    if call.mods.band.bounds is not None:
+        n_block_min, n_full_min, n_full_max, n_block_max = within_bounds(
+            (n_block_min, n_full_min, n_full_max, n_block_max), tile, tile.row // BOUNDS_BLOCK, call, schedule,
+            schedule.NUM_WARPGROUPS * schedule.BLOCK_M // BOUNDS_BLOCK,
+        )  # fmt: skip
     is_empty = n_block_min >= n_block_max
     n_block_min = gl.where(is_empty, (tile.seqlen_k + schedule.BLOCK_N - 1) // schedule.BLOCK_N, n_block_min)
     return n_block_min, gl.where(is_empty, n_block_min + 1, n_block_max)
@@ -230,7 +254,12 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule):
         ``skipped`` blocks, 0 or 1, at the upper end, where the tile begins.
     """
     first, last = positions_of(tile.row + warpgroup * schedule.BLOCK_M, schedule.BLOCK_M, tile.seqlen_q, call, schedule)
-    _, n_full_min, n_full_max, own_max = _blocks_of(first, last, tile, call, schedule)
+    own_min, n_full_min, n_full_max, own_max = _blocks_of(first, last, tile, call, schedule)
+    if call.mods.band.bounds is not None:
+        entry = tile.row // BOUNDS_BLOCK + warpgroup
+        own_min, n_full_min, n_full_max, own_max = within_bounds(
+            (own_min, n_full_min, n_full_max, own_max), tile, entry, call, schedule, 1
+        )
     skipped = gl.where((own_max < n_block_max) & (n_block_max - n_block_min > 1), 1, 0)
     return n_full_min, n_full_max, skipped
 
@@ -269,7 +298,7 @@ def publish_tile(records, use, tile, call, schedule):
             record = gl.where(slot == slot_of(FIELDS, "right"), right_of(tile.b, call), record)
     warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
     own = gl.where(slot < FIRST_OWN, -1, slot % OWN_SLOTS)
-    if call.mods.band.left is not None or call.mods.band.right is not None or call.keys.OWN_LENGTHS:
+    if has_own_blocks(call.mods.band.left, call.mods.band.right, call.mods.band.bounds, call.keys.OWN_LENGTHS):
         n_full_min, n_full_max, skipped = warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule)
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_min"), n_full_min, record)
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_max"), n_full_max, record)

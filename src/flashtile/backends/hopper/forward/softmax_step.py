@@ -6,12 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from flashtile.backends.gpu.device import mods, softmax
+from flashtile.backends.gpu.device import intervals, mods, softmax
 from flashtile.backends.hopper.device.fragments import (
     as_before,
     by_thread,
     from_thread_column,
     keep_columns,
+    keep_intervals,
     row_tops,
     thread_sums,
 )
@@ -89,23 +90,32 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     positions, seqlen_k = rows, call.keys.length
     # Without a band, all blocks are full but the one in which the keys end.
     n_full_max = n_block_max - gl.where((seqlen_k & (schedule.BLOCK_N - 1)) > 0, 1, 0)
-    if call.mods.band.left is not None:
+    HAS_BOUNDS: gl.constexpr = call.mods.band.bounds is not None
+    if call.mods.band.left is not None or HAS_BOUNDS:
         n_full_min = records.get_own(tiles, "n_full_min", WARPGROUP)
     if call.mods.band.right is not None:
         skipped = records.get_own(tiles, "skipped", WARPGROUP)
-    if call.mods.band.left is not None or call.mods.band.right is not None or call.keys.OWN_LENGTHS:
+    if call.mods.band.left is not None or call.mods.band.right is not None or HAS_BOUNDS or call.keys.OWN_LENGTHS:
         n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
         if schedule.PACK_GQA:
             positions, _ = queries_of(records, tiles, rows - WARPGROUP * schedule.BLOCK_M, call, schedule, WARPGROUP)
         positions += records.get(tiles, "position")
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1
-    left, right = call.mods.band.left, call.mods.band.right
+    right = call.mods.band.right
     if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
         if call.keys.cache.causal is not None:
             right = records.get(tiles, "right")
-    first_keys = from_thread_column(mods.first_key(positions, left, left is not None), like)
-    last_keys = from_thread_column(mods.last_key(positions, seqlen_k, right, right is not None), like)
+    first_keys = mods.first_key(positions, call.mods.band)
+    last_keys = mods.last_key(positions, seqlen_k, mods.Band(None, right, call.mods.band.chunk))
+    if call.mods.band.row_keys is not None:
+        where = query_rows(records, tiles, call)
+        exists = (where.b < call.queries.count) & (n_block_max > 0)
+        start, end = intervals.ends_of(
+            call.mods.band.row_keys, where.b, where.head, records.get(tiles, "row") + rows, exists
+        )
+        first_keys, last_keys = gl.maximum(first_keys, start), gl.minimum(last_keys, end - 1)
+    first_keys, last_keys = from_thread_column(first_keys, like), from_thread_column(last_keys, like)
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)
@@ -130,7 +140,7 @@ def block_pairs(records, tiles, use, loop, n_block, call, schedule, is_tile, WAR
 def is_edge(loop, n_block, call):
     """Whether a block needs the band's mask."""
     edge = n_block >= loop.n_full_max
-    if call.mods.band.left is not None:
+    if call.mods.band.left is not None or call.mods.band.bounds is not None:
         edge = edge | (n_block < loop.n_full_min)
     return edge
 
@@ -144,7 +154,10 @@ def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MA
         if edge:
             start = n_block * schedule.BLOCK_N
             first, last = loop.first_keys - start, loop.last_keys - start
-            s = keep_columns(s, first, last, float("-inf"), call.mods.band.left is not None, True)
+            HAS_FIRST: gl.constexpr = call.mods.band.left is not None or call.mods.band.row_keys is not None
+            s = keep_columns(s, first, last, float("-inf"), HAS_FIRST, True)
+            if call.mods.band.key_rows is not None:
+                s = keep_intervals(s, call.mods.band.key_rows, pairs, pairs.key, pairs.row, float("-inf"))
     return mod.select(s, fetched, float("-inf")), shift
 
 

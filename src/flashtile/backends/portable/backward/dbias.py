@@ -72,10 +72,9 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
 @triton.jit
 def keeps_some(queries, keys, m_first, n_first, call, tiles):
     """Whether a row of a tile keeps a key of it, by the band and the lengths."""
-    left, right = call.mods.band.left, call.mods.band.right
     n_min, _full_min, _full_max, n_max = blocks.key_blocks(
-        m_first, tl.minimum(m_first + tiles.BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
-        left is not None, right is not None, tiles.BLOCK_N,
+        m_first, tl.minimum(m_first + tiles.BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band,
+        tiles.BLOCK_N,
     )  # fmt: skip
     n = n_first // tiles.BLOCK_N
     return (n >= n_min) & (n < n_max)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, mods
+from flashtile.backends.gpu.device import blocks, intervals, mods
 from flashtile.backends.gpu.device.blocks import Visit
 from flashtile.backends.gpu.device.dropout import keep_tile
 from flashtile.backends.gpu.device.mods import multiple
@@ -173,23 +173,26 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
             return
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
-    left, right = call.mods.band.left, call.mods.band.right
     m_min, m_full_min, m_full_max, m_max = blocks.query_blocks(
-        n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, left, right,
-        left is not None, right is not None, BLOCK_M,
-    )  # fmt: skip
+        n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_M
+    )
     dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
     dv = zeros(BLOCK_N, call.v.BLOCK_DIM)
     first = place.head % splits * heads
+    HAS_START: tl.constexpr = call.mods.band.right is not None or call.mods.band.bounds is not None
     for member in range(first, tl.minimum(first + heads, call.heads.group_size)):
         h = head_kv * call.heads.group_size + member
         head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
+        start, full_start, full_stop, stop = m_min, m_full_min, m_full_max, m_max
+        if call.mods.band.bounds is not None:
+            found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.keys.count, 1)
+            start, full_start, full_stop, stop = intervals.narrowed(start, full_start, full_stop, stop, found, BLOCK_M)
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
-        for phase in tl.static_range(2 if ONE_LOOP else 0 if right is not None else 1, 3):
-            m_start, m_stop = blocks.phase_blocks(phase, m_min, m_full_min, m_full_max, m_max, ONE_LOOP)
+        for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
+            m_start, m_stop = blocks.phase_blocks(phase, start, full_start, full_stop, stop, ONE_LOOP)
             dk, dv = over_queries(
                 dk, dv, k, v,
-                Visit(m_start, m_stop, m_full_min if BRANCH else None, m_full_max if BRANCH else None, phase != 1),
+                Visit(m_start, m_stop, full_start if BRANCH else None, full_stop if BRANCH else None, phase != 1),
                 call, douts, of_rows, grads, tiles, head, place,
             )  # fmt: skip
     num_heads, head = call.heads.num_q // call.heads.group_size * splits, place.head
@@ -285,14 +288,16 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
     )
     rows = m_first + tl.arange(0, BLOCK_M)
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
-    left, right = call.mods.band.left, call.mods.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
-        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
-        left is not None, right is not None, BLOCK_N,
-    )  # fmt: skip
+        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_N
+    )
+    if call.mods.band.bounds is not None:
+        found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.queries.count, 1)
+        n_min, n_full_min, n_full_max, n_max = intervals.narrowed(n_min, n_full_min, n_full_max, n_max, found, BLOCK_N)
     dq = zeros(BLOCK_M, call.q.BLOCK_DIM)
     # Phases as in the forward.
-    for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
+    HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
             dq, q, dout, lse_log2, delta, rows,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.records import rows_of
 from flashtile.backends.gpu.trial import on_trial
@@ -44,7 +45,7 @@ _MAX_TILE = 128
 _FEWEST_SUMS = 2**18
 _OPERANDS = (
     "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
-    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias",
+    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias", "row_keys", "key_rows", "bounds",
 )  # fmt: skip
 
 
@@ -64,6 +65,7 @@ class BackwardPlan:
         if problem.grad_dtype == problem.dtype and all(x.is_contiguous() for x in (t.q, t.k, t.v)):
             self._empty_like = torch.empty_like
         self._steps: dict[object, list[Step]] = {}
+        self._bounds = _bounds_places(problem, t)[-1]
 
     def __call__(
         self,
@@ -97,7 +99,7 @@ class BackwardPlan:
             steps = self._steps[key] = or_tables(lambda: self._make(t, dout, dlse, sums is not None))
         run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
-            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias,
+            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
         ))  # fmt: skip
         dsinks = None
         if t.sinks is not None and wanted.sinks:
@@ -134,6 +136,20 @@ def _places(problem: Problem, tensors: Tensors) -> tuple[int, int, int, int]:
     return rows, 2 * rows, 2 * rows + dk, 2 * rows + dk + dv
 
 
+def _bounds_places(problem: Problem, tensors: Tensors) -> tuple[int, int, int]:
+    """Where the bounds of tiles of keys begin, those for dv alone, and the end of all; those of rows come first."""
+    rows, keys = most_bounds(problem, tensors), most_bounds(problem, tensors, over_keys=True)
+    return rows, rows + keys, rows + 2 * keys
+
+
+def _side(problem: Problem, tensors: Tensors, name: Kernel) -> Side:
+    """The tiles of the kernel of dq, or of one over keys."""
+    config, places = choose(problem, name), _bounds_places(problem, tensors)
+    if name == "dq":
+        return Side(config.block_m)
+    return Side(config.block_n, over_keys=True, offset=places[1 if name == "dv" else 0])
+
+
 def gqa_splits(problem: Problem) -> int:
     """How many programs share the query heads of one key head in dk and dv."""
     return -(-problem.group_size // (heads_per_split(problem) or problem.group_size))
@@ -153,6 +169,8 @@ def launches(
     for name in key_kernels(p):
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
         if with_dk or with_dv:
+            if p.intervals:
+                made[f"interval_bounds_{name}"] = bounds_launch(p, tensors, _side(p, tensors, name))
             made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds))
     if gqa_splits(p) > 1:
         places = _places(p, tensors)
@@ -160,6 +178,8 @@ def launches(
             if (wanted.k, wanted.v)[name == "dv"]:
                 made[f"sum_gqa_splits_{name}"] = _sum_launch(p, name, x, place, adds)
     if wanted.q:
+        if p.intervals:
+            made["interval_bounds_dq"] = bounds_launch(p, tensors, _side(p, tensors, "dq"))
         made["attention_backward_dq"] = _dq_launch(p, tensors, dout, adds)
     if wanted.bias and not adds_bias(p, tensors.attn_bias):
         made["attention_backward_dbias"] = _dbias_launch(p, tensors, dout)
@@ -191,7 +211,8 @@ def _dkdv_launch(
 ) -> Launch:
     """``wanted``: whether dk, whether dv, and whether to add them."""
     config, splits, places = choose(problem, name), gqa_splits(problem), _places(problem, tensors)
-    call, rows = call_of(problem, tensors, config, ("q", "dout"), dout)
+    masks = masks_of(problem, tensors, _side(problem, tensors, name))
+    call, rows = call_of(problem, tensors, config, ("q", "dout"), dout, masks=masks)
     dk, dv = (
         (Pointer(problem.grad_dtype, grad) if splits == 1 else Pointer(torch.float32, "rows", 4 * place)) if is_wanted
         else None for grad, is_wanted, place in zip(("dk", "dv"), wanted, places[1:], strict=False)
@@ -220,7 +241,8 @@ def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) 
 
 def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> Launch:
     config = choose(problem, "dq")
-    call, rows = call_of(problem, tensors, config, ("k", "v"), dout)
+    masks = masks_of(problem, tensors, _side(problem, tensors, "dq"))
+    call, rows = call_of(problem, tensors, config, ("k", "v"), dout, masks=masks)
     bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
     sums: Any = BiasSums(None, None, None, None, None, None, None, None, None)
     if bias is not None:
@@ -286,7 +308,8 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
     assert bias is not None
     parts, (shape, over) = bias_parts(problem, bias), _bias_shape(problem, bias)
     sums_batch = _bias_batch(bias) == 1 and problem.batch != 1
-    call, rows = call_of(problem, tensors, config, ("q", "k", "v", "dout"), dout, (sums_batch, over[0]))
+    masks = masks_of(problem, tensors, Side(config.block_m))._replace(bounds=None)
+    call, rows = call_of(problem, tensors, config, ("q", "k", "v", "dout"), dout, (sums_batch, over[0]), masks)
     dbias = BiasGradient(
         Pointer(bias.dtype if parts == 1 else torch.float32, "dbias"), shape[0], shape[1], shape[2],
         problem.seqlen_q, problem.seqlen_k, parts, sums_batch, over[0], over[1], over[2],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, mods, softmax
+from flashtile.backends.gpu.device import blocks, intervals, mods, softmax
 from flashtile.backends.gpu.device.blocks import Visit
 from flashtile.backends.gpu.device.dropout import keep_tile
 from flashtile.backends.gpu.device.sequence import HeadRows
@@ -109,16 +109,18 @@ def attention_forward(call, output, tiles):
     # Not by descriptor, here and in the backward: a descriptor load before a loop keeps its values in registers
     # throughout.
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
-    left, right = call.mods.band.left, call.mods.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
-        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
-        left is not None, right is not None, BLOCK_N,
-    )  # fmt: skip
+        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_N
+    )
+    if call.mods.band.bounds is not None:
+        found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.queries.count, 1)
+        n_min, n_full_min, n_full_max, n_max = intervals.narrowed(n_min, n_full_min, n_full_max, n_max, found, BLOCK_N)
     acc = zeros(BLOCK_M, call.v.BLOCK_DIM)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Phases: keys on the band's left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all.
-    for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
+    # Phases: keys on the left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all.
+    HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, rows,

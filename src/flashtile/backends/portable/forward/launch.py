@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Output
 from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
@@ -19,7 +20,7 @@ from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "alibi", "mask", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state",
-    "origins", "partial_out", "partial_lse",
+    "origins", "partial_out", "partial_lse", "row_keys", "key_rows", "bounds",
 )  # fmt: skip
 
 
@@ -38,7 +39,8 @@ class ForwardPlan:
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
         self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and problem.out_dtype == q.dtype
         self._like_lse = like_floats(q, problem.lse_shape(q))
-        self._steps: dict[object, tuple[Step]] = {}
+        self._steps: dict[object, tuple[Step, ...]] = {}
+        self._bounds = most_bounds(problem, tensors)
 
     def __call__(
         self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
@@ -55,17 +57,25 @@ class ForwardPlan:
         key = (partial is None, on_trial())
         steps = self._steps.get(key)
         if steps is None:
-            steps = self._steps[key] = (or_tables(lambda: self._step(t, partial is not None)),)
+            steps = self._steps[key] = or_tables(lambda: self._make(t, partial is not None))
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
-            t.rng_state, t.origins, *parts,
+            t.rng_state, t.origins, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
         ))  # fmt: skip
         return out, lse
 
-    def _step(self, t: Tensors, is_joined: bool) -> Step:
-        launch = forward_launch(self._problem, t, choose(self._problem), is_joined=is_joined)
-        return Step(launch, _OPERANDS, t.q.device)
+    def _make(self, t: Tensors, is_joined: bool) -> tuple[Step, ...]:
+        made = launches(self._problem, t, choose(self._problem), is_joined=is_joined).values()
+        return tuple(Step(each, _OPERANDS, t.q.device) for each in made)
+
+
+def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
+    """The launches by kernel name, in order; arguments as of ``forward_launch``."""
+    made = {}
+    if problem.intervals:
+        made["interval_bounds"] = bounds_launch(problem, tensors, Side(config.block_m))
+    return {**made, "attention_forward": forward_launch(problem, tensors, config, is_joined=is_joined)}
 
 
 def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
@@ -77,7 +87,7 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
     """
-    call, _ = call_of(problem, tensors, config, ("k", "v"))
+    call, _ = call_of(problem, tensors, config, ("k", "v"), masks=masks_of(problem, tensors, Side(config.block_m)))
     partial = [Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")]
     output = Output(Pointer(problem.out_dtype, "out"), Pointer(torch.float32, "lse"), *partial)
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))

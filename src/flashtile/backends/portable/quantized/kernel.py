@@ -146,16 +146,14 @@ def attention_quantized(call, scales, output, tiles):
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)[0]
     q_block = block_of(call.queries, queries, place.b, m_first)
     q_scale = load_scale(scales.q, queries.batch_index, h, q_block, in_sequence)
-    left, right = call.mods.band.left, call.mods.band.right
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
-        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, left, right,
-        left is not None, right is not None, BLOCK_N,
-    )  # fmt: skip
+        m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_N
+    )
     acc = tl.zeros([BLOCK_M, call.v.BLOCK_DIM], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # The phases of ``portable.forward.kernel``.
-    for phase in tl.static_range(2 if ONE_LOOP else 0 if left is not None else 1, 3):
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if call.mods.band.left is not None else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, q_scale, rows,

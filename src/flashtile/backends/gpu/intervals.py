@@ -1,0 +1,121 @@
+"""Interval masks from the host's side: the records of kernels, and the launch that finds which blocks to visit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.device.intervals import Bounds, Interval, Table, interval_bounds
+from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.call.problem import Problem, Tensors
+
+_SCAN = 1024
+
+
+class Masks(NamedTuple):
+    """The fields of ``mods.Band`` that are intervals'.
+
+    Attributes:
+        row_keys: ``Interval`` of rows, or None.
+        key_rows: That of keys.
+        bounds: ``Bounds`` of the kernel's tiles.
+    """
+
+    row_keys: Interval | None = None
+    key_rows: Interval | None = None
+    bounds: Bounds | None = None
+
+
+class Side(NamedTuple):
+    """A kernel's tiles of rows, or of keys.
+
+    Attributes:
+        block: Elements for which there are bounds of their own.
+        over_keys: Whether tiles are of keys.
+        operand: The int32 tensor that holds the bounds.
+        offset: Where in it they begin, in numbers, a multiple of 4.
+    """
+
+    block: int
+    over_keys: bool = False
+    operand: str = "bounds"
+    offset: int = 0
+
+
+def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks:
+    """What a kernel with these tiles needs of the intervals of a call."""
+    if not problem.intervals:
+        return Masks()
+    row_keys, key_rows = _used(problem, t, side.over_keys)
+    _, heads, tiles = _shape(problem, t, side)
+    batch_shared, heads_shared = (x == 1 for x in _shape(problem, t, side)[:2])
+    head_step = 4 * tiles
+    bounds = Bounds(
+        Pointer(torch.int32, side.operand, 4 * side.offset),
+        0 if batch_shared else heads * head_step,
+        0 if heads_shared else head_step,
+        tiles,
+    )
+    return Masks(_interval("row_keys", row_keys), _interval("key_rows", key_rows), bounds)
+
+
+def bounds_launch(problem: Problem, t: Tensors, side: Side) -> Launch:
+    """The launch that writes the ``Bounds`` of a kernel's tiles."""
+    given = [_interval(*each) for each in zip(("row_keys", "key_rows"), _used(problem, t, side.over_keys), strict=True)]
+    lengths = problem.seqlen_q, problem.seqlen_k
+    if side.over_keys:
+        given, lengths = given[::-1], lengths[::-1]
+    batch, heads, tiles = _shape(problem, t, side)
+    table = Table(
+        Pointer(torch.int32, side.operand, 4 * side.offset), heads, tiles, *lengths, side.block,
+        min(_SCAN, max(16, 1 << (lengths[1] - 1).bit_length())) if lengths[1] else 16,
+    )  # fmt: skip
+    arguments = {"own": given[0], "others": given[1], "table": table}
+    return Launch(interval_bounds, batch * heads * tiles, arguments, {"num_warps": 4, "num_stages": 1})
+
+
+# Elements of the smallest tile.
+_LEAST_BLOCK = 16
+
+
+def most_bounds(problem: Problem, t: Tensors, *, over_keys: bool = False) -> int:
+    """Numbers of the ``Bounds`` of a side, whatever its tiles; 0 without intervals."""
+    if not problem.intervals:
+        return 0
+    batch, heads, tiles = _shape(problem, t, Side(_LEAST_BLOCK, over_keys))
+    return 4 * batch * heads * tiles
+
+
+def empty_bounds(numbers: int, like: Tensor) -> Tensor | None:
+    """Memory for so many numbers, if there are any."""
+    return torch.empty(numbers, dtype=torch.int32, device=like.device) if numbers else None
+
+
+def _used(problem: Problem, t: Tensors, over_keys: bool) -> tuple[Tensor | None, Tensor | None]:
+    """row_keys and key_rows that a kernel reads: where both say the same, those of its tiles."""
+    if not problem.mask_mod.mirrored:
+        return t.row_keys, t.key_rows
+    return (None, t.key_rows) if over_keys else (t.row_keys, None)
+
+
+def _shape(problem: Problem, t: Tensors, side: Side) -> tuple[int, int, int]:
+    """Sequences and heads that differ, and tiles of each."""
+    given = [x.shape for x in _used(problem, t, side.over_keys) if x is not None]
+    length = problem.seqlen_k if side.over_keys else problem.seqlen_q
+    return max(x[0] for x in given), max(x[1] for x in given), -(-length // side.block)
+
+
+def _interval(name: str, x: Tensor | None) -> Interval | None:
+    if x is None:
+        return None
+    batch, heads, count, _ = x.shape
+    numbers = 2 * count
+    return Interval(
+        pointer(x, name),
+        0 if batch == 1 else heads * numbers,
+        0 if heads == 1 else numbers,
+        0 if count == 1 else 2,
+        count,
+    )

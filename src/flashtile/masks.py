@@ -1,0 +1,182 @@
+"""Masks of which each row keeps an interval of keys, or each key is kept by an interval of rows, as ``block_mask``.
+
+They take memory linear in the lengths, are exact to the row and key, and blocks that they leave out are not visited.
+Combined with ``causal``, ``window_size``, ``attention_chunk`` and ``attn_mask``, a pair must be kept by all. Rows and
+keys are counted from a sequence's first; of packed sequences, each uses the first rows and keys of its mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flashtile.core.errors import InvalidInputError
+
+__all__ = ["Intervals", "chunks", "columns", "documents", "prefix", "rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """A mask made by ``rows``, ``columns``, ``documents``, ``prefix`` or ``chunks``; ``a & b`` keeps what both keep.
+
+    Attributes:
+        row_keys: ``(batch or 1, num_heads_q or 1, seqlen_q or 1, 2)`` int32: the first key that a row keeps, and the
+            end of them; None if rows are not bounded.
+        key_rows: The same of the rows that keep a key, with seqlen_k.
+        mirrored: Whether both say the same, so that either may be used.
+    """
+
+    row_keys: Tensor | None
+    key_rows: Tensor | None
+    mirrored: bool = False
+
+    def __and__(self, other: Intervals) -> Intervals:
+        if not isinstance(other, Intervals):
+            return NotImplemented
+        return Intervals(
+            _both(self.row_keys, other.row_keys),
+            _both(self.key_rows, other.key_rows),
+            self.mirrored and other.mirrored,
+        )
+
+    def to(self, device: torch.device | str) -> Intervals:
+        """The mask on a device."""
+        row_keys, key_rows = (x if x is None else x.to(device) for x in (self.row_keys, self.key_rows))
+        return replace(self, row_keys=row_keys, key_rows=key_rows)
+
+
+def rows(start: Tensor | int, end: Tensor) -> Intervals:
+    """Row i keeps the keys ``start[i] <= j < end[i]``.
+
+    Args:
+        start: int32, broadcastable to ``(batch, num_heads_q, seqlen_q)``; or a number for all rows.
+        end: The same, a tensor.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+    """
+    return Intervals(_pairs(start, end), None)
+
+
+def columns(start: Tensor | int, end: Tensor) -> Intervals:
+    """Key j is kept by the rows ``start[j] <= i < end[j]``; arguments as of ``rows``, with seqlen_k."""
+    return Intervals(None, _pairs(start, end))
+
+
+def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, seqlen: int | None = None) -> Intervals:
+    """Rows see the keys of their own document, of documents that lie one after another in each sequence.
+
+    Args:
+        ids: Integers ``(seqlen,)`` or ``(batch, seqlen)``: a run of equal ids is a document.
+        cu_seqlens: In place of ids the bounds ``(documents + 1,)`` int32, the same for the whole batch. Rows from the
+            last bound on see nothing.
+        seqlen: Goes with cu_seqlens: the rows of a sequence. By default the last bound, for which the device is waited
+            for.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+    """
+    if (ids is None) == (cu_seqlens is None):
+        raise InvalidInputError("ids", "is given with cu_seqlens" if ids is not None else "is None, as is cu_seqlens")
+    if cu_seqlens is not None:
+        bounds = _integers("cu_seqlens", cu_seqlens)
+        if bounds.dim() != 1 or len(bounds) < 1:
+            raise InvalidInputError("cu_seqlens", f"has shape {tuple(bounds.shape)}, must be (documents + 1,)")
+        i = torch.arange(int(bounds[-1]) if seqlen is None else seqlen, device=bounds.device, dtype=torch.int32)
+        if len(bounds) == 1:
+            start = end = torch.zeros_like(i)
+        else:
+            which = torch.bucketize(i, bounds[1:], right=True).clamp(max=len(bounds) - 2)
+            inside = i < bounds[-1]
+            start, end = (torch.where(inside, x[which], 0) for x in (bounds[:-1], bounds[1:]))
+    else:
+        if seqlen is not None:
+            raise InvalidInputError("seqlen", "is given, but goes with cu_seqlens")
+        assert ids is not None
+        found = _integers("ids", ids)
+        if found.dim() not in (1, 2):
+            raise InvalidInputError("ids", f"has {found.dim()} dimensions, must have 1 or 2: ([batch,] seqlen)")
+        start, end = _runs(found)
+        if found.dim() == 2:
+            start, end = start[:, None], end[:, None]
+    pairs = _pairs(start, end)
+    return Intervals(pairs, pairs, True)
+
+
+def prefix(lengths: Tensor, seqlen: int, *, seqlen_k: int | None = None) -> Intervals:
+    """Causal, but for a prefix of each sequence that all its rows see: row i keeps ``j <= i + seqlen_k - seqlen``.
+
+    Args:
+        lengths: ``(batch,)`` integers: keys of the prefixes.
+        seqlen: Rows of a sequence.
+        seqlen_k: Its keys, as many by default.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+    """
+    length = _integers("lengths", lengths)
+    if length.dim() != 1:
+        raise InvalidInputError("lengths", f"has {length.dim()} dimensions, must have 1: (batch,)")
+    num_keys = seqlen if seqlen_k is None else seqlen_k
+    i, j = (torch.arange(n, device=length.device, dtype=torch.int32) for n in (seqlen, num_keys))
+    shift, length = num_keys - seqlen, length[:, None, None]
+    end = torch.maximum(i + shift + 1, length)
+    start = torch.where(j < length, 0, (j - shift).clamp(min=0))
+    return Intervals(_pairs(0, end), _pairs(start, torch.full_like(start, seqlen)), True)
+
+
+def chunks(size: int, seqlen: int, *, seqlen_k: int | None = None, device: torch.device | str = "cpu") -> Intervals:
+    """Rows see the keys of their chunk, as with ``attention_chunk=size``, which takes no memory."""
+    num_keys = seqlen if seqlen_k is None else seqlen_k
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InvalidInputError("size", f"is {size!r}, must be an integer >= 1")
+    shift = num_keys - seqlen
+    p = torch.arange(seqlen, device=device, dtype=torch.int32) + shift
+    j = torch.arange(num_keys, device=device, dtype=torch.int32)
+    start, of_key = (x.div(size, rounding_mode="floor") * size for x in (p, j))
+    return Intervals(_pairs(start, start + size), _pairs(of_key - shift, of_key - shift + size), True)
+
+
+def _integers(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(name, f"is {what}, must be an int32 tensor")
+    return x.to(torch.int32)
+
+
+def _pairs(start: Tensor | int, end: Tensor) -> Tensor:
+    """Both ends of intervals, ``(batch or 1, heads or 1, length or 1, 2)``."""
+    end = _integers("end", end)
+    start = end.new_full((), start) if isinstance(start, int) else _integers("start", start)
+    if start.device != end.device:
+        raise InvalidInputError("start", f"is on {start.device}, but end is on {end.device}")
+    for name, x in (("start", start), ("end", end)):
+        if x.dim() > 3:
+            raise InvalidInputError(name, f"has {x.dim()} dimensions, must broadcast to (batch, num_heads_q, seqlen)")
+    try:
+        pairs = torch.stack(torch.broadcast_tensors(start, end), dim=-1)
+    except RuntimeError:
+        shapes = f"{tuple(start.shape)}, which does not broadcast with end's {tuple(end.shape)}"
+        raise InvalidInputError("start", f"has shape {shapes}") from None
+    return pairs[(None,) * (4 - pairs.dim())] if pairs.dim() > 1 else pairs.view(1, 1, 1, 2)
+
+
+def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of the run of equal ids that each place is in, and the run's end."""
+    seqlen = ids.shape[-1]
+    places = torch.arange(seqlen, device=ids.device, dtype=torch.int32).expand(ids.shape)
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
+    ends = torch.ones_like(begins)
+    ends[..., :-1] = begins[..., 1:]
+    start = torch.where(begins, places, 0).cummax(-1).values
+    end = torch.where(ends, places + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
+    return start, end
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return torch.stack((torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])), dim=-1)
