@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="cpu", help="of numbers: cpu, portable under TRITON_INTERPRET=1, hopper")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of numbers")
     parser.add_argument("--kind", choices=sorted(set(KINDS)), help="of numbers: calls of one kind")
+    parser.add_argument("--kinds", type=int, help="of mixed: kinds of batches by what is compiled; 0 for any")
     args = parser.parse_args(argv)
 
     def say(text: str) -> None:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.what == "mixed":
         from tests.fuzz.mixed import fuzz as judge_batches
 
-        failures = judge_batches(args.backend, args.seed, args.count, say, args.device)
+        failures = judge_batches(args.backend, args.seed, args.count, say, args.device, args.kinds)
     else:
         from tests.fuzz.judged import fuzz as judge_all
 

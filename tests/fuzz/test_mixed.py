@@ -50,6 +50,15 @@ def test_a_batch_that_changes_a_sequence_is_a_fault(monkeypatch: pytest.MonkeyPa
     assert wrong and any("sequence " in each for each in wrong) and len(said) == len(wrong) + 1
 
 
+def test_few_kinds_are_few_builds() -> None:
+    """As many as there may be time for on a GPU, of batches that differ in lengths alone."""
+    batches = [mixed.draw_batch(n, mixed.ON_GPU, 4) for n in range(40)]
+    kinds = {(b.dtype, c.heads, c.head_dim, c.head_dim_v, c.page_size, c.window, c.rotary, c.float8, c.alibi, c.softcap)
+             for b in batches if isinstance(c := b.case, CacheCase)}  # fmt: skip
+    assert len(kinds) == 4 and len({str(b.case) for b in batches}) == 40
+    assert not mixed.fuzz("cpu", 0, 2, print, kinds=2)
+
+
 def test_a_seed_is_a_batch() -> None:
     assert [mixed.draw_batch(n) for n in range(20)] == [mixed.draw_batch(n) for n in range(20)]
     call = mixed.draw_batch(7)

@@ -150,10 +150,9 @@ def append_token(token, h, cache, new, rotation):
     cached, position = tl.load(cache.cached + b), i
     if rotation.starts is not None:
         position = step_of(i, b, rotation) + tl.load(rotation.starts + b)
-    valid = valid & (cached >= 0)
+    at = cached + i
     if new.slots is None:
-        at = cached + i
-        valid = valid & (at < cache.capacity)
+        valid = valid & (cached >= 0) & (at < cache.capacity)
         entry, row = tl.cast(b, tl.int64), at
         if cache.entries is not None:
             entry = tl.load(cache.entries + b).to(tl.int64)
@@ -165,6 +164,7 @@ def append_token(token, h, cache, new, rotation):
             entry = tl.load(pages + at // SIZE, mask=valid, other=0).to(tl.int64)
             row = at % SIZE
     else:
+        valid = valid & (cached >= 0)
         slot = tl.load(new.slots + token, mask=valid, other=-1).to(tl.int64)
         valid = valid & (slot >= 0) & (slot < new.num_slots)
         entry, row = slot // new.entry_rows, slot % new.entry_rows
