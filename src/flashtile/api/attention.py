@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
-from flashtile.api.keywords import Asked, Keywords, refused
+from flashtile.api.keywords import Asked, Keywords, refuse_functions, refused, shift_of, with_functions
 from flashtile.call import autocast
 from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
 from flashtile.call.quantized import Quantized
@@ -60,6 +60,8 @@ def attention(
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, in memory linear in the sequence lengths.
@@ -85,6 +87,9 @@ def attention(
         return_lse: Also return the log-sum-exp of the scores.
         precision: "fp8" rounds bfloat16 or float16 q, k and v to 8 bits, as ``quantize`` does, for the forward alone.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
+        score_mod: ``f(score, b, h, q_idx, kv_idx)``, as of FlexAttention: what it returns takes a scaled score's place,
+            before any softcap, slopes and bias. It is traced; tensors that it captures have gradients.
+        mask_mod: ``f(b, h, q_idx, kv_idx)``: keeps a pair where it returns True, besides all other masks.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` in q's dtype, or ``(out, lse)`` with lse
@@ -108,6 +113,7 @@ def attention(
             causal is causal_ and window_size is window_ and softmax_scale is scale_ and softcap is softcap_
             and dropout_p is dropout_ and deterministic is deterministic_ and backend is backend_
             and alibi_slopes is attn_mask is attn_bias is sinks is None and precision is None and return_lse is False
+            and score_mod is None and mask_mod is None
             and options.grads == (
                 (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False)
                 if torch.is_grad_enabled() else _NO_GRADS
@@ -117,7 +123,12 @@ def attention(
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
     if precision is not None or isinstance(q, Quantized):
+        refuse_functions(score_mod, mask_mod)
         return quantized_calls().attend(tensors, Asked(precision, causal, window_size, return_lse, plain))
+    if score_mod is not None or mask_mod is not None:
+        functions = with_functions(tensors, score_mod, mask_mod, softcap)
+        options = read(tensors, causal, window_size, return_lse, plain)
+        return _run(tensors, functions.options(options, shift_of(tensors)), return_lse)
     options = read(tensors, causal, window_size, return_lse, plain)
     if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
         _last = options, causal, window_size, *plain
@@ -169,6 +180,8 @@ def attention_varlen(
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences packed one after another; each sequence attends to itself only.
@@ -184,7 +197,8 @@ def attention_varlen(
     A ``Quantized`` of packed sequences in place of q, k and v has its own cu_seqlens and longest lengths.
 
     The keywords are those of ``attention``; causal, window_size and alibi_slopes use each sequence's own lengths, and
-    each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
+    each uses the top left corner of attn_mask and attn_bias ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``. To
+    score_mod and mask_mod q_idx and kv_idx count from the sequence's own first row and key, and b is the sequence.
 
     Returns:
         out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``.
@@ -202,8 +216,13 @@ def attention_varlen(
         if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
     if precision is not None or is_quantized:
+        refuse_functions(score_mod, mask_mod)
         asked = Asked(precision, causal, window_size, return_lse, plain, True, longest)
         return quantized_calls().attend(tensors, asked)
+    if score_mod is not None or mask_mod is not None:
+        functions = with_functions(tensors, score_mod, mask_mod, softcap)
+        options = read(tensors, causal, window_size, return_lse, plain, longest)
+        return _run(tensors, functions.options(options, 0), return_lse)
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse)
 
 

@@ -24,7 +24,19 @@ _CAPABILITIES = Capabilities(
     device_types=("cpu",),
     dtypes=DTYPES,
     max_head_dim=None,
-    features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
+    features=_COMMON
+    | {
+        "alibi",
+        "mask",
+        "bias",
+        "bias_grad",
+        "dropout",
+        "origins",
+        "deterministic",
+        "score_mod",
+        "mask_mod",
+        "operand_grad",
+    },
 )
 _DECODE = dataclasses.replace(
     _CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "odd_float8_cache", "tree_mask"}

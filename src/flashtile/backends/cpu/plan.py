@@ -12,6 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from flashtile.call.functions import Function, mask_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band, Origin
 
@@ -63,6 +64,7 @@ class Sequence:
         bias: Like mask.
         bias_place: Index of bias in the caller's four-dimensional bias.
         origin: Where a part lies in a longer sequence, or None.
+        mask_mod: The user's function, or None.
     """
 
     batch: range
@@ -77,6 +79,7 @@ class Sequence:
     bias: Tensor | None
     bias_place: tuple[slice, ...]
     origin: Origin | None = None
+    mask_mod: Function | None = None
 
     @property
     def seqlen_q(self) -> int:
@@ -91,7 +94,8 @@ class Sequence:
     @property
     def has_tile_bias(self) -> bool:
         """Whether something besides the band is added to the scores."""
-        return self.slopes is not None or self.mask is not None or self.bias is not None
+        given = self.slopes, self.mask, self.bias, self.mask_mod
+        return any(x is not None for x in given)
 
     def view(self, tensor: Tensor) -> Tensor:
         """The rows of a q-shaped or out-shaped tensor as ``(batch, num_heads_q, seqlen_q, ...)``."""
@@ -144,7 +148,8 @@ def _sequence(
         slopes = slopes[:, :, None, None]
     mask, _ = _corner(t.attn_mask, batch, q.shape[2], k.shape[2])
     bias, bias_place = _corner(t.attn_bias, batch, q.shape[2], k.shape[2])
-    return Sequence(batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place)
+    function = mask_function(problem, t)
+    return Sequence(batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, mask_mod=function)
 
 
 def _corner(x: Tensor | None, batch: range, rows: int, keys: int) -> tuple[Tensor | None, tuple[slice, ...]]:
@@ -244,10 +249,23 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     if seq.mask is not None:
         kept = part(seq.mask, rectangle)
         keep = kept if keep is None else keep & kept
+    if seq.mask_mod is not None:
+        kept = seq.mask_mod.values([seq.mask_mod.graph.result], pairs(seq, rectangle), dtype)[0]
+        keep = kept if keep is None else keep & kept
     if keep is not None:
         total = torch.where(keep, torch.zeros((), dtype=dtype, device=_CPU) if total is None else total, -torch.inf)
     assert total is not None
+    total = total[(None,) * (4 - total.dim())]
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
+
+
+def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
+    """What functions of pairs take: b, h, i and j, which broadcast to a rectangle's scores."""
+    device = seq.q.device
+    b = torch.tensor(list(seq.batch), device=device)[:, None, None, None]
+    h = torch.arange(seq.q.shape[1], device=device)[:, None, None]
+    i, j = (torch.arange(*span, device=device) for span in (rectangle.rows, rectangle.keys))
+    return {"b": b, "h": h, "i": i[:, None], "j": j}
 
 
 def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
@@ -261,7 +279,7 @@ def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
 
 def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:
     """Whether a row of the rectangle may keep none of its keys."""
-    if seq.mask is not None or seq.bias is not None:
+    if seq.mask is not None or seq.bias is not None or seq.mask_mod is not None:
         return True
     return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(seq, rectangle))
 

@@ -1,0 +1,1 @@
+"""Mods: attention that users write, as functions of one score or one pair, traced into graphs."""
