@@ -27,7 +27,8 @@ _CAPABILITIES = Capabilities(
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     max_head_dim=256,
     min_compute_capability=(8, 0),
-    features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
+    features=_COMMON
+    | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "score_mod", "mask_mod"},
 )
 _DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask"})
 # Products of e4m3 numbers.

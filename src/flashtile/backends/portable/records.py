@@ -106,12 +106,30 @@ def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Poi
         mask = Mod(mods.select_tensor, None, mods.tensor_of_head, tensor)
     threshold = dropout.threshold_bits(philox.threshold(p.dropout_p))
     drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
-    transforms, names = named(softcap=softcap_of(p), alibi=alibi, bias=bias)
-    masks, mask_names = named(mask=mask)
+    score_mod, mask_mod = functions_of(p, t)
+    transforms, names = named(score_mod=score_mod, softcap=softcap_of(p), alibi=alibi, bias=bias)
+    masks, mask_names = named(mask=mask, mask_mod=mask_mod)
     return Mods(
         p.softmax_scale, transforms, band_of(p, t.q.shape[-3] + t.k.shape[-3]), masks, drops, sinks, names, mask_names,
         transforms is not None or p.softmax_scale <= 0, input_precision(p),
     )  # fmt: skip
+
+
+def operand_names(t: Tensors) -> tuple[str, ...]:
+    """The names under which a step finds what mods read."""
+    tensors = tuple(f"operand{n}" for n in range(len(t.operands or ())))
+    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))))
+
+
+def functions_of(problem: Problem, t: Tensors) -> tuple[Mod | None, Mod | None]:
+    """The user's score mod and mask mod."""
+    if problem.score_function is None and problem.mask_function is None:
+        return None, None
+    from flashtile.backends.gpu.functions import mod_of
+    from flashtile.call.functions import mask_function, score_function
+
+    score, mask = score_function(problem, t), mask_function(problem, t)
+    return mod_of(score), mod_of(mask, 0 if score is None else len(score.numbers))
 
 
 def plain_mods(problem: Problem, span: int, sinks: Tensor | None) -> Mods:

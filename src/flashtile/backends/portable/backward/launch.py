@@ -33,7 +33,7 @@ from flashtile.backends.portable.backward.kernel import (
 )
 from flashtile.backends.portable.backward.preprocess import ForwardResults, prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.config import padded
-from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, tiles_of
+from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, operand_names, tiles_of
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
@@ -97,7 +97,7 @@ class BackwardPlan:
             steps = self._steps[key] = or_tables(lambda: self._make(t, dout, dlse, sums is not None))
         run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
-            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias,
+            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, *(t.operands or ()), *(t.numbers or ()),
         ))  # fmt: skip
         dsinks = None
         if t.sinks is not None and wanted.sinks:
@@ -109,7 +109,8 @@ class BackwardPlan:
 
     def _make(self, t: Tensors, dout: Tensor, dlse: Tensor | None, adds: bool) -> list[Step]:
         made = launches(self._problem, t, dout, dlse, adds=adds).values()
-        return [Step(each, _OPERANDS, t.q.device) for each in made]
+        names = (*_OPERANDS, *operand_names(t))
+        return [Step(each, names, t.q.device) for each in made]
 
 
 def row_pitch(rows: int, varlen: bool) -> int:
