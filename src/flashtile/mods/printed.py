@@ -6,7 +6,7 @@
     function(score, fetched, operands, head, rows, at)      the score, or of a mask x or what fills its place
     linear(score, fetched, operands, head, rows, at)        the score and its slope
     partials(score, fetched, operands, head, rows, at)      derivatives of it by what is loaded
-    places(fetched, operands, head, rows, at)               and where each of those is in its tensor, as 64-bit numbers
+    places(fetched, operands, sums, head, rows, at)         and where each of those is in sums, as 64-bit numbers
 
 ``at`` is the device's ``At``, ``operands`` its ``Operands``. Indices are clamped to their tensors.
 """
@@ -109,8 +109,8 @@ class _Printer:
     def _places(self) -> str:
         loads = [self.graph.nodes[p.load] for p in self.graph.partials]
         body = self._body([n for load in loads for n in inputs_of(load)], ("head", "rows", "fetched"))
-        arguments = "(fetched, operands, head, rows, at)"
-        return f"def places{arguments}:\n{body}    return {_tuple([self._offset(load) or '0' for load in loads])}\n"
+        offsets = [self._offset(load, "sums") or "tl.cast(0, tl.int64)" for load in loads]
+        return f"def places(fetched, operands, sums, head, rows, at):\n{body}    return {_tuple(offsets)}\n"
 
     def _of_score(self, n: int) -> str:
         """A value of the score's shape."""
@@ -172,9 +172,9 @@ class _Printer:
         texts = [f"({x})" if x.startswith("-") else x for x in texts]
         return (_FLOATS.get(op, _TEXTS[op]) if kind == "f" else _TEXTS[op]).format(*texts)
 
-    def _offset(self, load: Node) -> str:
+    def _offset(self, load: Node, tensors: str = "operands") -> str:
         operand, *index = load.args
-        where = f"operands.tensors[{operand}]"
+        where = f"{tensors}.tensors[{operand}]"
         terms = []
         for d, n in enumerate(index):
             size, node = f"{where}.sizes[{d}]", self.graph.nodes[n]

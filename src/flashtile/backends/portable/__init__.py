@@ -28,7 +28,18 @@ _CAPABILITIES = Capabilities(
     max_head_dim=256,
     min_compute_capability=(8, 0),
     features=_COMMON
-    | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "score_mod", "mask_mod"},
+    | {
+        "alibi",
+        "mask",
+        "bias",
+        "bias_grad",
+        "dropout",
+        "origins",
+        "deterministic",
+        "score_mod",
+        "mask_mod",
+        "operand_grad",
+    },
 )
 _DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask"})
 # Products of e4m3 numbers.

@@ -46,6 +46,7 @@ def call_of(
     described: Sequence[str] = (),
     dout: Tensor | None = None,
     bias_sums: tuple[bool, bool] = (False, False),
+    has_own_slope: bool = True,
 ) -> tuple[Call, Rows | None]:
     """A kernel's ``Call``, and its rows of dout.
 
@@ -56,6 +57,7 @@ def call_of(
         described: Those of q, k, v and dout that its loop loads: by descriptors if all of them can be.
         dout: The output's gradient, in the backward.
         bias_sums: Whether a kernel's program sums over sequences, and over heads, that share a bias.
+        has_own_slope: Whether the slope of a user's score mod is wanted, or those of what follows it alone.
     """
     p = problem
     block_d, block_dv = tile_dims(p)
@@ -69,7 +71,7 @@ def call_of(
 
     call = Call(
         rows("q", t.q, block_d), rows("k", t.k, block_d), rows("v", t.v, block_dv), *sequences_of(p, t), heads_of(p),
-        _mods(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None),
+        _mods(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None, has_own_slope),
     )  # fmt: skip
     return call, None if dout is None else rows("dout", dout, block_dv)
 
@@ -88,7 +90,9 @@ def heads_of(problem: Problem) -> Heads:
     return Heads(problem.num_heads_q, Const(1) if problem.group_size == 1 else problem.group_size)
 
 
-def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None) -> Mods:
+def _mods(
+    problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None, has_own_slope: bool
+) -> Mods:
     """The transforms, masks and dropout of a call."""
     p, unit, origins, bias, mask = problem, _score_unit(problem, t), pointer(t.origins, "origins"), None, None
     alibi = alibi_of(p, t.alibi_slopes)
@@ -107,6 +111,8 @@ def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Poi
     threshold = dropout.threshold_bits(philox.threshold(p.dropout_p))
     drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
     score_mod, mask_mod = functions_of(p, t)
+    if score_mod is not None and not has_own_slope:
+        score_mod = score_mod._replace(linear=None)
     transforms, names = named(score_mod=score_mod, softcap=softcap_of(p), alibi=alibi, bias=bias)
     masks, mask_names = named(mask=mask, mask_mod=mask_mod)
     return Mods(

@@ -470,6 +470,25 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
 
 
 @triton.jit
+def partial_of_load(product, mods, head, at, partial):
+    """The derivative of the user's score mod, the first transform, by one of its loads; see ``dbias.Partial``."""
+    rows = mods.scores[0].of_rows(mods.scores[0].operands, head.scores[0], at)
+    fetched = mods.scores[0].fetch(mods.scores[0].operands, head.scores[0], rows, at)
+    found = partial.functions(product * mods.scale, fetched, mods.scores[0].operands, head.scores[0], rows, at)
+    return found[partial.NUM]
+
+
+@triton.jit
+def place_of_load(mods, head, at, places):
+    """Where that load reads, as an offset into its contiguous gradient; see ``scatter.Places``."""
+    rows = mods.scores[0].of_rows(mods.scores[0].operands, head.scores[0], at)
+    fetched = mods.scores[0].fetch(mods.scores[0].operands, head.scores[0], rows, at)
+    # What the places are computed from is read through the call's own operands.
+    found = places.of_loads(fetched, mods.scores[0].operands, places.operands, head.scores[0], rows, at)
+    return found[places.NUM]
+
+
+@triton.jit
 def select(x, mods, head, at, fill, edge):
     """x, or fill where a mask excludes the pair, the band's only if ``edge``, a constant or not."""
     if edge:
