@@ -32,7 +32,7 @@ class ModCall(Call):
 def with_functions(
     case: Case, score: str | None, mask: str | None, dtype: torch.dtype, seed: int = 0, frozen: bool = False
 ) -> ModCall:
-    """A case with a score mod and a mask mod of ``functions``, by name; ``frozen``: of what is captured nothing learns."""
+    """A case with functions of ``functions``, by name; ``frozen``: of what they capture nothing learns."""
     call = build(case, dtype, seed=seed)
     packed = call.problem.varlen
     sizes = Sizes(

@@ -1,4 +1,4 @@
-"""Functions that users may write, and what each captures: score mods and mask mods by name, drawn for a call's sizes."""
+"""Functions that users may write, score mods and mask mods by name, with what they capture for a call's sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""score_mod and mask_mod against the float64 oracle, on the CPU backend: values, gradients, gradients of what is captured."""
+"""score_mod and mask_mod against the float64 oracle, on the CPU backend: values and gradients, captured tensors' too."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_recognised_masks_and_caps_are_the_keywords_bit_for_bit() -> None:
     pairs = [
         (dict(mask_mod=causal), dict(causal=True)), (dict(mask_mod=window), dict(causal=True, window_size=(3, None))),
         (dict(score_mod=capped), dict(softcap=5.0)),
-        (dict(score_mod=capped, mask_mod=causal, window_size=(4, 4)), dict(softcap=5.0, causal=True, window_size=(4, 4))),
+        (
+            dict(score_mod=capped, mask_mod=causal, window_size=(4, 4)),
+            dict(softcap=5.0, causal=True, window_size=(4, 4)),
+        ),
     ]  # fmt: skip
     for ours, keywords in pairs:
         got, want = (flashtile.attention(q, k, v, **each) for each in (ours, keywords))

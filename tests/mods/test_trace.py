@@ -177,7 +177,8 @@ def test_a_text_is_parsed_into_its_graph(name: str) -> None:
     "text",
     [
         "", "score - | -", "score - | -\nf import 0\nreturn 0 -", "score - | -\nf score\nf exp 1\nreturn 1 -",
-        "mask - | -\nf score\nreturn 0 -", "score f1 | -\nf load 0\nreturn 0 -", "score - | -\nf score\nf add 0 0 0\nreturn 1 -",
+        "mask - | -\nf score\nreturn 0 -", "score f1 | -\nf load 0\nreturn 0 -",
+        "score - | -\nf score\nf add 0 0 0\nreturn 1 -",
         "score - | -\nf score\nb lt 0 0\nreturn 1 -", "other - | -\nf score\nreturn 0 -",
         "score - | -\nf score\nreturn 5 -", "score - | -\nf number 0\nreturn 0 -",
     ],
@@ -218,8 +219,10 @@ def test_only_a_cap_that_comes_last_is_recognised() -> None:
 def test_errors_name_the_operator_and_the_line() -> None:
     table = torch.randn(4)
     wrong = [
-        (lambda s, b, h, q, kv: s + table.cumsum(0)[q], "cumsum"), (lambda s, b, h, q, kv: s + torch.dot(table, table), "dot"),
-        (lambda s, b, h, q, kv: torch.special.bessel_j0(s), "bessel_j0"), (lambda s, b, h, q, kv: s + float(q), "torch.where"),
+        (lambda s, b, h, q, kv: s + table.cumsum(0)[q], "cumsum"),
+        (lambda s, b, h, q, kv: s + torch.dot(table, table), "dot"),
+        (lambda s, b, h, q, kv: torch.special.bessel_j0(s), "bessel_j0"),
+        (lambda s, b, h, q, kv: s + float(q), "torch.where"),
     ]  # fmt: skip
     for f, name in wrong:
         with pytest.raises(InvalidInputError, match=rf"{name}.*test_trace.py:\d+"):

@@ -122,13 +122,8 @@ def attention(
             return ops.attention_again(options, alone)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks)  # type: ignore[arg-type]
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend)
-    if precision is not None or isinstance(q, Quantized):
-        refuse_functions(score_mod, mask_mod)
-        return quantized_calls().attend(tensors, Asked(precision, causal, window_size, return_lse, plain))
-    if score_mod is not None or mask_mod is not None:
-        functions = with_functions(tensors, score_mod, mask_mod, softcap)
-        options = read(tensors, causal, window_size, return_lse, plain)
-        return _run(tensors, functions.options(options, shift_of(tensors)), return_lse)
+    if not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
+        return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain), score_mod, mask_mod)
     options = read(tensors, causal, window_size, return_lse, plain)
     if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
         _last = options, causal, window_size, *plain
@@ -215,15 +210,23 @@ def attention_varlen(
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
-    if precision is not None or is_quantized:
-        refuse_functions(score_mod, mask_mod)
+    if not (precision is None and score_mod is None and mask_mod is None) or is_quantized:
         asked = Asked(precision, causal, window_size, return_lse, plain, True, longest)
-        return quantized_calls().attend(tensors, asked)
-    if score_mod is not None or mask_mod is not None:
-        functions = with_functions(tensors, score_mod, mask_mod, softcap)
-        options = read(tensors, causal, window_size, return_lse, plain, longest)
-        return _run(tensors, functions.options(options, 0), return_lse)
+        return _less_common(tensors, asked, score_mod, mask_mod)
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse)
+
+
+def _less_common(
+    tensors: Tensors, asked: Asked, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call in 8 bits, or with functions of the user's."""
+    if asked.precision is not None or isinstance(tensors.q, Quantized):
+        refuse_functions(score_mod, mask_mod)
+        found: Tensor | tuple[Tensor, Tensor] = quantized_calls().attend(tensors, asked)
+        return found
+    functions = with_functions(tensors, score_mod, mask_mod, asked.plain[1])
+    options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
+    return _run(tensors, functions.options(options, shift_of(tensors)), asked.return_lse)
 
 
 def quantized_calls() -> Any:

@@ -15,9 +15,10 @@ from flashtile.api.attention import quantized_calls
 from flashtile.api.cached import completed
 from flashtile.api.keywords import AnyCall, Asked, asked_of, refuse_functions, shift_of, with_functions
 from flashtile.call import autocast, cached_arguments, cached_problem
-from flashtile.call.arguments import Options, Tensors, flag, read, wanting, without_data
+from flashtile.call.arguments import Options, Tensors, flag, read
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
+from flashtile.call.prepared import wanting, without_data
 from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import torch
@@ -259,18 +259,6 @@ other_tensors, single_tensors = fields_of(_OTHERS[:-2]), fields_of(list(TENSORS)
 is_plain: Callable[[Tensors], bool] = eval(f"lambda t: {' is '.join(f't.{name}' for name in _OTHERS)} is None")
 
 
-def flat_tensors(t: Tensors) -> tuple[Tensor | None, ...]:
-    """All tensors of a call, its operands last."""
-    return single_tensors(t) if t.operands is None else (*single_tensors(t), *t.operands)
-
-
-def of_flat(flat: Sequence[Any], numbers: tuple[float, ...] | None) -> Tensors:
-    """The inverse of ``flat_tensors``."""
-    count = len(TENSORS) - 2
-    has_mods = len(flat) > count or numbers is not None
-    return cast(Any, Tensors)(*flat[:count], tuple(flat[count:]) if has_mods else None, numbers)
-
-
 def checked(**plain: object) -> dict[str, Any]:
     """Checks non-tensor arguments given by name; returns them as stored in ``Options``.
 
@@ -368,30 +356,6 @@ def given(record: object, rows: Mapping[str, Argument]) -> list[tuple[str, Argum
             check_tensor(name, value, "a torch.Tensor or None" if optional else "a torch.Tensor")
         found.append((name, row, value))
     return found
-
-
-def wanting(tensors: Tensors, options: Options, backward: bool) -> Options:
-    """The options of a call that is prepared: with the gradients that its tensors require, or all, or none."""
-    grads = options.grads
-    if not any(grads):
-        operands = tuple(x.dtype.is_floating_point for x in tensors.operands or ())
-        grads = grads_of("grads", (*(x is not None for x in differentiable(tensors)), *operands))
-    return replace(options, grads=grads if backward else Grads())
-
-
-def without_data(record: R) -> R:
-    """A record's tensors with the same layouts on the meta device; one that is given twice stays one."""
-    assert is_dataclass(record) and not isinstance(record, type)
-    given = {name: x for name, x in vars(record).items() if x is not None and not isinstance(x, tuple)}
-    for name, x in given.items():
-        check_tensor(name, x)
-    operands = getattr(record, "operands", None)
-    of_all = (*given.values(), *(operands or ()))
-    copies = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in of_all}
-    made: dict[str, Any] = {name: copies[id(x)] for name, x in given.items()}
-    if operands is not None:
-        made["operands"] = tuple(copies[id(x)] for x in operands)
-    return replace(record, **made)
 
 
 def check_tensor(name: str, tensor: object, must: str = "a torch.Tensor") -> None:

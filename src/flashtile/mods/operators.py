@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.mods.graph import OPERATORS, Builder, kind_of
+from flashtile.mods.build import Builder
+from flashtile.mods.graph import OPERATORS, kind_of
 from flashtile.mods.reading import Refused
 
 # PyTorch's name -> the graph's, where another; in place and reflected ones follow from these.

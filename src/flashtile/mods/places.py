@@ -7,8 +7,8 @@ from typing import Literal
 
 from flashtile.mods.graph import Graph, inputs_of
 
-# rows: on b, h and i alone. keys: on b, h and j. pairs: each pair of a head has an entry of its own. diagonals: on i - j,
-# b and h. any: otherwise.
+# rows: on b, h and i alone. keys: on b, h and j. pairs: each pair of a head has an entry of its own. diagonals: on
+# i - j, b and h. any: otherwise.
 Way = Literal["rows", "keys", "pairs", "diagonals", "any"]
 
 
@@ -24,9 +24,8 @@ def way_of(graph: Graph, load: int) -> Way:
     if "i" not in needed:
         return "keys"
     names = [_name(graph, n) for n in index]
-    if sorted(name for name in names if name in ("i", "j")) == ["i", "j"] and None not in names:
-        if len(set(names)) == len(names):
-            return "pairs"
+    if {"i", "j"} <= set(names) and None not in names and len(set(names)) == len(names):
+        return "pairs"
     return "diagonals" if all(_is_of_distance(graph, n) for n in index) else "any"
 
 

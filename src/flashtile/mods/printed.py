@@ -38,14 +38,16 @@ _FLOATS = {
 }  # fmt: skip
 _TEXTS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}", "abs": "tl.abs({0})",
-    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
+    "eq": "{0} == {1}", "ne": "{0} != {1}",
+    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
     "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "shl": "{0} << {1}", "shr": "{0} >> {1}",
     "where": "tl.where({0}, {1}, {2})", "floordiv": "functions.floor_div({0}, {1})",
     "rem": "functions.remainder({0}, {1})", "fmod": "{0} % {1}", "maximum": "tl.maximum({0}, {1})",
     "minimum": "tl.minimum({0}, {1})", "sign": "functions.sign_of({0})", "pow": "functions.power({0}, {1})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))", "tanh": "tanh({0})", "trunc": "functions.trunc({0})",
     "log1p": "functions.log1p({0})",
-    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil")},
+    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf")},
+    "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
 }  # fmt: skip
 _POWERS = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 4.0: "({0} * {0}) * ({0} * {0})", 0.5: "tl.sqrt({0})",
            -0.5: "tl.rsqrt({0})", -1.0: "1.0 / {0}", -2.0: "1.0 / ({0} * {0})"}  # fmt: skip

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flashtile.mods.graph import Builder, Graph, Node, Partial, finished, inputs_of, parse, rebuilt
+from flashtile.mods.build import Builder, finished, rebuilt
+from flashtile.mods.graph import Graph, Node, Partial, inputs_of, parse
 
 
 class Sum(NamedTuple):

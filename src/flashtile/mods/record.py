@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flashtile.core.errors import InvalidInputError
 from flashtile.mods import recognise
+from flashtile.mods.build import with_values
 from flashtile.mods.captured import Captured, Path, at_path, captured
-from flashtile.mods.graph import Graph, kind_of, parse, with_values
+from flashtile.mods.graph import Graph, kind_of, parse
 from flashtile.mods.reading import taken
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from flashtile.mods.build import Builder, finished
 from flashtile.mods.captured import with_numbers
-from flashtile.mods.graph import INPUTS, Builder, Graph, Partial, finished, kind_of
+from flashtile.mods.graph import INPUTS, Graph, Partial, kind_of
 from flashtile.mods.operators import record
 from flashtile.mods.reading import Refused, View, is_metadata, of_metadata, viewed
 

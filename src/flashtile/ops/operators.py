@@ -6,21 +6,22 @@ One pair of operators serves every call.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flashtile.call.arguments import (
     GRADIENTS,
+    TENSORS,
     Options,
     Tensors,
     differentiable,
     fields_of,
-    flat_tensors,
     is_plain,
-    of_flat,
     other_tensors,
+    single_tensors,
 )
 from flashtile.call.backend import Given, Plan
 from flashtile.call.problem import Problem, check_values
@@ -52,6 +53,18 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
     inputs = (tensors.q, tensors.k, tensors.v) if is_plain(tensors) else leaves_of(tensors)
     found = _apply((kind, tensors, with_lse), *inputs)
     return found if with_lse else (found, None)
+
+
+def flat_tensors(t: Tensors) -> tuple[Tensor | None, ...]:
+    """All tensors of a call, its operands last."""
+    return single_tensors(t) if t.operands is None else (*single_tensors(t), *t.operands)
+
+
+def of_flat(flat: Sequence[Any], numbers: tuple[float, ...] | None) -> Tensors:
+    """The inverse of ``flat_tensors``."""
+    count = len(TENSORS) - 2
+    has_mods = len(flat) > count or numbers is not None
+    return cast(Any, Tensors)(*flat[:count], tuple(flat[count:]) if has_mods else None, numbers)
 
 
 def leaves_of(t: Tensors) -> tuple[Tensor | None, ...]:

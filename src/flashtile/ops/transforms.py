@@ -20,9 +20,7 @@ from flashtile.call.arguments import (
     Grads,
     Options,
     Tensors,
-    flat_tensors,
     grads_of,
-    of_flat,
 )
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import operation
@@ -53,7 +51,7 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, below: _Below, options: Options, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = below(*ops.REGULAR.flatten(t, options))
-        ctx.save_for_backward(*flat_tensors(t), out, lse)
+        ctx.save_for_backward(*ops.flat_tensors(t), out, lse)
         ctx.options, ctx.numbers = options, t.numbers
         ctx.set_materialize_grads(False)
         return out, lse
@@ -63,7 +61,7 @@ class _Reverse(torch.autograd.Function):
         *inputs, out, lse = ctx.saved_tensors
         options = dataclasses.replace(ctx.options, grads=grads_of("grads", ctx.needs_input_grad[3:]))
         dout = torch.zeros_like(out) if dout is None else dout
-        t = of_flat(inputs, ctx.numbers)
+        t = ops.of_flat(inputs, ctx.numbers)
         return None, None, None, *ops.watched_gradients(options, t, out, lse, dout, dlse)
 
 

@@ -142,8 +142,8 @@ class Step:
     """One launch of a plan, repeatable with other tensors of the same layouts."""
 
     __slots__ = (
-        "_addresses", "_build", "_content", "_function", "_launch", "_leaves", "_numbers", "_places", "_spare", "_start",
-        "device", "kernel", "programs",
+        "_addresses", "_build", "_content", "_function", "_launch", "_leaves", "_numbers", "_places", "_spare",
+        "_start", "device", "kernel", "programs",
     )  # fmt: skip
     _build: Build
     # The word, operand and offset of each address.

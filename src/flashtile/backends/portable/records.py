@@ -127,6 +127,11 @@ def operand_names(t: Tensors) -> tuple[str, ...]:
     return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))))
 
 
+def read_by_mods(t: Tensors) -> tuple[Any, ...]:
+    """What a step finds under these names."""
+    return () if t.operands is None else (*t.operands, *(t.numbers or ()))
+
+
 def functions_of(problem: Problem, t: Tensors) -> tuple[Mod | None, Mod | None]:
     """The user's score mod and mask mod."""
     if problem.score_function is None and problem.mask_function is None:

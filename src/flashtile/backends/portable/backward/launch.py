@@ -33,7 +33,14 @@ from flashtile.backends.portable.backward.kernel import (
 )
 from flashtile.backends.portable.backward.preprocess import ForwardResults, prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.config import padded
-from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, operand_names, tiles_of
+from flashtile.backends.portable.records import (
+    call_of,
+    heads_at_once,
+    num_programs,
+    operand_names,
+    read_by_mods,
+    tiles_of,
+)
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
@@ -103,7 +110,7 @@ class BackwardPlan:
         sums_of = [self._operands.new_sums(p, t, share) for share in self._shares]
         run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
-            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, *(t.operands or ()), *(t.numbers or ()),
+            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, *read_by_mods(t),
             *(x for each in sums_of for x in each),
         ))  # fmt: skip
         dsinks = None

@@ -1,8 +1,8 @@
 """The host's side of the gradients of what a score mod captures: one launch for each tensor that it loads from.
 
-A load's gradient is summed by what its place depends on, in an order that is fixed unless places are arbitrary: by rows or by keys of
-each head, by pairs where each has an entry, by diagonals. Such sums then go to their places: sorted, so that these too are
-added in a fixed order.
+A load's gradient is summed by what its place depends on, in an order that is fixed unless places are arbitrary: by rows
+or by keys of each head, by pairs where each has an entry, by diagonals. Such sums then go to their places: sorted, so
+that these too are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from flashtile.backends.portable.records import call_of, num_programs, tiles_of
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.mods.places import Way, axes_of, way_of
+
+_NO_AXES: tuple[int | None, ...] = ()
 
 
 class Share(NamedTuple):
@@ -61,7 +63,7 @@ def shares_of(problem: Problem, t: Tensors) -> list[Share]:
     for number, partial in enumerate(function.graph.partials):
         operand = function.first + function.graph.nodes[partial.load].args[0]
         if problem.grads.operands[operand]:
-            way, axes = way_of(function.graph, partial.load), ()
+            way, axes = way_of(function.graph, partial.load), _NO_AXES
             if way == "pairs":
                 axes = axes_of(function.graph, partial.load)
                 way = way if _covers(problem, function.operands[operand - function.first], axes) else "any"

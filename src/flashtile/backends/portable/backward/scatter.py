@@ -1,8 +1,9 @@
-"""Gradients of what a score mod loads: sums of dscores, times the derivative by the load, over the pairs that read a place.
+"""Gradients of what a score mod loads: dscores times the derivative by the load, summed over what reads a place.
 
-Where places depend on the row or on the key alone, or are an entry for each pair, the kernel of dbias computes them. Here are two more.
-By diagonals: a program owns some, walks over the tiles that cross them and sums in a fixed order. By place: atomic adds,
-in float32, or repeatable: first the greatest magnitude of each place, then adds of 64-bit integers in its units.
+Where places depend on the row or on the key alone, or are an entry for each pair, the kernel of dbias computes them.
+Here are two more. By diagonals: a program owns some, walks over the tiles that cross them and sums in a fixed order. By
+place: atomic adds, in float32, or repeatable: first the greatest magnitude of each place, then adds of 64-bit integers
+in its units.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def attention_backward_diagonals(call, douts, of_rows, partial, diagonals, tiles
     m_blocks = (queries.length + BLOCK - 1) // BLOCK
     n_blocks = (keys.length + BLOCK - 1) // BLOCK
     for side in tl.static_range(2):
-        # Tiles on the diagonal k of blocks have these diagonals from their first row's key on, those of k + 1 before it.
+        # Tiles on the diagonal k of blocks have these diagonals after their own, those on k + 1 before it.
         first = tl.maximum(k + side, 0)
         for m in tl.range(first, tl.minimum(m_blocks, n_blocks + k + side)):
             m_first, n_first = m * BLOCK, (m - k - side) * BLOCK
@@ -79,11 +80,7 @@ def attention_backward_diagonals(call, douts, of_rows, partial, diagonals, tiles
                 zero = tl.zeros([BLOCK, BLOCK], tl.float32)
                 tile = tile_gradient(zero, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles)
                 tile = tl.gather(tile, turned, 1)
-                if side == 0:
-                    tile = tl.where(row >= col, tile, 0.0)
-                else:
-                    tile = tl.where(row < col, tile, 0.0)
-                acc += tl.sum(tile, 0)
+                acc += tl.sum(tl.where((row < col) == (side == 1), tile, 0.0), 0)
     at = (tl.cast(head_index, tl.int64) * count + block) * BLOCK + tl.arange(0, BLOCK)
     tl.store(diagonals.ptr + at, acc)
 

@@ -12,7 +12,14 @@ from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
-from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, operand_names, tiles_of
+from flashtile.backends.portable.records import (
+    call_of,
+    heads_at_once,
+    num_programs,
+    operand_names,
+    read_by_mods,
+    tiles_of,
+)
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.states import Partial
@@ -53,7 +60,7 @@ class ForwardPlan:
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
-            t.rng_state, t.origins, *parts, *(t.operands or ()), *(t.numbers or ()),
+            t.rng_state, t.origins, *parts, *read_by_mods(t),
         ))  # fmt: skip
         return out, lse
 
