@@ -1,4 +1,4 @@
-"""score_mod and mask_mod against the float64 oracle, on the CPU backend: values and gradients, captured tensors' too."""
+"""score_mod and mask_mod against the float64 oracle, on the CPU backend: values and gradients."""
 
 from __future__ import annotations
 

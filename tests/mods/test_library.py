@@ -1,4 +1,4 @@
-"""The ready-made functions: masks against their pairs counted one by one, scores against their formulas on the whole matrix."""
+"""The ready-made functions: masks against their pairs counted one by one, scores against their formulas."""
 
 from __future__ import annotations
 

@@ -169,11 +169,6 @@ class Grads(NamedTuple):
         """Those in the order of ``GRADIENTS``."""
         return self[:5]
 
-    @property
-    def flat(self) -> tuple[bool, ...]:
-        """As the operators take them."""
-        return (*self[:5], *self.operands)
-
 
 def grads_of(name: str, value: Sequence[Any]) -> Grads:
     """``Grads`` from its flat form, or from one with the operands' together."""

@@ -1,7 +1,7 @@
 """Mods: attention that users write, as functions of one score or one pair, traced into graphs.
 
-What ``score_mod`` and ``mask_mod`` of ``flashtile.attention`` take, ready-made: ``flashtile.mods.causal``, ``t5`` and so on, and
-``and_masks`` and ``or_masks`` to put masks together. ``source`` shows the kernel code of a function.
+What ``score_mod`` and ``mask_mod`` of ``flashtile.attention`` take, ready-made: ``flashtile.mods.causal``, ``t5`` and so
+on, and ``and_masks`` and ``or_masks`` to put masks together. ``source`` shows the kernel code of a function.
 """
 
 from typing import TYPE_CHECKING, Any

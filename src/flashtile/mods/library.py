@@ -71,7 +71,7 @@ def prefix_lm(lengths: Tensor) -> MaskMod:
 
 
 def documents(ids: Tensor) -> MaskMod:
-    """Keeps pairs of one document; ids ``(seqlen,)`` or ``(batch, seqlen)`` of integers. Packed calls skip the others."""
+    """Keeps pairs of one document; ids ``(seqlen,)`` or ``(batch, seqlen)`` of integers. Packed calls skip others."""
     if ids.dim() == 1:
         return lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]
     return lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
@@ -135,7 +135,7 @@ def block_diffusion(length: int, size: int) -> MaskMod:
 
 
 def shared_prefix(length: int, ids: Tensor) -> MaskMod:
-    """Causal, of several continuations of one prefix of ``length`` tokens; ids ``(seqlen,)`` says which a token is of."""
+    """Causal, of several continuations of a prefix of ``length`` tokens; ids ``(seqlen,)`` says which one a token is of."""
 
     def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((kv_idx < length) | (ids[q_idx] == ids[kv_idx]))

@@ -172,7 +172,7 @@ class Operation(Generic[T, S]):
 
     def flatten(self, t: T, o: S) -> tuple[Any, ...]:
         """A call's arguments in the order of its operators' schema."""
-        plain = (x.flat if type(x) is Grads else x for x in self.option_values(o))
+        plain = ((*x.named, *x.operands) if type(x) is Grads else x for x in self.option_values(o))
         return *self.values(t), *plain
 
     def unflatten(self, args: Sequence[Any]) -> tuple[T, S]:

@@ -68,7 +68,7 @@ def of_flat(flat: Sequence[Any], numbers: tuple[float, ...] | None) -> Tensors:
 
 
 def leaves_of(t: Tensors) -> tuple[Tensor | None, ...]:
-    """The tensors that may have gradients, in the order of ``Grads.flat``."""
+    """The tensors that may have gradients, in the order of ``Grads``."""
     return differentiable(t) if t.operands is None else (*differentiable(t), *t.operands)
 
 

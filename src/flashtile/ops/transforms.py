@@ -92,7 +92,7 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     needed = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
     if any(needed):
         # Under vmap the caller could not see which tensors require a gradient at an outer level.
-        asked = options.grads.flat + (False,) * (len(needed) - len(options.grads.flat))
+        asked = *options.grads.named, *(options.grads.operands or (False,) * len(t.operands or ()))
         options = dataclasses.replace(options, grads=grads_of("grads", [*map(max, needed, asked)]))
         with enable_single_level_autograd_function():
             out, lse = _apply_reverse(below, options, t, *inputs)

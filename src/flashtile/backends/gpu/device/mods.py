@@ -10,11 +10,11 @@ they read:
     of_head(operands, at) -> operands                      what the others take, read once a head, where it differs
 
 with scores in natural units and ``at`` an ``At``, which for ``of_head`` has no p and j. A user's functions,
-"score_mod" and "mask_mod", are printed (``flashtile.mods.printed`` has their protocol); they come first and last. Softcap, ALiBi and bias are
-applied in this order, then the band and masks. The mask of a cached call with draft trees is "tree". Transforms and the
-band then take the positions of drafts that ``tree_places`` computes, for rows and for keys; the tree's mask takes the
-keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and finds it by its name in
-``Mods.SCORES`` or ``Mods.MASKS``.
+"score_mod" and "mask_mod", are printed (``flashtile.mods.printed`` has their protocol); they come first and last.
+Softcap, ALiBi and bias are applied in this order, then the band and masks. The mask of a cached call with draft trees
+is "tree". Transforms and the band then take the positions of drafts that ``tree_places`` computes, for rows and for
+keys; the tree's mask takes the keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and
+finds it by its name in ``Mods.SCORES`` or ``Mods.MASKS``.
 """
 
 from __future__ import annotations
