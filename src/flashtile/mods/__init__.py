@@ -1,6 +1,6 @@
 """Mods: attention that users write, as functions of one score or one pair, traced into graphs.
 
-What ``score_mod`` and ``mask_mod`` of ``flashtile.attention`` take, ready-made: ``flashtile.mods.causal``, ``t5`` and so
+What ``score_mod`` and ``mask_mod`` of ``flashtile.attention`` take, ready-made: ``mods.causal``, ``mods.t5`` and so
 on, and ``and_masks`` and ``or_masks`` to put masks together. ``source`` shows the kernel code of a function.
 """
 

@@ -135,7 +135,7 @@ def block_diffusion(length: int, size: int) -> MaskMod:
 
 
 def shared_prefix(length: int, ids: Tensor) -> MaskMod:
-    """Causal, of several continuations of a prefix of ``length`` tokens; ids ``(seqlen,)`` says which one a token is of."""
+    """Causal, of continuations of one prefix of ``length`` tokens; ids ``(seqlen,)`` says which one a token is of."""
 
     def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((kv_idx < length) | (ids[q_idx] == ids[kv_idx]))
