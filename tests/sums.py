@@ -112,7 +112,7 @@ def judge_gaps(backend: Backend, dtype: torch.dtype, band: Band, *, head_dim: in
     saved = out, lse, dout, None
     alone = _float32(backend, problem, t, saved)
     before = Gradients(*(normal(len(x), x.shape[1], torch.float32) for x in (q, k, v)))
-    given = Gradients(*(None if x is None else x.clone() for x in vars(before).values()))
+    given = Gradients(*(None if x is None else x.clone() for x in (before.dq, before.dk, before.dv)))
     _float32(backend, problem, t, saved, given)
     for name, some in (("dq", is_row), ("dk", is_key), ("dv", is_key)):
         had, share, total = getattr(before, name), getattr(alone, name), getattr(given, name)

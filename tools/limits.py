@@ -44,7 +44,7 @@ PUBLIC = (
 # Path or path:function -> (lines, reason).
 RAISED: dict[str, tuple[int, str]] = {
     "src/flashtile/api/cached.py:attention_with_kvcache": (128, "35 arguments, each with its line of documentation"),
-    "src/flashtile/api/attention.py:attention": (95, "20 arguments, each with its line of documentation"),
+    "src/flashtile/api/attention.py:attention": (105, "22 arguments, each with its line of documentation"),
     "src/flashtile/distributed/cache.py:attention_with_sharded_kvcache": (105, "18 arguments, likewise"),
 }
 

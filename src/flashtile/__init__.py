@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Loaded on first use, so that `import flashtile` stays fast.
-_SUBMODULES = ("analysis", "compat", "distributed", "masks", "nn", "serving")
+_SUBMODULES = ("analysis", "compat", "distributed", "masks", "mods", "nn", "serving")
 _OTHERS = {
     "Quantized": "flashtile.call.quantized",
     "quantize": "flashtile.api.quantize",

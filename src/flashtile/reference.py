@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors
+from flashtile.call.functions import mask_function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import QuantizedTensors
@@ -24,7 +25,7 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
 
     Args:
         problem: The call.
-        tensors: Its tensors; gradients flow to q, k, v, attn_bias and sinks.
+        tensors: Its tensors; gradients flow to q, k, v, attn_bias, sinks and operands.
         dtype: The dtype of all arithmetic. float64 is the oracle; the input dtype gives plain PyTorch's rounding error.
 
     Returns:
@@ -95,6 +96,8 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
         rng_state=t.rng_state,
         row_keys=first(t.row_keys, num_rows),
         key_rows=first(t.key_rows, num_keys),
+        operands=t.operands,
+        numbers=t.numbers,
     )
 
 
@@ -107,29 +110,36 @@ def _dense(
     device = q.device
 
     scores = q @ k.transpose(-1, -2) * p.softmax_scale  # rule 1
-    if p.softcap > 0:  # rule 2
-        scores = p.softcap * torch.tanh(scores / p.softcap)
-    if t.alibi_slopes is not None:  # rule 3
-        at = origin or Origin(0, 0, 1, 0, 1, seqlen_k - seqlen_q)
-        i = at.row + at.row_step * torch.arange(seqlen_q, device=device)[:, None] + at.shift
-        distance = (i - at.key - at.key_step * torch.arange(seqlen_k, device=device)).abs()
-        if tree is not None:
-            distance = _of_tree(p, tree, seqlen_k)[0].abs()
-        scores = scores - t.alibi_slopes.to(dtype)[..., None, None] * distance
-    if t.attn_bias is not None:  # rule 4
-        scores = scores + t.attn_bias.to(dtype)
-
+    at = [torch.tensor(batch, device=device), *(torch.arange(n, device=device) for n in scores.shape[1:])]
     keep = p.band.dense(seqlen_q, seqlen_k, device=device).expand(scores.shape)  # rule 5
     if tree is not None:
         keep = _of_tree(p, tree, seqlen_k)[1].expand(scores.shape)
     if t.attn_mask is not None:
         keep = keep & t.attn_mask
     if t.row_keys is not None:
-        j = torch.arange(seqlen_k, device=device)
-        keep = keep & (t.row_keys[..., :1] <= j) & (j < t.row_keys[..., 1:])
+        keep = keep & (t.row_keys[..., :1] <= at[3]) & (at[3] < t.row_keys[..., 1:])
     if t.key_rows is not None:
-        i = torch.arange(seqlen_q, device=device)[:, None]
+        i = at[2][:, None]
         keep = keep & (t.key_rows[..., None, :, 0] <= i) & (i < t.key_rows[..., None, :, 1])
+    if (mask := mask_function(p, t)) is not None:  # rule 27
+        places = dict(zip("bhij", torch.meshgrid(*at, indexing="ij"), strict=True))
+        keep = keep & mask.values([mask.graph.result], places, dtype)[0]
+    if (score := score_function(p, t)) is not None:  # rule 26, of kept pairs alone
+        pairs = keep.nonzero(as_tuple=True)
+        places = {"score": scores[pairs], **{name: x[n] for name, x, n in zip("bhij", at, pairs, strict=True)}}
+        scores = torch.zeros_like(scores).index_put(pairs, score.values([score.graph.result], places, dtype)[0])
+    if p.softcap > 0:  # rule 2
+        scores = p.softcap * torch.tanh(scores / p.softcap)
+    if t.alibi_slopes is not None:  # rule 3
+        part = origin or Origin(0, 0, 1, 0, 1, seqlen_k - seqlen_q)
+        i = part.row + part.row_step * at[2][:, None] + part.shift
+        distance = (i - part.key - part.key_step * at[3]).abs()
+        if tree is not None:
+            distance = _of_tree(p, tree, seqlen_k)[0].abs()
+        scores = scores - t.alibi_slopes.to(dtype)[..., None, None] * distance
+    if t.attn_bias is not None:  # rule 4
+        scores = scores + t.attn_bias.to(dtype)
+
     scores = torch.where(keep, scores, -torch.inf)  # rule 10: select, so that NaN from q or k affects kept pairs only
 
     lse = _logsumexp(scores, t.sinks)  # rule 6

@@ -17,8 +17,9 @@ pytest.importorskip("triton.experimental.gluon")
 import flashtile
 from flashtile import InvalidInputError
 from flashtile.backends.gpu.launch import lower, specialise
-from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values, without_data
+from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values
 from flashtile.call.backend import FEATURES
+from flashtile.call.prepared import without_data
 from flashtile.call.problem import Problem, _Short
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch, plans
@@ -79,7 +80,7 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
     like = Options(max_seqlen_q=30, max_seqlen_k=30)
     others = dict(window_left=3, window_right=0, max_seqlen_q=31, max_seqlen_k=None, grads=Grads(True),
                   softmax_scale=2.0, softcap=1.0, dropout_p=0.5, deterministic=True, backend="portable",
-                  attention_chunk=5, mirrored=True)  # fmt: skip
+                  attention_chunk=5, mirrored=True, mods=("a text",))  # fmt: skip
     assert set(others) == set(OPTIONS), "a new option: is it part of the family?"
     for name, value in others.items():
         other = dataclasses.replace(like, **{name: value})
@@ -99,6 +100,8 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
         "row_keys",
         "key_rows",
         "origins",
+        "operands",
+        "numbers",
     }
     assert set(TENSORS) == seen, "a new tensor: what of it is part of the family?"
 

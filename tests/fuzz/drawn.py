@@ -1,6 +1,7 @@
 """One seeded generator of calls over everything that the API takes, as the frozen records of the case tables.
 
 A call is data: the same record makes tensors with keywords (``judged``) and launches on the meta device (``launches``).
+Calls with functions of the user's, which are no data, are drawn in ``test_mods`` from the same plain calls.
 """
 
 from __future__ import annotations

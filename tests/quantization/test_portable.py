@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from flashtile.backends.gpu.launch import Launch, lower, specialise
 from flashtile.backends.portable.config import SHARED_BYTES, Config
 from flashtile.backends.portable.quantized.config import choose
-from flashtile.call.arguments import without_data
+from flashtile.call.prepared import without_data
 from flashtile.core.masks import Band
 from flashtile_lab.kernels import portable as portable_builds
 from flashtile_lab.kernels import report as builds

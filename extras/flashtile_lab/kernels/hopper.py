@@ -8,7 +8,7 @@ import torch
 
 from flashtile.backends.gpu.described import described_quantized, described_tensors
 from flashtile.backends.hopper.launches import launches
-from flashtile.call.arguments import FLOAT8, Grads
+from flashtile.call.arguments import FLOAT8, grads_of
 from flashtile.call.backend import Direction
 from flashtile.call.problem import MaskMod, Precision, Problem, described
 from flashtile.core.masks import Band
@@ -224,7 +224,7 @@ def _split_problems() -> list[Problem]:
 
 def _wanting(head_dim: int, names: str) -> Problem:
     """A call that wants the gradients of some of q, k and v."""
-    return _problem(head_dim, _CAUSAL, grads=Grads(*(name in names for name in "qkv")))
+    return _problem(head_dim, _CAUSAL, grads=grads_of("grads", [name in names for name in "qkv"]))
 
 
 def _with_mods(*dims: int) -> list[Problem]:

@@ -49,6 +49,14 @@ def test_split_and_merge_gives_the_whole(capsys: pytest.CaptureFixture[str]) -> 
     assert max(map(float, differences)) < 1e-5
 
 
+def test_functions_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    out = _printed("08_your_own_mask.py", capsys)
+    assert float(re.search(r"memory by (\S+)", out)[1]) < 1e-4 and "equals window_size: True" in out
+    out = _printed("09_learned_bias.py", capsys)
+    first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+),", out))
+    assert last < 0.5 * first and float(re.search(r"differ by (\S+)", out)[1]) < 1e-4
+
+
 @pytest.mark.long
 def test_training_example_learns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["05", "--steps", "50", "--seqlen", "32", "--batch", "4"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -13,7 +13,16 @@ from torch import Tensor
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
-from flashtile.api.keywords import Asked, Keywords, PackedKeywords, intervals_of, refused
+from flashtile.api.keywords import (
+    Asked,
+    Keywords,
+    PackedKeywords,
+    intervals_of,
+    refuse_functions,
+    refused,
+    shift_of,
+    with_functions,
+)
 from flashtile.call import autocast
 from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
 from flashtile.call.quantized import Quantized
@@ -64,6 +73,8 @@ def attention(
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, in memory linear in the sequence lengths.
@@ -94,6 +105,9 @@ def attention(
         return_lse: Also return the log-sum-exp of the scores.
         precision: "fp8" rounds bfloat16 or float16 q, k and v to 8 bits, as ``quantize`` does, for the forward alone.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
+        score_mod: ``f(score, b, h, q_idx, kv_idx)``, as of FlexAttention: what it returns takes a scaled score's place,
+            before any softcap, slopes and bias. It is traced; tensors that it captures have gradients.
+        mask_mod: ``f(b, h, q_idx, kv_idx)``: keeps a pair where it returns True, besides all other masks.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` in q's dtype, or ``(out, lse)`` with lse
@@ -117,7 +131,8 @@ def attention(
             causal is causal_ and window_size is window_ and softmax_scale is scale_ and softcap is softcap_
             and dropout_p is dropout_ and deterministic is deterministic_ and backend is backend_
             and attention_chunk is chunk_
-            and alibi_slopes is attn_mask is attn_bias is sinks is None and block_mask is None
+            and alibi_slopes is attn_mask is attn_bias is sinks is None
+            and block_mask is None and score_mod is None and mask_mod is None
             and precision is None and return_lse is False
             and options.grads == (
                 (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False)
@@ -130,8 +145,8 @@ def attention(
         q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, row_keys=row_keys, key_rows=key_rows  # type: ignore[arg-type]
     )  # fmt: skip
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored)
-    if precision is not None or isinstance(q, Quantized):
-        return quantized_calls().attend(tensors, Asked(precision, causal, window_size, return_lse, plain))
+    if not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
+        return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain), score_mod, mask_mod)
     options = read(tensors, causal, window_size, return_lse, plain)
     if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
         _last = options, causal, window_size, *plain[:-1]
@@ -186,6 +201,8 @@ def attention_varlen(
     out: Tensor | None = None,
     precision: str | None = None,
     backend: str | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences packed one after another; each sequence attends to itself only.
@@ -202,7 +219,8 @@ def attention_varlen(
 
     The keywords are those of ``attention``; causal, window_size, attention_chunk and alibi_slopes use each sequence's
     own lengths, and each uses the first rows and keys of block_mask, and the top left corner of attn_mask and attn_bias
-    ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``.
+    ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``. To score_mod and mask_mod q_idx and kv_idx count from the
+    sequence's own first row and key, and b is the sequence.
 
     out is where to write the output, in place of a new tensor: its shape, q's dtype, any strides, overlapping no other
     tensor of the call. As with PyTorch's out there is no gradient: it is refused where one is needed.
@@ -227,12 +245,29 @@ def attention_varlen(
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
-    if precision is not None or is_quantized:
+    if not (precision is None and score_mod is None and mask_mod is None) or is_quantized:
+        asked = Asked(precision, causal, window_size, return_lse, plain, True, longest)
+        return _less_common(tensors, asked, score_mod, mask_mod, out)
+    return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse, out)
+
+
+def _less_common(
+    tensors: Tensors,
+    asked: Asked,
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call in 8 bits, or with functions of the user's."""
+    if asked.precision is not None or isinstance(tensors.q, Quantized):
         if out is not None:
             raise InvalidInputError("out", "is given, but calls in 8 bits make their own")
-        asked = Asked(precision, causal, window_size, return_lse, plain, True, longest)
-        return quantized_calls().attend(tensors, asked)
-    return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse, out)
+        refuse_functions(score_mod, mask_mod)
+        found: Tensor | tuple[Tensor, Tensor] = quantized_calls().attend(tensors, asked)
+        return found
+    functions = with_functions(tensors, score_mod, mask_mod, asked.plain[1])
+    options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
+    return _run(tensors, functions.options(options, shift_of(tensors)), asked.return_lse, out)
 
 
 def quantized_calls() -> Any:

@@ -1,16 +1,22 @@
-"""The keywords of the public functions as types, for the overloads by ``return_lse`` and for what takes any call's."""
+"""The keywords of the public functions as types, for the overloads by ``return_lse`` and for what takes any call's.
+
+And what score_mod and mask_mod are made into.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
 from flashtile.call.arguments import TENSORS, Tensors
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.masks import Intervals
+
+if TYPE_CHECKING:
+    from flashtile.call.functions import Functions
 
 # What other libraries call a keyword -> what it is called here.
 _ELSEWHERE = {
@@ -42,6 +48,8 @@ class Keywords(Common, total=False):
     attention_chunk: int | None
     block_mask: Intervals | None
     precision: str | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
 
 
 class PackedKeywords(Keywords, total=False):
@@ -111,6 +119,7 @@ class Asked(NamedTuple):
         plain: As for ``arguments.read``.
         packed: Whether the function takes packed sequences; None if either.
         lengths: max_seqlen_q and max_seqlen_k.
+        functions: score_mod and mask_mod.
     """
 
     precision: Any
@@ -120,6 +129,7 @@ class Asked(NamedTuple):
     plain: tuple[object, ...]
     packed: bool | None = False
     lengths: tuple[Any, Any] = (None, None)
+    functions: tuple[Any, Any] = (None, None)
 
 
 def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool]:
@@ -171,7 +181,7 @@ def asked_of(
     plain = tuple(given.get(name, usual) for name, usual in _PLAIN.items())
     return tensors, Asked(
         given.get("precision"), bool(cached) if causal is None else causal, given.get("window_size"),
-        given.get("return_lse", False), plain, None, lengths,
+        given.get("return_lse", False), plain, None, lengths, (given.get("score_mod"), given.get("mask_mod")),
     ), cached  # fmt: skip
 
 
@@ -180,3 +190,29 @@ _PLAIN = {
     "softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None,
     "attention_chunk": None, "mirrored": False,
 }  # fmt: skip
+
+
+def with_functions(
+    t: Tensors, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, softcap: object
+) -> Functions:
+    """The functions of a call, of which t gets what they read."""
+    from flashtile.call.functions import functions_of  # what few programs need is not loaded by all
+
+    # Of packed sequences whose lengths may differ from those of their keys no band is known for all.
+    has_shift = t.cu_seqlens_q is t.cu_seqlens_k
+    found = functions_of(score_mod, mask_mod, t, softcap, has_shift)
+    t.operands, t.numbers = found.operands, found.numbers
+    return found
+
+
+def shift_of(t: Tensors) -> int:
+    """``seqlen_k - seqlen_q`` of a dense call; 0 where ranks do not fit, which is refused elsewhere."""
+    of_q, of_k = getattr(t.q, "shape", None), getattr(t.k, "shape", None)
+    return 0 if of_q is None or of_k is None or not len(of_q) == len(of_k) == 4 else int(of_k[1] - of_q[1])
+
+
+def refuse_functions(score_mod: object, mask_mod: object) -> None:
+    """Raises for a function in a call of 8 bits."""
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is not None:
+            raise InvalidInputError(name, "is given, but does not go with 8 bits")

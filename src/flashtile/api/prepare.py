@@ -13,11 +13,12 @@ from torch import Tensor
 
 from flashtile.api.attention import quantized_calls
 from flashtile.api.cached import causality, completed
-from flashtile.api.keywords import AnyCall, Asked, asked_of
+from flashtile.api.keywords import AnyCall, Asked, asked_of, refuse_functions, shift_of, with_functions
 from flashtile.call import autocast, cached_arguments, cached_problem
-from flashtile.call.arguments import Options, Tensors, flag, read, wanting, without_data
+from flashtile.call.arguments import Options, Tensors, flag, read
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
+from flashtile.call.prepared import wanting, without_data
 from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown
@@ -49,6 +50,7 @@ def explain(
             cached_problem.check_values(problem, over)
         return _explained(problem, backend)
     if asked.precision is not None or isinstance(q, Quantized):
+        refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, None)
         return "\n".join(_explained(problem, backend, each) for problem, _, each in calls)
     options = _read(tensors, asked)
@@ -65,17 +67,23 @@ def _explained(problem: Problem, backend: str | None, only: Direction | None = N
 
 
 def _read(tensors: Tensors, asked: Asked) -> Options:
+    """A call's options; tensors get what its functions read."""
+    if any(each is not None for each in asked.functions):
+        functions = with_functions(tensors, *asked.functions, asked.plain[1])
+        options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
+        return functions.options(options, shift_of(tensors))
     return read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
 
 
 def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
-    precision, causal, window_size, return_lse, plain, _, lengths = asked
+    precision, causal, window_size, return_lse, plain, _, lengths, functions = asked
     softmax_scale, softcap, dropout_p, deterministic, backend, chunk, _ = plain
     others = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
         "block_mask": t.row_keys if t.key_rows is None else t.key_rows, "cu_seqlens_k": t.cu_seqlens_k,
         "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
+        "score_mod": functions[0], "mask_mod": functions[1],
     }  # fmt: skip
     for name, value in others.items():
         if value is not None:
@@ -134,6 +142,7 @@ def warm_up(
         over = without_data(over)
         calls = [(cached_problem.problem_of(over, settings).but(**where), over, "decode")]
     elif in_8_bits:
+        refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, place, backward)
     else:
         options = wanting(tensors, _read(tensors, asked), backward)

@@ -20,6 +20,7 @@ from flashtile.backends.cpu.rounding import restored
 from flashtile.call import arguments, autocast
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Build, Direction
+from flashtile.call.prepared import wanting, without_data
 from flashtile.call.problem import Problem, compute_capability
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of
@@ -114,12 +115,12 @@ def calls(
         backward: As for ``warm_up``; None takes the gradients that the tensors require.
     """
     tensors, options = read(given, asked)
-    device, shapes = device or tensors.q.device, arguments.without_data(tensors)
+    device, shapes = device or tensors.q.device, without_data(tensors)
     if isinstance(given.q, Quantized):
         t, o = quantized_call(given, tensors, options)
-        t = arguments.without_data(t)
+        t = without_data(t)
     else:
-        options = options if backward is None else arguments.wanting(tensors, options, backward)
+        options = options if backward is None else wanting(tensors, options, backward)
         t, o = quantized_call(shapes, shapes, options)
     place = {"device_type": device.type, "compute_capability": compute_capability(device)}
     found: list[tuple[Problem, Any, Direction]] = [(problem_of(t, o).but(**place), t, "quantized")]
@@ -137,7 +138,7 @@ def rounding_builds(given: Tensors, asked: Asked, device: torch.device) -> list[
     from flashtile.call.quantized import Choices, Inputs
 
     tensors, options = read(given, asked)
-    t = arguments.without_data(tensors)
+    t = without_data(tensors)
     inputs = Inputs(t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k)
     choices = Choices(smooth_k=options.softcap == 0)
     return host.builds(launch.launches(inputs, choices, compute_capability(device)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import torch
@@ -97,20 +97,32 @@ class Tensors:
     ] = None
     # No public function takes them: ``core.masks.Origin``.
     origins: Annotated[Tensor | None, Argument("Parts of sequences.", "batch origin", INT32)] = None
+    # Of ``Options.mods``, one mod's after the other's: ``mods.record``.
+    operands: Annotated[tuple[Tensor, ...] | None, Argument("What mods read.", layout="any", schema="Tensor[]?")] = None
+    numbers: Annotated[tuple[float, ...] | None, Argument("Numbers of mods.", layout="any", schema="float[]?")] = None
 
 
 class Grads(NamedTuple):
-    """Which tensors need a gradient, in the order of ``Tensors``."""
+    """Which tensors need a gradient, in the order of ``Tensors``; operands is empty if none of them does."""
 
     q: bool = False
     k: bool = False
     v: bool = False
     bias: bool = False
     sinks: bool = False
+    operands: tuple[bool, ...] = ()
+
+    @property
+    def named(self) -> tuple[bool, ...]:
+        """Those in the order of ``GRADIENTS``."""
+        return self[:5]
 
 
-def _five(name: str, value: Sequence[bool]) -> Grads:
-    return Grads(*value)
+def grads_of(name: str, value: Sequence[Any]) -> Grads:
+    """``Grads`` from its flat form, or from one with the operands' together."""
+    operands = value[5] if len(value) > 5 and isinstance(value[5], tuple) else tuple(value[5:])
+    q, k, v, bias, sinks = (*value, *[False] * 5)[:5]
+    return Grads(q, k, v, bias, sinks, operands if any(operands) else ())
 
 
 class HashKept:
@@ -143,7 +155,7 @@ class Options(HashKept):
     max_seqlen_k: Annotated[
         int | None, Argument("Longest packed keys, if known.", schema="SymInt?", check=values.length)
     ] = None
-    grads: Annotated[Grads, Argument("Which inputs need gradients.", check=_five)] = Grads()  # noqa: RUF009
+    grads: Annotated[Grads, Argument("Wanted gradients.", check=grads_of, schema="bool[]")] = Grads()  # noqa: RUF009
     softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", check=values.scale)] = None
     softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", check=values.softcap)] = 0.0
     dropout_p: Annotated[float, Argument("Probability of dropping.", check=probability)] = 0.0
@@ -151,6 +163,8 @@ class Options(HashKept):
     backend: Annotated[str, Argument("Explicit choice, empty for none.", check=values.backend)] = ""
     attention_chunk: Annotated[int | None, Argument("Keys of a chunk of the Band.", check=values.chunk)] = None
     mirrored: Annotated[bool, Argument("Whether row_keys and key_rows are one mask.", check=flag)] = False
+    # Not a keyword: what score_mod and mask_mod become.
+    mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]")] = ()
 
     @functools.cached_property
     def kinds(self) -> dict[Any, Any]:
@@ -172,7 +186,7 @@ def table(record: type) -> dict[str, Argument]:
 
 
 _SCHEMAS = {
-    Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", Grads: "bool[5]",
+    Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
 
 
@@ -191,7 +205,7 @@ def fields_of(names: Iterable[str]) -> Callable[[Any], tuple[Any, ...]]:
 
 tensor_values, option_values, differentiable = fields_of(TENSORS), fields_of(OPTIONS), fields_of(GRADIENTS)
 _OTHERS = list(TENSORS)[3:]
-other_tensors = fields_of(_OTHERS)
+other_tensors, single_tensors = fields_of(_OTHERS[:-2]), fields_of(list(TENSORS)[:-2])
 # Whether a call has only q, k and v.
 is_plain: Callable[[Tensors], bool] = eval(f"lambda t: {' is '.join(f't.{name}' for name in _OTHERS)} is None")
 
@@ -227,10 +241,10 @@ def read(
 def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]:
     """A function that makes options from ``causal``, ``window_size``, ``return_lse`` and a tuple of the other fields.
 
-    It takes the fields that follow window_right in their order. The same arguments give the same object, unless one is
-    unhashable. It raises InvalidInputError, naming the argument that is wrong.
+    It takes the fields that follow window_right in their order, but for ``mods``. The same arguments give the same
+    object, unless one is unhashable. It raises InvalidInputError, naming the argument that is wrong.
     """
-    rows, new = table(options), cast(Callable[..., S], options)
+    rows, new = {n: row for n, row in table(options).items() if n != "mods"}, cast(Callable[..., S], options)
 
     def make(causal: object, return_lse: object, *plain: object) -> S:
         causal, _ = flag("causal", causal), flag("return_lse", return_lse)
@@ -255,7 +269,7 @@ def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]
 _options = reader(Options)
 
 
-def _grads(t: Tensors) -> tuple[bool, ...]:
+def _grads(t: Tensors) -> tuple[Any, ...]:
     """Which tensors need gradients; raises for values that are not tensors and for gradients that do not exist."""
     q, k, v = t.q, t.k, t.v
     plain = is_plain(t)
@@ -265,7 +279,8 @@ def _grads(t: Tensors) -> tuple[bool, ...]:
         return _NO_GRADS
     if plain:
         return q.requires_grad, k.requires_grad, v.requires_grad, False, False
-    return tuple(x is not None and x.requires_grad for x in differentiable(t))
+    wanted = tuple(x is not None and x.requires_grad for x in differentiable(t))
+    return wanted if t.operands is None else (*wanted, *(x.requires_grad for x in t.operands))
 
 
 def _check_types(t: Tensors) -> None:
@@ -283,6 +298,8 @@ def given(record: object, rows: Mapping[str, Argument]) -> list[tuple[str, Argum
     found = []
     for name, row in rows.items():
         value = getattr(record, name)
+        if "[]" in row.schema:
+            continue
         optional = row.schema == "Tensor?"
         if value is None and optional:
             continue
@@ -290,22 +307,6 @@ def given(record: object, rows: Mapping[str, Argument]) -> list[tuple[str, Argum
             check_tensor(name, value, "a torch.Tensor or None" if optional else "a torch.Tensor")
         found.append((name, row, value))
     return found
-
-
-def wanting(tensors: Tensors, options: Options, backward: bool) -> Options:
-    """The options of a call that is prepared: with the gradients that its tensors require, or all, or none."""
-    grads = options.grads if any(options.grads) else Grads(*(x is not None for x in differentiable(tensors)))
-    return replace(options, grads=grads if backward else Grads())
-
-
-def without_data(record: R) -> R:
-    """A record's tensors with the same layouts on the meta device; one that is given twice stays one."""
-    assert is_dataclass(record) and not isinstance(record, type)
-    given = {name: x for name, x in vars(record).items() if x is not None}
-    for name, x in given.items():
-        check_tensor(name, x)
-    copies = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given.values()}
-    return replace(record, **{name: copies[id(x)] for name, x in given.items()})
 
 
 def check_tensor(name: str, tensor: object, must: str = "a torch.Tensor") -> None:

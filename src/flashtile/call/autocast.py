@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ def cast(tensors: T, device_type: str) -> T:
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     given = {name: getattr(tensors, name) for name in ("q", "k", "v")}
-    return dataclasses.replace(tensors, **{name: cast_one(x, dtype) for name, x in given.items() if x is not None})
+    made: Any = {name: cast_one(x, dtype) for name, x in given.items() if x is not None}
+    return dataclasses.replace(tensors, **made)
 
 
 def cast_one(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -90,6 +90,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
     Feature("ordered_intervals", "deterministic=True with interval masks", lambda p: p.deterministic and p.intervals),
+    Feature("score_mod", "score_mod (a function of the user's)", lambda p: p.score_function is not None),
+    Feature("mask_mod", "mask_mod (a function of the user's)", lambda p: p.mask_function is not None),
+    Feature("operand_grad", "gradients of tensors that a score_mod captures", lambda p: p.operand_grad),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
     Feature("causal_each", "causal by sequence (a tensor)", lambda p: p.causal_each, _DECODE),
@@ -163,8 +166,8 @@ class Gradients:
     """The result of a backward: gradients in the shapes of their inputs. frozen=True would cost 2 us.
 
     dq, dk and dv are in ``problem.grad_dtype``, that of q or float32 (float64 for float64 inputs), the others in the
-    dtypes of their inputs. Each is None where ``problem.grads`` does not request it; a backend may compute more than
-    was requested.
+    dtypes of their inputs. doperands are those of ``Tensors.operands``, or empty. Each is None where ``problem.grads``
+    does not request it; a backend may compute more than was requested.
     """
 
     dq: Tensor | None = None
@@ -172,6 +175,7 @@ class Gradients:
     dv: Tensor | None = None
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
+    doperands: tuple[Tensor | None, ...] = ()
 
 
 class Forward(Protocol):

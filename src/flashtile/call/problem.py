@@ -10,17 +10,20 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtile.call.arguments import DTYPES as DTYPES
-from flashtile.call.arguments import TENSORS, Grads, Options, differentiable
+from flashtile.call.arguments import TENSORS, Grads, Options, differentiable, grads_of
 from flashtile.call.arguments import Tensors as Tensors
 from flashtile.call.axes import Axes, checked_kinds, is_packed, packed_lengths
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band, Origin
+
+if TYPE_CHECKING:
+    from flashtile.mods.record import ModKey
 
 
 class SequenceLayout(NamedTuple):
@@ -62,11 +65,13 @@ class ScoreMod:
         softcap: 0, or the cap c of ``c * tanh(scores / c)``.
         alibi: Whether slopes are given.
         bias: Dtype of the additive bias, None without one.
+        function: The user's, which comes first; None without one.
     """
 
     softcap: float = 0.0
     alibi: bool = False
     bias: torch.dtype | None = None
+    function: ModKey | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class MaskMod:
         key_rows: Whether each key has an interval of rows.
         mirrored: Whether both are one mask, so that either will do.
         by_head: Whether intervals differ from head to head.
+        function: The user's, None without one.
     """
 
     band: Band = Band()  # noqa: RUF009
@@ -92,6 +98,7 @@ class MaskMod:
     key_rows: bool = False
     mirrored: bool = False
     by_head: bool = False
+    function: ModKey | None = None
 
 
 T = TypeVar("T")
@@ -187,6 +194,9 @@ class Problem:
     intervals = _Short(lambda p: p.mask_mod.row_keys or p.mask_mod.key_rows)
     needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
     bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
+    score_function = _Short(lambda p: p.score_mod.function, "score_mod.function")
+    mask_function = _Short(lambda p: p.mask_mod.function, "mask_mod.function")
+    operand_grad = _Short(lambda p: any(p.grads.operands))
 
     @property
     def tiny(self) -> bool:
@@ -219,12 +229,18 @@ class Problem:
         """
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
         bias = None if t.attn_bias is None else t.attn_bias.dtype
+        functions: dict[str, ModKey] = {}
+        if o.mods or t.operands is not None:
+            from flashtile.call.functions import keys_of  # what few programs need is not loaded by all
+
+            functions = keys_of(t, o.mods)
         return checked_problem(
             t, o, sizes, (t.k, t.v),
-            score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias),
+            score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias, functions.get("score")),
             mask_mod=MaskMod(
-                o.band, t.attn_mask is not None, False, t.row_keys is not None, t.key_rows is not None, o.mirrored,
-                any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows)),
+                o.band, t.attn_mask is not None, False, False, t.row_keys is not None, t.key_rows is not None,
+                o.mirrored, any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows)),
+                functions.get("mask"),
             ),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device),
@@ -251,7 +267,7 @@ class Problem:
     ) -> Problem:
         """Like ``of``, from a Band, gradients of all inputs but the bias or of none, and fields of ``Options``."""
         given = [needs_grad and x is not None for x in differentiable(tensors)]
-        grads = Grads(*given)._replace(bias=bias_grad)
+        grads = grads_of("grads", given)._replace(bias=bias_grad)
         options |= {"window_left": band.left, "window_right": band.right, "attention_chunk": band.chunk}
         return cls.of(tensors, Options(grads=grads, **options))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import Grads, Options, Tensors, read
+from flashtile.call.arguments import Options, Tensors, grads_of, read
 from flashtile.compat import _kvcache, _s_dmask
 from flashtile.compat._arguments import bound, length, names, refuse
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -258,7 +258,7 @@ def _backward(
         if rng_state is None:
             raise InvalidInputError("rng_state", "is None, but dropout_p is not 0: give what the forward returned")
         tensors = dataclasses.replace(tensors, rng_state=rng_state)
-    options = dataclasses.replace(options, grads=Grads(*(target is not None for target in wanted)))
+    options = dataclasses.replace(options, grads=grads_of("grads", [target is not None for target in wanted]))
     gradients = torch.ops.flashtile.attention_backward(
         dout, None, out.contiguous(), lse.contiguous(), *ops.REGULAR.flatten(tensors, options)
     )

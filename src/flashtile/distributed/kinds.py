@@ -125,7 +125,7 @@ def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
         "layout": spec.layout,
         "comm": spec.comm,
         "window_size, causal": [o.window_left, o.window_right],
-        "requires_grad": list(o.grads),
+        "requires_grad": list(o.grads.named),
         "return_lse": spec.with_lse,
         settings.COPIES.name: settings.COPIES.get(),
         **{each: getattr(o, each) for each in ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend")},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from flashtile.call.arguments import Grads
+from flashtile.call.arguments import grads_of
 from flashtile.core.masks import Band
 from flashtile.ops.operation import OPERATORS, Operator
 
@@ -39,8 +39,8 @@ def forward_flops(given: dict[str, Any]) -> int:
 
 def backward_flops(given: dict[str, Any]) -> int:
     """Up to five products: scores, and, if needed, dq and dk, over head_dim; dprobs and dv over head_dim_v."""
-    grads = Grads(*given["grads"])
-    over_v = grads.v + (grads.q or grads.k or grads.bias)
+    grads = grads_of("grads", given["grads"])
+    over_v = grads.v + (grads.q or grads.k or grads.bias or any(grads.operands))
     return 2 * kept_pairs(given) * ((1 + grads.q + grads.k) * given["q"][-1] + over_v * given["v"][-1])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from flashtile.call import arguments
-from flashtile.call.arguments import Grads, fields_of, table
+from flashtile.call.arguments import Grads, fields_of, grads_of, table
 from flashtile.call.backend import Direction, Given, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
@@ -172,12 +172,15 @@ class Operation(Generic[T, S]):
 
     def flatten(self, t: T, o: S) -> tuple[Any, ...]:
         """A call's arguments in the order of its operators' schema."""
-        return *self.values(t), *self.option_values(o)
+        plain = ((*x.named, *x.operands) if type(x) is Grads else x for x in self.option_values(o))
+        return *self.values(t), *plain
 
     def unflatten(self, args: Sequence[Any]) -> tuple[T, S]:
-        """The inverse of ``flatten``; the dispatcher turns Grads, the only tuple, into a list."""
-        plain = (Grads(*x) if isinstance(x, list) else x for x in args[len(self.rows) :])
-        return self.tensors(*args[: len(self.rows)]), self.options(*plain)
+        """The inverse of ``flatten``; the dispatcher makes lists of tuples."""
+        tensors = (tuple(x) if isinstance(x, list) else x for x in args[: len(self.rows)])
+        named = zip(self.option_rows, args[len(self.rows) :], strict=True)
+        plain = (grads_of(name, x) if name == "grads" else tuple(x) if isinstance(x, list) else x for name, x in named)
+        return self.tensors(*tensors), self.options(*plain)
 
     def _layouts(self, t: T, o: S) -> tuple[Any, ...]:
         return o, settings.BACKEND.raw(), *[None if x is None else plans.layout(x) for x in self.values(t)]

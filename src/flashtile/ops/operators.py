@@ -5,12 +5,24 @@ One pair of operators serves every call.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import GRADIENTS, Options, Tensors, differentiable, fields_of, is_plain, other_tensors
+from flashtile.call.arguments import (
+    GRADIENTS,
+    TENSORS,
+    Options,
+    Tensors,
+    differentiable,
+    fields_of,
+    is_plain,
+    other_tensors,
+    single_tensors,
+)
 from flashtile.call.backend import Given, Plan
 from flashtile.call.problem import Problem, check_values
 from flashtile.core import settings
@@ -38,9 +50,26 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
     if not any(options.grads):
         found = kind.run(tensors)
         return found
-    inputs = (tensors.q, tensors.k, tensors.v) if is_plain(tensors) else differentiable(tensors)
+    inputs = (tensors.q, tensors.k, tensors.v) if is_plain(tensors) else leaves_of(tensors)
     found = _apply((kind, tensors, with_lse), *inputs)
     return found if with_lse else (found, None)
+
+
+def flat_tensors(t: Tensors) -> tuple[Tensor | None, ...]:
+    """All tensors of a call, its operands last."""
+    return single_tensors(t) if t.operands is None else (*single_tensors(t), *t.operands)
+
+
+def of_flat(flat: Sequence[Any], numbers: tuple[float, ...] | None) -> Tensors:
+    """The inverse of ``flat_tensors``."""
+    count = len(TENSORS) - 2
+    has_mods = len(flat) > count or numbers is not None
+    return cast(Any, Tensors)(*flat[:count], tuple(flat[count:]) if has_mods else None, numbers)
+
+
+def leaves_of(t: Tensors) -> tuple[Tensor | None, ...]:
+    """The tensors that may have gradients, in the order of ``Grads``."""
+    return differentiable(t) if t.operands is None else (*differentiable(t), *t.operands)
 
 
 def attention_again(options: Options, t: Tensors) -> Tensor:
@@ -90,7 +119,8 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
     bounds_q, bounds_k = t.cu_seqlens_q, t.cu_seqlens_k
     # Kernels specialise on packed sequences that attend to themselves.
     is_self = bounds_q is not None and bounds_k is not None and bounds_q.data_ptr() == bounds_k.data_ptr()
-    return *(None if x is None else layout(x) for x in other_tensors(t)), is_self
+    own = *(None if x is None else layout(x) for x in other_tensors(t)), is_self
+    return own if t.operands is None else (*own, *map(layout, t.operands), len(t.numbers or ()))
 
 
 class _Regular(Operation[Tensors, Options]):
@@ -114,7 +144,7 @@ REGULAR = _Regular(
 def _gradients(
     kind: Kind, t: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients in the order of Grads, computed without the dispatcher.
+    """The gradients in the order of ``leaves_of``, computed without the dispatcher.
 
     Saved-tensor hooks may return tensors with other strides; shapes and dtypes are unchanged.
     """
@@ -128,7 +158,10 @@ def _gradients(
     run = kind.backwards.get(key)
     if run is None:
         run = kind.backwards[key] = _plan_backward(kind, t, (dout, dlse))
-    return _gradient_values(run(t, out, lse, dout, dlse))
+    found = run(t, out, lse, dout, dlse)
+    if t.operands is None:
+        return _gradient_values(found)
+    return (*_gradient_values(found), *(found.doperands or [None] * len(t.operands)))
 
 
 _gradient_values = fields_of(GRADIENTS.values())
@@ -142,25 +175,50 @@ def _plan_backward(kind: Kind, t: Tensors, given: Given) -> Plan:
 
 
 def watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients in the order of Grads, through the operator."""
+    """The gradients in the order of ``leaves_of``, through the operator."""
     out, lse, dout, dlse = others
-    found = BACKWARD.overload(dout, dlse, out, lse, *REGULAR.flatten(t, options))
-    return tuple(x if wanted else None for x, wanted in zip(found, options.grads, strict=True))
+    *found, flat = BACKWARD.overload(dout, dlse, out, lse, *REGULAR.flatten(t, options))
+    named = tuple(x if wanted else None for x, wanted in zip(found, options.grads.named, strict=True))
+    if t.operands is None:
+        return named
+    asked = _operands_wanted(t, options)
+    shares = iter(flat.split([x.numel() for x in asked if x is not None]))
+    return *named, *(None if x is None else next(shares).view(x.shape).to(x.dtype) for x in asked)
+
+
+def _operands_wanted(t: Tensors, options: Options) -> list[Tensor | None]:
+    """The operands that need a gradient; None in the place of others."""
+    operands = t.operands or ()
+    wanted = options.grads.operands or (False,) * len(operands)
+    return [x if is_wanted else None for x, is_wanted in zip(operands, wanted, strict=True)]
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     tensors, options = REGULAR.unflatten(args)
     tensors, kind = REGULAR.kind(tensors, options)
     found = _gradients(kind, tensors, out, lse, dout, dlse)
-    return tuple(
-        x if wanted and x is not None else out.new_empty(0) for x, wanted in zip(found, options.grads, strict=True)
+    named = (
+        x if wanted and x is not None else out.new_empty(0)
+        for x, wanted in zip(found, options.grads.named, strict=False)
     )
+    # One tensor for all operands: PyTorch's batches of gradients know no lists.
+    of_operands = zip(found[len(GRADIENTS) :], _operands_wanted(tensors, options), strict=True)
+    flat = [x.reshape(-1) for x, like in of_operands if like is not None and x is not None]
+    dtype = _flat_dtype(tensors, lse)
+    return *named, torch.cat([x.to(dtype) for x in flat]) if flat else lse.new_empty(0, dtype=dtype)
+
+
+def _flat_dtype(t: Tensors, lse: Tensor) -> torch.dtype:
+    """The dtype of the gradients of all operands together."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in t.operands or ()), lse.dtype)
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     tensors, options = REGULAR.unflatten(args)
-    inputs = zip(differentiable(tensors), options.grads, strict=True)
-    return tuple(x.new_empty(x.shape) if wanted and x is not None else out.new_empty(0) for x, wanted in inputs)
+    inputs = zip(differentiable(tensors), options.grads.named, strict=True)
+    named = (x.new_empty(x.shape) if wanted and x is not None else out.new_empty(0) for x, wanted in inputs)
+    count = sum(x.numel() for x in _operands_wanted(tensors, options) if x is not None)
+    return *named, lse.new_empty(count, dtype=_flat_dtype(tensors, lse))
 
 
 def _jvp(*args: Any) -> tuple[Tensor, Tensor]:
@@ -182,8 +240,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Kind, Tensors, bool], *inputs: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
         kind, t, with_lse = call
         out, lse = kind.run(t)
-        ctx.save_for_backward(*(inputs if is_plain(t) else REGULAR.values(t)), out, lse)
-        ctx.kind = kind
+        ctx.save_for_backward(*(inputs if is_plain(t) else flat_tensors(t)), out, lse)
+        ctx.kind, ctx.numbers = kind, t.numbers
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
 
@@ -191,7 +249,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         # Once: under torch.utils.checkpoint a second access is an error.
         q, k, v, *others, out, lse = ctx.saved_tensors
-        tensors, kind = Tensors(q, k, v, *others), ctx.kind
+        kind = ctx.kind
+        tensors = of_flat((q, k, v, *others), ctx.numbers) if others else Tensors(q, k, v)
         watched = torch.is_grad_enabled() or is_watched(q, k, v) or _is_special(dout) or _is_special(dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         if watched:
@@ -214,7 +273,7 @@ BACKWARD = REGULAR.define(
     _backward,
     _backward_fake,
     leading={"dout": "Tensor", "dlse": "Tensor?", "out": "Tensor", "lse": "Tensor"},
-    results=tuple(GRADIENTS.values()),
+    results=(*GRADIENTS.values(), "doperands"),
     flops=flops.backward_flops,
     has_derivative=True,
 )

@@ -86,9 +86,9 @@ def _shardings(tensor: ModuleType, operator: Operator) -> Callable[..., list[tup
         return placements
 
     def outputs(call: _Call, way: str) -> list[Any]:
-        wanted = call.given["grads"] if operator is ops.BACKWARD else (True, True)
+        wanted = (*call.given["grads"], False) if operator is ops.BACKWARD else (True, True)
         placements = []
-        for name, is_wanted in zip(operator.results, wanted, strict=True):
+        for name, is_wanted in zip(operator.results, wanted, strict=True):  # of operands there are none
             axis = call.axis(way, name)
             if way == "nothing" or not is_wanted:
                 placements.append(tensor.Replicate())

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flashtile.call.arguments import GRADIENTS, TENSORS, Grads, Options, Tensors, differentiable
+from flashtile.call.arguments import (
+    GRADIENTS,
+    TENSORS,
+    Grads,
+    Options,
+    Tensors,
+    grads_of,
+)
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import operation
 from flashtile.ops import operators as ops
@@ -44,17 +51,18 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, below: _Below, options: Options, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = below(*ops.REGULAR.flatten(t, options))
-        ctx.save_for_backward(*ops.REGULAR.values(t), out, lse)
-        ctx.options = options
+        ctx.save_for_backward(*ops.flat_tensors(t), out, lse)
+        ctx.options, ctx.numbers = options, t.numbers
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        options = dataclasses.replace(ctx.options, grads=Grads(*ctx.needs_input_grad[3:]))
+        options = dataclasses.replace(ctx.options, grads=grads_of("grads", ctx.needs_input_grad[3:]))
         dout = torch.zeros_like(out) if dout is None else dout
-        return None, None, None, *ops.watched_gradients(options, Tensors(*inputs), out, lse, dout, dlse)
+        t = ops.of_flat(inputs, ctx.numbers)
+        return None, None, None, *ops.watched_gradients(options, t, out, lse, dout, dlse)
 
 
 class _Underivable(torch.autograd.Function):
@@ -80,11 +88,12 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     below = _Below(ops.FORWARD, keyset)
     primals, tangents = _unpacked(args)
     t, options = ops.REGULAR.unflatten(primals)
-    inputs = differentiable(t)
+    inputs = ops.leaves_of(t)
     needed = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
     if any(needed):
         # Under vmap the caller could not see which tensors require a gradient at an outer level.
-        options = dataclasses.replace(options, grads=Grads(*map(max, needed, options.grads)))
+        asked = *options.grads.named, *(options.grads.operands or (False,) * len(t.operands or ()))
+        options = dataclasses.replace(options, grads=grads_of("grads", [*map(max, needed, asked)]))
         with enable_single_level_autograd_function():
             out, lse = _apply_reverse(below, options, t, *inputs)
     else:
@@ -94,6 +103,8 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     of = dict(zip(TENSORS, tangents, strict=False))
     if of["alibi_slopes"] is not None:
         raise InvalidInputError("alibi_slopes", "has a tangent, but slopes have no derivative; use attn_bias")
+    if of["operands"] is not None:
+        raise UnsupportedError("score_mod: no forward-mode derivative of the tensors that it captures")
     dout, dlse = ops.JVP.overload(*(of[name] for name in GRADIENTS), out, lse, *primals)
     return forward_ad.make_dual(out, dout, level=0), forward_ad.make_dual(lse, dlse, level=0)
 
@@ -101,9 +112,18 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
 def _unpacked(args: tuple[Any, ...]) -> tuple[list[Any], list[Tensor | None]]:
     """The arguments without tangents, and their tangents."""
     # Level 0 is the only one that PyTorch has; without it unpack_dual sees no tangents in compiled code.
-    tangents = [forward_ad.unpack_dual(x, level=0).tangent if isinstance(x, Tensor) else None for x in args]
+    tangents = [_tangent(x) for x in args]
     pairs = zip(args, tangents, strict=True)
-    return [x if dx is None else forward_ad.unpack_dual(x, level=0).primal for x, dx in pairs], tangents
+    return [
+        x if dx is None or isinstance(x, list) else forward_ad.unpack_dual(x, level=0).primal for x, dx in pairs
+    ], tangents
+
+
+def _tangent(x: Any) -> Tensor | None:
+    """The tangent of an argument, of a list of tensors the first that there is."""
+    if isinstance(x, list):
+        return next((dx for dx in map(_tangent, x) if dx is not None), None)
+    return forward_ad.unpack_dual(x, level=0).tangent if isinstance(x, Tensor) else None
 
 
 def _derivative(operator: Operator, what: str) -> Any:
@@ -111,7 +131,8 @@ def _derivative(operator: Operator, what: str) -> Any:
         below = _Below(operator, keyset)
         if any(tangent is not None for tangent in _unpacked(args)[1]):
             raise UnsupportedError(_SECOND.format(what))
-        if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)):
+        flat = [x for arg in args for x in (arg if isinstance(arg, list) else [arg])]
+        if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)):
             return below(*args)
         with enable_single_level_autograd_function():
             return _apply_underivable(below, what, *args)
@@ -127,7 +148,7 @@ class _Fold:
 
     def __init__(self, operator: Operator, size: int, given: dict[str, Any], dims: dict[str, int | None]) -> None:
         self.operator, self.size, self.given, self.dims = operator, size, given, dims
-        self.grads = Grads(*given["grads"]) if operator is ops.BACKWARD else Grads()
+        self.grads = grads_of("grads", given["grads"]) if operator is ops.BACKWARD else Grads()
         self.batch = self._sample_shape("q")[0]
 
     def _sample_shape(self, name: str) -> tuple[int, ...]:
@@ -139,11 +160,11 @@ class _Fold:
     def fits(self) -> bool:
         """Whether folding gives what the samples one by one would give.
 
-        Not for packed calls; with dropout, whose random numbers depend on the place in the batch; and where a sum over
-        the batch must not run over samples.
+        Not for packed calls; with dropout, whose random numbers depend on the place in the batch; with users'
+        functions, which may too; and where a sum over the batch must not run over samples.
         """
         given = self.given
-        if given["cu_seqlens_q"] is not None or given["rng_state"] is not None:
+        if given["cu_seqlens_q"] is not None or given["rng_state"] is not None or given["mods"]:
             return False
         if self.grads.sinks or self.dims["sinks"] is not None or self.dims.get("dsinks") is not None:
             return False
@@ -179,13 +200,21 @@ class _Fold:
             return tuple(x.unflatten(0, (self.size, self.batch)) for x in results), (0,) * len(results)
         found = [
             x.reshape(self.size, *self._sample_shape(name)) if wanted else x
-            for name, x, wanted in zip(GRADIENTS, results, self.grads, strict=True)
+            for name, x, wanted in zip(GRADIENTS, results, self.grads.named, strict=False)
         ]
-        return tuple(found), tuple(0 if wanted else None for wanted in self.grads)
+        dims = (0 if wanted else None for wanted in self.grads.named)
+        return (*found, results[-1]), (*dims, None)
 
 
 # Tensors that may lack leading dimensions -> the number of all.
 _BROADCASTS = {"attn_mask": 4, "attn_bias": 4, "row_keys": 4, "key_rows": 4, "dbias": 4, "alibi_slopes": 2}
+
+
+def _sample(x: Any, dim: Any, n: int) -> Any:
+    """An argument of sample n."""
+    if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
+        return [_sample(each, of, n) for each, of in zip(x, dim, strict=True)]
+    return x.select(dim, n) if isinstance(x, Tensor) and dim is not None else x
 
 
 def _vmap(operator: Operator) -> Any:
@@ -200,8 +229,9 @@ def _vmap(operator: Operator) -> Any:
             return fold.unfolded(run(*fold.arguments()))
         if info.batch_size == 0:
             raise UnsupportedError("vmap over no samples, of packed sequences or with dropout or sinks")
-        pairs = [(x, dim if isinstance(x, Tensor) else None) for x, dim in zip(args, in_dims, strict=True)]
-        samples = [run(*(x if dim is None else x.select(dim, n) for x, dim in pairs)) for n in range(info.batch_size)]
+        samples = [
+            run(*(_sample(x, dim, n) for x, dim in zip(args, in_dims, strict=True))) for n in range(info.batch_size)
+        ]
         results = tuple(torch.stack(column) for column in zip(*samples, strict=True))
         return results, (0,) * len(results)
 

@@ -11,6 +11,7 @@ collect_ignore = (
     if os.environ.get("TRITON_INTERPRET") == "1"
     else [
         "test_interpreter.py",
+        "test_mods.py",
         "test_non_finite.py",
         "test_quantized.py",
         "test_quantizer.py",

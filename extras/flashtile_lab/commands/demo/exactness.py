@@ -108,7 +108,7 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device, seqlen: int, s
     q, dout = randn(*lead, NUM_HEADS, HEAD_DIM), randn(*lead, NUM_HEADS, HEAD_DIM)
     k, v = randn(*lead, case.num_heads_kv, HEAD_DIM), randn(*lead, case.num_heads_kv, HEAD_DIM)
     bounds = torch.tensor([0, seqlen // 7, seqlen // 2, seqlen], dtype=torch.int32, device=device)
-    made = {
+    made: dict[str, Any] = {
         "attn_mask": (torch.rand(2, 1, seqlen, seqlen, generator=draw) < 0.7).to(device),
         "attn_bias": randn(1, NUM_HEADS, seqlen, seqlen),
         "alibi_slopes": 2.0 ** -torch.arange(1.0, NUM_HEADS + 1, device=device),

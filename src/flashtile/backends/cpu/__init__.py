@@ -36,6 +36,9 @@ _CAPABILITIES = Capabilities(
         "deterministic",
         "intervals",
         "row_intervals",
+        "score_mod",
+        "mask_mod",
+        "operand_grad",
     }
     | {"key_intervals", "head_intervals", "ordered_intervals"},
 )

@@ -13,6 +13,7 @@ from flashtile.backends.cpu import forward as cpu_forward
 from flashtile.backends.cpu.paths import Path, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.backend import Gradients
+from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.states import sinks_gradient
 
@@ -47,13 +48,14 @@ class _Rows:
 class _Sums:
     """Gradients being summed over rectangles, in the dtype of the arithmetic, shaped like their inputs.
 
-    None where no gradient is needed.
+    None where no gradient is needed. doperands are flat, each as long as its operand; empty if none is needed.
     """
 
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
     dbias: Tensor | None
+    doperands: tuple[Tensor | None, ...] = ()
 
 
 def backward(
@@ -76,7 +78,7 @@ def backward(
         rows = _Rows(seq.view(out), seq.view(dout), None if dlse is None else seq.lse_view(dlse), seq.lse_view(lse))
         if dsinks is not None and t.sinks is not None:
             dsinks += sinks_gradient(t.sinks, rows.lse, rows.delta)
-        if not any(grads[:4]):
+        if not any(grads[:4]) and not grads.operands:
             continue
         whole = path.whole() if totals is None else None
         if whole is not None:
@@ -98,10 +100,16 @@ def _totals(problem: Problem, t: Tensors, sums: Gradients | None = None) -> _Sum
     """What to add the gradients that are needed to, the given sums or zeros; None for the rest."""
     bias = None if t.attn_bias is None else plan.four_dimensional(t.attn_bias)
     given = (None,) * 3 if sums is None else (sums.dq, sums.dk, sums.dv)
-    inputs = zip((t.q, t.k, t.v, bias), (*given, None), problem.grads, strict=False)
-    return _Sums(
-        *((_zeros_like(problem, x) if total is None else total) if wanted else None for x, total, wanted in inputs)
+    wanted = problem.grads.operands or (False,) * len(t.operands or ())
+    operands = (
+        x.new_zeros(x.numel(), dtype=problem.lse_dtype) if is_wanted else None
+        for x, is_wanted in zip(t.operands or (), wanted, strict=True)
     )
+    inputs = zip((t.q, t.k, t.v, bias), (*given, None), problem.grads, strict=False)
+    dq, dk, dv, dbias = (
+        (_zeros_like(problem, x) if total is None else total) if needed else None for x, total, needed in inputs
+    )
+    return _Sums(dq, dk, dv, dbias, tuple(operands) if problem.grads.operands else ())
 
 
 def _zeros_like(problem: Problem, x: Tensor | None) -> Tensor | None:
@@ -112,7 +120,8 @@ def _zeros_like(problem: Problem, x: Tensor | None) -> Tensor | None:
 def _rounded(problem: Problem, t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
     """The sums in the dtypes of the results, and in the shapes of their inputs."""
     dq, dk, dv = (x if x is None else x.to(problem.grad_dtype) for x in (sums.dq, sums.dk, sums.dv))
-    return Gradients(dq, dk, dv, _stored(sums.dbias, t.attn_bias), _stored(dsinks, t.sinks))
+    operands = tuple(map(_stored, sums.doperands, t.operands or ()))
+    return Gradients(dq, dk, dv, _stored(sums.dbias, t.attn_bias), _stored(dsinks, t.sinks), operands)
 
 
 def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -158,14 +167,14 @@ def _add_tile_shares(
 ) -> None:
     seq = path.seq
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
-    s = tiles.scores(problem, tensors, seq, rectangle)
+    s = tiles.scores(problem, tensors, seq, rectangle, derivative=True)
     q, k, v = tiles.operands(problem, seq, rectangle)
     dout = rows.dout[:, :, span].to(q.dtype)
     probs = torch.exp(s.final - rows.lse[:, :, span, None])
     if sums.dv is not None:
         kept = probs if s.dropout is None else probs * s.dropout
         seq.key_view(sums.dv)[:, :, keys] += _per_key(problem, kept, dout)
-    if sums.dq is None and sums.dk is None and sums.dbias is None:
+    if sums.dq is None and sums.dk is None and sums.dbias is None and not sums.doperands:
         return
     dprobs = tiles.per_query_head(tiles.per_key_head(dout, problem) @ v.transpose(-1, -2), problem)
     if s.dropout is not None:
@@ -181,10 +190,34 @@ def _add_tile_shares(
         _add_reduced(sums.dbias[seq.bias_place], dscores, rectangle)
     if s.cap_slope is not None:
         dscores = dscores * s.cap_slope
+    if s.mod_slope is not None or s.partials:
+        # What a function makes of a dropped pair, its slope too, may be infinite.
+        kept = probs != 0
+        if sums.doperands:
+            _add_partials(problem, tensors, seq, rectangle, torch.where(kept, dscores, 0.0), s, sums)
+        if s.mod_slope is not None:
+            dscores = torch.where(kept, dscores * s.mod_slope, 0.0)
     if sums.dq is not None:
         seq.view(sums.dq)[:, :, span] += tiles.weighted_sum(problem, dscores, k) * problem.softmax_scale
     if sums.dk is not None:
         seq.key_view(sums.dk)[:, :, keys] += _per_key(problem, dscores, q) * problem.softmax_scale
+
+
+def _add_partials(
+    problem: Problem, t: Tensors, seq: Sequence, rectangle: Rectangle, dscores: Tensor, s: tiles.Scores, sums: _Sums
+) -> None:
+    """Adds to the gradients of what the user's function loads, wherever it loads it from."""
+    function = score_function(problem, t)
+    assert function is not None
+    at = plan.pairs(seq, rectangle)
+    for partial, slope in zip(function.graph.partials, s.partials, strict=True):
+        total = sums.doperands[function.first + function.graph.nodes[partial.load].args[0]]
+        if total is not None:
+            places = function.places(partial.load, {"score": dscores, **at}, dscores.dtype)
+            places = places[(None,) * (4 - places.dim())]
+            share = torch.where(dscores != 0, slope * dscores, 0.0).sum_to_size(places.shape)
+            # One after the other, so that the bits are the same every time.
+            total.index_add_(0, places.reshape(-1), share.reshape(-1))
 
 
 def _per_key(problem: Problem, weights: Tensor, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flashtile.backends.cpu import plan, tiles
 from flashtile.backends.cpu.plan import Rectangle, Sequence
 from flashtile.call.arguments import Options
+from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem, Tensors
 
 
@@ -67,6 +68,10 @@ def _add_tile(
     if given.dk is not None:
         of_keys = _product(p, q, seq.key_view(given.dk)[:, :, keys].to(dtype))
         dscores = of_keys if dscores is None else dscores + of_keys
+    if (function := score_function(p, t)) is not None:
+        at = {"score": scores, **plan.pairs(seq, tile)}
+        scores, slope, _ = tiles.modified(function, at, dtype, True)
+        dscores = dscores if slope is None or dscores is None else dscores * slope
     if p.softcap > 0:
         capped = torch.tanh(scores / p.softcap)
         scores = capped * p.softcap
@@ -81,6 +86,8 @@ def _add_tile(
     keep = p.band.dense(seq.seqlen_q, seq.seqlen_k, rows=tile.rows, keys=tile.keys, device=q.device)
     for kept in (None if seq.mask is None else plan.part(seq.mask, tile), plan.within(seq, tile)):
         keep = keep if kept is None else keep & kept
+    if seq.mask_mod is not None:
+        keep = keep & seq.mask_mod.values([seq.mask_mod.graph.result], plan.pairs(seq, tile), dtype)[0]
     probs = torch.exp(torch.where(keep, scores, -torch.inf) - lse[:, :, rows, None])
     kept = probs
     if t.rng_state is not None:

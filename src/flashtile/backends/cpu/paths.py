@@ -45,13 +45,16 @@ def kernel_fits(problem: Problem) -> bool:
 
     The kernel multiplies -inf by the scale, so the scale must be positive.
     """
-    plain = problem.softcap == 0 and problem.dropout_p == 0 and problem.softmax_scale > 0
+    plain = (
+        problem.score_function is None and problem.softcap == 0 and problem.dropout_p == 0 and problem.softmax_scale > 0
+    )
     return plain and problem.head_dim == problem.head_dim_v
 
 
 def adds_tiles(problem: Problem) -> bool:
     """Whether something besides the band is added to the scores."""
-    return problem.mask or problem.alibi or problem.bias_dtype is not None or problem.intervals
+    has_tensor = problem.mask or problem.alibi or problem.bias_dtype is not None or problem.intervals
+    return has_tensor or problem.mask_function is not None
 
 
 def one_by_one(problem: Problem, kernel: bool) -> bool:

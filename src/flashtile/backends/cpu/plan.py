@@ -12,6 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from flashtile.call.functions import Function, mask_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band, Origin
 
@@ -65,6 +66,7 @@ class Sequence:
         origin: Where a part lies in a longer sequence, or None.
         row_keys: The keys that each row keeps, ``(batch or 1, heads or 1, seqlen_q or 1, 2)``, or None.
         key_rows: The rows that keep each key, or None.
+        mask_mod: The user's function, or None.
     """
 
     batch: range
@@ -81,6 +83,7 @@ class Sequence:
     origin: Origin | None = None
     row_keys: Tensor | None = None
     key_rows: Tensor | None = None
+    mask_mod: Function | None = None
 
     @property
     def seqlen_q(self) -> int:
@@ -95,7 +98,8 @@ class Sequence:
     @property
     def has_tile_bias(self) -> bool:
         """Whether something besides the band is added to the scores."""
-        return any(x is not None for x in (self.slopes, self.mask, self.bias, self.row_keys, self.key_rows))
+        given = self.slopes, self.mask, self.bias, self.row_keys, self.key_rows, self.mask_mod
+        return any(x is not None for x in given)
 
     def view(self, tensor: Tensor) -> Tensor:
         """The rows of a q-shaped or out-shaped tensor as ``(batch, num_heads_q, seqlen_q, ...)``."""
@@ -151,7 +155,10 @@ def _sequence(
     # Where both say the same, rows' keys will do.
     key_rows = None if problem.mask_mod.mirrored else t.key_rows
     intervals = (_first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2]))
-    return Sequence(batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, *intervals)
+    function = mask_function(problem, t)
+    return Sequence(
+        batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, *intervals, function
+    )  # fmt: skip
 
 
 def _first(intervals: Tensor | None, batch: range, length: int) -> Tensor | None:
@@ -271,10 +278,14 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     for kept in (None if seq.mask is None else part(seq.mask, rectangle), within(seq, rectangle)):
         if kept is not None:
             keep = kept if keep is None else keep & kept
+    if seq.mask_mod is not None:
+        kept = seq.mask_mod.values([seq.mask_mod.graph.result], pairs(seq, rectangle), dtype)[0]
+        keep = kept if keep is None else keep & kept
     if keep is not None:
         total = torch.where(keep, torch.zeros((), dtype=dtype, device=_CPU) if total is None else total, -torch.inf)
     if total is None:  # intervals that hold all of the rectangle
         return None
+    total = total[(None,) * (4 - total.dim())]
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
 
 
@@ -314,6 +325,15 @@ def _within_intervals(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
     return [replace(each, keys=(start, end)) for each, start, end in cut if start < end]
 
 
+def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
+    """What functions of pairs take: b, h, i and j, which broadcast to a rectangle's scores."""
+    device = seq.q.device
+    b = torch.tensor(list(seq.batch), device=device)[:, None, None, None]
+    h = torch.arange(seq.q.shape[1], device=device)[:, None, None]
+    i, j = (torch.arange(*span, device=device) for span in (rectangle.rows, rectangle.keys))
+    return {"b": b, "h": h, "i": i[:, None], "j": j}
+
+
 def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
     """How far a row's position is from a key, as ALiBi has it; ``(rows, keys)`` int64."""
     i, j = (torch.arange(*span, device=seq.q.device) for span in (rectangle.rows, rectangle.keys))
@@ -325,7 +345,7 @@ def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
 
 def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:
     """Whether a row of the rectangle may keep none of its keys."""
-    if any(x is not None for x in (seq.mask, seq.bias, seq.row_keys, seq.key_rows)):
+    if any(x is not None for x in (seq.mask, seq.bias, seq.row_keys, seq.key_rows, seq.mask_mod)):
         return True
     return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(problem.band, seq, rectangle))
 

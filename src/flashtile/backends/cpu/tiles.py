@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu import plan
 from flashtile.backends.cpu.plan import Rectangle, Sequence
+from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import philox
 
@@ -22,23 +23,33 @@ class Scores:
     """A rectangle's scores, their derivative and dropout factors, each ``(1, num_heads_q, rows, keys)``.
 
     Attributes:
-        final: After softcap, bias and masks; -inf where dropped.
+        final: After all functions, bias and masks; -inf where dropped.
         cap_slope: Derivative of the softcap, None without one.
         dropout: Factor of each probability, 0 or 1/(1-p), None without dropout.
+        mod_slope: Derivative of the user's function, None where it is 1 or there is none.
+        partials: Derivatives of that with respect to what it loads, in the order of ``Graph.partials``.
     """
 
     final: Tensor
     cap_slope: Tensor | None
     dropout: Tensor | None
+    mod_slope: Tensor | None = None
+    partials: tuple[Tensor, ...] = ()
 
 
-def scores(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle) -> Scores:
-    """Rules 1 to 5 and the dropout of rule 7, for one rectangle of one sequence."""
+def scores(
+    problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle, *, derivative: bool = False
+) -> Scores:
+    """Rules 1 to 5 and 26, and the dropout of rule 7, for one rectangle of one sequence; with ``derivative`` slopes."""
     dtype = problem.lse_dtype
     q, k, _ = operands(problem, seq, rectangle)
     final = per_key_head(q, problem) @ k.transpose(-1, -2)
     final = per_query_head(final, problem).mul_(problem.softmax_scale)
-    cap_slope = None
+    cap_slope, mod_slope = None, None
+    partials: tuple[Tensor, ...] = ()
+    if (function := score_function(problem, tensors)) is not None:
+        at = {"score": final, **plan.pairs(seq, rectangle)}
+        final, mod_slope, partials = modified(function, at, dtype, derivative)
     if problem.softcap > 0:
         capped = torch.tanh(final / problem.softcap)
         cap_slope = 1 - capped * capped
@@ -50,7 +61,22 @@ def scores(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectang
     factor = None
     if tensors.rng_state is not None:
         factor = kept(problem, tensors.rng_state, seq, rectangle).to(dtype) / (1 - problem.dropout_p)
-    return Scores(final, cap_slope, factor)
+    return Scores(final, cap_slope, factor, mod_slope, partials)
+
+
+def modified(
+    function: Function, at: dict[str, Tensor], dtype: torch.dtype, derivative: bool
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """A user's function of scores, and if ``derivative`` its slope, None where it is 1, and its partials."""
+    graph = function.graph
+    ends, has_slope = [graph.result], derivative and not graph.is_const(graph.slope, 1.0)
+    if has_slope and graph.slope is not None:
+        ends.append(graph.slope)
+    if derivative:
+        ends += [p.slope for p in graph.partials]
+    final, *others = function.values(ends, at, dtype)
+    slope = others.pop(0) if has_slope else None
+    return final.expand_as(at["score"]), slope, tuple(others)
 
 
 def kept(problem: Problem, rng_state: Tensor, seq: Sequence, rectangle: Rectangle) -> Tensor:

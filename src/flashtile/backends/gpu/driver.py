@@ -17,9 +17,9 @@ from typing import Any
 
 TENSOR_MAP_BYTES = 128
 _PTX_SIZES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "b8": 1, "b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8}
-_FORMATS = {"i32": "i", "fp32": "f", "i64": "q"}
+_FORMATS = {"i32": "i", "fp32": "f", "i64": "q", "fp64": "d"}
 # Sizes of the parameters by format; M is a tensor map.
-SIZES = {"M": TENSOR_MAP_BYTES, "Q": 8, "q": 8, "i": 4, "f": 4}
+SIZES = {"M": TENSOR_MAP_BYTES, "Q": 8, "q": 8, "d": 8, "i": 4, "f": 4}
 # CUtensorMapDataType by the name Triton gives a dtype.
 _DATA_TYPES = {"fp8e4nv": 0, "u8": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 _L2_PROMOTION_128 = 2

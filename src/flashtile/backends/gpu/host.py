@@ -10,6 +10,7 @@ interpreter runs the kernel.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch import Tensor
 from flashtile.backends.gpu import driver
 from flashtile.backends.gpu.launch import (
     TYPES,
+    Captured,
     Const,
     Launch,
     Pointer,
@@ -140,12 +142,14 @@ class Step:
     """One launch of a plan, repeatable with other tensors of the same layouts."""
 
     __slots__ = (
-        "_addresses", "_build", "_content", "_function", "_launch", "_leaves", "_places", "_spare", "_start", "device",
-        "kernel", "programs",
+        "_addresses", "_build", "_content", "_function", "_launch", "_leaves", "_numbers", "_places", "_spare",
+        "_start", "device", "kernel", "programs",
     )  # fmt: skip
     _build: Build
     # The word, operand and offset of each address.
     _addresses: list[tuple[int, int, int]]
+    # The word and operand of each ``Captured``, and whether it is a float.
+    _numbers: list[tuple[int, int, bool]]
     # What Triton's launcher takes, but for the tensors.
     _leaves: list[Any]
 
@@ -179,8 +183,13 @@ class Step:
     def _lay_out(self, leaves: list[Any], layout: driver.BlockLayout) -> None:
         """Makes the content of blocks."""
         values: list[Any] = []
-        self._addresses = []
-        for value, (word, about_map) in zip(leaves, self._build.places, strict=True):
+        self._addresses, self._numbers = [], []
+        named = zip(leaves, self._build.places, self._build.what.signature, strict=True)
+        for value, (word, about_map), name in named:
+            if type(value) is Captured:
+                values.append(0)
+                self._numbers.append((layout.words[name], self._places[value.name], value.kind == "fp64"))
+                continue
             if word is None:
                 values.append(value)
                 continue
@@ -215,6 +224,8 @@ class Step:
         words[driver.STREAM_WORD] = stream
         for word, place, offset in self._addresses:
             words[word] = tensors[place].data_ptr() + offset  # type: ignore[union-attr]
+        for word, place, is_float in self._numbers:
+            words[word] = _bits(tensors[place], is_float)
         status = self._start(block.config, self._function, block.pointers, None)
         if status == _CONTEXT_MISSING:
             driver.ensure_context(self.device)  # type: ignore[arg-type]
@@ -229,6 +240,9 @@ class Step:
 
     def _given(self, leaf: Any, tensors: Sequence[Tensor | None]) -> Any:
         """What Triton's launcher takes for a run-time leaf."""
+        if isinstance(leaf, Captured):
+            number: Any = tensors[self._places[leaf.name]]
+            return float(number) if leaf.kind == "fp64" else int(number)
         if not isinstance(leaf, (Pointer, TensorMap)):
             return leaf
         tensor = tensors[self._places[leaf.operand]]
@@ -240,12 +254,19 @@ class Step:
         return leaf.descriptor(tensor) if isinstance(leaf, TensorMap) else tensor
 
 
+def _bits(number: Any, is_float: bool) -> int:
+    """A number as the word of a block."""
+    if is_float:
+        return int.from_bytes(struct.pack("<d", number), "little")
+    return int(number) & 2**64 - 1
+
+
 def run(steps: Sequence[Step], tensors: Sequence[Tensor | None]) -> None:
     """Launches steps in order on the current stream of their device.
 
     Args:
         steps: At least one, with the same operands.
-        tensors: One for each operand; None for absent ones.
+        tensors: One for each operand; None for absent ones, and numbers for those that mods read.
     """
     device, stream = steps[0].device, 0
     if device is not None:

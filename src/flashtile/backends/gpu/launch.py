@@ -27,6 +27,7 @@ TYPES = {
     torch.int64: "i64",
     torch.int16: "i16",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.bool: "i1",
 }
 
@@ -50,6 +51,18 @@ class Pointer(NamedTuple):
 def pointer(tensor: Tensor | None, operand: str) -> Pointer | None:
     """The ``Pointer`` to a tensor of a layout, None for an absent one."""
     return None if tensor is None else Pointer(tensor.dtype, operand, 0, tensor.data_ptr() % 16 == 0)
+
+
+class Captured(NamedTuple):
+    """A number of a call that is written into the block at each launch, as 64 bits.
+
+    Attributes:
+        name: The step's operand that it is.
+        kind: "fp64" or "i64".
+    """
+
+    name: str
+    kind: str
 
 
 class TensorMap(NamedTuple):
@@ -115,7 +128,7 @@ class Launch(NamedTuple):
 
 # What a leaf's field says of it.
 _NUMBER, _STRIDE, _CONSTANT = range(3)
-_LEAVES = (Pointer, TensorMap, Const)
+_LEAVES = (Pointer, TensorMap, Const, Captured)
 
 
 def _rule(name: str) -> int:
@@ -183,6 +196,9 @@ def _lower(
             leaves.append(value)
         elif kind is Const:
             key.append(value)
+        elif kind is Captured:
+            key.append(value.kind)
+            leaves.append(value)
         elif isinstance(value, tuple):
             key.append(kind)
             _lower(value, *(_sorted_of(kind) if kind is not tuple else _sorted((rule,) * len(value))), key, leaves)
@@ -238,6 +254,8 @@ def specialise(launch: Launch) -> Specialisation:
             constexprs[name] = value.value if isinstance(value, Const) else value
         elif isinstance(value, TensorMap):
             signature[name] = value.type
+        elif isinstance(value, Captured):
+            signature[name] = value.kind
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif isinstance(value, int):

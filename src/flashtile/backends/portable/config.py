@@ -212,7 +212,8 @@ def kind_of(problem: Problem, arch: str) -> str:
 
 def is_featured(problem: Problem) -> bool:
     """Whether score mods, masks or dropout need registers of their own."""
-    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None
+    functions = problem.score_function is not None or problem.mask_function is not None
+    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None or functions
     return transformed or problem.mask or problem.dropout_p > 0
 
 

@@ -48,6 +48,7 @@ def call_of(
     dout: Tensor | None = None,
     bias_sums: tuple[bool, bool] = (False, False),
     masks: Masks = Masks(),  # noqa: B008
+    has_own_slope: bool = True,
 ) -> tuple[Call, Rows | None]:
     """A kernel's ``Call``, and its rows of dout.
 
@@ -59,6 +60,7 @@ def call_of(
         dout: The output's gradient, in the backward.
         bias_sums: Whether a kernel's program sums over sequences, and over heads, that share a bias.
         masks: Intervals of the call, as the kernel's tiles need them.
+        has_own_slope: Whether the slope of a user's score mod is wanted, or those of what follows it alone.
     """
     p = problem
     block_d, block_dv = tile_dims(p)
@@ -72,7 +74,7 @@ def call_of(
 
     call = Call(
         rows("q", t.q, block_d), rows("k", t.k, block_d), rows("v", t.v, block_dv), *sequences_of(p, t), heads_of(p),
-        _mods(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None, masks),
+        _mods(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None, masks, has_own_slope),
     )  # fmt: skip
     return call, None if dout is None else rows("dout", dout, block_dv)
 
@@ -91,7 +93,10 @@ def heads_of(problem: Problem) -> Heads:
     return Heads(problem.num_heads_q, Const(1) if problem.group_size == 1 else problem.group_size)
 
 
-def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None, intervals: Masks) -> Mods:
+def _mods(
+    problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None, intervals: Masks,
+    has_own_slope: bool,
+) -> Mods:  # fmt: skip
     """The transforms, masks and dropout of a call."""
     p, unit, origins, bias, mask = problem, _score_unit(problem, t), pointer(t.origins, "origins"), None, None
     alibi = alibi_of(p, t.alibi_slopes)
@@ -109,12 +114,37 @@ def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Poi
         mask = Mod(mods.select_tensor, None, mods.tensor_of_head, tensor)
     threshold = dropout.threshold_bits(philox.threshold(p.dropout_p))
     drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
-    transforms, names = named(softcap=softcap_of(p), alibi=alibi, bias=bias)
-    masks, mask_names = named(mask=mask)
+    score_mod, mask_mod = functions_of(p, t)
+    if score_mod is not None and not has_own_slope:
+        score_mod = score_mod._replace(linear=None)
+    transforms, names = named(score_mod=score_mod, softcap=softcap_of(p), alibi=alibi, bias=bias)
+    masks, mask_names = named(mask=mask, mask_mod=mask_mod)
     return Mods(
         p.softmax_scale, transforms, band_of(p, t.q.shape[-3] + t.k.shape[-3])._replace(**intervals._asdict()), masks,
         drops, sinks, names, mask_names, transforms is not None or p.softmax_scale <= 0, input_precision(p),
     )  # fmt: skip
+
+
+def operand_names(t: Tensors) -> tuple[str, ...]:
+    """The names under which a step finds what mods read."""
+    tensors = tuple(f"operand{n}" for n in range(len(t.operands or ())))
+    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))))
+
+
+def read_by_mods(t: Tensors) -> tuple[Any, ...]:
+    """What a step finds under these names."""
+    return () if t.operands is None else (*t.operands, *(t.numbers or ()))
+
+
+def functions_of(problem: Problem, t: Tensors) -> tuple[Mod | None, Mod | None]:
+    """The user's score mod and mask mod."""
+    if problem.score_function is None and problem.mask_function is None:
+        return None, None
+    from flashtile.backends.gpu.functions import mod_of
+    from flashtile.call.functions import mask_function, score_function
+
+    score, mask = score_function(problem, t), mask_function(problem, t)
+    return mod_of(score), mod_of(mask, 0 if score is None else len(score.numbers))
 
 
 def plain_mods(problem: Problem, span: int, sinks: Tensor | None) -> Mods:

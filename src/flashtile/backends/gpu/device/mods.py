@@ -9,11 +9,12 @@ they read:
     function(x, operands, at, fill) -> x                   of a mask: x where a row keeps the key, fill elsewhere
     of_head(operands, at) -> operands                      what the others take, read once a head, where it differs
 
-with scores in natural units and ``at`` an ``At``, which for ``of_head`` has no p and j. Softcap, ALiBi and bias are
-applied in this order, then the band and masks. The mask of a cached call with draft trees is "tree". Transforms and the
-band then take the positions of drafts that ``tree_places`` computes, for rows and for keys; the tree's mask takes the
-keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and finds it by its name in
-``Mods.SCORES`` or ``Mods.MASKS``.
+with scores in natural units and ``at`` an ``At``, which for ``of_head`` has no p and j. A user's functions,
+"score_mod" and "mask_mod", are printed (``flashtile.mods.printed`` has their protocol); they come first and last.
+Softcap, ALiBi and bias are applied in this order, then the band and masks. The mask of a cached call with draft trees
+is "tree". Transforms and the band then take the positions of drafts that ``tree_places`` computes, for rows and for
+keys; the tree's mask takes the keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and
+finds it by its name in ``Mods.SCORES`` or ``Mods.MASKS``.
 """
 
 from __future__ import annotations
@@ -34,12 +35,31 @@ class Mod(NamedTuple):
         linear: The same with its slope; None where that is 1, and of masks.
         of_head: None where all heads have the same operands.
         operands: The argument of of_head; without of_head, that of the others.
+        of_rows: Of a printed mod alone, whose functions are those of ``flashtile.mods.printed``.
+        fetch: Likewise.
     """
 
     function: Any
     linear: Any
     of_head: Any
     operands: Any
+    of_rows: Any = None
+    fetch: Any = None
+
+
+class Operand(NamedTuple):
+    """A tensor that a printed mod reads: its address, its lengths, and how far apart its elements are by dimension."""
+
+    ptr: Any
+    sizes: Any
+    steps: Any
+
+
+class Operands(NamedTuple):
+    """What a printed mod reads: a tuple of ``Operand``, and one of numbers; None for none."""
+
+    tensors: Any
+    numbers: Any
 
 
 class Mods(NamedTuple):
@@ -434,8 +454,15 @@ def head_of(mods, b, h, seqlen_q, seqlen_k, i=None):
         scores = (_of_head(mods.scores[0], at), _of_head(mods.scores[1], at))
     if NUM == 3:
         scores = (_of_head(mods.scores[0], at), _of_head(mods.scores[1], at), _of_head(mods.scores[2], at))
+    if NUM == 4:
+        scores = (
+            _of_head(mods.scores[0], at), _of_head(mods.scores[1], at), _of_head(mods.scores[2], at),
+            _of_head(mods.scores[3], at),
+        )  # fmt: skip
     if count(mods.MASKS) == 1:
         masks = (_of_head(mods.masks[0], at),)
+    if count(mods.MASKS) == 2:
+        masks = (_of_head(mods.masks[0], at), _of_head(mods.masks[1], at))
     return Head(b, h, seqlen_k - seqlen_q, seqlen_q, seqlen_k, scores, masks)
 
 
@@ -473,15 +500,45 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
     if mods.SCALE_FIRST:
         scores, scale_log2 = product * mods.scale, softmax.LOG2_E
         for n in tl.static_range(count(mods.SCORES)):
-            operands = mods.scores[n].operands
-            if mods.scores[n].of_head is not None:
-                operands = head.scores[n]
-            if WITH_SLOPE and mods.scores[n].linear is not None:
-                scores, factor = mods.scores[n].linear(scores, operands, at)
-                slope *= factor
+            if mods.scores[n].fetch is not None:
+                rows = mods.scores[n].of_rows(mods.scores[n].operands, head.scores[n], at)
+                fetched = mods.scores[n].fetch(mods.scores[n].operands, head.scores[n], rows, at)
+                if WITH_SLOPE and mods.scores[n].linear is not None:
+                    scores, factor = mods.scores[n].linear(
+                        scores, fetched, mods.scores[n].operands, head.scores[n], rows, at
+                    )
+                    slope *= factor
+                else:
+                    scores = mods.scores[n].function(scores, fetched, mods.scores[n].operands, head.scores[n], rows, at)
             else:
-                scores = mods.scores[n].function(scores, operands, at)
+                operands = mods.scores[n].operands
+                if mods.scores[n].of_head is not None:
+                    operands = head.scores[n]
+                if WITH_SLOPE and mods.scores[n].linear is not None:
+                    scores, factor = mods.scores[n].linear(scores, operands, at)
+                    slope *= factor
+                else:
+                    scores = mods.scores[n].function(scores, operands, at)
     return scores, scale_log2, slope
+
+
+@triton.jit
+def partial_of_load(product, mods, head, at, partial):
+    """The derivative of the user's score mod, the first transform, by one of its loads; see ``dbias.Partial``."""
+    rows = mods.scores[0].of_rows(mods.scores[0].operands, head.scores[0], at)
+    fetched = mods.scores[0].fetch(mods.scores[0].operands, head.scores[0], rows, at)
+    found = partial.functions(product * mods.scale, fetched, mods.scores[0].operands, head.scores[0], rows, at)
+    return found[partial.NUM]
+
+
+@triton.jit
+def place_of_load(mods, head, at, places):
+    """Where that load reads, as an offset into its contiguous gradient; see ``scatter.Places``."""
+    rows = mods.scores[0].of_rows(mods.scores[0].operands, head.scores[0], at)
+    fetched = mods.scores[0].fetch(mods.scores[0].operands, head.scores[0], rows, at)
+    # What the places are computed from is read through the call's own operands.
+    found = places.of_loads(fetched, mods.scores[0].operands, places.operands, head.scores[0], rows, at)
+    return found[places.NUM]
 
 
 @triton.jit
@@ -494,10 +551,15 @@ def select(x, mods, head, at, fill, edge):
         if mods.band.key_rows is not None:
             x = intervals.select(x, mods.band.key_rows, at.b, at.h, at.j, at.i, fill)
     for n in tl.static_range(count(mods.MASKS)):
-        operands = mods.masks[n].operands
-        if mods.masks[n].of_head is not None:
-            operands = head.masks[n]
-        x = mods.masks[n].function(x, operands, at, fill)
+        if mods.masks[n].fetch is not None:
+            rows = mods.masks[n].of_rows(mods.masks[n].operands, head.masks[n], at)
+            fetched = mods.masks[n].fetch(mods.masks[n].operands, head.masks[n], rows, at)
+            x = mods.masks[n].function(x, fetched, mods.masks[n].operands, head.masks[n], rows, at, fill)
+        else:
+            operands = mods.masks[n].operands
+            if mods.masks[n].of_head is not None:
+                operands = head.masks[n]
+            x = mods.masks[n].function(x, operands, at, fill)
     return x
 
 
@@ -505,9 +567,10 @@ def select(x, mods, head, at, fill, edge):
 def score_gradient(probs, dprobs, delta, slope, mods, edge):
     """The gradient of a block of scores, before the transforms.
 
-    With masks, 0 wherever the probability is 0: a masked pair's slope may be infinite. edge as for ``select``.
+    With masks, or a function of the user's, 0 wherever the probability is 0: a masked pair's slope may be infinite.
+    edge as for ``select``.
     """
     dscores = probs * (dprobs - delta) * slope
-    if count(mods.MASKS) > 0 or edge:
+    if count(mods.MASKS) > 0 or place_of(mods.SCORES, "score_mod") >= 0 or edge:
         dscores = tl.where(probs == 0.0, 0.0, dscores)
     return dscores

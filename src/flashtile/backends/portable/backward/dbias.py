@@ -39,9 +39,22 @@ class BiasGradient(NamedTuple):
     SUM_COLS: Any
 
 
+class Partial(NamedTuple):
+    """The derivative of the user's score mod by one of its loads; functions is None for the gradient of a bias.
+
+    It holds constants, so it is only passed as an argument, never assigned.
+    """
+
+    functions: Any
+    NUM: Any
+
+
 @triton.jit
-def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, tiles):
-    """Adds dscores of BLOCK_M rows and BLOCK_N keys of one sequence and head, 0 where a row does not keep a key."""
+def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles):
+    """Adds dscores of BLOCK_M rows and BLOCK_N keys of one sequence and head, 0 where a row does not keep a key.
+
+    Of a ``Partial`` the gradient of what it loads: that of its result, times the derivative.
+    """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
@@ -54,7 +67,7 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
     at = mods.pairs_of(head, rows[:, None] + head.shift, cols[None, :])
-    probs, _slope = probabilities(product, lse_log2[:, None], call, head, at, True, False)
+    probs, slope = probabilities(product, lse_log2[:, None], call, head, at, True, partial.functions is not None)
     dout = load_rows(
         HeadRows(douts, head.h, queries),
         m_first,
@@ -66,7 +79,10 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     if dropout.rng_state_ptr is not None:
         kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n_first // 4, BLOCK_N)
         dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
-    return acc + mods.score_gradient(probs, dprobs, delta[:, None], 1.0, call.mods, True)
+    dscores = mods.score_gradient(probs, dprobs, delta[:, None], slope, call.mods, True)
+    if partial.functions is not None:
+        dscores = tl.where(dscores == 0.0, 0.0, dscores * mods.partial_of_load(product, call.mods, head, at, partial))
+    return acc + dscores
 
 
 @triton.jit
@@ -81,8 +97,8 @@ def keeps_some(queries, keys, m_first, n_first, call, tiles):
 
 
 @triton.jit
-def attention_backward_dbias(call, douts, of_rows, dbias, tiles):
-    """Computes one tile of ``BiasGradient``, contiguous, of one part of the batch."""
+def attention_backward_dbias(call, douts, of_rows, dbias, partial, tiles):
+    """Computes one tile of ``BiasGradient``, contiguous, of one part of the batch, or the like of a ``Partial``."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     PACKED: tl.constexpr = call.queries.cu_seqlens is not None
@@ -123,9 +139,13 @@ def attention_backward_dbias(call, douts, of_rows, dbias, tiles):
                 head = mods.head_of(call.mods, b, h, queries.length, keys.length)
                 if PACKED:
                     if keeps_some(queries, keys, m_first, n_first, call, tiles):
-                        acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, tiles)
+                        acc = tile_gradient(
+                            acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles
+                        )
                 else:
-                    acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, tiles)
+                    acc = tile_gradient(
+                        acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles
+                    )
     row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     col = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if dbias.SUM_ROWS:

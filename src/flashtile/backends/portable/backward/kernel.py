@@ -89,6 +89,9 @@ def probabilities(product, lse_log2, call, head, at, edge, WITH_SLOPE: tl.conste
     """
     x, scale_log2, slope = mods.apply(product, call.mods, head, at, WITH_SLOPE)
     probs = tl.exp2(x * scale_log2 - lse_log2)
+    if mods.place_of(call.mods.SCORES, "score_mod") >= 0:
+        # What it makes of rows past the end may be infinite.
+        probs = tl.where(lse_log2 == float("inf"), 0.0, probs)
     return mods.select(probs, call.mods, head, at, 0.0, edge), slope
 
 

@@ -24,7 +24,7 @@ from flashtile.backends.portable.backward.config import (
     key_kernels,
     may_add_bias,
 )
-from flashtile.backends.portable.backward.dbias import BiasGradient, attention_backward_dbias
+from flashtile.backends.portable.backward.dbias import BiasGradient, Partial, attention_backward_dbias
 from flashtile.backends.portable.backward.kernel import (
     BiasSums,
     KeyGradients,
@@ -34,7 +34,14 @@ from flashtile.backends.portable.backward.kernel import (
 )
 from flashtile.backends.portable.backward.preprocess import ForwardResults, prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.config import padded
-from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, tiles_of
+from flashtile.backends.portable.records import (
+    call_of,
+    heads_at_once,
+    num_programs,
+    operand_names,
+    read_by_mods,
+    tiles_of,
+)
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
@@ -66,6 +73,11 @@ class BackwardPlan:
             self._empty_like = torch.empty_like
         self._steps: dict[object, list[Step]] = {}
         self._bounds = _bounds_places(problem, t)[-1]
+        self._shares: list[Any] = []
+        if problem.operand_grad:
+            from flashtile.backends.portable.backward import operands  # what few programs need is not loaded by all
+
+            self._shares, self._operands = operands.shares_of(problem, t), operands
 
     def __call__(
         self,
@@ -97,9 +109,11 @@ class BackwardPlan:
         steps = self._steps.get(key)
         if steps is None:
             steps = self._steps[key] = or_tables(lambda: self._make(t, dout, dlse, sums is not None))
+        sums_of = [self._operands.new_sums(p, t, share) for share in self._shares]
         run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
             t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
+            *read_by_mods(t), *(x for each in sums_of for x in each),
         ))  # fmt: skip
         dsinks = None
         if t.sinks is not None and wanted.sinks:
@@ -107,11 +121,28 @@ class BackwardPlan:
             dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : lse.shape[-1]])
         if bias is not None and dbias is not None:
             dbias = (dbias[0] if len(dbias) == 1 else dbias.sum(0)).to(bias.dtype)
-        return Gradients(dq, dk, dv, dbias, dsinks)
+        return Gradients(dq, dk, dv, dbias, dsinks, self._of_operands(t, sums_of))
+
+    def _of_operands(self, t: Tensors, sums_of: list[list[Tensor]]) -> tuple[Tensor | None, ...]:
+        """The gradients of what the score mod captures, from their sums."""
+        if not self._shares:
+            return ()
+        totals: dict[int, Tensor] = {}
+        for share, sums in zip(self._shares, sums_of, strict=True):
+            found = self._operands.gradient_of(self._problem, t, share, sums)
+            totals[share.operand] = totals[share.operand] + found if share.operand in totals else found
+        wanted = zip(t.operands or (), self._problem.grads.operands, strict=True)
+        return tuple(
+            (totals[n].to(x.dtype) if n in totals else torch.zeros_like(x)) if is_wanted else None
+            for n, (x, is_wanted) in enumerate(wanted)
+        )
 
     def _make(self, t: Tensors, dout: Tensor, dlse: Tensor | None, adds: bool) -> list[Step]:
         made = launches(self._problem, t, dout, dlse, adds=adds).values()
-        return [Step(each, _OPERANDS, t.q.device) for each in made]
+        names = (*_OPERANDS, *operand_names(t))
+        for share in self._shares:
+            names += (share.sums, f"greatest{share.number}")[: len(self._operands.new_sums(self._problem, t, share))]
+        return [Step(each, names, t.q.device) for each in made]
 
 
 def row_pitch(rows: int, varlen: bool) -> int:
@@ -183,6 +214,18 @@ def launches(
         made["attention_backward_dq"] = _dq_launch(p, tensors, dout, adds)
     if wanted.bias and not adds_bias(p, tensors.attn_bias):
         made["attention_backward_dbias"] = _dbias_launch(p, tensors, dout)
+    return made | (_operand_launches(p, tensors, dout) if p.operand_grad else {})
+
+
+def _operand_launches(problem: Problem, tensors: Tensors, dout: Tensor) -> dict[str, Launch]:
+    """Those of the gradients of what a score mod captures; by arbitrary places two, if they must be repeatable."""
+    from flashtile.backends.portable.backward import operands
+
+    made, of_rows = {}, _row_terms(problem, tensors)
+    for share in operands.shares_of(problem, tensors):
+        for first in (True, False) if share.way == "any" and problem.deterministic else (False,):
+            name = f"attention_backward_operand{share.number}" + "_greatest" * first
+            made[name] = operands.launch_of(problem, tensors, dout, of_rows, share, first=first)
     return made
 
 
@@ -319,6 +362,7 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
         "douts": rows,
         "of_rows": _row_terms(problem, tensors),
         "dbias": dbias,
+        "partial": Partial(None, 0),
         "tiles": tiles_of(config),
     }
     programs = _bias_tiles(problem, bias) * parts

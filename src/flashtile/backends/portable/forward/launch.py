@@ -13,7 +13,14 @@ from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.forward.kernel import attention_forward
-from flashtile.backends.portable.records import call_of, heads_at_once, num_programs, tiles_of
+from flashtile.backends.portable.records import (
+    call_of,
+    heads_at_once,
+    num_programs,
+    operand_names,
+    read_by_mods,
+    tiles_of,
+)
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.states import Partial
@@ -61,13 +68,13 @@ class ForwardPlan:
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
-            t.rng_state, t.origins, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
+            t.rng_state, t.origins, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q), *read_by_mods(t),
         ))  # fmt: skip
         return out, lse
 
     def _make(self, t: Tensors, is_joined: bool) -> tuple[Step, ...]:
         made = launches(self._problem, t, choose(self._problem), is_joined=is_joined).values()
-        return tuple(Step(each, _OPERANDS, t.q.device) for each in made)
+        return tuple(Step(each, (*_OPERANDS, *operand_names(t)), t.q.device) for each in made)
 
 
 def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:

@@ -1,0 +1,74 @@
+"""What printed mods call: indices that stay inside their tensors, and PyTorch's rounding of integer division."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inside(x, size):
+    """An index in range, from the end if negative as in Python, as 64 bits: no function reads outside its tensors."""
+    x = tl.where(x < 0, x + size, x)
+    return tl.minimum(tl.maximum(x, 0), size - 1).to(tl.int64)
+
+
+@triton.jit
+def inside_from_start(x, size):
+    """``inside`` of a constant that is not negative."""
+    return tl.minimum(size - 1, x).to(tl.int64)
+
+
+@triton.jit
+def inside_from_end(x, size):
+    """``inside`` of the constant -x."""
+    return tl.maximum(size - x, 0).to(tl.int64)
+
+
+@triton.jit
+def floor_div(a, b):
+    """Rounded down, as PyTorch's ``//``."""
+    q = a // b
+    return tl.where((q * b != a) & ((a < 0) != (b < 0)), q - 1, q)
+
+
+@triton.jit
+def remainder(a, b):
+    """Of the divisor's sign, as PyTorch's ``%``."""
+    r = a % b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def trunc(x):
+    """Rounded towards 0."""
+    return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def sign(x):
+    """-1, 0 or 1; NaN of NaN."""
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
+
+
+@triton.jit
+def sign_of(x):
+    """``sign`` of an integer."""
+    return (x > 0).to(tl.int32) - (x < 0).to(tl.int32)
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)``, exact where 1 + x rounds."""
+    y = 1.0 + x
+    return tl.where(y == 1.0, x, tl.log(y) * (x / (y - 1.0)))
+
+
+@triton.jit
+def power(x, y):
+    """``x ** y``, of a negative x where y has no fraction."""
+    y = x * 0.0 + y
+    size = tl.where(y == 0.0, 1.0, tl.exp2(y * tl.log2(tl.abs(x))))
+    half = y * 0.5
+    signed = tl.where(tl.floor(half) == half, size, -size)
+    return tl.where(x >= 0.0, size, tl.where(tl.floor(y) == y, signed, float("nan")))

@@ -1,0 +1,49 @@
+"""Printed mods as Triton functions: one module in memory for each text, so that graphs that are alike share builds."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.device.mods import Mod, Operand, Operands
+from flashtile.backends.gpu.launch import Captured, Const, Pointer
+from flashtile.call.functions import Function
+from flashtile.mods.printed import name_of, source
+
+
+@functools.cache
+def module_of(text: str) -> Any:
+    """The functions of a graph's text."""
+    lines, name = source(text), f"<mod {name_of(text)}>"
+    linecache.cache[name] = (len(lines), None, lines.splitlines(True), name)
+    made = types.ModuleType(f"mod_{name_of(text)}")
+    made.__file__ = name
+    exec(compile(lines, name, "exec"), vars(made))
+    return made
+
+
+def mod_of(function: Function | None, first_number: int = 0) -> Mod | None:
+    """The record of a call's mod, with leaves for what it reads; ``first_number``: the place of its first number."""
+    if function is None:
+        return None
+    graph, made = function.graph, module_of(function.graph.text)
+    tensors = tuple(_operand(x, function.first + n) for n, x in enumerate(function.operands))
+    kinds = {"f": "fp64", "i": "i64"}
+    numbers = tuple(Captured(f"number{first_number + n}", kinds[kind]) for n, kind in enumerate(graph.numbers))
+    # Where the slope is 1 there is none to keep.
+    has_slope = graph.what == "score" and not graph.is_const(graph.slope, 1.0)
+    operands = Operands(tensors or None, numbers or None)
+    return Mod(made.function, made.linear if has_slope else None, made.of_head, operands, made.of_rows, made.fetch)
+
+
+def _operand(x: Tensor, place: int) -> Operand:
+    dtype = torch.uint8 if x.dtype == torch.bool else x.dtype
+    # Of address and strides nothing is assumed but that elements of a row are beside one another, so that other
+    # lengths and views need no build of their own.
+    steps = tuple(Const(1) if d == x.dim() - 1 and step == 1 else step for d, step in enumerate(x.stride()))
+    return Operand(Pointer(dtype, f"operand{place}", 0, False), tuple(x.shape), steps)

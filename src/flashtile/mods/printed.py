@@ -1,0 +1,197 @@
+"""A graph as the text of Triton functions, by what a value depends on: a head, a row of it, a pair, a score.
+
+    of_head(operands, at) -> head                           once a tile
+    of_rows(operands, head, at) -> rows                     vectors, once a tile of rows
+    fetch(operands, head, rows, at) -> fetched              what is loaded by key or pair, while a product runs
+    function(score, fetched, operands, head, rows, at)      the score, or of a mask x or what fills its place
+    linear(score, fetched, operands, head, rows, at)        the score and its slope
+    partials(score, fetched, operands, head, rows, at)      derivatives of it by what is loaded
+    places(fetched, operands, sums, head, rows, at)         and where each of those is in sums, as 64-bit numbers
+
+``at`` is the device's ``At``, ``operands`` its ``Operands``. Indices are clamped to their tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+
+from flashtile.mods.graph import Graph, Node, inputs_of, parse
+
+HEADER = '''"""Mod {name}, printed from its graph."""
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.device import functions
+from flashtile.backends.gpu.device.mods import tanh
+
+
+'''
+_TYPES = {"f": "tl.float32", "i": "tl.int32", "l": "tl.int64", "b": "tl.int1"}
+_NAN = ", propagate_nan=tl.PropagateNan.ALL"
+# Of floats; {0} and {1} are arguments.
+_FLOATS = {
+    "floordiv": "tl.floor({0} / {1})", "rem": "{0} - tl.floor({0} / {1}) * {1}",
+    "fmod": "{0} - functions.trunc({0} / {1}) * {1}", "maximum": f"tl.maximum({{0}}, {{1}}{_NAN})",
+    "minimum": f"tl.minimum({{0}}, {{1}}{_NAN})", "sign": "functions.sign({0})",
+}  # fmt: skip
+_TEXTS = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}", "abs": "tl.abs({0})",
+    "eq": "{0} == {1}", "ne": "{0} != {1}",
+    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
+    "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "shl": "{0} << {1}", "shr": "{0} >> {1}",
+    "where": "tl.where({0}, {1}, {2})", "floordiv": "functions.floor_div({0}, {1})",
+    "rem": "functions.remainder({0}, {1})", "fmod": "{0} % {1}", "maximum": "tl.maximum({0}, {1})",
+    "minimum": "tl.minimum({0}, {1})", "sign": "functions.sign_of({0})", "pow": "functions.power({0}, {1})",
+    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))", "tanh": "tanh({0})", "trunc": "functions.trunc({0})",
+    "log1p": "functions.log1p({0})",
+    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf")},
+    "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
+}  # fmt: skip
+_POWERS = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 4.0: "({0} * {0}) * ({0} * {0})", 0.5: "tl.sqrt({0})",
+           -0.5: "tl.rsqrt({0})", -1.0: "1.0 / {0}", -2.0: "1.0 / ({0} * {0})"}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def source(text: str) -> str:
+    """The functions of a graph, by its text; one text for all graphs that compute the same."""
+    return _Printer(parse(text)).source()
+
+
+def name_of(text: str) -> str:
+    """A name for what is printed of a graph: a hash of its text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _Printer:
+    """Prints one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        ends = [graph.result, *(() if graph.slope is None else (graph.slope,)), *(x for p in graph.partials for x in p)]
+        needed = graph.needed(ends)
+        levels = graph.levels
+        self.fetched = [n for n in needed if graph.nodes[n].op == "load" and levels[n] == 2]
+        self.crossing = [self._crossing(needed, ends, level) for level in (0, 1)]
+
+    def _crossing(self, needed: Sequence[int], ends: Sequence[int], level: int) -> list[int]:
+        """The nodes of a level that others of a higher one take."""
+        graph = self.graph
+        taken = {x for n in needed if graph.levels[n] > level for x in inputs_of(graph.nodes[n])} | set(ends)
+        return [n for n in needed if n in taken and graph.levels[n] == level and not _is_plain(graph.nodes[n])]
+
+    def source(self) -> str:
+        """The module's text."""
+        graph, (head, rows) = self.graph, self.crossing
+        parts = [
+            self._function("of_head(operands, at)", head, ()),
+            self._function("of_rows(operands, head, at)", rows, ("head",)),
+            self._function("fetch(operands, head, rows, at)", self.fetched, ("head", "rows")),
+        ]
+        if graph.what == "mask":
+            keep = self._body([graph.result], ("head", "rows", "fetched"))
+            value = f"tl.where({self._text(graph.result)}, x, fill)"
+            if graph.nodes[graph.result].op == "const":
+                value = "x" if graph.is_const(graph.result, True) else "tl.zeros_like(x) + fill"
+            parts.append(f"def function(x, fetched, operands, head, rows, at, fill):\n{keep}    return {value}\n")
+        else:
+            arguments = "(score, fetched, operands, head, rows, at)"
+            body, value = self._body([graph.result], ("head", "rows", "fetched")), self._of_score(graph.result)
+            parts.append(f"def function{arguments}:\n{body}    return {value}\n")
+            assert graph.slope is not None
+            body = self._body([graph.result, graph.slope], ("head", "rows", "fetched"))
+            parts.append(f"def linear{arguments}:\n{body}    return {value}, {self._of_score(graph.slope)}\n")
+            slopes = [p.slope for p in graph.partials]
+            body = self._body(slopes, ("head", "rows", "fetched"))
+            parts.append(f"def partials{arguments}:\n{body}    return {_tuple([self._of_score(n) for n in slopes])}\n")
+            parts.append(self._places())
+        return HEADER.format(name=name_of(graph.text)) + "\n\n".join("@triton.jit\n" + part for part in parts)
+
+    def _places(self) -> str:
+        loads = [self.graph.nodes[p.load] for p in self.graph.partials]
+        body = self._body([n for load in loads for n in inputs_of(load)], ("head", "rows", "fetched"))
+        offsets = [self._offset(load, "sums") or "tl.cast(0, tl.int64)" for load in loads]
+        return f"def places(fetched, operands, sums, head, rows, at):\n{body}    return {_tuple(offsets)}\n"
+
+    def _of_score(self, n: int) -> str:
+        """A value of the score's shape."""
+        return self._text(n) if self.graph.levels[n] == 3 else f"tl.zeros_like(score) + {self._text(n)}"
+
+    def _function(self, signature: str, results: Sequence[int], given: tuple[str, ...]) -> str:
+        body = self._body(results, given)
+        return f"def {signature}:\n{body}    return {_tuple([f'x{n}' for n in results])}\n"
+
+    def _body(self, results: Sequence[int], given: tuple[str, ...]) -> str:
+        """The lines that compute some nodes, from what earlier functions returned."""
+        have: dict[int, str] = {}
+        for name, nodes in (("head", self.crossing[0]), ("rows", self.crossing[1]), ("fetched", self.fetched)):
+            if name in given:
+                have |= {n: f"{name}[{place}]" for place, n in enumerate(nodes)}
+        lines: list[str] = []
+        done: set[int] = set()
+
+        def need(n: int) -> None:
+            node = self.graph.nodes[n]
+            if n in done or _is_plain(node):
+                return
+            done.add(n)
+            if n not in have:
+                for x in inputs_of(node):
+                    need(x)
+            lines.append(f"    x{n} = {have.get(n) or self._expression(node)}\n")
+
+        for n in results:
+            need(n)
+        return "".join(lines)
+
+    def _text(self, n: int) -> str:
+        """How a value is named where it is taken."""
+        op, kind, args = self.graph.nodes[n]
+        if op == "const":
+            return f'float("{args[0]}")' if kind == "f" and repr(args[0]) in ("inf", "-inf", "nan") else repr(args[0])
+        return "score" if op == "score" else f"at.{op}" if op in ("b", "h", "i", "j") else f"x{n}"
+
+    def _expression(self, node: Node) -> str:
+        op, kind, args = node
+        if op == "number":
+            return f"tl.cast(operands.numbers[{args[0]}], {_TYPES[kind]})"
+        if op == "size":
+            return f"operands.tensors[{args[0]}].sizes[{args[1]}]"
+        if op == "load":
+            offset = self._offset(node)
+            text = f"tl.load(operands.tensors[{args[0]}].ptr{offset and f' + ({offset})'})"
+            return f"{text} != 0" if kind == "b" else f"tl.cast({text}, {_TYPES[kind]})"
+        texts = [self._text(n) for n in args]
+        if op == "cast":
+            return f"tl.cast({texts[0]}, {_TYPES[kind]})"
+        if op == "not":
+            return f"{texts[0]} == 0" if kind == "b" else f"~{texts[0]}"
+        if op == "pow" and self.graph.nodes[args[1]].op == "const":
+            known = _POWERS.get(self.graph.nodes[args[1]].args[0])
+            if known is not None:
+                return known.format(texts[0])
+        texts = [f"({x})" if x.startswith("-") else x for x in texts]
+        return (_FLOATS.get(op, _TEXTS[op]) if kind == "f" else _TEXTS[op]).format(*texts)
+
+    def _offset(self, load: Node, tensors: str = "operands") -> str:
+        operand, *index = load.args
+        where = f"{tensors}.tensors[{operand}]"
+        terms = []
+        for d, n in enumerate(index):
+            size, node = f"{where}.sizes[{d}]", self.graph.nodes[n]
+            inside = f"functions.inside({self._text(n)}, {size})"
+            if node.op == "const":
+                inside = f"functions.inside_from_{'end' if node.args[0] < 0 else 'start'}({abs(node.args[0])}, {size})"
+            terms.append(f"{inside} * {where}.steps[{d}]")
+        return " + ".join(terms)
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a value has a name of its own wherever it is."""
+    return node.op in ("const", "score", "b", "h", "i", "j")
+
+
+def _tuple(values: Sequence[str]) -> str:
+    # A function of Gluon in Triton 3.6 may not return nothing.
+    return f"({''.join(f'{x}, ' for x in values).rstrip()})" if values else "0"

@@ -1,0 +1,307 @@
+"""From a user's function to its graph: one run over numbers that have no values, in which every operator is recorded.
+
+The function runs on fake tensors without dimensions. Indexing of a captured tensor becomes a load; views of it are
+views; what else is done to one is an error with the operator and the user's line. The derivative is autograd's,
+recorded in the same run, so that functions with a backward of their own keep it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from flashtile.mods.build import Builder, finished
+from flashtile.mods.captured import with_numbers
+from flashtile.mods.graph import INPUTS, Graph, Partial, kind_of
+from flashtile.mods.operators import record
+from flashtile.mods.reading import Refused, View, is_metadata, of_metadata, viewed
+
+_OURS = str(Path(__file__).resolve().parent.parent)
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+
+class Traced(NamedTuple):
+    """A function's graph, what its operands are, and the places of its numbers among those captured.
+
+    Attributes:
+        graph: The graph.
+        operands: See above.
+        numbers: See above.
+        asked_lengths: Whether the function looks at a captured tensor's lengths.
+    """
+
+    graph: Graph
+    operands: tuple[View, ...]
+    numbers: tuple[int, ...]
+    asked_lengths: bool
+
+
+class TraceError(Exception):
+    """A function that is no mod; says why, and where the user's code does it."""
+
+
+_DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
+
+
+def trace(
+    f: Callable[..., Any], what: str, tensors: Sequence[Tensor], numbers: Sequence[float] | None = None
+) -> Traced:
+    """The graph of a function.
+
+    Args:
+        f: A score mod or a mask mod.
+        what: "score" or "mask".
+        tensors: What it captures.
+        numbers: The numbers that it captures, of which and of lengths the graph then holds for all values; None for one
+            that has their values.
+
+    Raises:
+        TraceError: It does what no mod may do.
+    """
+    with _nothing_else(), Recorder(tensors) as recorder:
+        try:
+            return recorder.run(f, what, numbers)
+        except Exception as error:
+            raise TraceError(f"{_why(error)}{_line_of(error)}") from error
+
+
+@contextlib.contextmanager
+def _nothing_else() -> Iterator[None]:
+    """Without transforms, modes and autocast, and with gradients."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with (
+        temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C._DisableAutocast(),
+        torch.inference_mode(False), torch.enable_grad(),
+    ):  # fmt: skip
+        yield
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, Refused):
+        return str(error)
+    if type(error).__name__ in (
+        "DataDependentOutputException",
+        "GuardOnDataDependentSymNode",
+        "DynamicOutputShapeException",
+    ):
+        return (
+            "needs the value of a score or an index in Python (if, range, int): it has none when the function is "
+            "traced; use torch.where"
+        )
+    return f"{type(error).__name__}: {error}"
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the user's that led to an error."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_OURS, _TORCH)) and not frame.filename.startswith("<"):
+            return f" ({frame.filename}:{frame.lineno}: {frame.line})"
+    return ""
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators of a run."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+        self.made, self.tensors, self.fake, self._fake_type = Builder(), tensors, FakeTensorMode(), FakeTensor
+        self._nodes: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self.operands: list[View] = []
+        self._views = {id(x): View(n) for n, x in enumerate(tensors)}
+        self._of_views: dict[Any, int] = {}
+        self._numbers: list[Tensor] = []
+        self.leaves: list[tuple[int, Tensor]] = []
+        self.asked_lengths = False
+
+    def __enter__(self) -> Any:
+        self.fake.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.fake.__exit__(*error)
+
+    def run(self, f: Any, what: str, open_: Sequence[float] | None) -> Traced:
+        """Runs the function and its derivative."""
+        numbers = open_ or ()
+        kinds = ["f" if type(x) is float else "i" for x in numbers]
+        self._numbers = [self.new(self.made.add("number", kind, n), kind) for n, kind in enumerate(kinds)]
+        if numbers:
+            f = with_numbers(f, self._numbers.__getitem__)
+        given = {name: self.new(self.made.add(name, kind), kind) for name, kind in INPUTS.items()}
+        score = given["score"].requires_grad_(what == "score")
+        if what == "mask":
+            del given["score"]
+        with _Reads(self, open_ is not None):
+            out = f(*given.values())
+        if isinstance(out, (bool, int, float)):
+            out = self.new(self.made.const(out, "b" if type(out) is bool else "f"), "b" if type(out) is bool else "f")
+        if not isinstance(out, Tensor) or out.dim():
+            raise Refused(f"returns {type(out).__name__}, must return one {'score' if what == 'score' else 'bool'}")
+        result = self.made.cast(self.node(out), "f" if what == "score" else "b")
+        slope: int | None = None
+        partials: list[Partial] = []
+        if what == "score":
+            slope, partials = self._derivative(out, score)
+        sized = {n: f"{kind_of(self.of(v).dtype)}{self.of(v).dim()}" for n, v in enumerate(self.operands)}
+        graph, operands, places = finished(
+            self.made, what, result, slope, partials, sized, dict(enumerate(kinds)),
+        )  # fmt: skip
+        return Traced(graph, tuple(self.operands[n] for n in operands), tuple(places), self.asked_lengths)
+
+    def _derivative(self, out: Tensor, score: Tensor) -> tuple[int, list[Partial]]:
+        """Of the result with respect to the score, and to each load."""
+        zero = self.made.const(0.0, "f")
+        if not out.requires_grad:
+            return zero, []
+        leaves = [leaf for _, leaf in self.leaves]
+        one = self.new(self.made.const(1.0, "f"), "f").to(out.dtype)
+        first, *others = torch.autograd.grad(out, [score, *leaves], one, allow_unused=True)
+        sums: dict[int, int] = {}
+        for (load, _), found in zip(self.leaves, others, strict=True):
+            if found is not None:
+                slope = self.made.cast(self.node(found), "f")
+                sums[load] = self.made.add("add", "f", sums[load], slope) if load in sums else slope
+        slope = zero if first is None else self.made.cast(self.node(first), "f")
+        return slope, [Partial(load, slope) for load, slope in sums.items()]
+
+    def of(self, view: View) -> Tensor:
+        """The view itself."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            return view.of(self.tensors[view.tensor])
+
+    def new(self, node: int, kind: str) -> Tensor:
+        """A tensor without a value that stands for a node."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), self.fake:
+            made = torch.empty((), dtype=_DTYPES[kind], device="cpu")
+        self.stands_for(made, node)
+        return made
+
+    def stands_for(self, x: Tensor, node: int) -> None:
+        """Records that a tensor has a node's value."""
+        self._nodes[id(x)] = node
+        self._alive.append(x)
+
+    def node(self, x: Any, kind: str | None = None) -> int:
+        """The node of an argument of an operator, as another kind if one is given."""
+        if isinstance(x, Tensor):
+            found = self._nodes.get(id(x))
+            if found is None:
+                constant = x if not isinstance(x, self._fake_type) else getattr(x, "constant", None)
+                if constant is None or constant.dim():
+                    raise Refused("uses a tensor that it makes or finds in a way that cannot be followed")
+                with _disable_current_modes():
+                    found = self.made.const(constant.item(), kind_of(constant.dtype))
+            return found if kind is None else self.made.cast(found, kind)
+        own = kind or ("b" if type(x) is bool else "f" if type(x) is float else "i")
+        return self.made.const(x, own)
+
+    def view_of(self, x: Tensor) -> View | None:
+        """The operand that a real tensor is, None for any other."""
+        return self._views.get(id(x))
+
+    def add_view(self, x: Tensor, view: View) -> None:
+        """Records that a real tensor is a view of an operand."""
+        self._views[id(x)] = view
+        self._alive.append(x)
+
+    def operand(self, view: View) -> int:
+        """The place of an operand."""
+        key = repr(view.steps), view.tensor
+        if key not in self._of_views:
+            self._of_views[key] = len(self.operands)
+            self.operands.append(view)
+        return self._of_views[key]
+
+    def load(self, view: View, index: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """What a tensor has at an index."""
+        kind, nodes = kind_of(dtype), []
+        for x in index:
+            node = self.node(x)
+            if self.made.nodes[node].kind not in "il":
+                raise Refused("indexes a captured tensor by what is no integer")
+            nodes.append(node)
+        node = self.made.add("load", kind, self.operand(view), *nodes)
+        made = self.new(node, kind)
+        if kind == "f":
+            made.requires_grad_()
+            self.leaves.append((node, made))
+        return made
+
+    def size(self, view: View, dim: int) -> Tensor:
+        """An operand's length along a dimension, as a number that may vary."""
+        return self.new(self.made.add("size", "i", self.operand(view), dim), "i")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return record(self, func, args, kwargs or {})
+
+
+class _Reads(TorchFunctionMode):
+    """Makes loads of what is indexed, views of what is viewed, and errors of what else touches a captured tensor."""
+
+    def __init__(self, recorder: Recorder, lifts: bool) -> None:
+        super().__init__()
+        self.recorder, self.lifts = recorder, lifts
+        self._scalars: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(self._is_captured(x) for x in _flat((args, tuple(kwargs.values())))):
+            return func(*args, **kwargs)
+        first: Any = args[0] if args else None
+        name = getattr(func, "__name__", str(func))
+        if self._is_captured(first):
+            view = self.recorder.view_of(first)
+            if view is None:
+                raise Refused(f"{name} of a tensor that it finds in a way that cannot be followed: make it a variable")
+            if is_metadata(func, name):
+                return of_metadata(self.recorder, first, view, func, name, args[1:], kwargs, self.lifts)
+            made = viewed(self.recorder, first, view, func, name, args[1:], kwargs)
+            if made is not None:
+                return made
+        args = _mapped(args, self._loaded(name))
+        return func(*args, **{key: _mapped(x, self._loaded(name)) for key, x in kwargs.items()})
+
+    def _is_captured(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and not isinstance(x, self.recorder._fake_type)
+
+    def _loaded(self, name: str) -> Callable[[Any], Any]:
+        """What takes the place of an argument: a load where it is a captured tensor without dimensions."""
+
+        def loaded(x: Any) -> Any:
+            if not self._is_captured(x):
+                return x
+            view = self.recorder.view_of(x)
+            if view is None or x.dim() or name in ("item", "__bool__", "__int__", "__float__", "__index__", "tolist"):
+                raise Refused(f"{name} of a captured tensor: index it instead, or compute this outside of the function")
+            if id(x) not in self._scalars:
+                self._scalars[id(x)] = self.recorder.load(view, (), x.dtype)
+            return self._scalars[id(x)]
+
+        return loaded
+
+
+def _flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, (tuple, list)):
+        for each in x:
+            yield from _flat(each)
+    else:
+        yield x
+
+
+def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(x, (tuple, list)):
+        return type(x)(_mapped(each, change) for each in x)
+    return change(x)

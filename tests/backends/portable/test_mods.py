@@ -1,0 +1,103 @@
+"""Printed functions in the portable kernels, under Triton's interpreter: values and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.backends.portable.backward import operands
+from tests.cases import Case, judge
+from tests.mods.calls import with_functions
+from tests.mods.functions import MASKS, SCORES
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+DENSE = Case("mods", batch=2, seqlen_q=19, seqlen_k=35, heads=2, kv_heads=1)
+PACKED = Case("varlen_mods", batch=3, lengths=((13, 21), (1, 1), (20, 18)), heads=2, kv_heads=2, causal=True)
+FEATURES = Case(
+    "mods_features", batch=2, seqlen_q=19, seqlen_k=35, heads=2, kv_heads=2, window=(12, 3), softcap=3.0, alibi="h",
+    mask="qk", bias="hk", sinks=True, dropout=0.2, lse_grad=True,
+)  # fmt: skip
+
+
+@pytest.mark.one_in(17)
+@pytest.mark.parametrize("case", [DENSE, PACKED, FEATURES], ids=str)
+@pytest.mark.parametrize("name", SCORES)
+def test_score_mods(name: str, case: Case) -> None:
+    judge(with_functions(case, name, None, torch.float32), "portable")
+
+
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("case", [DENSE, PACKED, FEATURES], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_mods(name: str, case: Case) -> None:
+    judge(with_functions(case, None, name, torch.float32), "portable")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision(dtype: torch.dtype) -> None:
+    judge(with_functions(DENSE, "read_twice", "documents", dtype), "portable")
+
+
+WAYS = {"by_distance": "diagonals", "bias_turned": "pairs", "by_row_and_key": "rows", "graphormer": "any"}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_gradients_of_what_is_captured_repeat_bit_for_bit(name: str) -> None:
+    call = with_functions(replace(DENSE, deterministic=True), name, "heads_differ", torch.float32)
+    assert operands.shares_of(call.problem, call.tensors)[0].way == WAYS[name]
+    judge(call, "portable")
+    out, _ = call.run("portable")
+    leaves = [x for x in call.leaves.values() if x is not call.tensors.q]
+    first = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, torch.ones_like(out))))
+
+
+def test_repeatable_sums_by_place_are_right() -> None:
+    """Of magnitudes far apart, in whatever order."""
+    call = with_functions(replace(DENSE, deterministic=True), "graphormer", None, torch.float32)
+    share = operands.shares_of(call.problem, call.tensors)[0]
+    sums = operands.new_sums(call.problem, call.tensors, share)
+    assert [x.dtype for x in sums] == [torch.int64, torch.int32]
+    values = torch.randn(sums[0].numel()).double() * torch.logspace(-9, 9, sums[0].numel())
+    greatest = values.float().abs().view(torch.int32)
+    units = torch.exp2((61 - 34 - ((greatest >> 23) - 127)).double())
+    sums[0].copy_((values * units).long())
+    sums[1].copy_(greatest)
+    found = operands.gradient_of(call.problem, call.tensors, share, sums)
+    torch.testing.assert_close(found.flatten().double(), values, rtol=1e-6, atol=0)
+
+
+def test_what_functions_make_past_the_ends_and_of_dropped_pairs_stays_out() -> None:
+    q, k, v = (torch.randn(1, 19, 2, 16, requires_grad=True) for _ in range(3))
+    table = torch.randn(19, 19)
+    table[:, 5] = torch.nan
+    leaf = table.requires_grad_()
+
+    def wild(score, b, h, q_idx, kv_idx):
+        return score + leaf[q_idx, kv_idx] + 1.0 / (kv_idx - 7) + torch.log(19.0 - q_idx)
+
+    def mask(b, h, q_idx, kv_idx):
+        return (kv_idx != 5) & (kv_idx != 7)
+
+    found = {}
+    for backend in ("cpu", "portable"):
+        out = flashtile.attention(q, k, v, score_mod=wild, mask_mod=mask, backend=backend)
+        found[backend] = (out, *torch.autograd.grad(out.sum(), (q, k, v, leaf)))
+    for got, want in zip(found["portable"], found["cpu"], strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.isfinite().all()
+
+
+def test_numbers_reach_kernels_as_they_are() -> None:
+    q, k, v = (torch.randn(1, 19, 1, 16) for _ in range(3))
+    for width, factor in ((3, 0.25), (5, 4.0)):
+
+        def mod(score, b, h, q_idx, kv_idx, width=width, factor=factor):
+            return score * factor + (q_idx - kv_idx) // width
+
+        got, want = (flashtile.attention(q, k, v, score_mod=mod, backend=name) for name in ("portable", "cpu"))
+        torch.testing.assert_close(got, want)

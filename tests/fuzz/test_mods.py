@@ -1,0 +1,41 @@
+"""Random calls with random functions of the user's, judged like all calls; captured tensors' gradients too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cases import Case, judge
+from tests.fuzz.drawn import FLOATS, SMALL, Draw, _plain, _within
+from tests.fuzz.judged import cancels
+from tests.mods.calls import with_functions
+from tests.mods.functions import MASKS, SCORES
+
+
+def drawn(seed: int) -> tuple[Case, str | None, str | None, torch.dtype]:
+    """Call number ``seed``: a case, a score mod, a mask mod and a dtype."""
+    d = Draw(("mods", seed), replace(SMALL, longest=90, most_pairs=2**17, most_dim=64))
+    case = _within(_plain(d, f"mods_{seed}"), d.sizes)
+    case = replace(case, softcap=case.softcap if d.chance(0.5) else 0.0, wanted=None)
+    score = d.pick(*SCORES) if d.chance(0.8) else None
+    mask = d.pick(*MASKS) if score is None or d.chance(0.6) else None
+    return case, score, mask, d.pick(*FLOATS, torch.float64)
+
+
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize("seed", range(300))
+def test_random_functions_on_the_cpu(seed: int) -> None:
+    case, score, mask, dtype = drawn(seed)
+    call = with_functions(case, score, mask, dtype, seed)
+    if cancels(call.problem) or mask == "nothing":
+        call = call.wanting([name for name in call.leaves if name == "v"])  # type: ignore[assignment]
+    judge(call, "cpu")
+
+
+def test_all_functions_and_layouts_are_drawn() -> None:
+    every = [drawn(seed) for seed in range(300)]
+    assert {score for _, score, _, _ in every} == {*SCORES, None}
+    assert {mask for _, _, mask, _ in every} == {*MASKS, None}
+    assert any(case.lengths for case, *_ in every) and any(case.dropout for case, *_ in every)

@@ -1,0 +1,70 @@
+"""Calls with functions of the user's, judged as the case table judges all calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flashtile.call.arguments import Options, grads_of
+from flashtile.call.functions import functions_of
+from flashtile.call.problem import Problem
+from tests.cases import Call, Case, build
+from tests.mods.functions import MASKS, SCORES, Sizes
+
+
+@dataclass(frozen=True, eq=False)
+class ModCall(Call):
+    """A ``Call`` whose leaves ``operand0`` and so on are captured by its functions."""
+
+    def _with(self, leaves: dict[str, Tensor]) -> Call:
+        named = {name: x for name, x in leaves.items() if not name.startswith("operand")}
+        made = super()._with(named)
+        operands = list(self.tensors.operands or ())
+        for name, x in leaves.items():
+            if name.startswith("operand"):
+                operands[int(name[7:])] = x
+        tensors = replace(made.tensors, operands=tuple(operands) if self.tensors.operands is not None else None)
+        return replace(made, tensors=tensors, leaves=leaves)
+
+
+def with_functions(
+    case: Case, score: str | None, mask: str | None, dtype: torch.dtype, seed: int = 0, frozen: bool = False
+) -> ModCall:
+    """A case with functions of ``functions``, by name; ``frozen``: of what they capture nothing learns."""
+    call = build(case, dtype, seed=seed)
+    packed = call.problem.varlen
+    sizes = Sizes(
+        max(call.problem.batch, 1), case.heads, call.problem.seqlen_q, call.problem.seqlen_k, dtype,
+        torch.Generator().manual_seed(seed + 1),
+    )  # fmt: skip
+    makers = {"score_mod": score and SCORES[score](sizes), "mask_mod": mask and MASKS[mask](sizes)}
+    made = {name: each for name, each in makers.items() if each}
+    leaves = dict(call.leaves)
+    tensors = call.tensors
+    if frozen or (case.wanted is not None and "o" not in case.wanted):
+        for each in made.values():
+            for x in each.leaves:
+                x.requires_grad_(False)
+    functions = functions_of(
+        *(makers[name] and makers[name].function for name in makers), tensors, case.softcap,
+        tensors.cu_seqlens_q is tensors.cu_seqlens_k,
+    )  # fmt: skip
+    tensors = replace(tensors, operands=functions.operands, numbers=functions.numbers)
+    for n, x in enumerate(functions.operands or ()):
+        if x.requires_grad:
+            leaves[f"operand{n}"] = x
+    p = call.problem
+    asked = tuple(name in leaves for name in ("q", "k", "v", "bias", "sinks"))
+    operands = tuple(f"operand{n}" in leaves for n in range(len(functions.operands or ())))
+    options = Options(
+        p.band.left, p.band.right, p.seqlen_q if packed else None, p.seqlen_k if packed else None,
+        grads_of("grads", (*asked, *operands)), p.softmax_scale, p.softcap, p.dropout_p, p.deterministic,
+    )  # fmt: skip
+    options = functions.options(options, 0 if packed else p.seqlen_k - p.seqlen_q)
+    read = tensors
+    if case.layout == "last_dim_strided":
+        read = replace(tensors, **{name: getattr(tensors, name).contiguous() for name in "qkv"})
+    keywords = call.keywords | {name: each.function for name, each in made.items()}
+    return ModCall(case, Problem.of(read, options), tensors, keywords, leaves)

@@ -1,0 +1,61 @@
+"""Printed functions in kernels, without a GPU: what a build depends on, how sums are made, and that they compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile.backends.gpu.launch import Captured, compile_kernel, lower, specialise
+from flashtile.backends.portable.launches import launches
+from flashtile.mods import record
+from flashtile.mods.graph import parse
+from flashtile.mods.places import way_of
+from tests.cases import Case
+from tests.mods.calls import with_functions
+from tests.mods.functions import SCORES, Sizes
+
+
+def test_how_places_depend_on_a_pair() -> None:
+    sizes = Sizes(2, 2, 9, 9, torch.float32, torch.Generator().manual_seed(0))
+    ways = {}
+    for name in SCORES:
+        text = record.lowered(SCORES[name](sizes).function, "score_mod", "score", False).text
+        graph = parse(text) if text else None
+        ways[name] = [way_of(graph, p.load) for p in graph.partials] if graph else []
+    assert ways["by_distance"] == ["diagonals"] and ways["buckets"] == ["any"] and ways["graphormer"] == ["any"]
+    assert ways["bias"] == ways["bias_turned"] == ["pairs"] and sorted(ways["read_twice"]) == ["keys", "rows"]
+    assert ways["learned_temperature"] == ["rows", "rows"] and ways["gated"] == ["rows"]
+
+
+def test_new_values_and_lengths_need_no_other_build() -> None:
+    keys = set()
+    for rows in (64, 200, 333):
+        case = Case("mods", seqlen_q=rows, seqlen_k=rows + 5, heads=2, kv_heads=2, head_dim=64)
+        for score, mask in (("by_distance", "prefix"), ("capped", "neighbourhood")):
+            call = with_functions(case, score, mask, torch.float16)
+            described = call.problem.but(device_type="cuda", compute_capability=(9, 0), softcap=0.0)
+            for direction in ("forward", "backward"):
+                for name, launch in launches(described, call.tensors, direction).items():
+                    key, leaves = lower(launch)
+                    keys.add((score, name, key))
+                    if score == "capped" and name.endswith("forward"):
+                        assert any(isinstance(x, Captured) for x in leaves)
+    assert len(keys) == len({(score, name) for score, name, _ in keys})
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "gfx942"])
+@pytest.mark.parametrize("name", ["by_distance", "graphormer", "capped", "gated"])
+def test_kernels_compile(name: str, arch: str) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    case = Case("mods", seqlen_q=256, seqlen_k=256, heads=4, kv_heads=2, head_dim=64, causal=True)
+    call = with_functions(case, name, "documents", torch.bfloat16)
+    is_amd = arch == "gfx942"
+    capability = None if is_amd else (int(arch[3]), int(arch[4:]))
+    target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch[3:]), 32)
+    described = call.problem.but(device_type="cuda", compute_capability=capability, softcap=0.0)
+    for direction in ("forward", "backward"):
+        for launch in launches(described, call.tensors, direction).values():
+            made = compile_kernel(launch.kernel, specialise(launch), launch.options, target)
+            assert made.metadata.shared <= 100_000
