@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward.launch import ForwardPlan
-from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
@@ -47,6 +48,12 @@ CASES = {
     "parts": case_of(((150, 135),), page_size=16, heads=1, head_dim=96, alibi="h"),
     "packed": case_of(((200, 90), (70, 3), (30, 4), (40, 0), (150, 33)), packed=True, page_size=16, spare=2,
                       sinks=True),
+    "eight_bits": case_of(((300, 130), (0, 130), (150, 130)), 7, float8="none", page_size=16, head_dim=128),
+    "eight_bits_by_head": case_of(((200, 140), (3, 140)), float8="h", entries=True, heads=4, kv_heads=2),
+    "eight_bits_by_entry": case_of(((200, 140), (-1, 140), (129, 140)), 3, float8="eh", entries=True, head_dim=96),
+    "eight_bits_by_page": case_of(((260, 90), (70, 3), (129, 140)), 3, float8="eh", page_size=64, packed=True, spare=2,
+                                  head_dim=192),
+    "eight_bits_wide": case_of(((200, 140), (70, 140)), float8="eh", page_size=32, head_dim=256, heads=1, **WINDOW),
     "packed_apart": case_of(((200, 90), (129, 129)), 3, packed=True, entries=True, alibi="h"),
 }  # fmt: skip
 
@@ -75,10 +82,20 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
     step = host.Step(launched, decode._OPERANDS, t.q.device)
     host.run((step,), (
         t.out, lse, t.q, t.k_cache, t.v_cache, t.cache_seqlens, None, t.cu_seqlens_q, t.cu_seqlens_k_new,
-        t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, None, None, None, counters,
+        t.cache_batch_idx, t.page_table, t.alibi_slopes, t.sinks, t.k_scale, t.v_scale, None, counters,
     ))  # fmt: skip
     assert counters == 0
     return lse
+
+
+def sixteen_bits(cache: Tensor, scale: Tensor | None, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of entries or pages; of an 8-bit cache times their scale, which is rounded once."""
+    if cache.dtype != FLOAT8:
+        return cache[places].flatten(0, 1)
+    wide = cache.float()[places]
+    if scale is not None:
+        wide = wide * (scale if scale.dim() == 1 else scale[places, None])[..., None]
+    return wide.to(dtype).flatten(0, 1)
 
 
 def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> tuple[Tensor, Tensor]:
@@ -87,12 +104,15 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
     count = old + new if old >= 0 else 0
     start = int(t.cu_seqlens_q[b]) if t.cu_seqlens_q is not None else 0
     q = (t.q if case.packed else t.q[b])[start : start + rows]
-    k, v = (
-        (x[t.page_table[b, : -(-count // case.page_size)].long()].flatten(0, 1) if t.page_table is not None
-         else x[b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])])[:count].contiguous()
-        for x in (t.k_cache, t.v_cache)
+    places = t.page_table[b, : -(-count // case.page_size)].long() if t.page_table is not None else (
+        torch.tensor([b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])] * (count > 0)).long()
     )  # fmt: skip
-    own = problem.but(batch=1, queries=SequenceLayout(rows), keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count)
+    k, v = (
+        sixteen_bits(x, scale, places, q.dtype)[:count].contiguous()
+        for x, scale in ((t.k_cache, t.k_scale), (t.v_cache, t.v_scale))
+    )
+    precision = replace(problem.precision, kv=q.dtype)
+    own = problem.but(batch=1, precision=precision, queries=SequenceLayout(rows), keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count)
     out, lse = ForwardPlan(own, Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks))(
         Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
     )

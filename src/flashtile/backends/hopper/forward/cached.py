@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache
+from flashtile.backends.hopper.device.records import Cache, CacheScale
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.launch import forward_launch
-from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.problem import Problem, Tensors
 
 _FEWEST_PAGE_ROWS = 16
@@ -18,11 +19,11 @@ _FEWEST_PAGE_ROWS = 16
 
 def reasons(problem: Problem) -> list[str]:
     """What keeps a kind of call from the forward, whatever its number of rows; none if nothing does."""
-    p, size = problem, problem.keys.page_size
+    p, size, unit = problem, problem.keys.page_size, 16 if configs.widens(problem) else 8
     against = {
-        "caches in 8 bits": p.precision.kv.itemsize == 1,
-        "dtype": p.precision.kv.itemsize != 1 and p.dtype not in (torch.float16, torch.bfloat16),
-        "head_dim that is no multiple of 8": p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0,
+        "caches in 8 bits": configs.widens(p) and not (configs.WIDENS and p.precision.kv == FLOAT8),
+        "dtype": p.dtype not in (torch.float16, torch.bfloat16),
+        f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,
         f"pages of {size}": 0 < size < _FEWEST_PAGE_ROWS or size & (size - 1) != 0,
         "strides that TMA cannot read": not p.aligned,
         "tree_mask": p.tree,
@@ -59,10 +60,14 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         pointer(t.page_table, "pages"),
         None if t.page_table is None else t.page_table.stride(0),
         t.v_cache.stride(0) // t.v_cache.stride(1),
-        p.keys.page_size, few, long,
+        p.keys.page_size, few, long, _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale),
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)
     return forward_launch(p, plain, config, cached=(cache, *_maps_of_keys(p, t, config), out_map))
+
+
+def _scale(name: str, scale: Tensor | None) -> CacheScale:
+    return CacheScale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else None)
 
 
 def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[TensorMap, TensorMap]:
@@ -70,7 +75,7 @@ def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tu
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
     # A block of several boxes needs boxes of at most 64 columns: see ``parts.load``.
-    most = 256 if rows == config.block_n else 64
+    most = 256 if rows == config.block_n else 128 // problem.precision.kv.itemsize
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
         tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False),

@@ -44,6 +44,9 @@ class Config:
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
         score_stages: Buffers for bias and mask tiles; 0 if each thread loads its elements from global memory.
         score_bytes: Bytes of an element of bias and mask together: of those with rows of their own, and with one row.
+        widen_warps: Warps that widen the keys and values of an 8-bit cache; 0 for caches in 16 bits.
+        widen_registers: What setmaxnreg gives their threads.
+        widen_passes: In how many passes they take a block whose rows allow it.
     """
 
     block_d: int
@@ -64,13 +67,18 @@ class Config:
     max_registers: int = 168
     score_stages: int = 0
     score_bytes: tuple[int, int] = (0, 0)
+    widen_warps: int = 0
+    widen_registers: int = 0
+    widen_passes: int = 1
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2:
             raise ValueError(f"overlap needs two buffers for queries: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
-        if self.num_warpgroups * self.registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
+        # Fewer than four warps that widen are in the producer's warpgroup.
+        others = self.widen_registers + (PRODUCER_REGISTERS if self.widen_warps in (0, 4) else 0)
+        if self.num_warpgroups * self.registers + others > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
             raise ValueError(f"pack_gqa needs whole strips, whose boxes have 64 columns at most: {self}")
@@ -280,7 +288,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
         # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
-        wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
+        wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128 or widens(problem)
         if not wide:
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
@@ -316,7 +324,19 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Room for ``mods.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
-    return config
+    return _variant(config, **WIDENING) if widens(problem) else config
+
+
+# Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.
+WIDENS = True
+# Of a call over an 8-bit cache: four more warps leave its two consumers 216 registers a thread.
+WIDENING: dict[str, Any] = {"widen_warps": 4, "widen_registers": 48, "widen_passes": 2, "registers": 216}
+WIDENING |= {"max_registers": 128}
+
+
+def widens(problem: Problem) -> bool:
+    """Whether a call's keys and values are in a cache of 8 bits."""
+    return problem.keys.used and problem.precision.kv.itemsize == 1
 
 
 @functools.cache

@@ -300,6 +300,13 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
 
 
 @gluon.jit
+def pages_of_rows(records, use, rows, call):
+    """The pages that some of a tile's keys lie in, 0 for rows past them."""
+    place = rows >> log2(call.keys.cache.PAGE_SIZE)
+    return gl.load(_table(records, use, call) + place, mask=rows < records.get(use, "seqlen_k"), other=0)
+
+
+@gluon.jit
 def first_scale(start, b):
     """The number of the first scale of a packed sequence that begins at row ``start``."""
     return start // SCALE_ROWS + b
