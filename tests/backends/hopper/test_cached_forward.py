@@ -14,6 +14,7 @@ from torch import Tensor
 from flashtile import reference
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import launch as decode
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
@@ -23,8 +24,10 @@ from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
-from tests.kvcache.cases import CacheCase, build
+from tests.kvcache.cases import CacheCase, build, judge
 from tests.poison import poisoned_memory
+from tests.ptx import hopper
+from tests.ptx.machine import Options
 from tests.slow import slow_but
 
 FULL: dict[str, Any] = {"causal": False}
@@ -112,7 +115,14 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
         for x, scale in ((t.k_cache, t.k_scale), (t.v_cache, t.v_scale))
     )
     precision = replace(problem.precision, kv=q.dtype)
-    own = problem.but(batch=1, precision=precision, queries=SequenceLayout(rows), keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count)
+    own = problem.but(
+        batch=1,
+        precision=precision,
+        queries=SequenceLayout(rows),
+        keys=SequenceLayout(count),
+        seqlen_q=rows,
+        seqlen_k=count,
+    )
     out, lse = ForwardPlan(own, Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks))(
         Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
     )
@@ -155,6 +165,7 @@ def random_case(draw: random.Random) -> CacheCase:
         softcap=draw.choice([0.0, 0.0, 5.0]),
         alibi="h" * (draw.random() < 0.3),
         sinks=draw.random() < 0.3,
+        float8=draw.choice(["", "", "none", "h", "eh"]),
         **draw.choice([FULL, {}, {}, WINDOW]),
     )
 
@@ -183,6 +194,53 @@ def judge_bits(case: CacheCase, seed: int, leaves: tuple[int, int] | None) -> No
                 torch.testing.assert_close(own, want_lse, rtol=2**-22, atol=0)
     # Rows that belong to no sequence.
     assert not case.spare or not tensors.out[at:].any()
+
+
+# Tiles in place of the chosen ones: two warps beside the producer, and buffers of their own for blocks of 8 bits.
+WAYS: dict[str, dict[str, int]] = {
+    "two_warps": {"widen_warps": 2, "widen_registers": 56, "registers": 224, "max_registers": 168},
+    "apart": {"widen_stages": 1, "q_stages": 1, "overlap": False},
+    "two_apart": {"widen_stages": 2, "stages": 2},
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*((way, "eight_bits_by_head") for way in WAYS), ("two_warps", "eight_bits"), ("apart", "eight_bits")],
+)
+def test_every_way_to_widen_gives_the_same_bits(way: str, name: str) -> None:
+    problem, tensors = call_of(CASES[name])
+    chosen = tiles.choose(problem, rows=tensors.q.shape[-3])
+    found = []
+    for config in (chosen, replace(chosen, **WAYS[way])):
+        with on_cpu(seed=1, num_sms=1), poisoned_memory(), trial(hopper_forward=config):
+            lse = run(problem, tensors, None)
+        found.append((tensors.out.clone(), lse))
+    assert all(map(torch.equal, *found))
+
+
+# Layouts, swizzles and races of warps: parts of each width, with a scale of each kind, in each way.
+COMPILED = {
+    "64": case_of(((140, 66),), float8="h", heads=2, page_size=64),
+    "96": case_of(((140, 66), (60, 66)), 3, float8="eh", heads=2, page_size=16, head_dim=96),
+    "128": case_of(((140, 66), (0, 66), (-1, 66)), float8="h", heads=2, head_dim=128, entries=True),
+    "192": case_of(((140, 66), (64, 3)), float8="none", heads=2, page_size=32, head_dim=192, packed=True, spare=2,
+                    sinks=True),
+    "256": case_of(((140, 66),), float8="eh", heads=2, page_size=128, head_dim=256),
+    "two_warps": case_of(((300, 66),), float8="eh", heads=2, page_size=256, head_dim=128, **WINDOW),
+    "apart": case_of(((140, 66), (30, 66)), float8="eh", heads=2, entries=True, head_dim=128),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_of_8_bits(name: str) -> None:
+    call = build(COMPILED[name], torch.bfloat16)
+    problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
+    chosen = replace(tiles.choose(problem, rows=call.tensors.q.shape[-3]), **WAYS.get(name, {}))
+    with hopper.on_cpu(Options(seed=len(name))), trial(hopper_forward=chosen):
+        judge(call, "hopper")
 
 
 @pytest.mark.parametrize(("rows", "keys", "warpgroups", "strip"), [(500, 512, 2, 32), (2048, 6144, 3, 64)])
@@ -227,16 +285,18 @@ def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
         ({"page_size": 8}, "not the forward's kernel: pages of 8"),
         ({"page_size": 48}, "not the forward's kernel: pages of 48"),
         ({"head_dim": 84}, "not the forward's kernel: head_dim that is no multiple of 8"),
-        ({"kv": torch.float8_e4m3fn}, "not the forward's kernel: caches in 8 bits"),
+        ({"kv": FLOAT8}, "8 bits widened by 4 warps"),
+        ({"kv": FLOAT8, "head_dim": 72}, "not the forward's kernel: head_dim that is no multiple of 16"),
+        ({"kv": FLOAT8, "dtype": torch.float32}, "not the forward's kernel: dtype"),
     ],
     ids=str,
 )
 def test_which_kernel_and_why(change: dict[str, Any], says: str) -> None:
     facts: dict[str, Any] = {"rows": 100, "packed": False, "capacity": 4096, "page_size": 16, "head_dim": 128}
-    facts |= {"kv": torch.bfloat16} | change
+    facts |= {"dtype": torch.bfloat16, "kv": torch.bfloat16} | change
     problem = described(
         device_type="cuda", compute_capability=(9, 0), batch=4, num_heads_q=32, num_heads_kv=8, band=Band(None, 0),
-        precision=Precision(torch.bfloat16, facts["kv"], torch.bfloat16, torch.bfloat16),
+        precision=Precision(facts["dtype"], facts["kv"], facts["dtype"], facts["dtype"]),
         queries=SequenceLayout(facts["rows"], facts["packed"]),
         head_dim=facts["head_dim"], head_dim_v=facts["head_dim"],
         keys=SequenceLayout(facts["capacity"], used=True, page_size=facts["page_size"]), softmax_scale=0.1,

@@ -68,6 +68,7 @@ else:
 
     @gluon.jit
     def seen_as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The first bytes of a buffer as another tensor."""
         return buffer._reinterpret(dtype, shape, layout)
 
 

@@ -106,13 +106,19 @@ def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constex
 
 
 @gluon.jit
-def make_landings(rings):
-    """``ring.make_landing`` of a channel."""
-    first = make_landing(rings[0])
-    landings = (first,)
-    for i in gl.static_range(1, len(rings)):
-        landings = also(landings, Ring(rings[i].buffers, first.full, first.empty, first.stages, first.parts))
-    return landings
+def make_landings(rings, dtype: gl.constexpr, COLS: gl.constexpr, stages: gl.constexpr, most: gl.constexpr = 256):
+    """Where TMA loads tiles of a narrower dtype that a role widens into a channel.
+
+    They have ``stages`` buffers of their own, or with 0 the channel's: ``ring.make_landing``.
+    """
+    if stages > 0:
+        return make_rings(dtype, rings[0].buffers.shape[1], COLS, stages, 1, 1, most)
+    else:
+        first = make_landing(rings[0])
+        landings = (first,)
+        for i in gl.static_range(1, len(rings)):
+            landings = also(landings, Ring(rings[i].buffers, first.full, first.empty, first.stages, first.parts))
+        return landings
 
 
 @gluon.jit
@@ -123,8 +129,8 @@ def load(desc, rings, use, strips, COLS: gl.constexpr):
     """
     BYTES: gl.constexpr = desc.dtype.primitive_bitwidth // 8
     ROWS: gl.constexpr = rings[0].buffers.shape[1] // len(strips)
-    # A box of at most 128 bytes a row is contiguous in shared memory, for any number of rows.
-    most: gl.constexpr = 256 if len(strips) == 1 else 128 // BYTES
+    # Of several, each must be contiguous in shared memory: at most 128 bytes a row.
+    WIDEST: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
     full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * BYTES)
     tiles = tiles_at(rings, use)
     if desc.dtype.primitive_bitwidth < rings[0].buffers.dtype.primitive_bitwidth:
@@ -136,7 +142,7 @@ def load(desc, rings, use, strips, COLS: gl.constexpr):
         boxes = ()
         for j in gl.static_range(len(tiles)):
             boxes = also(boxes, box_of(tiles[j], i * ROWS, ROWS, 0))
-        load_boxes(desc, boxes, full, strips[i][0], strips[i][1], COLS, 256, most)
+        load_boxes(desc, boxes, full, strips[i][0], strips[i][1], COLS, rings[0].buffers.shape[2], WIDEST)
 
 
 @gluon.jit

@@ -161,7 +161,7 @@ class Schedule(NamedTuple):
         CACHED_ROWS: Keys and values that are taken to fit into the L2 cache.
         WIDEN_WARPS: Warps of the role that widens keys and values of 8 bits; 0 for none.
         WIDEN_REGISTERS: What setmaxnreg gives its threads.
-        WIDEN_PASSES: In how many passes it takes a block.
+        WIDEN_STAGES: Buffers each for keys and values of 8 bits; 0 if they land where they are widened.
     """
 
     counter: Any
@@ -182,7 +182,7 @@ class Schedule(NamedTuple):
     CACHED_ROWS: Any
     WIDEN_WARPS: Any
     WIDEN_REGISTERS: Any
-    WIDEN_PASSES: Any
+    WIDEN_STAGES: Any
 
 
 class Scales(NamedTuple):

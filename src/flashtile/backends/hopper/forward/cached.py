@@ -74,8 +74,8 @@ def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tu
     """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
-    # A block of several boxes needs boxes of at most 64 columns: see ``parts.load``.
-    most = 256 if rows == config.block_n else 128 // problem.precision.kv.itemsize
+    # Several boxes in a block, and boxes of 8 bits in a part, have at most 128 bytes a row: see ``parts.load``.
+    most = 256 if rows == config.block_n and not config.widen_warps else 128 // problem.precision.kv.itemsize
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
         tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False),

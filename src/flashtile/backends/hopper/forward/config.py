@@ -46,7 +46,7 @@ class Config:
         score_bytes: Bytes of an element of bias and mask together: of those with rows of their own, and with one row.
         widen_warps: Warps that widen the keys and values of an 8-bit cache; 0 for caches in 16 bits.
         widen_registers: What setmaxnreg gives their threads.
-        widen_passes: In how many passes they take a block whose rows allow it.
+        widen_stages: Buffers each for keys and values of 8 bits; 0 if they land in the buffers that they become.
     """
 
     block_d: int
@@ -69,7 +69,7 @@ class Config:
     score_bytes: tuple[int, int] = (0, 0)
     widen_warps: int = 0
     widen_registers: int = 0
-    widen_passes: int = 1
+    widen_stages: int = 0
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2:
@@ -98,6 +98,7 @@ class Config:
         score_tensors = self.score_stages * buffer_bytes(self.block_n, rows, self.score_bytes)
         return (
             score_tensors
+            + self.widen_stages * self.block_n * (self.block_d + self.block_dv)
             + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols))
             + OTHER_BYTES
         )
@@ -106,7 +107,8 @@ class Config:
         rows = f"{self.num_warpgroups} x {self.block_m}" + (" of a group's heads" if self.pack_gqa else "")
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
-        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
+        widens = f", 8 bits widened by {self.widen_warps} warps" * (self.widen_warps > 0)
+        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}{widens}"
 
 
 # Widths of tiles, whose parts are powers of two (``device/parts.py``): each takes less time than the next.
@@ -330,8 +332,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
 # Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.
 WIDENS = True
 # Of a call over an 8-bit cache: four more warps leave its two consumers 216 registers a thread.
-WIDENING: dict[str, Any] = {"widen_warps": 4, "widen_registers": 48, "widen_passes": 2, "registers": 216}
-WIDENING |= {"max_registers": 128}
+WIDENING: dict[str, Any] = {"widen_warps": 4, "widen_registers": 48, "registers": 216, "max_registers": 128}
 
 
 def widens(problem: Problem) -> bool:

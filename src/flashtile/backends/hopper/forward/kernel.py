@@ -45,9 +45,11 @@ def attention_forward(call, output, schedule):
     REGISTERS: gl.constexpr = schedule.REGISTERS
     BLOCK_D: gl.constexpr = call.q.BLOCK_DIM
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, schedule.STAGES, NUM_WARPGROUPS)
-    values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS)
-    # Of an 8-bit cache the producer's loads are widened by one more role.
+    # Of an 8-bit cache the producer's loads are widened by one more role. With its warps the compiler may give a thread
+    # 128 registers, as many as a product of 256 columns takes alone.
     WIDENS: gl.constexpr = schedule.WIDEN_WARPS > 0
+    MOST: gl.constexpr = 128 if WIDENS else 256
+    values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS, 1, MOST)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + (2 if WIDENS else 1))
     outputs = None
     if output.desc is not None:
@@ -73,11 +75,13 @@ def attention_forward(call, output, schedule):
     # Registers of producer and scheduler. With 32 the first of two consumers has 8 fewer than the other, and the widest
     # loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
     IS_WIDEST: gl.constexpr = call.q.PACKED and (call.mods.band.left is not None or HAS_SOFTCAP)
-    FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 else 32
+    FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 and not WIDENS else 32
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     if WIDENS:
-        landed_keys, landed_values = make_landings(keys), make_landings(values)
+        STAGES: gl.constexpr = schedule.WIDEN_STAGES
+        landed_keys = make_landings(keys, call.k.desc.dtype, BLOCK_D, STAGES)
+        landed_values = make_landings(values, call.v.desc.dtype, call.v.BLOCK_DIM, STAGES, MOST)
         WARPS: gl.constexpr = schedule.WIDEN_WARPS
         WIDEN_REGISTERS: gl.constexpr = schedule.WIDEN_REGISTERS
         gl.warp_specialize([

@@ -2,9 +2,11 @@
 
 TMA loads a block of 8 bits into the first half of the 16-bit buffer that it becomes, so it takes no memory of its own.
 The role's warps read a part of it into registers, wait until all have, and write the 16-bit numbers over the whole of
-it. What a consumer sees is a cache that holds ``8 bits times scale`` rounded to q's dtype.
+it. Or it lands in a buffer of its own. What a consumer sees is a cache that holds 8 bits times scale, rounded to q's
+dtype.
 """
 
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -71,53 +73,81 @@ def widen_values(channels, landings, use, tiles, n_block, call, schedule):
 def widen(rings, landing, use, scale, records, tiles, n_block, operand, call, schedule):
     """Widens a block once it has landed, and publishes it.
 
-    A pass takes as many rows of a part as registers hold. Each row of a part of 128 columns or more lies within the row
-    that it becomes; of other parts it does not, so one pass reads them whole.
+    A pass takes as many rows of a part as registers hold. In place each row of a part of 128 columns or more lies
+    within the row that it becomes; of other parts it does not, so one pass reads them whole.
     """
+    IN_PLACE: gl.constexpr = schedule.WIDEN_STAGES == 0
+    COLS: gl.constexpr = operand.BLOCK_DIM
+    factor = factor_of_block(scale, records, tiles, n_block, call, schedule)
     landing[0].wait(use)
-    PASSES: gl.constexpr = passes_of(operand.BLOCK_DIM, schedule.WIDEN_PASSES)
+    if not IN_PLACE:
+        rings[0].claim(use)
     for i in gl.static_range(len(rings)):
         tile = rings[i].at(use)
-        raw = narrow(tile, operand.desc.dtype, operand.BLOCK_DIM)
-        for j in gl.static_range(PASSES):
-            widen_rows(tile, raw, j, schedule.BLOCK_N // PASSES, scale, records, tiles, n_block, call, schedule)
+        codes = narrow(tile, operand.desc.dtype, COLS) if IN_PLACE else landing[i].at(use)
+        for j in gl.static_range(passes_of(COLS, tile.shape, gl.num_warps())):
+            widen_rows(tile, codes, j, COLS, factor, scale, records, tiles, n_block, call, schedule)
     fence_async_shared()
     thread_barrier()
     rings[0].publish(use)
+    if not IN_PLACE:
+        landing[0].release(use)
 
 
 @gluon.jit
-def widen_rows(tile, raw, j: gl.constexpr, ROWS: gl.constexpr, scale, records, tiles, n_block, call, schedule):
-    """Widens the j-th ROWS rows of a part, ``raw``, in place."""
+def widen_rows(
+    tile, codes, j: gl.constexpr, COLS: gl.constexpr, factor, scale, records, tiles, n_block, call, schedule
+):
+    """Widens the rows of the j-th pass of a part from their 8-bit ``codes``."""
+    ROWS: gl.constexpr = tile.shape[0] // passes_of(COLS, tile.shape, gl.num_warps())
     layout: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
-    numbers = from_e4m3(box_of(raw, j * ROWS, ROWS, 0).load(layout))
+    numbers = from_e4m3(box_of(codes, j * ROWS, ROWS, 0).load(layout))
     if scale.ptr is not None:
-        numbers = numbers * factor_of(scale, records, tiles, n_block, j * ROWS, numbers, call, schedule)
+        if differs_in_block(scale.entry_step, call.keys.cache.PAGE_SIZE, schedule.BLOCK_N):
+            rows = n_block * schedule.BLOCK_N + j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            numbers = numbers * factor_of_rows(scale, records, tiles, rows, call)[:, None]
+        else:
+            numbers = numbers * factor
     numbers = numbers.to(tile.dtype)
-    thread_barrier()
+    if schedule.WIDEN_STAGES == 0:
+        # In place: all that is overwritten has been read.
+        thread_barrier()
     box_of(tile, j * ROWS, ROWS, 0).store(numbers)
 
 
 @gluon.jit
-def factor_of(scale, records, tiles, n_block, FIRST: gl.constexpr, like, call, schedule):
-    """The factor of a block's rows from FIRST on: one, or [rows, 1]. It is 1 where no key is, lest 0 become NaN."""
-    head, seqlen_k = records.get(tiles, "head_kv"), records.get(tiles, "seqlen_k")
-    if scale.entry_step is None:
-        return gl.load(scale.ptr + head)
-    elif call.keys.cache.PAGE_SIZE == 0:
-        at = scale.ptr + records.get(tiles, "start_k").to(gl.int64) * scale.entry_step + head
-        return gl.load(at, mask=seqlen_k > 0, other=1.0)
+def factor_of_block(scale, records, tiles, n_block, call, schedule):
+    """The factor of all rows of a block, 1 where it has none or no rows, lest 0 become NaN."""
+    PAGE_SIZE: gl.constexpr = call.keys.cache.PAGE_SIZE
+    if scale.ptr is None or differs_in_block(scale.entry_step, PAGE_SIZE, schedule.BLOCK_N):
+        return gl.to_tensor(1.0)
+    elif scale.entry_step is None:
+        return gl.load(scale.ptr + records.get(tiles, "head_kv"))
+    elif PAGE_SIZE == 0:
+        at = scale.ptr + records.get(tiles, "start_k").to(gl.int64) * scale.entry_step + records.get(tiles, "head_kv")
+        return gl.load(at, mask=records.get(tiles, "seqlen_k") > 0, other=1.0)
     else:
-        rows = n_block * schedule.BLOCK_N + FIRST + gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
-        pages = pages_of_rows(records, tiles, rows, call)
-        at = scale.ptr + pages.to(gl.int64) * scale.entry_step + head
-        return gl.load(at, mask=rows < seqlen_k, other=1.0)[:, None]
+        return factor_of_rows(scale, records, tiles, n_block * schedule.BLOCK_N, call)
+
+
+@gluon.jit
+def factor_of_rows(scale, records, tiles, rows, call):
+    """The factors of some rows of a tile's keys, by their pages; 1 past the last key."""
+    pages = pages_of_rows(records, tiles, rows, call)
+    at = scale.ptr + pages.to(gl.int64) * scale.entry_step + records.get(tiles, "head_kv")
+    return gl.load(at, mask=rows < records.get(tiles, "seqlen_k"), other=1.0)
 
 
 @gluon.constexpr_function
-def passes_of(cols, passes):
-    """Passes over a part of a tile of so many columns."""
-    return passes if cols % 128 == 0 else 1
+def differs_in_block(entry_step, page_size, block_n):
+    """Whether the rows of a block may have several factors: it has several pages."""
+    return entry_step is not None and 0 < page_size < block_n
+
+
+@gluon.constexpr_function
+def passes_of(cols, shape, warps):
+    """Passes over a part, of this shape, of a tile of so many columns: 64 bytes a thread each, if parts are in rows."""
+    return max(shape[0] * shape[1] // (warps * 32 * 64), 1) if cols % 128 == 0 else 1
 
 
 @gluon.constexpr_function
