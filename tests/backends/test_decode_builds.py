@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -13,11 +14,14 @@ from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, lower
 from flashtile.backends.hopper.decode.config import tiles
 from flashtile.backends.hopper.decode.launch import wide_launch
+from flashtile.call.backend import Direction
 from flashtile.call.cached_arguments import CacheTensors
-from flashtile.call.problem import Precision, SequenceLayout, described
+from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
+from flashtile.ops import dispatch
 from flashtile_lab.kernels import decode
 from flashtile_lab.kernels.decode import described_call
+from tests.fuzz.launches import recorded
 
 
 def launches(batch: int, rows: int, pages: int, heads: int) -> tuple[Launch, Launch]:
@@ -75,3 +79,28 @@ def test_no_record_loses_constants(call: dict[str, Any]) -> None:
     wide = wide_launch(problem, tensors, tiles(problem), 132)
     for launch in (*decode.launches(problem, tensors).values(), wide):
         assert all(map(keeps_constants, launch.arguments.values())), launch
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize(
+    "call",
+    [{}, {"page_size": 16, "seqlen_q": 40, "appends": True, "packed": True}, {"seqlen_q": 8}, {"without": 3}],
+    ids=["decode", "prompts", "wide", "no cache"],
+)
+def test_warm_up_builds_what_a_call_starts(backend: str, call: dict[str, Any]) -> None:
+    direction: Direction = "forward" if "without" in call else "decode"
+    problem: Problem
+    tensors: Any
+    if direction == "forward":
+        q, k = (torch.empty(2, n, heads, 64, dtype=torch.bfloat16, device="meta") for n, heads in ((3, 8), (2048, 2)))
+        tensors = Tensors(q, k, k)
+        problem = Problem.build(tensors, Band()).but(device_type="cuda", compute_capability=(9, 0))
+    else:
+        problem, tensors = described_call((9, 0), **call)
+    with recorded((9, 0)) as started:
+        dispatch.backend(backend).plan(direction, problem, tensors)(tensors)
+        module = importlib.import_module(f"flashtile.backends.{backend}.launches")
+        ahead = module.launches(problem, tensors, direction)
+    assert [each.kernel for each in started] == [each.kernel for each in ahead.values()]
+    assert [lower(each)[0] for each in started] == [lower(each)[0] for each in ahead.values()]
+    assert all(name == each.kernel.__name__ for name, each in ahead.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
+from tests.emulator.language import Language
+from tests.emulator.values import value_of
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
@@ -241,6 +244,38 @@ def test_compiled_code_of_8_bits(name: str) -> None:
     chosen = replace(tiles.choose(problem, rows=call.tensors.q.shape[-3]), **WAYS.get(name, {}))
     with hopper.on_cpu(Options(seed=len(name))), trial(hopper_forward=chosen):
         judge(call, "hopper")
+
+
+@pytest.mark.parametrize(("most", "ends"), [(8, [1, 1, 72, 200]), (0, [72, 200, 1, 1])], ids=["few", "many"])
+def test_decodes_come_before_a_prompt_unless_tiles_are_many(most: int, ends: list[int]) -> None:
+    """One program computes them, so it loads queries in the order of tiles; ends: rows from a tile's first one on."""
+    problem, tensors = call_of(case_of(((300, 1), (40, 1), (200, 200)), packed=True, heads=1))
+    loaded, real = [], Language.copy_in
+
+    def copy_in(self: Language, desc: Any, at: Any, *rest: Any) -> None:
+        if desc.memory.data_ptr() == tensors.q.data_ptr():
+            # The map of packed rows ends where the sequence does.
+            loaded.append(2**30 - int(value_of(at[2])))
+        real(self, desc, at, *rest)
+
+    limit = mock.patch.object(cached, "_MOST_TILES_OF_SOLE", most)
+    with limit, mock.patch.object(Language, "copy_in", copy_in), on_cpu(num_sms=1):
+        run(problem, tensors, None)
+    assert loaded[::2] == ends
+
+
+def test_a_warpgroup_without_rows_computes_the_first_block_alone() -> None:
+    problem, tensors = call_of(case_of(((900, 1),), packed=True, heads=1))
+    products, real = Counter[int](), Language.product
+
+    def product(self: Language, *args: Any, **rest: Any) -> Any:
+        products[self.task.partition] += 1
+        return real(self, *args, **rest)
+
+    with mock.patch.object(Language, "product", product), on_cpu(num_sms=1):
+        run(problem, tensors, None)
+    # Scores and values of eight blocks or one, and scores behind the last tile, which nobody reads.
+    assert products == {0: 2 * 8 + 1, 1: 2 + 1}
 
 
 @pytest.mark.parametrize(("rows", "keys", "warpgroups", "strip"), [(500, 512, 2, 32), (2048, 6144, 3, 64)])

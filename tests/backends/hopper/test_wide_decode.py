@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.decode import launch
+from flashtile.backends.gpu.decode import config, launch
 from flashtile.backends.gpu.decode.config import Config, Splitting
 from flashtile.backends.gpu.trial import trial
+from flashtile.backends.hopper.decode import launch as hopper_decode
 from flashtile.backends.hopper.decode.config import choose, tiles
 from flashtile.call.problem import Problem, SequenceLayout
 from flashtile.core.masks import Band
+from tests import cases
 from tests.backends.hopper.emulated import on_cpu
+from tests.cases import Case
 from tests.kvcache.alone import judge_alone
 from tests.kvcache.cases import CacheCall, CacheCase, build, judge
 from tests.ptx import hopper
@@ -56,8 +59,8 @@ def running(case: CacheCase, rule: Splitting, num_sms: int = 3, **changes: int) 
         left.append(torch.zeros(count, dtype=torch.int32))
         return left[-1]
 
-    config = dataclasses.replace(tiles(on_hopper(build(case, torch.bfloat16))), splitting=rule, **changes)
-    with trial(decode=config), mock.patch.multiple(launch, zeros=zeros, multiprocessors=lambda device: num_sms):
+    held = dataclasses.replace(tiles(on_hopper(build(case, torch.bfloat16))), splitting=rule, **changes)
+    with trial(decode=held), mock.patch.multiple(launch, zeros=zeros, multiprocessors=lambda device: num_sms):
         yield
     assert left and not any(each[::2].any() for each in left)
 
@@ -118,6 +121,22 @@ def test_compiled_code(page_size: int) -> None:
     case = case_of("boxes", (300, 64), page_size=page_size, head_dim=128 if page_size == 32 else 64)
     with hopper.on_cpu(Options(seed=page_size)), running(case, RULES["runs"]):
         judge(build(case, torch.bfloat16), "hopper")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_few_rows_without_a_cache(causal: bool) -> None:
+    """Each sequence has a whole entry, whose length no tensor holds; keys lie between others."""
+    own = case_of("splits", (300, 300), 30, heads=2, kv_heads=1)
+    case = Case("few", seqlen_q=30, seqlen_k=300, heads=2, kv_heads=1, head_dim=64, causal=causal, layout="transposed")
+    few = mock.patch.object(config, "_SPLIT_KEYS", 300)
+    with (
+        on_cpu(seed=2),
+        running(own, RULES["runs"]),
+        few,
+        mock.patch.object(hopper_decode, "wide_launch", wraps=hopper_decode.wide_launch) as started,
+    ):
+        cases.judge(cases.build(case, torch.bfloat16), "hopper")
+        assert started.called
 
 
 def test_other_calls_stay_with_the_triton_kernel() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.gpu.decode.config import as_cached, splits_keys
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
 from flashtile.call.problem import Problem, Tensors
@@ -64,10 +65,11 @@ class _Backend:
         return _missing()
 
     def describe(self, problem: Problem, direction: Direction) -> str:
-        if direction == "decode":
+        is_split = direction == "forward" and splits_keys(problem)
+        if direction == "decode" or is_split:
             from flashtile.backends.hopper.decode import config as cached_tiles
 
-            return cached_tiles.describe(problem)
+            return cached_tiles.describe(as_cached(problem) if is_split else problem)
         from flashtile.backends.hopper.backward import config as backward_tiles
         from flashtile.backends.hopper.forward import config as tiles
         from flashtile.backends.hopper.quantized import config as quantized_tiles
@@ -77,7 +79,12 @@ class _Backend:
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
-        plan: Plan = _plan_class(direction)(problem, like, *given)
+        make = _plan_class(direction)
+        if direction == "forward" and splits_keys(problem):
+            from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
+
+            return SplitForwardPlan(problem, like, _plan_class("decode"), make)
+        plan: Plan = make(problem, like, *given)
         return plan
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from importlib.util import find_spec
 from typing import Any
@@ -66,8 +67,10 @@ class PortableBackend:
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles of the direction's kernels."""
-        if direction == "decode":
-            return f"Triton, tiles {decode.choose(problem)}; splits merged in the same launch"
+        is_split = direction == "forward" and decode.splits_keys(problem)
+        if direction == "decode" or is_split:
+            tiles = decode.choose(decode.as_cached(problem) if is_split else problem)
+            return f"Triton, tiles {tiles}; splits merged in the same launch"
         if direction in ("forward", "quantized"):
             return f"Triton, tiles {(forward if direction == 'forward' else quantized).choose(problem)}"
         grads = problem.grads
@@ -88,6 +91,8 @@ class PortableBackend:
         """
         module, name = _PLANS[direction]
         make = getattr(importlib.import_module(f"flashtile.backends.{module}.launch"), name)
+        if direction == "forward" and decode.splits_keys(problem):
+            make = functools.partial(_split_forward, regular=make)
         if direction == "decode" or not _needs_widening(problem):
             return make(problem, like, *given)
         if direction == "quantized":
@@ -101,6 +106,13 @@ class PortableBackend:
         from flashtile.backends.portable.launches import launches
 
         return host.builds(launches(problem, tensors, direction))
+
+
+def _split_forward(problem: Problem, like: Tensors, regular: Any) -> Plan:
+    from flashtile.backends.gpu.decode.launch import DecodePlan
+    from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
+
+    return SplitForwardPlan(problem, like, DecodePlan, regular)
 
 
 def _needs_widening(problem: Problem) -> bool:

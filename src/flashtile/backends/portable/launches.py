@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashtile.backends.gpu.decode.config import as_cached, splits_keys
 from flashtile.backends.gpu.launch import Launch
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem
@@ -17,6 +18,14 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
 
         tiles = quantized_config.choose(problem)
         return {"attention_quantized": quantized.quantized_launch(problem, tensors, tiles)}
+    splits = direction == "forward" and splits_keys(problem)
+    if direction == "decode" or splits:
+        from flashtile.backends.gpu.decode import launch as decode
+        from flashtile.backends.gpu.decode.launch import DecodePlan
+        from flashtile.backends.gpu.decode.split_forward import cached_tensors
+
+        call = (as_cached(problem), cached_tensors(tensors)) if splits else (problem, tensors)
+        return decode.launches(DecodePlan, *call)
     if direction == "forward":
         from flashtile.backends.portable.forward import config, launch
 

@@ -48,7 +48,7 @@ class Cache(NamedTuple):
         v: Likewise.
         scales: ``Scales``.
         new: ``Sequences`` of the keys that the call appends.
-        cached: (batch,) int32, keys before this call.
+        cached: (batch,) int32, keys before this call; None where each sequence has an entry's ``capacity``.
         entries: (batch,) int32, which entry is the sequence's; None for its own number.
         capacity: Keys that a sequence can have at most.
         pages: (batch, pages) int32, the table of pages; None for a cache by sequence.

@@ -76,19 +76,30 @@ class DecodePlan:
         return lse
 
     def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], int, int]:
-        launches = self._launches(t)
+        launches = self.launches(self._problem, t)
         steps = tuple(Step(launch, _OPERANDS, t.q.device) for launch, _, _ in launches)
         # One launch after the other uses the workspace, and leaves the counters at 0.
         return steps, max(floats for _, floats, _ in launches), max(counters for _, _, counters in launches)
 
-    def _launches(self, t: CacheTensors) -> list[tuple[Launch, int, int]]:
-        """The launches, each with the floats and the counters that it needs."""
-        return [self._launch(t, choose(self._problem))]
+    @classmethod
+    def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:
+        """The launches that attend, each with the floats and the counters that it needs."""
+        return [cls._launch(problem, t, choose(problem))]
 
-    def _launch(self, t: CacheTensors, config: Config, *, few: bool = False) -> tuple[Launch, int, int]:
-        bounds = Bounds(self._problem, t, config)
-        launch = attention_launch(self._problem, t, config, multiprocessors(t.q.device), few=few)
+    @classmethod
+    def _launch(
+        cls, problem: Problem, t: CacheTensors, config: Config, *, few: bool = False
+    ) -> tuple[Launch, int, int]:
+        bounds = Bounds(problem, t, config)
+        launch = attention_launch(problem, t, config, multiprocessors(t.q.device), few=few)
         return launch, bounds.floats, bounds.counters
+
+
+def launches(plan: type[DecodePlan], problem: Problem, tensors: CacheTensors) -> dict[str, Launch]:
+    """The kernels of a cached call by name, in the order in which a plan starts them."""
+    appends = [] if tensors.k is None else [append_launch(problem, tensors)]
+    made = (*appends, *(launch for launch, _, _ in plan.launches(problem, tensors)))
+    return {launch.kernel.__name__: launch for launch in made}
 
 
 class Bounds:
@@ -155,10 +166,16 @@ def zeros(device: torch.device, count: int) -> Tensor:
     return counters
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 2 for Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    """Of a GPU, for tensors without data of the current one; 2 for Triton's interpreter."""
+    if device.type == "meta" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _multiprocessors(device) if device.type == "cuda" else 2
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attention_call(

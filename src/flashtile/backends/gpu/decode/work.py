@@ -96,7 +96,9 @@ def span_of(b, call):
         stop = tl.load(call.queries.cu_seqlens + b + 1, mask=exists, other=0)
         num_rows = tl.where(exists, stop, tl.where(b == call.queries.count, call.queries.length, first_row)) - first_row
         each = num_rows
-    cached = tl.load(call.cache.cached + b, mask=exists, other=-1)
+    cached = tl.where(exists, call.cache.capacity, -1)
+    if call.cache.cached is not None:
+        cached = tl.load(call.cache.cached + b, mask=exists, other=-1)
     num_new = call.cache.new.length
     if call.cache.new.cu_seqlens is not None:
         num_new = tl.load(call.cache.new.cu_seqlens + b + 1, mask=exists, other=0)

@@ -18,21 +18,26 @@ from flashtile.call.problem import Problem
 class CachedPlan(DecodePlan):
     """Attention over a cache on Hopper: prompts by the forward, few rows by the kernel for wide groups or Triton's."""
 
-    def _launches(self, t: CacheTensors) -> list[tuple[Launch, int, int]]:
-        p = self._problem
+    @classmethod
+    def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:
+        """See ``DecodePlan``."""
+        p = problem
         if not runs_forward(p, t):
-            return [self._launch(t, choose(p, t))]
+            return [cls._launch(p, t, choose(p, t))]
         # The forward needs no workspace, and one counter, of tiles.
         if not leaves_few(p):
             return [(cached_launch(p, t), 0, 1)]
-        few = self._launch(t, portable.choose(p, few=True), few=True)
+        few = cls._launch(p, t, portable.choose(p, few=True), few=True)
         return [(cached_launch(p, t, (portable.FEW_ROWS, portable.LONG_KEYS)), 0, 1), few]
 
-    def _launch(self, t: CacheTensors, config: Config, *, few: bool = False) -> tuple[Launch, int, int]:
+    @classmethod
+    def _launch(
+        cls, problem: Problem, t: CacheTensors, config: Config, *, few: bool = False
+    ) -> tuple[Launch, int, int]:
         if not config.specialised:
-            return super()._launch(t, config, few=few)
-        bounds = Bounds(self._problem, t, config)
-        launch = wide_launch(self._problem, t, config, multiprocessors(t.q.device))
+            return super()._launch(problem, t, config, few=few)
+        bounds = Bounds(problem, t, config)
+        launch = wide_launch(problem, t, config, multiprocessors(t.q.device))
         return launch, bounds.floats, bounds.counters
 
 

@@ -87,6 +87,7 @@ class Cache(NamedTuple):
         pages_step: From one sequence's pages to the next one's.
         v_pitch: Rows of values from one entry or page to the next.
         PAGE_SIZE: Rows of a page, a power of two; 0 without pages.
+        sole: Of packed queries, sequences that are visited first, if one tile holds their rows: all or 0; else None.
         FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
             they have more than LONG_KEYS; None for none.
         LONG_KEYS: See FEW_ROWS.
@@ -101,6 +102,7 @@ class Cache(NamedTuple):
     pages: Any
     pages_step: Any
     v_pitch: Any
+    sole: Any
     PAGE_SIZE: Any
     FEW_ROWS: Any
     LONG_KEYS: Any

@@ -15,6 +15,9 @@ from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.problem import Problem, Tensors
 
 _FEWEST_PAGE_ROWS = 16
+# Up to so many tiles a sequence, in the mean, sequences of one tile are visited first: finding that there is none takes
+# a microsecond, and among longer prompts they matter less.
+_MOST_TILES_OF_SOLE = 8
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -52,6 +55,11 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
     config = configs.choose(p, rows=q.shape[-3])
     has_new = t.k is not None and t.cu_seqlens_k_new is None
     few, long = leaves or (None, None)
+    sole = None
+    if p.varlen:
+        tile = config.num_warpgroups * config.block_m
+        rows = q.shape[-3] * (p.group_size if config.pack_gqa else 1)
+        sole = p.batch if rows <= _MOST_TILES_OF_SOLE * tile * p.batch else 0
     cache = Cache(
         pointer(t.cache_seqlens, "cached"),
         None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new"),
@@ -60,7 +68,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         pointer(t.page_table, "pages"),
         None if t.page_table is None else t.page_table.stride(0),
         t.v_cache.stride(0) // t.v_cache.stride(1),
-        p.keys.page_size, few, long, _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale),
+        sole, p.keys.page_size, few, long, _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale),
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)
     return forward_launch(p, plain, config, cached=(cache, *_maps_of_keys(p, t, config), out_map))

@@ -179,6 +179,8 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
                 row_max = pingpong_arrive(pingpong_wait(row_max, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
         state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum)
         n_block = loop.n_block
+        if call.keys.CACHED and call.q.PACKED and not schedule.PINGPONG:
+            used, n_block = pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP)
         while n_block > loop.n_block_min:
             n_block -= 1
             state = step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod, WARPGROUP)
@@ -214,6 +216,25 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
     if schedule.PINGPONG and WARPGROUP == 0:
         row_max = pingpong_wait(row_max, 0)
     tma_store_wait(0)
+
+
+@gluon.jit
+def pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP: gl.constexpr):
+    """(used, n_block) behind all blocks of a tile but the first, if none of its rows are this warpgroup's.
+
+    A decode has a warpgroup's rows at most, and another one's products would only delay them.
+    """
+    where = query_rows(channels.tiles, tiles, call)
+    first = channels.tiles.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
+    if schedule.PACK_GQA:
+        first = channels.tiles.get_own(tiles, "query", WARPGROUP)
+    if first >= where.length:
+        while n_block > loop.n_block_min:
+            n_block -= 1
+            channels.keys[0].skip(used + 1, 1, True)
+            channels.values[0].skip(used, 1, True)
+            used += 1
+    return used, n_block
 
 
 @gluon.jit

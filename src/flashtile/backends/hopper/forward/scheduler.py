@@ -90,21 +90,20 @@ def _place(step, call, schedule):
     SPARE: gl.constexpr = schedule.STRIP - 1 if schedule.PACK_GQA else 0
     if call.q.PACKED:
         num_tiles = scheduler.first_packed_tile(call.queries.length, call.queries.count + 1, rows, packed, SPARE)
-        place, is_end = _deal(step, num_tiles * own_heads, schedule.counter)
+        num_places = num_tiles
+        if call.keys.CACHED:
+            num_places += call.keys.cache.sole
+        place, is_end = _deal(step, num_places * own_heads, schedule.counter)
         place = gl.where(is_end, 0, place)
         index = place // own_heads
         head = place - index * own_heads
-        index = scheduler.longest_first(index, num_tiles, call.mods.band.right is not None)
-        b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
-        _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
-        is_tile = block * rows < num_rows(length, call, schedule)
-        if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
-            if call.keys.cache.FEW_ROWS is not None:
-                _, keys = entry_and_length(b, call)
-                is_left = (length * call.heads.group_size <= call.keys.cache.FEW_ROWS) & (
-                    keys > call.keys.cache.LONG_KEYS
-                )
-                is_tile = is_tile & (not is_left)
+        if call.keys.CACHED:
+            b, block, is_tile = _cached_tile(index, num_tiles, rows, packed, SPARE, call, schedule)
+        else:
+            index = scheduler.longest_first(index, num_tiles, call.mods.band.right is not None)
+            b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
+            _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
+            is_tile = block * rows < num_rows(length, call, schedule)
         return block, b, head * packed, is_tile, is_end
     else:
         num_blocks = (num_rows(call.queries.length, call, schedule) + rows - 1) // rows
@@ -126,6 +125,30 @@ def _place(step, call, schedule):
             # As place >= num_places, without a product that the compiler would hoist above warp_specialize.
             is_end = b >= call.queries.count
         return block, b, (head - b * own_heads) * packed, is_tile, is_end
+
+
+@gluon.jit
+def _cached_tile(index, num_tiles, ROWS: gl.constexpr, packed, SPARE: gl.constexpr, call, schedule):
+    """(b, block, is_tile) of a place of packed queries over a cache.
+
+    The first ``sole`` places are sequences, whose only tile is theirs if they have no second one: decodes, as long as
+    the longest tiles of prompts. Behind them come the tiles of all others. A decode that began last would run alone.
+    """
+    cache, batch = call.keys.cache, call.queries.count
+    b, block = index, index * 0
+    is_first = index < cache.sole
+    if not is_first:
+        index = scheduler.longest_first(index - cache.sole, num_tiles, call.mods.band.right is not None)
+        b, block = scheduler.packed_tile(call.queries.cu_seqlens, batch, index, ROWS, packed, SPARE)
+    _, length = sequence.sequence(call.queries.cu_seqlens, b, batch, call.queries.length, True)
+    own_rows = num_rows(length, call, schedule)
+    is_one = (own_rows <= ROWS) & (b < batch)
+    is_tile = (block * ROWS < own_rows) & ((cache.sole == 0) | (is_one == is_first))
+    if cache.FEW_ROWS is not None:
+        _, keys = entry_and_length(b, call)
+        is_left = (length * call.heads.group_size <= cache.FEW_ROWS) & (keys > cache.LONG_KEYS)
+        is_tile = is_tile & (not is_left)
+    return b, block, is_tile
 
 
 @gluon.jit

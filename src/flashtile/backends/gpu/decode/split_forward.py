@@ -1,0 +1,55 @@
+"""The forward of calls without a cache that ``config.splits_keys`` names: the kernel of cached calls computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.decode.config import as_cached
+from flashtile.backends.gpu.decode.launch import DecodePlan
+from flashtile.call.backend import Plan
+from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core.states import Partial
+
+
+class SplitForwardPlan:
+    """The forward of calls of one kind, as ``call.backend.Forward`` says; keys are an entry of a full cache."""
+
+    def __init__(
+        self, problem: Problem, tensors: Tensors, plan: type[DecodePlan], regular: Callable[[Problem, Tensors], Plan]
+    ) -> None:
+        """Prepares the launch.
+
+        Args:
+            problem: A call that ``config.splits_keys`` names.
+            tensors: Tensors of its layouts.
+            plan: A backend's plan of cached calls.
+            regular: Makes its plan of regular forwards, which merges a result over other keys.
+        """
+        self._problem, self._regular = problem, regular
+        self._merging: Plan | None = None
+        self._out_shape = (*tensors.q.shape[:-1], problem.head_dim_v)
+        self._plan = plan(as_cached(problem), cached_tensors(tensors))
+
+    def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
+        """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
+        if partial is not None:
+            if self._merging is None:
+                self._merging = self._regular(self._problem, tensors)
+            merged: tuple[Tensor, Tensor] = self._merging(tensors, partial)
+            return merged
+        out = tensors.q.new_empty(self._out_shape)
+        return out, self._plan(cached_tensors(tensors, out))
+
+
+def cached_tensors(tensors: Tensors, out: Tensor | None = None) -> CacheTensors:
+    """Its tensors: without lengths, each sequence uses its whole entry."""
+    t = tensors
+    if out is None:
+        out = torch.empty((*t.q.shape[:-1], t.v.shape[-1]), dtype=t.q.dtype, device="meta")
+    full: Any = None
+    return CacheTensors(out, t.q, t.k, t.v, full, alibi_slopes=t.alibi_slopes, sinks=t.sinks)
