@@ -1,4 +1,4 @@
-"""The script for prompts over 8-bit caches: its calls, their work, and that each way is planned and gives equal bits."""
+"""The script for prompts over 8-bit caches: its calls, their work, that each way is planned and gives equal bits."""
 
 import pytest
 import torch
