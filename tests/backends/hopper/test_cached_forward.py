@@ -223,6 +223,15 @@ def test_every_way_to_widen_gives_the_same_bits(way: str, name: str) -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_tiles_that_do_not_widen_are_refused_for_8_bits_and_the_reverse() -> None:
+    eight, sixteen = (call_of(CASES[name]) for name in ("eight_bits", "rows"))
+    for call, other in ((eight, sixteen), (sixteen, eight)):
+        with trial(hopper_forward=tiles.choose(other[0])), pytest.raises(ValueError, match="over a cache of others"):
+            cached.cached_launch(*call)
+    with pytest.raises(ValueError, match="beside two warpgroups"):
+        replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING)
+
+
 # Layouts, swizzles and races of warps: parts of each width, with a scale of each kind, in each way.
 COMPILED = {
     "64": case_of(((140, 66),), float8="h", heads=2, page_size=64),

@@ -53,6 +53,8 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
     q = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
     plain = Tensors(q, t.k_cache, t.v_cache, t.alibi_slopes, sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q)
     config = configs.choose(p, rows=q.shape[-3])
+    if configs.widens(p) != (config.widen_warps > 0):
+        raise ValueError(f"tiles for {'8' if config.widen_warps else '16'} bits, over a cache of others: {config}")
     has_new = t.k is not None and t.cu_seqlens_k_new is None
     few, long = leaves or (None, None)
     sole = None

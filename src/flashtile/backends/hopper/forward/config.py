@@ -76,7 +76,9 @@ class Config:
             raise ValueError(f"overlap needs two buffers for queries: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
-        # Fewer than four warps that widen are in the producer's warpgroup.
+        if self.widen_warps not in ((0, 2, 4) if self.num_warpgroups == 2 else (0,)):
+            raise ValueError(f"two or four warps widen, beside two warpgroups: {self}")
+        # Two warps that widen are in the producer's warpgroup.
         others = self.widen_registers + (PRODUCER_REGISTERS if self.widen_warps in (0, 4) else 0)
         if self.num_warpgroups * self.registers + others > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
