@@ -31,8 +31,9 @@ from flashtile.ops import plans
 
 HEADS = {64: (64, 8), 96: (32, 8), 128: (32, 8), 192: (16, 4), 256: (16, 4)}
 CELLS = {name: STEPS[name] for name in ("chunks", "prompts", "decode-prompt")} | {"long": ((16384, 16384),)}
-# What each way changes in the tiles of ``forward.config.WIDENING``.
+# What each way changes in ``forward.config.WIDENING`` of two warpgroups; ``chosen`` may be of three.
 WAYS: dict[str, dict[str, Any]] = {
+    "chosen": {},
     "in place": {},
     "two warps": {"widen_warps": 2, "widen_registers": 56, "registers": 224, "max_registers": 168},
     "apart": {"widen_stages": 1, "q_stages": 1, "overlap": False},
@@ -43,7 +44,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @contextlib.contextmanager
 def way_of(name: str) -> Iterator[None]:
     """Within, calls are planned as one of WAYS, or ``decode``, says."""
-    widening = mock.patch.object(config, "WIDENING", config.WIDENING | WAYS.get(name, {}))
+    tiles = config.WIDENING if name == "chosen" else {2: config.WIDENING[2] | WAYS.get(name, {})}
+    widening = mock.patch.object(config, "WIDENING", tiles)
     with widening, mock.patch.object(config, "WIDENS", name != "decode"), plans.own_plans(OrderedDict()):
         yield
 

@@ -204,7 +204,15 @@ WAYS: dict[str, dict[str, int]] = {
     "two_warps": {"widen_warps": 2, "widen_registers": 56, "registers": 224, "max_registers": 168},
     "apart": {"widen_stages": 1, "q_stages": 1, "overlap": False},
     "two_apart": {"widen_stages": 2, "stages": 2},
+    "three": {},
 }
+
+
+def in_way(config: tiles.Config, way: str) -> tiles.Config:
+    """Tiles of two warpgroups in one of WAYS, or those of three."""
+    if way == "three":
+        return replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING[3])
+    return replace(config, **WAYS.get(way, {}))
 
 
 @pytest.mark.one_in(3)
@@ -216,7 +224,7 @@ def test_every_way_to_widen_gives_the_same_bits(way: str, name: str) -> None:
     problem, tensors = call_of(CASES[name])
     chosen = tiles.choose(problem, rows=tensors.q.shape[-3])
     found = []
-    for config in (chosen, replace(chosen, **WAYS[way])):
+    for config in (chosen, in_way(chosen, way)):
         with on_cpu(seed=1, num_sms=1), poisoned_memory(), trial(hopper_forward=config):
             lse = run(problem, tensors, None)
         found.append((tensors.out.clone(), lse))
@@ -229,7 +237,7 @@ def test_tiles_that_do_not_widen_are_refused_for_8_bits_and_the_reverse() -> Non
         with trial(hopper_forward=tiles.choose(other[0])), pytest.raises(ValueError, match="over a cache of others"):
             cached.cached_launch(*call)
     with pytest.raises(ValueError, match="beside two warpgroups"):
-        replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING)
+        replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING[2])
 
 
 # Layouts, swizzles and races of warps: parts of each width, with a scale of each kind, in each way.
@@ -242,6 +250,7 @@ COMPILED = {
     "256": case_of(((140, 66),), float8="eh", heads=2, page_size=128, head_dim=256),
     "two_warps": case_of(((300, 66),), float8="eh", heads=2, page_size=256, head_dim=128, **WINDOW),
     "apart": case_of(((140, 66), (30, 66)), float8="eh", heads=2, entries=True, head_dim=128),
+    "three": case_of(((300, 200), (30, 2)), float8="eh", heads=1, page_size=16, packed=True),
 }  # fmt: skip
 
 
@@ -250,7 +259,7 @@ COMPILED = {
 def test_compiled_code_of_8_bits(name: str) -> None:
     call = build(COMPILED[name], torch.bfloat16)
     problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
-    chosen = replace(tiles.choose(problem, rows=call.tensors.q.shape[-3]), **WAYS.get(name, {}))
+    chosen = in_way(tiles.choose(problem, rows=call.tensors.q.shape[-3]), name)
     with hopper.on_cpu(Options(seed=len(name))), trial(hopper_forward=chosen):
         judge(call, "hopper")
 

@@ -76,8 +76,8 @@ class Config:
             raise ValueError(f"overlap needs two buffers for queries: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
-        if self.widen_warps not in ((0, 2, 4) if self.num_warpgroups == 2 else (0,)):
-            raise ValueError(f"two or four warps widen, beside two warpgroups: {self}")
+        if self.widen_warps not in ((0, 2, 4) if self.num_warpgroups == 2 else (0, 2)):
+            raise ValueError(f"two warps widen, or beside two warpgroups four: {self}")
         # Two warps that widen are in the producer's warpgroup.
         others = self.widen_registers + (PRODUCER_REGISTERS if self.widen_warps in (0, 4) else 0)
         if self.num_warpgroups * self.registers + others > WARPGROUP_REGISTERS:
@@ -292,7 +292,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
         # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
-        wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128 or widens(problem)
+        wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
+        wide = wide or (widens(problem) and 3 not in WIDENING)
         if not wide:
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
@@ -328,13 +329,17 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Room for ``mods.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
-    return _variant(config, **WIDENING) if widens(problem) else config
+    return _variant(config, **WIDENING[config.num_warpgroups]) if widens(problem) else config
 
 
 # Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.
 WIDENS = True
-# Of a call over an 8-bit cache: four more warps leave its two consumers 216 registers a thread.
-WIDENING: dict[str, Any] = {"widen_warps": 4, "widen_registers": 48, "registers": 216, "max_registers": 128}
+# What an 8-bit cache changes, by warpgroups. Beside two, four more warps leave consumers 216 registers a thread. Beside
+# three, two share the producer's warpgroup, with so few registers that a pass in place would not fit.
+WIDENING: dict[int, dict[str, int]] = {
+    2: {"widen_warps": 4, "widen_registers": 48, "registers": 216, "max_registers": 128},
+    3: {"widen_warps": 2, "widen_registers": 32, "widen_stages": 1},
+}
 
 
 def widens(problem: Problem) -> bool:

@@ -83,14 +83,25 @@ def attention_forward(call, output, schedule):
         landed_keys = make_landings(keys, call.k.desc.dtype, BLOCK_D, STAGES)
         landed_values = make_landings(values, call.v.desc.dtype, call.v.BLOCK_DIM, STAGES, MOST)
         WARPS: gl.constexpr = schedule.WIDEN_WARPS
-        WIDEN_REGISTERS: gl.constexpr = schedule.WIDEN_REGISTERS
+        WIDE: gl.constexpr = schedule.WIDEN_REGISTERS
+    if WIDENS and NUM_WARPGROUPS == 2:
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
             (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
             (widener, (Channels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
             (producer, (Channels(tiles, (q0, q1), landed_keys, landed_values, None), by_tma, call, schedule)),
             (scheduler, (tiles, call, schedule)),
-        ], [4, WARPS, 1, 1], [REGISTERS, WIDEN_REGISTERS, FEW, FEW])  # fmt: skip
+        ], [4, WARPS, 1, 1], [REGISTERS, WIDE, FEW, FEW])  # fmt: skip
+    elif WIDENS:
+        q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
+        gl.warp_specialize([
+            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (consumer, (Channels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
+            (widener, (Channels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
+            (producer, (Channels(tiles, (q0, q1, q2), landed_keys, landed_values, None), by_tma, call, schedule)),
+            (scheduler, (tiles, call, schedule)),
+        ], [4, 4, WARPS, 1, 1], [REGISTERS, REGISTERS, WIDE, FEW, FEW])  # fmt: skip
     elif NUM_WARPGROUPS == 2:
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),

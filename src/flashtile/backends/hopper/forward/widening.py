@@ -73,8 +73,8 @@ def widen_values(channels, landings, use, tiles, n_block, call, schedule):
 def widen(rings, landing, use, scale, records, tiles, n_block, operand, call, schedule):
     """Widens a block once it has landed, and publishes it.
 
-    A pass takes as many rows of a part as registers hold. In place each row of a part of 128 columns or more lies
-    within the row that it becomes; of other parts it does not, so one pass reads them whole.
+    A pass takes as many rows of a part as registers hold. In place each row of a tile of 128 or 256 columns lies within
+    the row that it becomes; of other tiles it does not, so one pass reads a part whole.
     """
     IN_PLACE: gl.constexpr = schedule.WIDEN_STAGES == 0
     COLS: gl.constexpr = operand.BLOCK_DIM
@@ -85,8 +85,7 @@ def widen(rings, landing, use, scale, records, tiles, n_block, operand, call, sc
     for i in gl.static_range(len(rings)):
         tile = rings[i].at(use)
         codes = narrow(tile, operand.desc.dtype, COLS) if IN_PLACE else landing[i].at(use)
-        for j in gl.static_range(passes_of(COLS, tile.shape, gl.num_warps())):
-            widen_rows(tile, codes, j, COLS, factor, scale, records, tiles, n_block, call, schedule)
+        widen_part(tile, codes, COLS, factor, scale, records, tiles, n_block, call, schedule)
     fence_async_shared()
     thread_barrier()
     rings[0].publish(use)
@@ -95,11 +94,19 @@ def widen(rings, landing, use, scale, records, tiles, n_block, operand, call, sc
 
 
 @gluon.jit
+def widen_part(tile, codes, COLS: gl.constexpr, factor, scale, records, tiles, n_block, call, schedule):
+    """Widens a part from its 8-bit ``codes``."""
+    STAGES: gl.constexpr = schedule.WIDEN_STAGES
+    ROWS: gl.constexpr = rows_of_pass(COLS, tile.shape, gl.num_warps(), STAGES, schedule.WIDEN_REGISTERS)
+    for j in gl.static_range(tile.shape[0] // ROWS):
+        widen_rows(tile, codes, j, ROWS, factor, scale, records, tiles, n_block, call, schedule)
+
+
+@gluon.jit
 def widen_rows(
-    tile, codes, j: gl.constexpr, COLS: gl.constexpr, factor, scale, records, tiles, n_block, call, schedule
+    tile, codes, j: gl.constexpr, ROWS: gl.constexpr, factor, scale, records, tiles, n_block, call, schedule
 ):
-    """Widens the rows of the j-th pass of a part from their 8-bit ``codes``."""
-    ROWS: gl.constexpr = tile.shape[0] // passes_of(COLS, tile.shape, gl.num_warps())
+    """Widens the j-th ROWS rows of a part."""
     layout: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
     numbers = from_e4m3(box_of(codes, j * ROWS, ROWS, 0).load(layout))
     if scale.ptr is not None:
@@ -145,9 +152,13 @@ def differs_in_block(entry_step, page_size, block_n):
 
 
 @gluon.constexpr_function
-def passes_of(cols, shape, warps):
-    """Passes over a part, of this shape, of a tile of so many columns: 64 bytes a thread each, if parts are in rows."""
-    return max(shape[0] * shape[1] // (warps * 32 * 64), 1) if cols % 128 == 0 else 1
+def rows_of_pass(cols, shape, warps, stages, registers):
+    """Rows of a part, of this shape, of a tile of so many columns, that are widened at once: of 64 bytes a thread.
+
+    Or of 16 where registers are few. In place it may have to be all.
+    """
+    rows = warps * 32 * (64 if registers >= 48 else 16) // shape[1]
+    return min(rows, shape[0]) if stages > 0 or cols % 128 == 0 else shape[0]
 
 
 @gluon.constexpr_function
