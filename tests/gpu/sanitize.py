@@ -35,6 +35,7 @@ CASES = (
     Case("mods", seqlen_q=130, seqlen_k=150, head_dim=64, alibi="h", bias="hqk", bias_grad=False, mask="qk",
          causal=True),
     Case("groups", seqlen_q=150, seqlen_k=260, head_dim=128, heads=6, kv_heads=1, causal=True),
+    Case("big", seqlen_q=100, seqlen_k=150, head_dim=512, causal=True, wanted=""),
     Case("pairs", seqlen_q=256, seqlen_k=192, head_dim=128, bias="hqk", bias_grad=False, mask="qk"),
     Case("varlen_wide", batch=2, lengths=((70, 130), (90, 33)), head_dim=256, heads=2, kv_heads=1, window=(50, 9)),
     Case("varlen", batch=3, lengths=((40, 90), (0, 7), (65, 20)), head_dim=64, causal=True, sinks=True, spare=9),

@@ -40,6 +40,8 @@ LARGE = (
     Case("large_dims_80", seqlen_q=500, seqlen_k=700, heads=4, kv_heads=4, head_dim=80, causal=True),
     Case("large_dims_96", seqlen_q=512, seqlen_k=512, heads=4, kv_heads=4, head_dim=96),
     Case("large_dims_192_128", seqlen_q=512, seqlen_k=512, head_dim=192, head_dim_v=128, causal=True),
+    Case("large_512", seqlen_q=777, seqlen_k=1000, heads=4, kv_heads=2, head_dim=512, causal=True),
+    Case("large_512_packed", lengths=((300, 500), (900, 64), (1, 700)), kv_heads=1, head_dim=320, window=(200, 30)),
     Case("large_window", seqlen_q=2048, seqlen_k=2048, heads=4, kv_heads=4, head_dim=64, window=(256, 0)),
     Case("large_window_both", seqlen_q=1000, seqlen_k=1300, heads=4, kv_heads=2, head_dim=128, window=(100, 77)),
     Case("large_softcap", seqlen_q=1024, seqlen_k=1024, heads=4, kv_heads=4, head_dim=128, softcap=5.0, causal=True),

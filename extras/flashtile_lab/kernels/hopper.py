@@ -28,7 +28,8 @@ def builds(arch: str) -> list[KernelBuild]:
     """
     if arch != "sm_90a":
         return []
-    made = [build for problem in _forward_problems() for build in builds_of(problem, "forward")] + _joining_builds()
+    forwards = _forward_problems() + _big_problems()
+    made = [build for problem in forwards for build in builds_of(problem, "forward")] + _joining_builds()
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
     made += _adding_builds()
     # The kernels before and after the main one do not know the mask.
@@ -76,6 +77,8 @@ def limits(problem: Problem) -> dict[str, int]:
     return {
         "attention_quantized": _quantized_limit(problem),
         "attention_forward": _forward_limit(problem),
+        # With ALiBi, a mask and a bias.
+        "big_heads_forward": 300 if problem.mask or problem.bias_dtype is not None else 0,
         "attention_backward": _backward_limit(problem),
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
@@ -117,6 +120,22 @@ def _forward_problems() -> list[Problem]:
     wide_problems = [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING) for dim, dim_v in wide]
     mods = [*_with_mods(64, 128), _problem(256, _CAUSAL, alibi=True)]
     return _usual() + in_parts + others + wide_problems + mods + _shared_problems()
+
+
+def _big_problems() -> list[Problem]:
+    """Head dimensions past 256."""
+    others: list[tuple[int, Band, dict[str, Any]]] = [
+        (320, _CAUSAL, {}),
+        (384, _CAUSAL, {"varlen": True}),
+        (512, _WINDOW, _EVERYTHING),
+        (512, _CAUSAL, {"num_heads_q": 32, "num_heads_kv": 4, "seqlen_q": 5, "dtype": torch.float16}),
+        (512, _FULL, {"bias_dtype": torch.bfloat16, "alibi": True, "mask": True}),
+        (512, _CAUSAL, {"head_dim_v": 128}),
+        (128, _CAUSAL, {"head_dim_v": 512}),
+    ]
+    return [_problem(512, band) for band in (_FULL, _CAUSAL)] + [
+        _problem(dim, band, **used) for dim, band, used in others
+    ]
 
 
 def _shared_problems() -> list[Problem]:

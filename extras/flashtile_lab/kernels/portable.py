@@ -41,6 +41,7 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 64, _CAUSAL, softcap=30.0, alibi=True, dropout_p=0.1),
         _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
     ]
+    others.append(_problem(arch, 512, _CAUSAL))
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)
     small_bias = _problem(arch, 32, _FULL, bias_dtype=torch.bfloat16, bias_grad=True, seqlen_q=384, seqlen_k=384)
     made = [

@@ -46,6 +46,15 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     judge(build(case, dtype), "portable")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(264, 512), (512, 300)])
+def test_head_dims_past_256(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+    case = Case(
+        "big", batch=1, seqlen_q=20, seqlen_k=33, kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v, causal=True
+    )
+    judge(build(case, dtype), "portable")
+
+
 TRAINED = [case for case in CASES if case.bias is not None and case.bias_grad]
 
 

@@ -20,7 +20,7 @@ _BUT_BIAS_GRAD = _COMMON | {"alibi", "mask", "bias", "deterministic"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16),
-    max_head_dim=256,
+    max_head_dim=512,
     head_dim_multiple=8,
     nvidia=True,
     slow_if_tiny=True,
@@ -28,12 +28,14 @@ _FORWARD = Capabilities(
     max_compute_capability=(9, 0),
     features=_BUT_BIAS_GRAD | {"bias_grad"},
 )
-_BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128, features=_BUT_BIAS_GRAD)
+_BACKWARD = dataclasses.replace(_FORWARD, max_head_dim=256, chain_rows=128, features=_BUT_BIAS_GRAD)
 _DECODE = dataclasses.replace(
-    _FORWARD, head_dim_multiple=1, slow_if_tiny=False,
+    _BACKWARD, chain_rows=0, head_dim_multiple=1, slow_if_tiny=False,
     features=_COMMON | {"alibi", "unaligned", "pages", "float8_cache", "tree_mask"},
 )  # fmt: skip
-_QUANTIZED = dataclasses.replace(_FORWARD, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON)
+_QUANTIZED = dataclasses.replace(
+    _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON
+)
 
 
 @functools.cache
@@ -45,13 +47,22 @@ def _missing() -> str | None:
     return None
 
 
-_PLANS = {"forward": "ForwardPlan", "backward": "BackwardPlan", "decode": "CachedPlan", "quantized": "QuantizedPlan"}
+# The folder's name is the direction, or big_heads.
+_PLANS = {
+    "forward": "ForwardPlan", "big_heads": "BigHeadsPlan", "backward": "BackwardPlan", "decode": "CachedPlan",
+    "quantized": "QuantizedPlan",
+}  # fmt: skip
 
 
 @functools.cache
-def _plan_class(direction: Direction) -> Any:
+def _plan_class(folder: str) -> Any:
     """Kept, since an import statement takes longer, also where it finds the module loaded."""
-    return getattr(importlib.import_module(f"flashtile.backends.hopper.{direction}.launch"), _PLANS[direction])
+    return getattr(importlib.import_module(f"flashtile.backends.hopper.{folder}.launch"), _PLANS[folder])
+
+
+def _folder(problem: Problem, direction: Direction) -> str:
+    is_big = direction == "forward" and max(problem.head_dim, problem.head_dim_v) > 256
+    return "big_heads" if is_big else direction
 
 
 class _Backend:
@@ -71,15 +82,19 @@ class _Backend:
 
             return cached_tiles.describe(as_cached(problem) if is_split else problem)
         from flashtile.backends.hopper.backward import config as backward_tiles
+        from flashtile.backends.hopper.big_heads import config as big_tiles
         from flashtile.backends.hopper.forward import config as tiles
         from flashtile.backends.hopper.quantized import config as quantized_tiles
 
-        choose = {"forward": tiles, "backward": backward_tiles, "quantized": quantized_tiles}[direction].choose
+        modules = {
+            "forward": tiles, "big_heads": big_tiles, "backward": backward_tiles, "quantized": quantized_tiles,
+        }  # fmt: skip
+        choose = modules[_folder(problem, direction)].choose
         config = choose(problem)
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
-        make = _plan_class(direction)
+        make = _plan_class(_folder(problem, direction))
         if direction == "forward" and splits_keys(problem):
             from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
 

@@ -28,6 +28,12 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
 
         call = (as_cached(problem), cached_tensors(tensors)) if splits else (problem, tensors)
         return decode.launches(CachedPlan, *call)
+    if direction == "forward" and max(problem.head_dim, problem.head_dim_v) > 256:
+        from flashtile.backends.hopper.big_heads import config as big_config
+        from flashtile.backends.hopper.big_heads import launch as big_heads
+
+        columns = big_config.choose(problem, None, tensors.q.shape[-3])
+        return {"big_heads_forward": big_heads.big_heads_launch(problem, tensors, columns)}
     if direction == "forward":
         from flashtile.backends.hopper import tensor_maps
         from flashtile.backends.hopper.forward import config, launch

@@ -14,7 +14,6 @@ from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.records import named
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, Keys, Mods, Output, PairTensor, Schedule, Slopes
-from flashtile.backends.hopper.forward.config import Config
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import QuantizedTensors
 
@@ -101,7 +100,7 @@ def _pair_tensor(name: str, tensor: Tensor, box: TensorMap | None) -> PairTensor
     return PairTensor(None, box._replace(operand=name), steps)
 
 
-def schedule_of(problem: Problem, config: Config, has_edges: bool, counter: str = "counter") -> Schedule:
+def schedule_of(problem: Problem, config: Any, has_edges: bool, counter: str = "counter") -> Schedule:
     """The tiles; counter: the operand that counts them, where one does."""
     c = config
     cached_rows = _CACHED_BYTES // (problem.dtype.itemsize * (c.block_d + c.block_dv))

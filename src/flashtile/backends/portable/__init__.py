@@ -26,14 +26,22 @@ _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v"
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    max_head_dim=256,
+    max_head_dim=512,
     min_compute_capability=(8, 0),
     features=_COMMON | {"alibi", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic"},
 )
-_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask"})
+_DECODE = dataclasses.replace(
+    _CAPABILITIES, max_head_dim=256, features=_COMMON | {"alibi", "pages", "float8_cache", "tree_mask"}
+)
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(
-    _CAPABILITIES, dtypes=(FLOAT8,), head_dim_multiple=16, min_compute_capability=(8, 9), nvidia=True, features=_COMMON
+    _CAPABILITIES,
+    max_head_dim=256,
+    dtypes=(FLOAT8,),
+    head_dim_multiple=16,
+    min_compute_capability=(8, 9),
+    nvidia=True,
+    features=_COMMON,
 )
 
 

@@ -219,10 +219,10 @@ def is_featured(problem: Problem) -> bool:
 # float32 on sm_90, with six products of bfloat16, a third to a tenth of IEEE's time: docs/tuning-notes.md. dbias is by
 # compiler reports: no spill at 64, 240 bytes at 128.
 _FLOAT32_SM_90 = {
-    "forward": {128: Config(64, 64, 4, 1), 256: Config(64, 16, 4, 1)},
-    "dkdv": {64: Config(64, 64, 4, 1), 128: Config(32, 32, 4, 2), 256: Config(16, 64, 4, 1)},
-    "dq": {64: Config(64, 64, 4, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 16, 4, 1)},
-    "dbias": {64: Config(64, 32, 4, 1), 256: Config(64, 16, 4, 1)},
+    "forward": {128: Config(64, 64, 4, 1), 256: Config(64, 16, 4, 1), 512: Config(32, 16, 8, 1)},
+    "dkdv": {64: Config(64, 64, 4, 1), 128: Config(32, 32, 4, 2), 256: Config(16, 64, 4, 1), 512: Config(16, 16, 8, 1)},
+    "dq": {64: Config(64, 64, 4, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 16, 4, 1), 512: Config(16, 16, 8, 1)},
+    "dbias": {64: Config(64, 32, 4, 1), 256: Config(64, 16, 4, 1), 512: Config(16, 16, 8, 1)},
 }
 
 

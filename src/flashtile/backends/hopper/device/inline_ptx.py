@@ -59,8 +59,8 @@ def compute_before_barrier(x):
 
 @gluon.jit
 def compute_before_fence(x):
-    """Any bfloat16 x: keeps its conversion ahead of the next wgmma fence, behind which LLVM would move it."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2)
+    """Any x of 16 bits: keeps its conversion ahead of the next wgmma fence, behind which LLVM would move it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 _WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")

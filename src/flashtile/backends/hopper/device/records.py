@@ -187,6 +187,22 @@ class Schedule(NamedTuple):
     WIDEN_STAGES: Any
 
 
+class Columns(NamedTuple):
+    """How ``big_heads`` shares columns, see ``big_heads.config.Config``.
+
+    Attributes:
+        LEFT: Columns of the output that the scorer computes.
+        CHUNK: Columns of keys that are loaded at once.
+        KEY_CHUNKS: Buffers for them.
+        PROB_STAGES: Buffers of probabilities.
+    """
+
+    LEFT: Any
+    CHUNK: Any
+    KEY_CHUNKS: Any
+    PROB_STAGES: Any
+
+
 class Scales(NamedTuple):
     """What a call of 8-bit tensors has besides ``Call``.
 

@@ -213,7 +213,7 @@ _WORTH_PACKING = 0.97
 _STRIPS = (32, 8)
 
 
-def strip_and_cost(problem: Problem, config: Config, rows: int) -> tuple[int, float]:
+def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float]:
     """The cheapest strip, and its estimated cost in rows of two warpgroups' tiles of one head.
 
     Args:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,9 @@ _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 class ForwardPlan:
     """The forward of calls of one kind: ``plan(tensors)`` returns out and lse, as ``call.backend.Forward`` says."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, config: Config | None = None) -> None:
+    _choose: Callable[..., Any] = staticmethod(configs.choose)
+
+    def __init__(self, problem: Problem, tensors: Tensors, config: Any = None) -> None:
         """Prepares the launch.
 
         Args:
@@ -48,10 +52,10 @@ class ForwardPlan:
         self._is_empty = q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
-        self._config = config or configs.choose(problem, tensor_maps.score_bytes(tensors), q.shape[-3])
+        self._config = config or self._choose(problem, tensor_maps.score_bytes(tensors), q.shape[-3])
         self._is_dynamic = self._config.dynamic
         self._device = q.device
-        self._steps = (Step(forward_launch(problem, tensors, self._config), _OPERANDS, q.device),)
+        self._steps = (Step(self._launch(problem, tensors, self._config), _OPERANDS, q.device),)
         self._joining: tuple[Step] | None = None
 
     def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
@@ -70,7 +74,7 @@ class ForwardPlan:
         if partial is not None:
             if self._joining is None:
                 config = replace(self._config, strip=self._config.block_m)
-                launch = forward_launch(self._problem, t, config, is_joined=True)
+                launch = self._launch(self._problem, t, config, is_joined=True)
                 self._joining = (Step(launch, _OPERANDS, self._device),)
             steps, parts = self._joining, (partial.out, partial.lse)
         run(steps, (
@@ -78,6 +82,10 @@ class ForwardPlan:
             t.attn_mask, *parts,
         ))  # fmt: skip
         return out, lse
+
+    @staticmethod
+    def _launch(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> Launch:
+        return forward_launch(problem, tensors, config, is_joined=is_joined)
 
 
 def _joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,12 +112,7 @@ def forward_launch(
         cached: Where the keys of a call over a cache lie, and maps of them, of the values and of the output.
     """
     p, t = problem, tensors
-    rows_q = t.q.shape[-3]
-    heads, unit = (p.group_size, config.strip) if config.pack_gqa else (1, 1)
-    rows = config.num_warpgroups * config.block_m
-    blocks = -(-(-(-rows_q // unit) * unit * heads) // rows) * p.batch
-    if p.varlen:
-        blocks = num_packed_tiles(rows_q, p.batch, rows, heads, unit - 1)
+    programs = num_programs(p, t, config)
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     # Only the device knows where in a block the keys of a cache end.
     has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
@@ -126,8 +129,18 @@ def forward_launch(
         "output": output_of(p, out_map, config.block_dv, is_joined),
         "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
     }
-    programs = min(tensor_maps.num_sms(t.q.device), blocks * (p.num_heads_q // heads))
     return Launch(attention_forward, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
+
+
+def num_programs(problem: Problem, tensors: Tensors, config: Any) -> int:
+    """One for each multiprocessor, or for each tile if those are fewer."""
+    p, rows_q = problem, tensors.q.shape[-3]
+    heads, unit = (p.group_size, config.strip) if config.pack_gqa else (1, 1)
+    rows = config.num_warpgroups * config.block_m
+    blocks = -(-(-(-rows_q // unit) * unit * heads) // rows) * p.batch
+    if p.varlen:
+        blocks = num_packed_tiles(rows_q, p.batch, rows, heads, unit - 1)
+    return min(tensor_maps.num_sms(tensors.q.device), blocks * (p.num_heads_q // heads))
 
 
 def _map_of_out(problem: Problem, q: Tensor, config: Config) -> TensorMap | None:
@@ -147,7 +160,7 @@ def _maps_of_keys(problem: Problem, tensors: Tensors, config: Config) -> tuple[T
     )
 
 
-def meets_edges(problem: Problem, config: Config, equal_lengths: bool) -> bool:
+def meets_edges(problem: Problem, config: Any, equal_lengths: bool) -> bool:
     """Whether a warpgroup may meet an edge of the band after the first block of keys that it works on.
 
     Keys are visited from the last block down. The right edges of a warpgroup's rows are ``block_m`` neighbouring keys:

@@ -258,18 +258,7 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
     where = query_rows(records, tiles, call)
     rows = gl.arange(0, schedule.BLOCK_M, rows_layout)
     positions, heads = queries_of(records, tiles, rows, call, schedule, WARPGROUP)
-    total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
-    if call.mods.sinks is not None:
-        sink = gl.load(call.mods.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
-        sink = sink.to(gl.float32)
-        if call.q.PACKED:
-            # Rows past the last sequence have lse -inf.
-            sink = gl.where(where.b < call.queries.count, sink, float("-inf"))
-        factor, row_max, total = softmax.add_sink(row_max, total, sink)
-        scale, lse = softmax.finalise(row_max, total)
-        scale = scale * factor
-    else:
-        scale, lse = softmax.finalise(row_max, total)
+    scale, lse = row_results(row_max, row_sum, where, heads, call, schedule)
     if output.partial_out is None and output.desc is not None:
         out = ()
         for i in gl.static_range(len(accs)):
@@ -289,10 +278,30 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
 
 
 @gluon.jit
-def join_partial(accs, scale, lse, where, row, call, output, schedule):
+def row_results(row_max, row_sum, where, heads, call, schedule):
+    """(what each row's output is multiplied with, its lse), with sinks; heads: those of rows within the group."""
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    if call.mods.sinks is not None:
+        sink = gl.load(call.mods.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
+        sink = sink.to(gl.float32)
+        if call.q.PACKED:
+            # Rows past the last sequence have lse -inf.
+            sink = gl.where(where.b < call.queries.count, sink, float("-inf"))
+        factor, row_max, total = softmax.add_sink(row_max, total, sink)
+        scale, lse = softmax.finalise(row_max, total)
+        scale = scale * factor
+    else:
+        scale, lse = softmax.finalise(row_max, total)
+    return scale, lse
+
+
+@gluon.jit
+def join_partial(accs, scale, lse, where, row, call, output, schedule, FIRST: gl.constexpr = 0,
+                 COLS: gl.constexpr = None):  # fmt: skip
     """(out, lse): a warpgroup's rows from ``row`` on, merged with the partial result if there is one.
 
-    A few columns at a time, to save registers. An output in float32 is stored here.
+    Of all columns, or of COLS from FIRST on. A few columns at a time, to save registers. An output in float32 is stored
+    here.
     """
     start = where.b.to(gl.int64) * call.queries.length
     if call.q.PACKED:
@@ -302,12 +311,13 @@ def join_partial(accs, scale, lse, where, row, call, output, schedule):
     # As wide as TMA's box if TMA stores the output; the last part is the narrowest.
     most: gl.constexpr = 64 if output.desc is None else output.desc.block_type.shape[4 if call.q.PACKED else 3]
     width: gl.constexpr = min(accs[len(accs) - 1].shape[1], most)
+    own_cols: gl.constexpr = output.BLOCK_DIM if COLS is None else COLS
     for i in gl.static_range(len(accs)):
         parts = pieces(accs[i] * of_rows(scale, accs[i])[:, None], width)
         for j in gl.static_range(len(parts)):
             x = parts[j]
             rows = row + gl.arange(0, schedule.BLOCK_M, gl.SliceLayout(1, x.type.layout))
-            cols = start_of(output.BLOCK_DIM, i) + j * width + gl.arange(0, width, gl.SliceLayout(0, x.type.layout))
+            cols = FIRST + start_of(own_cols, i) + j * width + gl.arange(0, width, gl.SliceLayout(0, x.type.layout))
             inside = (rows < where.length)[:, None] & (cols < output.DIM)[None, :]
             at = ((start + rows) * call.heads.num_q + where.head)[:, None] * output.DIM + cols[None, :]
             if output.partial_out is not None:

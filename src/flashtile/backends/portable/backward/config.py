@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -165,7 +166,7 @@ _FEATURED_SM_80 = {
     "dq": dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2)),
     "dbias": _DBIAS_SM_80,
 }
-TABLES: Tables = {
+_KINDS: Tables = {
     **{kind: {**rows, "dbias": _DBIAS_SM_90} for kind, rows in _SM_90.items()},
     "sm_80": _SM_80,
     "sm_80 featured": _FEATURED_SM_80,
@@ -181,3 +182,19 @@ TABLES: Tables = {
         "dbias": dict.fromkeys((16, 32, 64, 128, 256), Config(32, 32, 4, 1)),
     },
 }
+# Past 256, from compiler reports (Triton 3.7.1): no spills.
+_BIG = {
+    "sm_90": {"dk": Config(32, 32, 8, 1), "dv": Config(32, 32, 8, 1), "dq": Config(32, 32, 8, 1)},
+    "sm_80": {"dk": Config(32, 32, 8, 1), "dv": Config(32, 32, 8, 1), "dq": Config(32, 32, 8, 1)},
+    "sm_86": {"dk": Config(16, 32, 8, 1), "dv": Config(32, 32, 8, 1), "dq": Config(32, 16, 8, 1)},
+    "gfx942": {"dk": Config(16, 32, 4, 1), "dv": Config(16, 32, 4, 1), "dq": Config(32, 16, 4, 1)},
+}
+
+
+def _with_big(kind: str, rows: Mapping[str, Mapping[int, Config]]) -> Mapping[str, Mapping[int, Config]]:
+    big = _BIG[kind.split()[0]]
+    wider = {kernel: {**rows.get(kernel, {}), 512: tiles} for kernel, tiles in (big | {"dbias": big["dq"]}).items()}
+    return {**rows, **wider}
+
+
+TABLES: Tables = {kind: _with_big(kind, rows) for kind, rows in _KINDS.items()}
