@@ -240,8 +240,16 @@ def test_tiles_that_do_not_widen_are_refused_for_8_bits_and_the_reverse() -> Non
         replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING[2])
 
 
-# Layouts, swizzles and races of warps: parts of each width, with a scale of each kind, in each way.
+# Layouts, swizzles, races of warps and accesses outside of memory. In 16 bits: pages of one and of half a block of 128
+# keys, and of one and four of 64, with lengths at their ends. In 8: each width, kind of scale and way.
 COMPILED = {
+    "pages_of_256": case_of(((256, 66), (512, 66)), heads=2, page_size=256, head_dim=128),
+    "pages_of_64": case_of(((64, 66), (128, 66)), heads=2, page_size=64, head_dim=128),
+    "blocks_of_64": case_of(((64, 66), (256, 66), (0, 66)), heads=2, page_size=64, head_dim=256),
+    "packed": case_of(((256, 66), (300, 2), (1, 1), (255, 30)), heads=2, page_size=256, head_dim=256, packed=True,
+                      spare=2),
+    "between": case_of(((256, 66), (512, 2)), heads=2, page_size=256, packed=True, layout="between", causal=False,
+                       window=(300, 3)),
     "64": case_of(((140, 66),), float8="h", heads=2, page_size=64),
     "96": case_of(((140, 66), (60, 66)), 3, float8="eh", heads=2, page_size=16, head_dim=96),
     "128": case_of(((140, 66), (0, 66), (-1, 66)), float8="h", heads=2, head_dim=128, entries=True),
@@ -256,7 +264,7 @@ COMPILED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_code_of_8_bits(name: str) -> None:
+def test_compiled_code(name: str) -> None:
     call = build(COMPILED[name], torch.bfloat16)
     problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
     chosen = in_way(tiles.choose(problem, rows=call.tensors.q.shape[-3]), name)
