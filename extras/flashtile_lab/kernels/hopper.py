@@ -62,8 +62,9 @@ def _interval_builds() -> list[KernelBuild]:
 
 
 def _decode_builds() -> list[KernelBuild]:
-    """The decode of wide groups: 71 heads over one, and pages that are smaller than a block."""
+    """The decode of wide groups: 71 heads over one, and pages smaller than a block; prompts over 8-bit caches."""
     from flashtile.backends.hopper.decode import config, launch
+    from flashtile.backends.hopper.forward.cached import cached_launch
     from flashtile_lab.kernels.decode import described_call
 
     calls: list[dict[str, Any]] = [*({"head_dim": dim, "num_heads_q": 568} for dim in (128, 64, 256))]
@@ -72,6 +73,15 @@ def _decode_builds() -> list[KernelBuild]:
         problem, tensors = described_call((9, 0), **call)
         wide = launch.wide_launch(problem, tensors, config.tiles(problem), 132)
         made += kernel_builds("hopper", "decode", problem, {"wide_cache_attention": wide}, limits(problem))
+    for dim, scales in ((128, False), (128, True), (64, False), (256, False)):
+        problem, tensors = described_call(
+            (9, 0), head_dim=dim, seqlen_q=512, packed=True, page_size=64, kv=FLOAT8, scales=scales
+        )
+        # At 256 before and after loops; on Triton 3.9 there at every width.
+        limit = {"attention_forward": 128 if _is_new_triton() else 32}
+        forward = {"attention_forward": cached_launch(problem, tensors)}
+        more = ("float8 cache", *(("scales",) if scales else ()))
+        made += kernel_builds("hopper", "decode", problem, forward, limit, more)
     return made
 
 

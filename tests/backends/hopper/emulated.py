@@ -47,6 +47,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.pingpong_wait: lambda x, group, strict=False: x,
     inline_ptx.pingpong_arrive: lambda x, group, strict=False: x,
     tma_add: emulator.reduce_out,
+    inline_ptx.from_e4m3: lambda x: x.to(tl.float32),
     inline_ptx.packed: lambda e: e,
     inline_ptx.packed_operand: lambda e, width: in_order(e.to(tl.float8e4nv)),
     inline_ptx.plus: lambda acc, factor, t: acc * factor[:, None] + t,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,20 +16,23 @@ from flashtile import reference
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.gpu.decode.config import bounded
+from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward.launch import ForwardPlan
-from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.cached_problem import bands_of, pages_of
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.emulator.language import Language
 from tests.emulator.values import value_of
-from tests.kvcache.cases import CacheCase, build
+from tests.kvcache.cases import CacheCase, build, judge
 from tests.poison import poisoned_memory
+from tests.ptx import hopper
+from tests.ptx.machine import Options
 from tests.slow import slow_but
 
 FULL: dict[str, Any] = {"causal": False}
@@ -59,6 +63,12 @@ CASES = {
     "pages_of_8": case_of(((200, 140), (3, 140), (129, 140)), page_size=8, ragged="pages"),
     "pages_of_8_wide": case_of(((150, 90), (70, 3), (0, 5)), packed=True, page_size=8, head_dim=128, heads=2),
     "ragged_of_128": case_of(((200, 140), (129, 140)), page_size=128, ragged="bound", heads=1),
+    "eight_bits": case_of(((300, 130), (0, 130), (150, 130)), 7, float8="none", page_size=16, head_dim=128),
+    "eight_bits_by_head": case_of(((200, 140), (3, 140)), float8="h", entries=True, heads=4, kv_heads=2),
+    "eight_bits_by_entry": case_of(((200, 140), (-1, 140), (129, 140)), 3, float8="eh", entries=True, head_dim=96),
+    "eight_bits_by_page": case_of(((260, 90), (70, 3), (129, 140)), 3, float8="eh", page_size=64, packed=True, spare=2,
+                                  head_dim=192),
+    "eight_bits_wide": case_of(((200, 140), (70, 140)), float8="eh", page_size=32, head_dim=256, heads=1, **WINDOW),
     "packed_apart": case_of(((200, 90), (129, 129)), 3, packed=True, entries=True, alibi="h"),
 }  # fmt: skip
 
@@ -87,11 +97,21 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
     step = host.Step(launched, decode._OPERANDS, t.q.device)
     host.run((step,), (
         t.out, lse, t.q, t.k_cache, t.v_cache, t.cache_seqlens, None, t.cu_seqlens_q, t.cu_seqlens_k_new,
-        t.cache_batch_idx, t.page_table if t.page_indices is None else t.page_indices, t.alibi_slopes, t.sinks, None,
-        None, None, counters, None, t.causal, t.page_indptr,
+        t.cache_batch_idx, t.page_table if t.page_indices is None else t.page_indices, t.alibi_slopes, t.sinks,
+        t.k_scale, t.v_scale, None, counters, None, t.causal, t.page_indptr,
     ))  # fmt: skip
     assert counters == 0
     return lse
+
+
+def sixteen_bits(cache: Tensor, scale: Tensor | None, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of entries or pages; of an 8-bit cache times their scale, which is rounded once."""
+    if cache.dtype != FLOAT8:
+        return cache[places].flatten(0, 1)
+    wide = cache.float()[places]
+    if scale is not None:
+        wide = wide * (scale if scale.dim() == 1 else scale[places, None])[..., None]
+    return wide.to(dtype).flatten(0, 1)
 
 
 def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> tuple[Tensor, Tensor]:
@@ -100,15 +120,17 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
     count = old + new if old >= 0 else 0
     start = int(t.cu_seqlens_q[b]) if t.cu_seqlens_q is not None else 0
     q = (t.q if case.packed else t.q[b])[start : start + rows]
-    k, v = (
-        (x[pages_of(t)[b][: -(-count // case.page_size)].long()].flatten(0, 1) if t.in_pages
-         else x[b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])])[:count].contiguous()
-        for x in (t.k_cache, t.v_cache)
+    places = pages_of(t)[b][: -(-count // case.page_size)].long() if t.in_pages else (
+        torch.tensor([b if t.cache_batch_idx is None else int(t.cache_batch_idx[b])] * (count > 0)).long()
     )  # fmt: skip
+    k, v = (
+        sixteen_bits(x, scale, places, q.dtype)[:count].contiguous()
+        for x, scale in ((t.k_cache, t.k_scale), (t.v_cache, t.v_scale))
+    )
     own = bounded(problem)
     own = own.but(
         band=bands_of(own, t)[b], causal_each=False, batch=1, queries=SequenceLayout(rows),
-        keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count,
+        keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count, precision=replace(problem.precision, kv=q.dtype),
     )  # fmt: skip
     out, lse = ForwardPlan(own, Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks))(
         Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
@@ -158,6 +180,8 @@ def random_case(draw: random.Random) -> CacheCase:
         sinks=draw.random() < 0.3,
         causal_each=draw.random() < 0.2,
         ragged=draw.choice(["", "pages", "bound"]) if page_size else "",
+        # 8-bit caches take pages of 16 rows or more.
+        float8="" if page_size == 8 else draw.choice(["", "", "none", "h", "eh"]),
         **draw.choice([FULL, {}, {}, WINDOW]),
     )
 
@@ -186,6 +210,79 @@ def judge_bits(case: CacheCase, seed: int, leaves: tuple[int, int] | None) -> No
                 torch.testing.assert_close(own, want_lse, rtol=2**-22, atol=0)
     # Rows that belong to no sequence.
     assert not case.spare or not tensors.out[at:].any()
+
+
+# Tiles in place of the chosen ones: two warps beside the producer, and buffers of their own for blocks of 8 bits.
+WAYS: dict[str, dict[str, int]] = {
+    "two_warps": {"widen_warps": 2, "widen_registers": 56, "registers": 224, "max_registers": 168},
+    "apart": {"widen_stages": 1, "q_stages": 1, "overlap": False},
+    "two_apart": {"widen_stages": 2, "stages": 2},
+    "three": {},
+}
+
+
+def in_way(config: tiles.Config, way: str) -> tiles.Config:
+    """Tiles of two warpgroups in one of WAYS, or those of three."""
+    if way == "three":
+        return replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING[3])
+    return replace(config, **WAYS.get(way, {}))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*((way, "eight_bits_by_head") for way in WAYS), ("two_warps", "eight_bits"), ("apart", "eight_bits")],
+)
+def test_every_way_to_widen_gives_the_same_bits(way: str, name: str) -> None:
+    problem, tensors = call_of(CASES[name])
+    chosen = tiles.choose(problem, rows=tensors.q.shape[-3])
+    found = []
+    for config in (chosen, in_way(chosen, way)):
+        with on_cpu(seed=1, num_sms=1), poisoned_memory(), trial(hopper_forward=config):
+            lse = run(problem, tensors, None)
+        found.append((tensors.out.clone(), lse))
+    assert all(map(torch.equal, *found))
+
+
+def test_tiles_that_do_not_widen_are_refused_for_8_bits_and_the_reverse() -> None:
+    eight, sixteen = (call_of(CASES[name]) for name in ("eight_bits", "rows"))
+    for call, other in ((eight, sixteen), (sixteen, eight)):
+        with trial(hopper_forward=tiles.choose(other[0])), pytest.raises(ValueError, match="over a cache of others"):
+            cached.cached_launch(*call)
+    with pytest.raises(ValueError, match="beside two warpgroups"):
+        replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING[2])
+
+
+# Layouts, swizzles, races of warps and accesses outside of memory. In 16 bits: pages of one and of half a block of 128
+# keys, and of one and four of 64, with lengths at their ends. In 8: each width, kind of scale and way.
+COMPILED = {
+    "pages_of_256": case_of(((256, 66), (512, 66)), heads=2, page_size=256, head_dim=128),
+    "pages_of_64": case_of(((64, 66), (128, 66)), heads=2, page_size=64, head_dim=128),
+    "blocks_of_64": case_of(((64, 66), (256, 66), (0, 66)), heads=2, page_size=64, head_dim=256),
+    "packed": case_of(((256, 66), (300, 2), (1, 1), (255, 30)), heads=2, page_size=256, head_dim=256, packed=True,
+                      spare=2),
+    "between": case_of(((256, 66), (512, 2)), heads=2, page_size=256, packed=True, layout="between", causal=False,
+                       window=(300, 3)),
+    "64": case_of(((140, 66),), float8="h", heads=2, page_size=64),
+    "96": case_of(((140, 66), (60, 66)), 3, float8="eh", heads=2, page_size=16, head_dim=96),
+    "128": case_of(((140, 66), (0, 66), (-1, 66)), float8="h", heads=2, head_dim=128, entries=True),
+    "192": case_of(((140, 66), (64, 3)), float8="none", heads=2, page_size=32, head_dim=192, packed=True, spare=2,
+                    sinks=True),
+    "256": case_of(((140, 66),), float8="eh", heads=2, page_size=128, head_dim=256),
+    "two_warps": case_of(((300, 66),), float8="eh", heads=2, page_size=256, head_dim=128, **WINDOW),
+    "apart": case_of(((140, 66), (30, 66)), float8="eh", heads=2, entries=True, head_dim=128),
+    "three": case_of(((300, 200), (30, 2)), float8="eh", heads=1, page_size=16, packed=True),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code(name: str) -> None:
+    call = build(COMPILED[name], torch.bfloat16)
+    problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
+    chosen = in_way(tiles.choose(problem, rows=call.tensors.q.shape[-3]), name)
+    with hopper.on_cpu(Options(seed=len(name))), trial(hopper_forward=chosen):
+        judge(call, "hopper")
 
 
 @pytest.mark.parametrize(("most", "ends"), [(8, [1, 1, 72, 200]), (0, [72, 200, 1, 1])], ids=["few", "many"])
@@ -264,16 +361,18 @@ def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
         ({"page_size": 4}, "not the forward's kernel: pages of 4"),
         ({"page_size": 48}, "not the forward's kernel: pages of 48"),
         ({"head_dim": 84}, "not the forward's kernel: head_dim that is no multiple of 8"),
-        ({"kv": torch.float8_e4m3fn}, "not the forward's kernel: caches in 8 bits"),
+        ({"kv": FLOAT8}, "8 bits widened by 4 warps"),
+        ({"kv": FLOAT8, "head_dim": 72}, "not the forward's kernel: head_dim that is no multiple of 16"),
+        ({"kv": FLOAT8, "dtype": torch.float32}, "not the forward's kernel: dtype"),
     ],
     ids=str,
 )
 def test_which_kernel_and_why(change: dict[str, Any], says: str) -> None:
     facts: dict[str, Any] = {"rows": 100, "packed": False, "capacity": 4096, "page_size": 16, "head_dim": 128}
-    facts |= {"kv": torch.bfloat16} | change
+    facts |= {"dtype": torch.bfloat16, "kv": torch.bfloat16} | change
     problem = described(
         device_type="cuda", compute_capability=(9, 0), batch=4, num_heads_q=32, num_heads_kv=8, band=Band(None, 0),
-        precision=Precision(torch.bfloat16, facts["kv"], torch.bfloat16, torch.bfloat16),
+        precision=Precision(facts["dtype"], facts["kv"], facts["dtype"], facts["dtype"]),
         queries=SequenceLayout(facts["rows"], facts["packed"]),
         head_dim=facts["head_dim"], head_dim_v=facts["head_dim"],
         keys=SequenceLayout(facts["capacity"], used=True, page_size=facts["page_size"]), softmax_scale=0.1,

@@ -60,13 +60,15 @@ def tma_put(desc, at, box, ADDS: gl.constexpr):
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
-    def _seen_as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    def seen_as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The first bytes of a buffer as another tensor."""
         return buffer.reinterpret(dtype, shape, layout)
 
 else:
 
     @gluon.jit
-    def _seen_as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    def seen_as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The first bytes of a buffer as another tensor."""
         return buffer._reinterpret(dtype, shape, layout)
 
 
@@ -75,7 +77,7 @@ def as_box(buffer, desc):
     """A two-dimensional tile in the shape of a descriptor's box, whose other sides are 1."""
     shape: gl.constexpr = desc.block_type.shape
     layout: gl.constexpr = desc.layout
-    return _seen_as(buffer, desc.dtype, shape, layout)
+    return seen_as(buffer, desc.dtype, shape, layout)
 
 
 @gluon.jit
@@ -83,7 +85,7 @@ def as_tile(buffer, dtype: gl.constexpr, WIDTH: gl.constexpr):
     """Reinterprets a two-dimensional tile as another dtype with the same rows and no more bytes."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([buffer.shape[0], WIDTH], dtype)
     shape: gl.constexpr = [buffer.shape[0], WIDTH]
-    return _seen_as(buffer, dtype, shape, layout)
+    return seen_as(buffer, dtype, shape, layout)
 
 
 @gluon.jit
@@ -91,4 +93,4 @@ def as_row(buffer, dtype: gl.constexpr, WIDTH: gl.constexpr):
     """The first bytes of a tile as [1, WIDTH], one after the other."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     shape: gl.constexpr = [1, WIDTH]
-    return _seen_as(buffer, dtype, shape, layout)
+    return seen_as(buffer, dtype, shape, layout)

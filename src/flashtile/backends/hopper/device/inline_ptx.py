@@ -181,6 +181,20 @@ def rescale(acc, factor, WIDTH: gl.constexpr):
     )  # fmt: skip
 
 
+_FROM_E4M3 = gl.constexpr(
+    "{ .reg .b16 low, high, x0, x1, x2, x3; .reg .b32 first, second; mov.b32 {low, high}, $4; "
+    "cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; "
+    "mov.b32 {x0, x1}, first; mov.b32 {x2, x3}, second; "
+    "cvt.f32.f16 $0, x0; cvt.f32.f16 $1, x1; cvt.f32.f16 $2, x2; cvt.f32.f16 $3, x3; }"
+)
+
+
+@gluon.jit
+def from_e4m3(x):
+    """8-bit numbers, of which a thread holds four neighbours, as float32."""
+    return gl.inline_asm_elementwise(_FROM_E4M3, "=f,=f,=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=4)
+
+
 _TO_E4M3 = gl.constexpr(
     "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
     "mov.b32 $0, {low, high}; }"

@@ -12,9 +12,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store, tma_store_wait
+from flashtile.backends.hopper.device.gluon_compat import (
+    aggregate,
+    as_box,
+    seen_as,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 from flashtile.backends.hopper.device.inline_ptx import rescale
-from flashtile.backends.hopper.device.ring import Ring, make_ring
+from flashtile.backends.hopper.device.ring import Ring, make_landing, make_ring
 
 # TMA bounds every dimension of a tensor, but knows nothing of the sequences packed into one. A descriptor of a packed
 # tensor has two dimensions more, whose strides cancel modulo 2**64, so that the row coordinate runs into its bound,
@@ -99,19 +106,43 @@ def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constex
 
 
 @gluon.jit
+def make_landings(rings, dtype: gl.constexpr, COLS: gl.constexpr, stages: gl.constexpr, most: gl.constexpr = 256):
+    """Where TMA loads tiles of a narrower dtype that a role widens into a channel.
+
+    They have ``stages`` buffers of their own, or with 0 the channel's: ``ring.make_landing``.
+    """
+    if stages > 0:
+        return make_rings(dtype, rings[0].buffers.shape[1], COLS, stages, 1, 1, most)
+    else:
+        first = make_landing(rings[0])
+        landings = (first,)
+        for i in gl.static_range(1, len(rings)):
+            landings = also(landings, Ring(rings[i].buffers, first.full, first.empty, first.stages, first.parts))
+        return landings
+
+
+@gluon.jit
 def load(desc, rings, use, strips, COLS: gl.constexpr):
-    """Starts the load of a tile into a channel: of as many rows from each of ((``HeadRows``, first row), ...)."""
-    BYTES: gl.constexpr = rings[0].buffers.dtype.primitive_bitwidth // 8
+    """Starts the load of a tile into a channel: of as many rows from each of ((``HeadRows``, first row), ...).
+
+    A tensor of 8 bits may land in a channel of 16, in the first half of each part: see ``narrow``.
+    """
+    BYTES: gl.constexpr = desc.dtype.primitive_bitwidth // 8
     ROWS: gl.constexpr = rings[0].buffers.shape[1] // len(strips)
-    # A box of at most 64 columns is contiguous in shared memory, for any number of rows.
-    most: gl.constexpr = 256 if len(strips) == 1 else 64
+    # Of several, each must be contiguous in shared memory: at most 128 bytes a row.
+    WIDEST: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
     full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * BYTES)
     tiles = tiles_at(rings, use)
+    if desc.dtype.primitive_bitwidth < rings[0].buffers.dtype.primitive_bitwidth:
+        narrowed = ()
+        for i in gl.static_range(len(tiles)):
+            narrowed = also(narrowed, narrow(tiles[i], desc.dtype, COLS))
+        tiles = narrowed
     for i in gl.static_range(len(strips)):
         boxes = ()
         for j in gl.static_range(len(tiles)):
             boxes = also(boxes, box_of(tiles[j], i * ROWS, ROWS, 0))
-        load_boxes(desc, boxes, full, strips[i][0], strips[i][1], COLS, 256, most)
+        load_boxes(desc, boxes, full, strips[i][0], strips[i][1], COLS, rings[0].buffers.shape[2], WIDEST)
 
 
 @gluon.jit
@@ -123,6 +154,14 @@ def load_boxes(desc, tiles, full, rows, row, COLS: gl.constexpr, most: gl.conste
         for j in gl.static_range(width_of(COLS, i, most) // BOX):
             at = rows.at(row, start_of(COLS, i, most) + j * BOX)
             tma_load(desc, at, full, as_box(box_of(tiles[i], j * BOX, BOX), desc))
+
+
+@gluon.jit
+def narrow(tile, dtype: gl.constexpr, COLS: gl.constexpr):
+    """The first bytes of a part, of a tile of COLS columns, as a part of a narrower dtype with as many elements."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile.shape[0], width_of(COLS, -1)], dtype)
+    shape: gl.constexpr = [tile.shape[0], tile.shape[1]]
+    return seen_as(tile, dtype, shape, layout)
 
 
 @gluon.jit

@@ -63,6 +63,18 @@ class Mods(NamedTuple):
     SCALE_FIRST: Any
 
 
+class CacheScale(NamedTuple):
+    """The factors of a cache of 8 bits.
+
+    Attributes:
+        ptr: float32 (heads,), or (entries or pages, heads); None for 1.
+        entry_step: From one entry's or page's heads to the next one's; None where all have the same.
+    """
+
+    ptr: Any
+    entry_step: Any
+
+
 class Cache(NamedTuple):
     """Where the keys and values of a cached call lie, whose lengths the device alone knows.
 
@@ -81,6 +93,8 @@ class Cache(NamedTuple):
         FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
             they have more than LONG_KEYS; None for none.
         LONG_KEYS: See FEW_ROWS.
+        k_scale: ``CacheScale`` of the keys.
+        v_scale: Of the values.
     """
 
     cached: Any
@@ -96,6 +110,8 @@ class Cache(NamedTuple):
     PAGE_SIZE: Any
     FEW_ROWS: Any
     LONG_KEYS: Any
+    k_scale: Any
+    v_scale: Any
 
 
 class Keys(NamedTuple):
@@ -149,6 +165,9 @@ class Schedule(NamedTuple):
             STRIP query rows of each head of the group, head by head, then the next STRIP rows; else STRIP == BLOCK_M.
         HAS_EDGES: Whether a warpgroup may meet an edge of the band after its first block of keys.
         CACHED_ROWS: Keys and values that are taken to fit into the L2 cache.
+        WIDEN_WARPS: Warps of the role that widens keys and values of 8 bits; 0 for none.
+        WIDEN_REGISTERS: What setmaxnreg gives its threads.
+        WIDEN_STAGES: Buffers each for keys and values of 8 bits; 0 if they land where they are widened.
     """
 
     counter: Any
@@ -167,6 +186,9 @@ class Schedule(NamedTuple):
     REGISTERS: Any
     HAS_EDGES: Any
     CACHED_ROWS: Any
+    WIDEN_WARPS: Any
+    WIDEN_REGISTERS: Any
+    WIDEN_STAGES: Any
 
 
 class Columns(NamedTuple):

@@ -134,6 +134,18 @@ def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.c
     return Ring(buffers, full, ring.empty, ring.stages, 1)
 
 
+@gluon.jit
+def make_landing(ring):
+    """The same buffers, claimed with ``ring``'s barriers but published through some of their own.
+
+    A producer loads into them, and another role makes of that what ``ring`` publishes.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(ring.stages):
+        mbarrier.init(full.index(stage), count=1)
+    return Ring(ring.buffers, full, ring.empty, ring.stages, ring.parts)
+
+
 # Where the numbers of the first warpgroup begin, and how many places each warpgroup has.
 FIRST_OWN, OWN_SLOTS = gl.constexpr(12), gl.constexpr(6)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache
+from flashtile.backends.hopper.device.records import Cache, CacheScale
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.launch import forward_launch
-from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.problem import Problem, Tensors
 
 # Rows of a page. A TMA box has 8 at least; with windows, caps and other widths so many boxes would spill the producer's
@@ -24,13 +25,13 @@ _MOST_TILES_OF_SOLE = 8
 
 def reasons(problem: Problem) -> list[str]:
     """What keeps a kind of call from the forward, whatever its number of rows; none if nothing does."""
-    p, size = problem, problem.keys.page_size
+    p, size, unit = problem, problem.keys.page_size, 16 if configs.widens(problem) else 8
     is_plain = {p.head_dim, p.head_dim_v} <= _WIDTHS and p.band.left is None and p.softcap == 0
-    fewest = _FEWEST_PAGE_ROWS if is_plain else _FEWEST_OF_OTHERS
+    fewest = _FEWEST_PAGE_ROWS if is_plain and not configs.widens(p) else _FEWEST_OF_OTHERS
     against = {
-        "caches in 8 bits": p.precision.kv.itemsize == 1,
-        "dtype": p.precision.kv.itemsize != 1 and p.dtype not in (torch.float16, torch.bfloat16),
-        "head_dim that is no multiple of 8": p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0,
+        "caches in 8 bits": configs.widens(p) and not (configs.WIDENS and p.precision.kv == FLOAT8),
+        "dtype": p.dtype not in (torch.float16, torch.bfloat16),
+        f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,
         f"pages of {size}": 0 < size < fewest or size & (size - 1) != 0,
         "strides that TMA cannot read": not p.aligned,
         "tree_mask": p.tree,
@@ -57,6 +58,8 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
     q = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
     plain = Tensors(q, t.k_cache, t.v_cache, t.alibi_slopes, sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q)
     config = configs.choose(p, rows=q.shape[-3])
+    if configs.widens(p) != (config.widen_warps > 0):
+        raise ValueError(f"tiles for {'8' if config.widen_warps else '16'} bits, over a cache of others: {config}")
     has_new = t.k is not None and t.cu_seqlens_k_new is None
     few, long = leaves or (None, None)
     sole = None
@@ -74,18 +77,22 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         pointer(t.page_indptr, "indptr"),
         t.v_cache.stride(0) // t.v_cache.stride(1),
         None if t.causal is None else Pointer(torch.uint8, "causal"),
-        sole, p.keys.page_size, few, long,
+        sole, p.keys.page_size, few, long, _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale),
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)
     return forward_launch(p, plain, config, cached=(cache, *_maps_of_keys(p, t, config), out_map))
+
+
+def _scale(name: str, scale: Tensor | None) -> CacheScale:
+    return CacheScale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else None)
 
 
 def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[TensorMap, TensorMap]:
     """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
-    # A block of several boxes needs boxes of at most 64 columns: see ``parts.load``.
-    most = 256 if rows == config.block_n else 64
+    # Several boxes in a block, and boxes of 8 bits in a part, have at most 128 bytes a row: see ``parts.load``.
+    most = 256 if rows == config.block_n and not config.widen_warps else 128 // problem.precision.kv.itemsize
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
         tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False),

@@ -44,6 +44,9 @@ class Config:
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
         score_stages: Buffers for bias and mask tiles; 0 if each thread loads its elements from global memory.
         score_bytes: Bytes of an element of bias and mask together: of those with rows of their own, and with one row.
+        widen_warps: Warps that widen the keys and values of an 8-bit cache; 0 for caches in 16 bits.
+        widen_registers: What setmaxnreg gives their threads.
+        widen_stages: Buffers each for keys and values of 8 bits; 0 if they land in the buffers that they become.
     """
 
     block_d: int
@@ -64,13 +67,20 @@ class Config:
     max_registers: int = 168
     score_stages: int = 0
     score_bytes: tuple[int, int] = (0, 0)
+    widen_warps: int = 0
+    widen_registers: int = 0
+    widen_stages: int = 0
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2:
             raise ValueError(f"overlap needs two buffers for queries: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
-        if self.num_warpgroups * self.registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
+        if self.widen_warps not in ((0, 2, 4) if self.num_warpgroups == 2 else (0, 2)):
+            raise ValueError(f"two warps widen, or beside two warpgroups four: {self}")
+        # Two warps that widen are in the producer's warpgroup.
+        others = self.widen_registers + (PRODUCER_REGISTERS if self.widen_warps in (0, 4) else 0)
+        if self.num_warpgroups * self.registers + others > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
             raise ValueError(f"pack_gqa needs whole strips, whose boxes have 64 columns at most: {self}")
@@ -90,6 +100,7 @@ class Config:
         score_tensors = self.score_stages * buffer_bytes(self.block_n, rows, self.score_bytes)
         return (
             score_tensors
+            + self.widen_stages * self.block_n * (self.block_d + self.block_dv)
             + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols))
             + OTHER_BYTES
         )
@@ -98,7 +109,8 @@ class Config:
         rows = f"{self.num_warpgroups} x {self.block_m}" + (" of a group's heads" if self.pack_gqa else "")
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
-        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
+        widens = f", 8 bits widened by {self.widen_warps} warps" * (self.widen_warps > 0)
+        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}{widens}"
 
 
 # Widths of tiles, whose parts are powers of two (``device/parts.py``): each takes less time than the next.
@@ -281,6 +293,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
+        wide = wide or (widens(problem) and 3 not in WIDENING)
         if not wide:
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
@@ -316,7 +329,22 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Room for ``mods.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
-    return config
+    return _variant(config, **WIDENING[config.num_warpgroups]) if widens(problem) else config
+
+
+# Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.
+WIDENS = True
+# What an 8-bit cache changes, by warpgroups. Beside two, four more warps leave consumers 216 registers a thread. Beside
+# three, two share the producer's warpgroup, with so few registers that a pass in place would not fit.
+WIDENING: dict[int, dict[str, int]] = {
+    2: {"widen_warps": 4, "widen_registers": 48, "registers": 216, "max_registers": 128},
+    3: {"widen_warps": 2, "widen_registers": 32, "widen_stages": 1},
+}
+
+
+def widens(problem: Problem) -> bool:
+    """Whether a call's keys and values are in a cache of 8 bits."""
+    return problem.keys.used and problem.precision.kv.itemsize == 1
 
 
 @functools.cache

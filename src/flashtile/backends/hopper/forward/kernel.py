@@ -19,11 +19,12 @@ from flashtile.backends.hopper.device.mods import (
     score_tensors,
     score_tiles,
 )
-from flashtile.backends.hopper.device.parts import make_rings
+from flashtile.backends.hopper.device.parts import make_landings, make_rings
 from flashtile.backends.hopper.device.ring import make_records
 from flashtile.backends.hopper.forward.roles import consumer, make_outputs, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
 from flashtile.backends.hopper.forward.softmax_step import Channels
+from flashtile.backends.hopper.forward.widening import widener
 
 
 @gluon.jit
@@ -44,8 +45,12 @@ def attention_forward(call, output, schedule):
     REGISTERS: gl.constexpr = schedule.REGISTERS
     BLOCK_D: gl.constexpr = call.q.BLOCK_DIM
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, schedule.STAGES, NUM_WARPGROUPS)
-    values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS)
-    tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + 1)
+    # Of an 8-bit cache the producer's loads are widened by one more role. With its warps the compiler may give a thread
+    # 128 registers, as many as a product of 256 columns takes alone.
+    WIDENS: gl.constexpr = schedule.WIDEN_WARPS > 0
+    MOST: gl.constexpr = 128 if WIDENS else 256
+    values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS, 1, MOST)
+    tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + (2 if WIDENS else 1))
     outputs = None
     if output.desc is not None:
         outputs = make_outputs(output, schedule)
@@ -71,10 +76,34 @@ def attention_forward(call, output, schedule):
     # loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
     HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
     IS_WIDEST: gl.constexpr = call.q.PACKED and (HAS_START or HAS_SOFTCAP)
-    FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 else 32
+    FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 and not WIDENS else 32
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
-    if NUM_WARPGROUPS == 2:
+    if WIDENS:
+        STAGES: gl.constexpr = schedule.WIDEN_STAGES
+        landed_keys = make_landings(keys, call.k.desc.dtype, BLOCK_D, STAGES)
+        landed_values = make_landings(values, call.v.desc.dtype, call.v.BLOCK_DIM, STAGES, MOST)
+        WARPS: gl.constexpr = schedule.WIDEN_WARPS
+        WIDE: gl.constexpr = schedule.WIDEN_REGISTERS
+    if WIDENS and NUM_WARPGROUPS == 2:
+        gl.warp_specialize([
+            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (widener, (Channels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
+            (producer, (Channels(tiles, (q0, q1), landed_keys, landed_values, None), by_tma, call, schedule)),
+            (scheduler, (tiles, call, schedule)),
+        ], [4, WARPS, 1, 1], [REGISTERS, WIDE, FEW, FEW])  # fmt: skip
+    elif WIDENS:
+        q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
+        gl.warp_specialize([
+            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (consumer, (Channels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
+            (widener, (Channels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
+            (producer, (Channels(tiles, (q0, q1, q2), landed_keys, landed_values, None), by_tma, call, schedule)),
+            (scheduler, (tiles, call, schedule)),
+        ], [4, 4, WARPS, 1, 1], [REGISTERS, REGISTERS, WIDE, FEW, FEW])  # fmt: skip
+    elif NUM_WARPGROUPS == 2:
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
             (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),

@@ -111,8 +111,8 @@ def load_last_values(channels, use, tiles, call, schedule):
 
 @gluon.jit
 def load_values(channels, use, tiles, n_block, call, schedule):
-    """Starts the load of a block of values. Of 8 bits it consists of columns, which are zeros where no key is."""
-    if channels.values[0].buffers.dtype.primitive_bitwidth > 8:
+    """Starts the load of a block of values. Those of quantised calls are columns, which are zeros where no key is."""
+    if call.keys.CACHED or channels.values[0].buffers.dtype.primitive_bitwidth > 8:
         load_block(call.v, channels.values, use, channels.tiles, tiles, n_block, call, schedule)
     else:
         ring = channels.values[0]

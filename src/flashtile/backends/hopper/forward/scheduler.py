@@ -382,6 +382,13 @@ def page_of_lane(lanes, pages, lengths, i: gl.constexpr, head, call, FILLS: gl.c
 
 
 @gluon.jit
+def pages_of_rows(records, use, rows, call):
+    """The pages that some of a tile's keys lie in, 0 for rows past them."""
+    place = rows >> log2(call.keys.cache.PAGE_SIZE)
+    return gl.load(_table(records, use, call) + place, mask=rows < records.get(use, "seqlen_k"), other=0)
+
+
+@gluon.jit
 def first_scale(start, b):
     """The number of the first scale of a packed sequence that begins at row ``start``."""
     return start // SCALE_ROWS + b
