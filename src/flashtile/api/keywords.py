@@ -117,8 +117,6 @@ def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool
     Raises:
         InvalidInputError: It is nothing that ``flashtile.masks`` has made.
     """
-    if block_mask is None:
-        return None, None, False
     if not isinstance(block_mask, Intervals):
         made = "must be made by flashtile.masks, or None"
         raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {made}")
@@ -148,10 +146,9 @@ def asked_of(
     unknown = {name: value for name, value in given.items() if name not in known.__annotations__}
     if unknown:
         raise refused(function, (), unknown)
-    given = {
-        **given,
-        **dict(zip(("row_keys", "key_rows", "mirrored"), intervals_of(given.get("block_mask")), strict=True)),
-    }
+    if given.get("block_mask") is not None:
+        found = zip(("row_keys", "key_rows", "mirrored"), intervals_of(given["block_mask"]), strict=True)
+        given = {**given, **dict(found)}
     tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
     cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
     causal, lengths = given.get("causal"), (given.get("max_seqlen_q"), given.get("max_seqlen_k"))

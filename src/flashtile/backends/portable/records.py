@@ -47,7 +47,7 @@ def call_of(
     described: Sequence[str] = (),
     dout: Tensor | None = None,
     bias_sums: tuple[bool, bool] = (False, False),
-    masks: Masks = Masks(),  # noqa: B008
+    masks: Masks | None = None,
 ) -> tuple[Call, Rows | None]:
     """A kernel's ``Call``, and its rows of dout.
 
@@ -91,7 +91,9 @@ def heads_of(problem: Problem) -> Heads:
     return Heads(problem.num_heads_q, Const(1) if problem.group_size == 1 else problem.group_size)
 
 
-def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None, intervals: Masks) -> Mods:
+def _mods(
+    problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None, intervals: Masks | None
+) -> Mods:
     """The transforms, masks and dropout of a call."""
     p, unit, origins, bias, mask = problem, _score_unit(problem, t), pointer(t.origins, "origins"), None, None
     alibi = alibi_of(p, t.alibi_slopes)
@@ -109,10 +111,11 @@ def _mods(problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Poi
         mask = Mod(mods.select_tensor, None, mods.tensor_of_head, tensor)
     threshold = dropout.threshold_bits(philox.threshold(p.dropout_p))
     drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
+    band = band_of(p, t.q.shape[-3] + t.k.shape[-3])
     transforms, names = named(softcap=softcap_of(p), alibi=alibi, bias=bias)
     masks, mask_names = named(mask=mask)
     return Mods(
-        p.softmax_scale, transforms, band_of(p, t.q.shape[-3] + t.k.shape[-3])._replace(**intervals._asdict()), masks,
+        p.softmax_scale, transforms, band if intervals is None else band._replace(**intervals._asdict()), masks,
         drops, sinks, names, mask_names, transforms is not None or p.softmax_scale <= 0, input_precision(p),
     )  # fmt: skip
 
