@@ -129,6 +129,9 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
         first = "cache_seqlens" if function.endswith("kvcache") else "causal"
         return TypeError(f"{function}() got a position too many, {shown(more[0])}: give {first} and the rest by name")
     name = next(iter(unknown))
+    if name == "block_mask" and function.endswith("kvcache"):
+        masks = "causal, window_size, attention_chunk and tree_mask"
+        return TypeError(f"{function}() takes no block_mask: rows of a call over a cache are masked by {masks}")
     others = {*Keywords.__annotations__, *CacheKeywords.__annotations__} - {name}
     near = difflib.get_close_matches(name, sorted(others), 1)
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else f", did you mean {near[0]}?" if near else ""
