@@ -140,7 +140,7 @@ def attention(
             )
         ):  # fmt: skip
             return ops.attention_again(options, alone)
-    row_keys, key_rows, mirrored = intervals_of(block_mask)
+    row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
     tensors = Tensors(
         q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, row_keys=row_keys, key_rows=key_rows  # type: ignore[arg-type]
     )  # fmt: skip
@@ -234,7 +234,7 @@ def attention_varlen(
     """
     if _more or _unknown:
         raise refused("attention_varlen", _more, _unknown)
-    row_keys, key_rows, mirrored = intervals_of(block_mask)
+    row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
     tensors = Tensors(
         q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k,  # type: ignore[arg-type]
         row_keys=row_keys, key_rows=key_rows,

@@ -138,8 +138,6 @@ def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool
     Raises:
         InvalidInputError: It is nothing that ``flashtile.masks`` has made.
     """
-    if block_mask is None:
-        return None, None, False
     if not isinstance(block_mask, Intervals):
         made = "must be made by flashtile.masks, or None"
         raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {made}")
@@ -152,6 +150,9 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
         first = "cache_seqlens" if function.endswith("kvcache") else "causal"
         return TypeError(f"{function}() got a position too many, {shown(more[0])}: give {first} and the rest by name")
     name = next(iter(unknown))
+    if name == "block_mask" and function.endswith("kvcache"):
+        masks = "causal, window_size, attention_chunk and tree_mask"
+        return TypeError(f"{function}() takes no block_mask: rows of a call over a cache are masked by {masks}")
     others = {*Keywords.__annotations__, *CacheKeywords.__annotations__} - {name}
     near = difflib.get_close_matches(name, sorted(others), 1)
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else f", did you mean {near[0]}?" if near else ""
@@ -169,10 +170,9 @@ def asked_of(
     unknown = {name: value for name, value in given.items() if name not in known.__annotations__}
     if unknown:
         raise refused(function, (), unknown)
-    given = {
-        **given,
-        **dict(zip(("row_keys", "key_rows", "mirrored"), intervals_of(given.get("block_mask")), strict=True)),
-    }
+    if given.get("block_mask") is not None:
+        found = zip(("row_keys", "key_rows", "mirrored"), intervals_of(given["block_mask"]), strict=True)
+        given = {**given, **dict(found)}
     tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
     cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
     if cached.keys() == {"out"}:  # packed calls have it too

@@ -51,6 +51,7 @@ CASES = {
     "pages_of_16": case_of(((200, 140), (3, 140)), page_size=16),
     "pages_of_64": case_of(((260, 140), (129, 140)), 7, page_size=64, head_dim=128, layout="between"),
     "pages_of_256": case_of(((300, 140), (256, 140)), page_size=256, heads=1, causal=False),
+    "chunk": case_of(((280, 140), (90, 140)), page_size=32, causal=True, chunk=100),
     "window": case_of(((280, 140), (90, 140)), page_size=32, **WINDOW, sinks=True, layout="between"),
     "wide": case_of(((150, 135),), page_size=64, heads=1, head_dim=256, softcap=5.0),
     "parts": case_of(((150, 135),), page_size=16, heads=1, head_dim=96, alibi="h"),

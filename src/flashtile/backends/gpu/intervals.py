@@ -23,9 +23,9 @@ class Masks(NamedTuple):
         bounds: ``Bounds`` of the kernel's tiles.
     """
 
-    row_keys: Interval | None = None
-    key_rows: Interval | None = None
-    bounds: Bounds | None = None
+    row_keys: Interval | None
+    key_rows: Interval | None
+    bounds: Bounds | None
 
 
 class Side(NamedTuple):
@@ -45,9 +45,7 @@ class Side(NamedTuple):
 
 
 def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks:
-    """What a kernel with these tiles needs of the intervals of a call."""
-    if not problem.intervals:
-        return Masks()
+    """What a kernel with these tiles needs of the intervals of a call, which has some."""
     row_keys, key_rows = _used(problem, t, side.over_keys)
     _, heads, tiles = _shape(problem, t, side)
     batch_shared, heads_shared = (x == 1 for x in _shape(problem, t, side)[:2])
@@ -81,16 +79,14 @@ _LEAST_BLOCK = 16
 
 
 def most_bounds(problem: Problem, t: Tensors, *, over_keys: bool = False) -> int:
-    """Numbers of the ``Bounds`` of a side, whatever its tiles; 0 without intervals."""
-    if not problem.intervals:
-        return 0
+    """Numbers of the ``Bounds`` of a side, whatever its tiles."""
     batch, heads, tiles = _shape(problem, t, Side(_LEAST_BLOCK, over_keys))
     return 4 * batch * heads * tiles
 
 
-def empty_bounds(numbers: int, like: Tensor) -> Tensor | None:
-    """Memory for so many numbers, if there are any."""
-    return torch.empty(numbers, dtype=torch.int32, device=like.device) if numbers else None
+def empty_bounds(numbers: int, like: Tensor) -> Tensor:
+    """Memory for so many numbers."""
+    return torch.empty(numbers, dtype=torch.int32, device=like.device)
 
 
 def _used(problem: Problem, t: Tensors, over_keys: bool) -> tuple[Tensor | None, Tensor | None]:

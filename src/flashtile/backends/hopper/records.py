@@ -57,7 +57,7 @@ def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined
 
 
 def mods_of(
-    problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None, intervals: Masks
+    problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None, intervals: Masks | None
 ) -> Mods:
     """The ``Mods`` of a call; maps are those of ``tensor_maps.score_map``, None for what threads load themselves."""
     p, alibi, bias, mask = problem, None, None, None
@@ -70,7 +70,7 @@ def mods_of(
     if t.attn_mask is not None:
         mask = _pair_tensor("mask", t.attn_mask.view(torch.uint8), mask_map)
     made = plain_mods(p, t, alibi, bias, mask)
-    return made._replace(band=made.band._replace(**intervals._asdict()))
+    return made if intervals is None else made._replace(band=made.band._replace(**intervals._asdict()))
 
 
 def plain_mods(

@@ -47,7 +47,7 @@ def call_of(
     described: Sequence[str] = (),
     dout: Tensor | None = None,
     bias_sums: tuple[bool, bool] = (False, False),
-    masks: Masks = Masks(),  # noqa: B008
+    masks: Masks | None = None,
     has_own_slope: bool = True,
 ) -> tuple[Call, Rows | None]:
     """A kernel's ``Call``, and its rows of dout.
@@ -94,7 +94,7 @@ def heads_of(problem: Problem) -> Heads:
 
 
 def _mods(
-    problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None, intervals: Masks,
+    problem: Problem, t: Tensors, bias_sums: tuple[bool, bool], sinks: Pointer | None, intervals: Masks | None,
     has_own_slope: bool,
 ) -> Mods:  # fmt: skip
     """The transforms, masks and dropout of a call."""
@@ -117,10 +117,11 @@ def _mods(
     score_mod, mask_mod = functions_of(p, t)
     if score_mod is not None and not has_own_slope:
         score_mod = score_mod._replace(linear=None)
+    band = band_of(p, t.q.shape[-3] + t.k.shape[-3])
     transforms, names = named(score_mod=score_mod, softcap=softcap_of(p), alibi=alibi, bias=bias)
     masks, mask_names = named(mask=mask, mask_mod=mask_mod)
     return Mods(
-        p.softmax_scale, transforms, band_of(p, t.q.shape[-3] + t.k.shape[-3])._replace(**intervals._asdict()), masks,
+        p.softmax_scale, transforms, band if intervals is None else band._replace(**intervals._asdict()), masks,
         drops, sinks, names, mask_names, transforms is not None or p.softmax_scale <= 0, input_precision(p),
     )  # fmt: skip
 

@@ -84,7 +84,7 @@ class BackwardPlan:
         self._config = config
         self._in_chain = configs.in_chain(config)
         self._of_chain: Workspace | None = None
-        self._bounds = most_bounds(problem, tensors, over_keys=True)
+        self._bounds = most_bounds(problem, tensors, over_keys=True) if problem.intervals else 0
         self._steps: dict[Any, list[Step]] = {}
 
     def __call__(
@@ -124,7 +124,7 @@ class BackwardPlan:
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
+            t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
         ))  # fmt: skip
         if t.sinks is not None and wanted.sinks:
             dsinks = self._sinks_gradient(t.sinks, work)
@@ -327,7 +327,8 @@ def _keys(problem: Problem, t: Tensors) -> Sequences:
 
 def _mods(problem: Problem, t: Tensors) -> Mods:
     """Those of the forward, but that products may be multiplied with a scale that is not > 0: no maximum is taken."""
-    mods = mods_of(problem, t, None, None, masks_of(problem, t, _OF_KEYS))._replace(sinks=None, SCALE_FIRST=False)
+    masks = masks_of(problem, t, _OF_KEYS) if problem.intervals else None
+    mods = mods_of(problem, t, None, None, masks)._replace(sinks=None, SCALE_FIRST=False)
     if problem.softcap > 0:
         return mods
     return mods._replace(scale_log2=problem.softmax_scale * LOG2_E.value, prescale=None)

@@ -59,7 +59,7 @@ class ForwardPlan:
         self._device = q.device
         self._steps = self._steps_of(tensors, self._config)
         self._joining: tuple[Step, ...] | None = None
-        self._bounds = most_bounds(problem, tensors)
+        self._bounds = most_bounds(problem, tensors) if problem.intervals else 0
 
     def __call__(
         self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
@@ -85,7 +85,7 @@ class ForwardPlan:
             steps, parts = self._joining, (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
-            t.attn_mask, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
+            t.attn_mask, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
         ))  # fmt: skip
         return out, lse
 
@@ -144,10 +144,9 @@ def forward_launch(
         tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
         for each in (t.attn_bias, t.attn_mask)
     )
+    masks = masks_of(p, t, OF_ROWS) if p.intervals else None
     arguments = {
-        "call": call_of(
-            p, t, (q, k, v), keys_of(p, t, cache), mods_of(p, t, bias_map, mask_map, masks_of(p, t, OF_ROWS))
-        ),
+        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), mods_of(p, t, bias_map, mask_map, masks)),
         "output": output_of(p, out_map, config.block_dv, is_joined),
         "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
     }

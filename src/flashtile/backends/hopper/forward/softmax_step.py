@@ -106,16 +106,17 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
         if call.keys.cache.causal is not None:
             right = records.get(tiles, "right")
-    first_keys = mods.first_key(positions, call.mods.band)
-    last_keys = mods.last_key(positions, seqlen_k, mods.Band(None, right, call.mods.band.chunk))
+    first_keys = from_thread_column(mods.first_key(positions, call.mods.band), like)
+    last = mods.last_key(positions, seqlen_k, mods.Band(None, right, call.mods.band.chunk))
+    last_keys = from_thread_column(last, like)
     if call.mods.band.row_keys is not None:
         where = query_rows(records, tiles, call)
         exists = (where.b < call.queries.count) & (n_block_max > 0)
         start, end = intervals.ends_of(
             call.mods.band.row_keys, where.b, where.head, records.get(tiles, "row") + rows, exists
         )
-        first_keys, last_keys = gl.maximum(first_keys, start), gl.minimum(last_keys, end - 1)
-    first_keys, last_keys = from_thread_column(first_keys, like), from_thread_column(last_keys, like)
+        first_keys = gl.maximum(first_keys, from_thread_column(start, like))
+        last_keys = gl.minimum(last_keys, from_thread_column(end - 1, like))
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)

@@ -72,7 +72,7 @@ class BackwardPlan:
         if problem.grad_dtype == problem.dtype and all(x.is_contiguous() for x in (t.q, t.k, t.v)):
             self._empty_like = torch.empty_like
         self._steps: dict[object, list[Step]] = {}
-        self._bounds = _bounds_places(problem, t)[-1]
+        self._bounds = _bounds_places(problem, t)[-1] if problem.intervals else 0
         self._shares: list[Any] = []
         if problem.operand_grad:
             from flashtile.backends.portable.backward import operands  # what few programs need is not loaded by all
@@ -112,7 +112,8 @@ class BackwardPlan:
         sums_of = [self._operands.new_sums(p, t, share) for share in self._shares]
         run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
-            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q),
+            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows,
+            empty_bounds(self._bounds, t.q) if self._bounds else None,
             *read_by_mods(t), *(x for each in sums_of for x in each),
         ))  # fmt: skip
         dsinks = None
@@ -254,7 +255,7 @@ def _dkdv_launch(
 ) -> Launch:
     """``wanted``: whether dk, whether dv, and whether to add them."""
     config, splits, places = choose(problem, name), gqa_splits(problem), _places(problem, tensors)
-    masks = masks_of(problem, tensors, _side(problem, tensors, name))
+    masks = masks_of(problem, tensors, _side(problem, tensors, name)) if problem.intervals else None
     call, rows = call_of(problem, tensors, config, ("q", "dout"), dout, masks=masks)
     dk, dv = (
         (Pointer(problem.grad_dtype, grad) if splits == 1 else Pointer(torch.float32, "rows", 4 * place)) if is_wanted
@@ -284,7 +285,7 @@ def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) 
 
 def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> Launch:
     config = choose(problem, "dq")
-    masks = masks_of(problem, tensors, _side(problem, tensors, "dq"))
+    masks = masks_of(problem, tensors, _side(problem, tensors, "dq")) if problem.intervals else None
     call, rows = call_of(problem, tensors, config, ("k", "v"), dout, masks=masks)
     bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
     sums: Any = BiasSums(None, None, None, None, None, None, None, None, None)
@@ -351,7 +352,7 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
     assert bias is not None
     parts, (shape, over) = bias_parts(problem, bias), _bias_shape(problem, bias)
     sums_batch = _bias_batch(bias) == 1 and problem.batch != 1
-    masks = masks_of(problem, tensors, Side(config.block_m))._replace(bounds=None)
+    masks = masks_of(problem, tensors, Side(config.block_m))._replace(bounds=None) if problem.intervals else None
     call, rows = call_of(problem, tensors, config, ("q", "k", "v", "dout"), dout, (sums_batch, over[0]), masks)
     dbias = BiasGradient(
         Pointer(bias.dtype if parts == 1 else torch.float32, "dbias"), shape[0], shape[1], shape[2],

@@ -91,7 +91,7 @@ def launch_of(problem: Problem, t: Tensors, dout: Tensor, of_rows: Any, share: S
     function = score_function(problem, t)
     assert function is not None
     config = _config(problem, share.way)
-    masks = masks_of(problem, t, Side(config.block_m))._replace(bounds=None)
+    masks = masks_of(problem, t, Side(config.block_m))._replace(bounds=None) if problem.intervals else None
     call, rows = call_of(problem, t, config, ("q", "k", "v", "dout"), dout, masks=masks, has_own_slope=False)
     made = module_of(function.graph.text)
     partial = Partial(made.partials, share.number)

@@ -47,7 +47,7 @@ class ForwardPlan:
         self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and problem.out_dtype == q.dtype
         self._like_lse = like_floats(q, problem.lse_shape(q))
         self._steps: dict[object, tuple[Step, ...]] = {}
-        self._bounds = most_bounds(problem, tensors)
+        self._bounds = most_bounds(problem, tensors) if problem.intervals else 0
 
     def __call__(
         self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
@@ -68,7 +68,8 @@ class ForwardPlan:
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
-            t.rng_state, t.origins, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q), *read_by_mods(t),
+            t.rng_state, t.origins, *parts, t.row_keys, t.key_rows,
+            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t),
         ))  # fmt: skip
         return out, lse
 
@@ -94,7 +95,8 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
     """
-    call, _ = call_of(problem, tensors, config, ("k", "v"), masks=masks_of(problem, tensors, Side(config.block_m)))
+    masks = masks_of(problem, tensors, Side(config.block_m)) if problem.intervals else None
+    call, _ = call_of(problem, tensors, config, ("k", "v"), masks=masks)
     partial = [Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")]
     output = Output(Pointer(problem.out_dtype, "out"), Pointer(torch.float32, "lse"), *partial)
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
