@@ -21,7 +21,7 @@ def drawn(seed: int) -> tuple[Case, str | None, str | None, torch.dtype]:
     case = replace(case, softcap=case.softcap if d.chance(0.5) else 0.0, wanted=None)
     score = d.pick(*SCORES) if d.chance(0.8) else None
     mask = d.pick(*MASKS) if score is None or d.chance(0.6) else None
-    return case, score, mask, d.pick(*FLOATS, torch.float64)
+    return case, score, mask, d.pick(*FLOATS)
 
 
 @pytest.mark.one_in(20)

@@ -48,7 +48,8 @@ class _Rows:
 class _Sums:
     """Gradients being summed over rectangles, in the dtype of the arithmetic, shaped like their inputs.
 
-    None where no gradient is needed. doperands are flat, each as long as its operand; empty if none is needed.
+    None where no gradient is needed. doperands are flat float64, each as long as its operand, to which any
+    number of pairs may add; empty if none is needed.
     """
 
     dq: Tensor | None
@@ -102,7 +103,7 @@ def _totals(problem: Problem, t: Tensors, sums: Gradients | None = None) -> _Sum
     given = (None,) * 3 if sums is None else (sums.dq, sums.dk, sums.dv)
     wanted = problem.grads.operands or (False,) * len(t.operands or ())
     operands = (
-        x.new_zeros(x.numel(), dtype=problem.lse_dtype) if is_wanted else None
+        x.new_zeros(x.numel(), dtype=torch.float64) if is_wanted else None
         for x, is_wanted in zip(t.operands or (), wanted, strict=True)
     )
     inputs = zip((t.q, t.k, t.v, bias), (*given, None), problem.grads, strict=False)
@@ -180,9 +181,10 @@ def _add_tile_shares(
     if s.dropout is not None:
         dprobs = dprobs * s.dropout
     delta = rows.delta[:, :, span]
-    if whole_rows and problem.grad_dtype != problem.lse_dtype:
+    if whole_rows and (problem.grad_dtype != problem.lse_dtype or sums.doperands):
         # delta from the probabilities of the whole row, more accurate than from out, which was rounded to its dtype.
-        # Where gradients are summed over calls, the row may have other keys.
+        # Where gradients are summed over calls, the row may have other keys. A tensor that is added to whole rows has
+        # a gradient that cancels to 0.
         delta = (probs * dprobs).sum(dim=-1)
         delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
     dscores = probs * (dprobs - delta[..., None])
@@ -215,7 +217,7 @@ def _add_partials(
         if total is not None:
             places = function.places(partial.load, {"score": dscores, **at}, dscores.dtype)
             places = places[(None,) * (4 - places.dim())]
-            share = torch.where(dscores != 0, slope * dscores, 0.0).sum_to_size(places.shape)
+            share = torch.where(dscores != 0, slope * dscores, 0.0).double().sum_to_size(places.shape)
             # One after the other, so that the bits are the same every time.
             total.index_add_(0, places.reshape(-1), share.reshape(-1))
 
