@@ -45,6 +45,8 @@ class Config:
     score_stages: int = 0
     overlap: bool = False
     pingpong: bool = False
+    gather_warps: int = 0
+    gather_registers: int = 0
 
     def __post_init__(self) -> None:
         if self.block_d % self.chunk or self.key_chunks < 2:

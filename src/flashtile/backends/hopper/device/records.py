@@ -63,6 +63,21 @@ class Mods(NamedTuple):
     SCALE_FIRST: Any
 
 
+class Paging(NamedTuple):
+    """How many rows a page has, where no code is compiled for that number.
+
+    Attributes:
+        size: The number.
+        multiplier: With shift, what divides by it: ``n // size == umulhi(2 * n, multiplier) >> shift`` for any number n
+            from 0 to 2**30 (Granlund and Montgomery 1994, Division by invariant integers using multiplication).
+        shift: See multiplier.
+    """
+
+    size: Any
+    multiplier: Any
+    shift: Any
+
+
 class Cache(NamedTuple):
     """Where the keys and values of a cached call lie, whose lengths the device alone knows.
 
@@ -73,8 +88,9 @@ class Cache(NamedTuple):
         entries: [batch] int32, the entry of the cache that is a sequence's; None for its own number.
         pages: [batch, pages] int32, the pages of each sequence; None without pages.
         pages_step: From one sequence's pages to the next one's.
-        v_pitch: Rows of values from one entry or page to the next.
-        PAGE_SIZE: Rows of a page, a power of two; 0 without pages.
+        v_pitch: Rows of values from one entry or page to the next, None with ``paging``.
+        paging: ``Paging`` where threads copy rows, of pages of any size, else None.
+        PAGE_SIZE: Rows of a page, a power of two; 0 without pages, None with ``paging``.
         sole: Of packed queries, sequences that are visited first, if one tile holds their rows: all or 0; else None.
         FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
             they have more than LONG_KEYS; None for none.
@@ -89,6 +105,7 @@ class Cache(NamedTuple):
     pages_step: Any
     v_pitch: Any
     sole: Any
+    paging: Any
     PAGE_SIZE: Any
     FEW_ROWS: Any
     LONG_KEYS: Any
@@ -145,6 +162,8 @@ class Schedule(NamedTuple):
             STRIP query rows of each head of the group, head by head, then the next STRIP rows; else STRIP == BLOCK_M.
         HAS_EDGES: Whether a warpgroup may meet an edge of the band after its first block of keys.
         CACHED_ROWS: Keys and values that are taken to fit into the L2 cache.
+        GATHER_WARPS: Warps of a producer whose threads copy keys and values; 0 if TMA loads them.
+        GATHER_REGISTERS: What setmaxnreg gives its threads.
     """
 
     counter: Any
@@ -163,6 +182,8 @@ class Schedule(NamedTuple):
     REGISTERS: Any
     HAS_EDGES: Any
     CACHED_ROWS: Any
+    GATHER_WARPS: Any
+    GATHER_REGISTERS: Any
 
 
 class Columns(NamedTuple):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
+from flashtile.backends.gpu.device.records import Rows
+from flashtile.backends.gpu.launch import Launch, pointer
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache
+from flashtile.backends.hopper.device.records import Cache, Paging
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.launch import forward_launch
+from flashtile.backends.hopper.records import rows_of
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
 
-_FEWEST_PAGE_ROWS = 16
+# Elements of the 16 bytes that one copy of a thread moves.
+_UNIT = 8
 # Up to so many tiles a sequence, in the mean, sequences of one tile are visited first: finding that there is none takes
 # a microsecond, and among longer prompts they matter less.
 _MOST_TILES_OF_SOLE = 8
@@ -21,25 +25,28 @@ _MOST_TILES_OF_SOLE = 8
 
 def reasons(problem: Problem) -> list[str]:
     """What keeps a kind of call from the forward, whatever its number of rows; none if nothing does."""
-    p, size = problem, problem.keys.page_size
+    p = problem
     against = {
         "caches in 8 bits": p.precision.kv.itemsize == 1,
         "dtype": p.precision.kv.itemsize != 1 and p.dtype not in (torch.float16, torch.bfloat16),
         "head_dim that is no multiple of 8": p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0,
-        f"pages of {size}": 0 < size < _FEWEST_PAGE_ROWS or size & (size - 1) != 0,
         "strides that TMA cannot read": not p.aligned,
         "tree_mask": p.tree,
     }
     return [reason for reason, is_against in against.items() if is_against]
 
 
-def can_read(tensors: CacheTensors) -> bool:
-    """Whether TMA can read queries and caches and write the output of a call that nothing else is ``against``."""
+def can_read(problem: Problem, tensors: CacheTensors) -> bool:
+    """Whether a call that nothing else is ``against`` has queries, caches and an output that the kernel can address."""
     t = tensors
     read = (t.k_cache, t.v_cache, t.out, *(() if t.rotary_cos is not None else (t.q,)))
     entries, entry, row = t.v_cache.shape[0], *t.v_cache.stride()[:2]
-    # All entries of v are read as rows of one tensor, counted in 32 bits.
-    is_one = row > 0 and entry % row == 0 and entries * entry // row < 2**30
+    if configs.gathers(problem):
+        # Where rows begin is counted in 32 bits.
+        is_one = all(x.shape[0] * x.stride(0) < _UNIT * 2**31 for x in (t.k_cache, t.v_cache))
+    else:
+        # All entries of v are read as rows of one tensor, counted in 32 bits.
+        is_one = row > 0 and entry % row == 0 and entries * entry // row < 2**30
     return t.cache_leftpad is None and is_one and all(x.numel() and tensor_maps.is_readable(x) for x in read)
 
 
@@ -59,6 +66,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         tile = config.num_warpgroups * config.block_m
         rows = q.shape[-3] * (p.group_size if config.pack_gqa else 1)
         sole = p.batch if rows <= _MOST_TILES_OF_SOLE * tile * p.batch else 0
+    gathers = configs.gathers(p)
     cache = Cache(
         pointer(t.cache_seqlens, "cached"),
         None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new"),
@@ -66,14 +74,35 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         pointer(t.cache_batch_idx, "entries"),
         pointer(t.page_table, "pages"),
         None if t.page_table is None else t.page_table.stride(0),
-        t.v_cache.stride(0) // t.v_cache.stride(1),
-        sole, p.keys.page_size, few, long,
+        None if gathers else t.v_cache.stride(0) // t.v_cache.stride(1),
+        sole, paging_of(p.keys.page_size) if gathers else None, None if gathers else p.keys.page_size, few, long,
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)
-    return forward_launch(p, plain, config, cached=(cache, *_maps_of_keys(p, t, config), out_map))
+    keys = _copied_keys(t, config) if gathers else _boxes_of_keys(p, t, config)
+    return forward_launch(p, plain, config, cached=(cache, *keys, out_map))
 
 
-def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[TensorMap, TensorMap]:
+def paging_of(size: int) -> Paging:
+    """``Paging`` of pages of so many rows.
+
+    The multiplier is 2**(31 + shift) / size rounded up, by less than 2**shift / size; so a number up to 2**31 is off by
+    less than 1 / size. It takes 32 bits, which a kernel takes for those of a negative number.
+    """
+    shift = (size - 1).bit_length()
+    return Paging(size, -(-(2 ** (31 + shift)) // size) - 2**32, shift)
+
+
+def _copied_keys(tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
+    """The rows of caches that threads copy."""
+
+    def rows(name: str, cache: Tensor, width: int) -> Rows:
+        entry, row, head, _ = cache.stride()
+        return Rows(pointer(cache, name), None, entry, row, head, cache.shape[3], width, _UNIT, False)
+
+    return rows("k", tensors.k_cache, config.block_d), rows("v", tensors.v_cache, config.block_dv)
+
+
+def _boxes_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
     """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
@@ -81,6 +110,6 @@ def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tu
     most = 256 if rows == config.block_n else 64
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
-        tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False),
-        tensor_maps.entries_map("v", tensors.v_cache, rows, cols_v),
+        rows_of(tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False), config.block_d),
+        rows_of(tensor_maps.entries_map("v", tensors.v_cache, rows, cols_v), config.block_dv),
     )

@@ -44,6 +44,8 @@ class Config:
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
         score_stages: Buffers for bias and mask tiles; 0 if each thread loads its elements from global memory.
         score_bytes: Bytes of an element of bias and mask together: of those with rows of their own, and with one row.
+        gather_warps: Warps of a producer whose threads copy keys and values row by row, 1, 2 or 4; 0 if TMA loads them.
+        gather_registers: What setmaxnreg gives their threads.
     """
 
     block_d: int
@@ -64,13 +66,15 @@ class Config:
     max_registers: int = 168
     score_stages: int = 0
     score_bytes: tuple[int, int] = (0, 0)
+    gather_warps: int = 0
+    gather_registers: int = 0
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2:
             raise ValueError(f"overlap needs two buffers for queries: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
-        if self.num_warpgroups * self.registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
+        if self.num_warpgroups * self.registers + _registers_of_few(self) > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
             raise ValueError(f"pack_gqa needs whole strips, whose boxes have 64 columns at most: {self}")
@@ -98,7 +102,15 @@ class Config:
         rows = f"{self.num_warpgroups} x {self.block_m}" + (" of a group's heads" if self.pack_gqa else "")
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
-        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
+        copied = f", keys copied by {self.gather_warps} warps" if self.gather_warps else ""
+        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}{copied}"
+
+
+def _registers_of_few(config: Config) -> int:
+    """Registers of a thread of each warpgroup that does not compute, added up: four warps that gather are one more."""
+    if config.gather_warps < 4:
+        return max(PRODUCER_REGISTERS, config.gather_registers)
+    return PRODUCER_REGISTERS + config.gather_registers
 
 
 # Widths of tiles, whose parts are powers of two (``device/parts.py``): each takes less time than the next.
@@ -262,7 +274,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
     if (held := tried("hopper_forward")) is not None:
-        return held
+        return gathering(held, GATHER_WARPS) if gathers(problem) and not held.gather_warps else held
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]
@@ -281,7 +293,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
-        if not wide:
+        # Four warps that gather leave three warpgroups fewer still.
+        if not (wide or (gathers(problem) and GATHER_WARPS == 4)):
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
     for other in ways:
@@ -316,7 +329,32 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Room for ``mods.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
-    return config
+    return gathering(config, GATHER_WARPS) if gathers(problem) else config
+
+
+# TMA has a box for a page of so many rows or more, if they are a power of two.
+_FEWEST_BOX_ROWS = 16
+# Counted (docs/tuning-notes.md): two take half the time of one, and the consumers' registers that one takes too.
+GATHER_WARPS = 2
+
+
+def gathers(problem: Problem) -> bool:
+    """Whether keys and values are in pages that TMA has no boxes for."""
+    size = problem.keys.page_size
+    return 0 < size < _FEWEST_BOX_ROWS or size & (size - 1) != 0
+
+
+def gathering(config: Config, warps: int) -> Config:
+    """The configuration with a producer of so many warps that copies keys and values."""
+    registers, own = _GATHERING[config.num_warpgroups, warps]
+    # Warpgroups of all roles; the compiler gives their threads as many registers each, in steps of eight.
+    groups = config.num_warpgroups + (2 if warps == 4 else 1)
+    most = WARPGROUP_REGISTERS // groups // 8 * 8
+    return _variant(config, gather_warps=warps, gather_registers=own, registers=registers, max_registers=most)
+
+
+# By warpgroups that compute and warps that gather, registers of their threads.
+_GATHERING = {(2, 1): (232, 40), (2, 2): (232, 40), (2, 4): (224, 32), (3, 1): (160, 32), (3, 2): (160, 32)}
 
 
 @functools.cache

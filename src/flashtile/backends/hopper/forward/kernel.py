@@ -43,8 +43,9 @@ def attention_forward(call, output, schedule):
     Q_STAGES: gl.constexpr = schedule.Q_STAGES
     REGISTERS: gl.constexpr = schedule.REGISTERS
     BLOCK_D: gl.constexpr = call.q.BLOCK_DIM
-    keys = make_rings(dtype, BLOCK_N, BLOCK_D, schedule.STAGES, NUM_WARPGROUPS)
-    values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS)
+    COPIERS: gl.constexpr = 32 * schedule.GATHER_WARPS
+    keys = make_rings(dtype, BLOCK_N, BLOCK_D, schedule.STAGES, NUM_WARPGROUPS, COPIERS=COPIERS)
+    values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS, COPIERS=COPIERS)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + 1)
     outputs = None
     if output.desc is not None:
@@ -71,6 +72,9 @@ def attention_forward(call, output, schedule):
     # loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
     IS_WIDEST: gl.constexpr = call.q.PACKED and (call.mods.band.left is not None or HAS_SOFTCAP)
     FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 else 32
+    # A producer that gathers gets more, and with it the scheduler, which is in its warpgroup.
+    PRODUCERS: gl.constexpr = max(schedule.GATHER_WARPS, 1)
+    OF_PRODUCER: gl.constexpr = schedule.GATHER_REGISTERS if schedule.GATHER_WARPS > 0 else FEW
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     if NUM_WARPGROUPS == 2:
@@ -79,7 +83,7 @@ def attention_forward(call, output, schedule):
             (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
             (producer, (Channels(tiles, (q0, q1), keys, values, None), by_tma, call, schedule)),
             (scheduler, (tiles, call, schedule)),
-        ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
+        ], [4, PRODUCERS, 1], [REGISTERS, OF_PRODUCER, FEW])  # fmt: skip
     else:
         q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
         gl.warp_specialize([
@@ -88,4 +92,4 @@ def attention_forward(call, output, schedule):
             (consumer, (Channels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
             (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), by_tma, call, schedule)),
             (scheduler, (tiles, call, schedule)),
-        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip
+        ], [4, 4, PRODUCERS, 1], [REGISTERS, REGISTERS, OF_PRODUCER, FEW])  # fmt: skip
