@@ -32,9 +32,9 @@ STEPS: dict[str, tuple[tuple[int, int], ...]] = {
     "tiny-prompt": ((1, 20), (5, 33), (12, 12)),
 }
 # (num_heads_q, num_heads_kv, head_dim)
-_HEADS = ((32, 8, 128), (16, 2, 128), (64, 8, 64))
+_HEADS = ((32, 8, 128), (16, 2, 128), (64, 8, 64), (64, 8, 128), (8, 1, 128), (16, 8, 256))
 # 0: no pages, an entry for each sequence.
-PAGE_SIZES = (16, 64, 256, 0)
+PAGE_SIZES = (16, 64, 256, 1, 0)
 
 
 @dataclass(frozen=True)

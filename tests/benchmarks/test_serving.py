@@ -1,5 +1,6 @@
 """The suite of a server's steps: its cells, its reference, how both sides are called, and what gets no time."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -42,9 +43,11 @@ def test_the_reference_is_what_the_call_means_and_sees_every_sequence(case):
 def test_the_cells_are_those_that_the_suite_is_to_show():
     groups = steps.groups("graph")
     plain, single = {group[0] for group in groups}, ("decode", "decode-mixed")
-    assert len(plain) == len(groups) == 7 * 4 * 3 and all(StepCase(**vars(case)) == case for case in plain)
-    assert {case.page_size for case in plain} == {0, 16, 64, 256}
-    assert {case.heads for case in plain} == {"d128-h32x8", "d128-h16x2", "d64-h64x8"}
+    assert len(plain) == len(groups) == 7 * 5 * 6 and all(StepCase(**vars(case)) == case for case in plain)
+    assert {case.page_size for case in plain} == {0, 1, 16, 64, 256}
+    heads = {"d128-h32x8", "d128-h64x8", "d128-h16x2", "d128-h8x1", "d64-h64x8", "d256-h16x8"}
+    assert {case.heads for case in plain} == heads
+    assert max(2 * 2 * math.prod(case.cache_shape) for case in plain) < 20e9
     assert {group[0] for group in groups if len(group) == 2} == {case for case in plain if case.step in single}
     assert all(group[1].variant == "dense" for group in groups if len(group) == 2)
     sums = {name: tuple(map(sum, zip(*of, strict=True))) for name, of in steps.STEPS.items()}

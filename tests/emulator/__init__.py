@@ -28,7 +28,7 @@ import torch
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
@@ -152,6 +152,9 @@ class _Binding:
             hopper.warpgroup_mma: language.product,
             hopper.warpgroup_mma_wait: language.product_wait,
             tma.store_wait: language.copy_out_wait,
+            async_copy.mbarrier_arrive: language.arrive_after_copies,
+            **{getattr(async_copy, name): language.copy_by_threads
+               for name in ("async_load", "async_copy_global_to_shared") if hasattr(async_copy, name)},
             **{getattr(tma, name): language.copy_in for name in ("async_load", "async_copy_global_to_shared")
                if hasattr(tma, name)},
             **{getattr(tma, name): language.copy_out for name in ("async_store", "async_copy_shared_to_global")

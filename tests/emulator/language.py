@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.emulator.machine import Machine, Task
@@ -42,7 +43,7 @@ _NAMES_OF_DTYPES = {
 }
 _LAYOUTS = (
     "NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout",
-    "SwizzledSharedLayout", "AutoLayout",
+    "SwizzledSharedLayout", "AutoLayout", "DistributedLinearLayout",
 )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ class Language:
                 self._end(self.task)
 
             role = f"{function.name} (partition {number} of program {here.program.number})"
-            task = self.machine.spawn(here.program, number, role, body)
+            task = self.machine.spawn(here.program, number, role, body, int(value_of(num_warps[number - 1])))
             task.learn(here.message())
             started.append(task)
         here.rename(f"{first[0].name} (partition 0 of program {here.program.number})")
@@ -159,6 +160,8 @@ class Language:
             raise MachineError(f"{task.name} ends with a product in flight")
         if task.stores:
             raise MachineError(f"{task.name} ends before its copies have left shared memory")
+        if task.copies:
+            raise MachineError(f"{task.name} ends with copies to shared memory that no arrival follows")
 
     # Global memory.
 
@@ -272,6 +275,29 @@ class Language:
         self.task.read_tensor(self.tensor(desc.memory), lambda: desc.places(at))
         self.task.start_load(memory.places, finish)
 
+    def copy_by_threads(self, memory: SharedMemory, pointer: Pointer, mask: Any = None, **_: Any) -> None:
+        """Zeros where the mask is false."""
+        if tuple(memory.shape) != tuple(pointer.offsets.shape) or memory.dtype != pointer.dtype.element_ty:
+            raise MachineError(f"a copy of {pointer.offsets.shape} to shared memory of {memory.dtype}{memory.shape}")
+        self.task.pause()
+        self.task.read_tensor(self.tensor(pointer.memory), lambda: pointer.places(mask))
+        self.task.copies.append((memory, pointer, mask))
+
+    def arrive_after_copies(self, barrier: Barriers, increment_count: bool = True) -> None:
+        """Every thread arrives once its copies are complete. Places that several copies share are written once."""
+        if increment_count:
+            raise MachineError("an arrival that the barrier awaits in addition")
+        task = self.task
+        copies, task.copies = task.copies, []
+
+        def finish(message: Message) -> None:
+            for memory, pointer, mask in copies:
+                memory.data.copy_(pointer.load(mask, 0).data)
+            barrier.one.arrive(32 * task.warps, message)
+
+        task.pause()
+        task.start_copies(np.unique(np.concatenate([memory.places for memory, _, _ in copies])), finish)
+
     def copy_out(self, desc: Descriptor, at: Any, memory: SharedMemory) -> None:
         self._leave(memory, desc, lambda: desc.store(at, memory.data))
         self.task.write_tensor(self.tensor(desc.memory), desc.places(at), copies=True)
@@ -338,6 +364,7 @@ class Language:
             "maximum": elementwise(torch.fmax),
             "minimum": elementwise(torch.fmin),
             "fma": lambda a, b, c: a * b + c,
+            "umulhi": elementwise(_upper_product),
             "cdiv": lambda a, b: (a + b - 1) // b,
             "max": _reduce(_reduced_max),
             "min": _reduce(lambda data, dim: -_reduced_max(-data, dim)),
@@ -381,8 +408,7 @@ class Language:
             shared_memory_descriptor=SharedMemory,
             allocate_shared_memory=self.allocate_shared_memory,
             warp_specialize=self.warp_specialize,
-            # The warps of a partition are one task here.
-            num_warps=lambda: 4,
+            num_warps=lambda: self.task.warps,
             barrier=self.thread_barrier,
             thread_barrier=self.thread_barrier,
         )
@@ -406,6 +432,12 @@ def _assigned_name() -> str:
         while frame.f_back is not None and frame.f_code.co_name == "__call__":
             frame = frame.f_back
     return ".".join(names)
+
+
+def _upper_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The upper half of the 64 bits of a product of int32 taken as unsigned."""
+    x, y = (each.numpy().astype(np.uint32).astype(np.uint64) for each in (a, b))
+    return torch.from_numpy((x * y >> np.uint64(32)).astype(np.uint32).view(np.int32).copy().reshape(a.shape))
 
 
 def _full(shape: Sequence[int], value: Operand, dtype: Any, layout: Any = None) -> Value:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from greenlet import greenlet
@@ -96,15 +97,21 @@ class Task:
         partition: Its number there, which the program's watch knows it by.
         products: Its matrix products in flight, oldest first.
         stores: Its copies from shared memory in flight, oldest first.
+        copies: Those that its threads have made since the last arrival that follows them.
+        warps: How many it has.
     """
 
-    def __init__(self, machine: Machine, program: Program, partition: int, role: str, body: Callable[[], None]) -> None:
+    def __init__(
+        self, machine: Machine, program: Program, partition: int, role: str, body: Callable[[], None], warps: int = 4
+    ) -> None:
         self.machine = machine
         self.program = program
         self.partition = partition
         self.rename(role)
         self.products: deque[Operation] = deque()
         self.stores: deque[Operation] = deque()
+        self.copies: list[tuple[Any, Any, Any]] = []
+        self.warps = warps
         self.ready: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = str
         self.priority = machine.random.random()
@@ -179,6 +186,12 @@ class Task:
         message = self.message(stamp)
         self.machine.loads.append(Operation(lambda: finish(message), stamp))
 
+    def start_copies(self, places: Array, finish: Callable[[Message], None]) -> None:
+        """Copies by its threads start, and are all complete at some moment from now on."""
+        stamp = self.program.watch.start_load(self.partition, places, self.program.here())
+        message = self.program.watch.end_of([stamp])
+        self.machine.loads.append(Operation(lambda: finish(message), stamp))
+
     def start_read(self, places: list[Array], queue: str, finish: Callable[[], None]) -> Operation:
         """A copy out of shared memory or a product of what lies there starts."""
         # A product of what nobody wrote is NaN.
@@ -224,8 +237,8 @@ class Machine:
         assert self.now is not None
         return self.now
 
-    def spawn(self, program: Program, partition: int, role: str, body: Callable[[], None]) -> Task:
-        task = Task(self, program, partition, role, body)
+    def spawn(self, program: Program, partition: int, role: str, body: Callable[[], None], warps: int = 4) -> Task:
+        task = Task(self, program, partition, role, body, warps)
         self.tasks.append(task)
         return task
 

@@ -20,7 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store
+from flashtile.backends.hopper.device.gluon_compat import (
+    arrive_after_copies,
+    as_box,
+    copy_async,
+    tma_load,
+    tma_store,
+)
 from tests import emulator
 
 SIDE = 16
@@ -187,6 +193,85 @@ def test_boxes_of_rows_are_loaded_one_below_the_other() -> None:
         emulator.launch(one_below_the_other, (1,), (described, out, 8, 8))
     with pytest.raises(emulator.MachineError, match="rows 4 to 12"):
         emulator.launch(one_below_the_other, (1,), (described, out, 0, 4))
+
+
+@gluon.jit
+def copy_rows(x_ptr, rows_ptr, tiles, full, empty, NUM_TILES: gl.constexpr, FAULT: gl.constexpr):
+    for i in range(NUM_TILES):
+        if FAULT != "no claim":
+            mbarrier.wait(empty.index(0), (i & 1) ^ 1)
+        starts = gl.load(rows_ptr + i * 16 + gl.arange(0, 16, gl.AutoLayout()))
+        at = x_ptr + starts[:, None] * 16 + gl.arange(0, 16, gl.AutoLayout())[None, :]
+        copy_async(tiles.index(0), at, mask=(starts >= 0)[:, None])
+        if FAULT == "counted":
+            arrive_after_copies(full.index(0))
+        elif FAULT != "no arrival":
+            arrive_after_copies(full.index(0), increment_count=False)
+
+
+@gluon.jit
+def store_tiles(out_desc, tiles, full, empty, NUM_TILES: gl.constexpr, FAULT: gl.constexpr):
+    for i in range(NUM_TILES):
+        mbarrier.wait(full.index(0), i & 1)
+        if FAULT != "no fence":
+            fence_async_shared()
+        tma_store(out_desc, [i * 16, 0], tiles.index(0))
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index(0), count=1)
+
+
+@gluon.jit
+def gathered(x_ptr, rows_ptr, out_desc, NUM_TILES: gl.constexpr, FAULT: gl.constexpr):
+    tiles = gl.allocate_shared_memory(gl.float32, [1, 16, 16], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=64)
+    mbarrier.init(empty.index(0), count=1)
+    gl.warp_specialize([
+        (store_tiles, (out_desc, tiles, full, empty, NUM_TILES, FAULT)),
+        (copy_rows, (x_ptr, rows_ptr, tiles, full, empty, NUM_TILES, FAULT)),
+    ], [2], [24])  # fmt: skip
+
+
+def _gather(fault: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, out = torch.randn(40, SIDE), torch.full((3 * SIDE, SIDE), torch.nan)
+    rows = torch.randint(-1, 40, (3 * SIDE,), dtype=torch.int32)
+    emulator.launch(gathered, (1,), (x, rows, _described(out), 3, fault), seed=seed)
+    return torch.where(rows[:, None] < 0, 0.0, x[rows.long()]), out
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_copy_rows(seed: int) -> None:
+    want, out = _gather("", seed)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("no claim", "tiles"),
+        ("counted", "awaits in addition"),
+        ("no arrival", "everybody waits|that no arrival follows"),
+        ("no fence", r"a copy of store_tiles.* reads tiles.* without a proxy fence after the write of a copy"),
+    ],
+)
+def test_every_fault_of_copies_by_threads_is_found(fault: str, message: str, seed: int) -> None:
+    with pytest.raises(emulator.MachineError, match=message):
+        _gather(fault, seed)
+
+
+@triton.jit
+def upper_products(x_ptr, y_ptr, out_ptr):
+    at = tl.arange(0, 4)
+    tl.store(out_ptr + at, tl.umulhi(tl.load(x_ptr + at), tl.load(y_ptr + at)))
+
+
+def test_upper_halves_are_those_of_unsigned_products() -> None:
+    x, y = (torch.tensor(each, dtype=torch.int32) for each in ((-1, 5, -(2**31), 7), (-1, -1, 2, 2**30)))
+    out = torch.zeros(4, dtype=torch.int32)
+    emulator.launch(upper_products, (1,), (x, y, out))
+    assert out.tolist() == [-2, 4, 1, 1]
 
 
 @triton.jit

@@ -9,13 +9,14 @@ Asynchronous operations have components of their own in the clocks. Those of one
 matrix products) end in the order of their start, so a queue and a number say how far it is. Loads end in any order, and
 each has a component of its own.
 
-Besides, what ordinary stores wrote may be read by copies and products only if a ``fence.proxy.async`` stands between
-(PTX ISA, "Causality Order": along the path): of the writer after its write, or of the reader after their barrier.
+Besides, what ordinary stores and copies by threads wrote may be read by copies and products only if a
+``fence.proxy.async`` stands between (PTX ISA, "Causality Order": along the path): of the writer after its write, or of
+the reader after their barrier. Who started copies by threads has not written until they end, so its fence is too early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -133,14 +134,17 @@ class Watch:
     # Asynchronous operations, from their start.
 
     def start_load(self, actor: int, places: Array, line: int, by: str = "") -> Stamp:
-        """A copy into shared memory starts; ``by`` as for ``read``."""
+        """A copy into shared memory starts; ``by`` as for ``read``.
+
+        A copy by threads (PTX ISA, ``cp.async``) writes through the generic proxy, as stores do.
+        """
         self._may_write(actor, places)
         if by:
             self._may_follow(actor, places, f"a {by} of {self._names.actor(actor)} writes")
         stamp = self._new(self._first_load + self._next_load)
         self._next_load = (self._next_load + 1) % _LOADS
         self._wrote(places, *stamp, line)
-        self._unfenced[places] = False
+        self._unfenced[places] = not by
         return stamp
 
     def start_read(self, actor: int, places: Array, queue: str, may_be_unwritten: bool = False) -> Stamp:
@@ -168,6 +172,13 @@ class Watch:
             self._everywhere[actor][self.first + actor] += 1
         if ended is not None:
             known[ended.component] = ended.time
+        return known
+
+    def end_of(self, stamps: Iterable[Stamp]) -> Array:
+        """What others learn from an arrival that copies of threads make at their end: of these alone."""
+        known = np.zeros_like(self._seen[0])
+        for stamp in stamps:
+            known[stamp.component] = max(known[stamp.component], stamp.time)
         return known
 
     def learn(self, actor: int, message: Message) -> None:

@@ -65,7 +65,7 @@ def test_a_write_waits_for_every_reader() -> None:
 
 def test_products_of_two_roles_hold_one_buffer_until_both_are_waited_for() -> None:
     watch = _watch()
-    stamp = watch.start_load(0, PLACE, line=1)
+    stamp = watch.start_load(0, PLACE, 1, "copy")
     for reader in (1, 2):
         watch.learn(reader, watch.message(0, stamp))
     stamps = {reader: [watch.start_read(reader, PLACE, "product") for _ in range(2)] for reader in (1, 2)}
@@ -76,10 +76,10 @@ def test_products_of_two_roles_hold_one_buffer_until_both_are_waited_for() -> No
     _tell(watch, 2, 0)
     watch.learn_end(0, stamp)
     with pytest.raises(RaceError, match="a product of role 1 may still have to read"):
-        watch.start_load(0, PLACE, line=2)
+        watch.start_load(0, PLACE, 2, "copy")
     watch.learn_end(1, stamps[1][1])
     _tell(watch, 1, 0)
-    watch.start_load(0, PLACE, line=2)
+    watch.start_load(0, PLACE, 2, "copy")
 
 
 def test_a_copy_out_holds_its_buffer_until_its_own_wait() -> None:
@@ -97,7 +97,7 @@ def test_a_load_is_known_to_who_waits_for_its_barrier_and_to_nobody_else() -> No
     watch, barrier = _watch(), Barrier("full[0]")
     barrier.init(1)
     barrier.arrive(1, watch.message(0), expected=64)
-    stamp = watch.start_load(0, PLACE, line=3)
+    stamp = watch.start_load(0, PLACE, 3, "copy")
     message = watch.message(0, stamp)
     assert not barrier.is_over(0) and "0 of 1 arrivals and 64 bytes are missing" in barrier.awaited(0)
     with pytest.raises(RaceError, match="the write of a copy at line 3"):
@@ -125,6 +125,21 @@ def test_a_proxy_fence_stands_between_stores_and_a_copy(by: str) -> None:
     for start in (lambda: watch.start_read(1, PLACE, "copy"), lambda: watch.start_load(1, PLACE, 6, "copy")):
         with pytest.raises(RaceError, match=r"a copy of role 1 .* without a proxy fence after the write of role 0"):
             start()
+
+
+def test_who_waited_for_copies_by_threads_fences_and_knows_of_nothing_else() -> None:
+    watch = _watch()
+    watch.write(0, np.array([0]), line=1)
+    stamp = watch.start_load(0, PLACE, line=2)
+    watch.fence(0)
+    watch.learn(1, watch.end_of([stamp]))
+    watch.read(1, PLACE)
+    with pytest.raises(RaceError, match="a product of role 1 reads .* without a proxy fence after the write of a copy"):
+        watch.start_read(1, PLACE, "product")
+    watch.fence(1)
+    watch.start_read(1, PLACE, "product")
+    with pytest.raises(RaceError, match=r"role 1 reads tile\[0\], and nothing"):
+        watch.read(1, np.array([0]))
 
 
 def test_what_nobody_wrote_is_not_read() -> None:

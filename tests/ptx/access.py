@@ -319,6 +319,8 @@ def _copy(d: Decoder, i: Instruction) -> Step:
             return wait_for(warp, left)
 
         return wait
+    if i.opcode[2] == "mbarrier":
+        return _arrive_after(d, i)
     if set(i.opcode[2:]) - {"ca", "cg", "shared", "shared::cta", "global", "L2::128B"}:
         raise PtxError("copy")
     to, origin, size = d.address(i.operands[0]), d.address(i.operands[1]), int(i.operands[2], 0)
@@ -349,6 +351,34 @@ def _copy(d: Decoder, i: Instruction) -> Step:
             copy.stamp = block.watch.start_load(warp.index, block.watch.places(targets[lanes], size), warp.pc)
         machine.start(copy)
         warp.copies[-1].append(copy)
+
+    return run
+
+
+def _arrive_after(d: Decoder, i: Instruction) -> Step:
+    """An arrival of each lane once all copies that it has started are complete; others learn of these alone."""
+    if i.opcode[3:] not in (("arrive", "noinc", "shared", "b64"), ("arrive", "noinc", "shared::cta", "b64")):
+        raise PtxError("an arrival that the barrier awaits in addition")
+    at = d.address(i.operands[0])
+
+    def run(warp: Warp) -> None:
+        machine, where, lanes = warp.block.machine, at(warp), warp.lanes()
+        barriers = [warp.block.barrier(int(where[lane])) for lane in lanes]
+        copies = [copy for group in warp.copies for copy in group]
+        warp.copies[-1] = []
+        message = None
+        if warp.block.watch is not None:
+            warp.block.watch.read(warp.index, warp.block.watch.places(where[lanes], 8))
+            message = warp.block.watch.end_of(copy.stamp for copy in copies)
+
+        def arrive() -> None:
+            for copy in copies:
+                if not copy.done:
+                    machine.finish(copy)
+            for barrier in barriers:
+                barrier.arrive(1, message)
+
+        machine.start(Copy(arrive))
 
     return run
 

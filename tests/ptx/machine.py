@@ -373,9 +373,8 @@ class Machine:
                 self._turn(live, draw)
                 if self.executed > self.options.limit:
                     raise PtxError(f"no end after {self.executed} instructions")
-        if self.in_flight:
-            for copy in list(self.in_flight):
-                self.finish(copy)
+        while self.in_flight:
+            self.finish(self.in_flight[0])
 
     def _turn(self, live: list[Warp], draw: random.Random) -> None:
         able = [w for w in live if w.wait is None or w.wait.ready()]

@@ -218,6 +218,31 @@ def test_memory_of_a_barrier_is_used_for_nothing_else_before_it_is_invalidated(u
     assert _result(before + _ON_BARRIER.format(between=without, use=use)).eq(1).all()
 
 
+# Each lane copies four of the lanes' numbers to shared memory, where it reads the first of the next lane's.
+_COPIES = """
+ st.global.b32 [%rd3], %r1;
+ mov.b32 %r2, global_smem; shl.b32 %r3, %r1, 4; and.b32 %r3, %r3, 511; add.s32 %r4, %r2, %r3; setp.lt.u32 %p1, %r1, 1;
+ cvt.u64.u32 %rd4, %r3; and.b64 %rd4, %rd4, 127; add.s64 %rd5, %rd1, %rd4;
+ @%p1 mbarrier.init.shared::cta.b64 [%r2+512], 32;
+ bar.sync 0, 32;
+ cp.async.cg.shared.global [%r4], [%rd5], 16, 16; {arrival}
+ mov.b32 %r5, 0;
+ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2+512], %r5; @!%p2 bra WAIT;
+ add.s32 %r6, %r3, 16; and.b32 %r6, %r6, 511; add.s32 %r6, %r2, %r6; ld.shared.b32 %r9, [%r6];"""
+
+
+def test_an_arrival_follows_the_copies_before_it() -> None:
+    arrival = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r2+512];"
+    assert torch.equal(_result(_COPIES.format(arrival=arrival)), 4 * (LANES + 1) % 32)
+    for other, message in (
+        ("", "deadlock"),
+        (arrival.replace(".noinc", ""), "awaits in addition"),
+        ("mbarrier.arrive.shared::cta.b64 _, [%r2+512];", "nothing orders that"),
+    ):
+        with pytest.raises((PtxError, RuntimeError), match=message):
+            _result(_COPIES.format(arrival=other))
+
+
 _CHAIN = (
     """
  mov.b32 %r2, global_smem; shl.b32 %r3, %r1, 2; and.b32 %r3, %r3, 255; add.s32 %r4, %r2, %r3;

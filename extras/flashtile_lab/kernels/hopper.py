@@ -38,7 +38,7 @@ def builds(arch: str) -> list[KernelBuild]:
     rows.append(_wanting(128, "kv"))
     made += [build for problem in rows for build in builds_of(problem, "backward")[::2]]
     made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("gqa_splits",))[1::2]]
-    made += _decode_builds()
+    made += _decode_builds() + _cached_builds()
     return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
 
 
@@ -82,6 +82,29 @@ def _decode_builds() -> list[KernelBuild]:
         forward = {"attention_forward": cached_launch(problem, tensors)}
         more = ("float8 cache", *(("scales",) if scales else ()))
         made += kernel_builds("hopper", "decode", problem, forward, limit, more)
+    return made
+
+
+def _cached_builds() -> list[KernelBuild]:
+    """Prompts over a cache on the forward: in pages that TMA has boxes for, and in others, whose rows threads copy."""
+    from flashtile.backends.hopper.forward.cached import cached_launch
+    from flashtile_lab.kernels.decode import described_call
+
+    usual: dict[str, Any] = {"seqlen_q": 512, "packed": True}
+    calls: list[tuple[int, dict[str, Any]]] = [
+        *((size, usual) for size in (0, 16, 256)),
+        (1, usual),
+        (1, {"seqlen_q": 512}),
+        (1, {"seqlen_q": 2048, "head_dim": 64, "num_heads_q": 64, "packed": True}),
+        (1, usual | {"head_dim": 256, "num_heads_q": 16}),
+        (1, usual | {"head_dim": 96}),
+        (1, usual | {"softcap": 30.0, "alibi": True, "sinks": True, "band": _WINDOW}),
+    ]
+    made: list[KernelBuild] = []
+    for size, call in calls:
+        problem, tensors = described_call((9, 0), page_size=size, **call)
+        launches, name = {"attention_forward": cached_launch(problem, tensors)}, f"pages of {size}" if size else "cache"
+        made += kernel_builds("hopper", "decode", problem, launches, limits(problem), (name,))
     return made
 
 
@@ -280,10 +303,16 @@ def _forward_limit(problem: Problem) -> int:
     """No spill; on Triton 3.9 32 to 64 bytes where a window meets every feature (measured 2026-11-20).
 
     With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23). With
-    intervals of keys up to 232 in blocks that they cut, none with those of rows (2026-11-26).
+    intervals of keys up to 232 in blocks that they cut, none with those of rows. A producer that gathers spills up to
+    32 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton 3.9 64 (2026-11-26). It does so
+    once a tile.
     """
+    from flashtile.backends.hopper.forward.config import gathers
+
     if problem.mask_mod.key_rows and not problem.mask_mod.mirrored:
         return 256
+    if gathers(problem):
+        return 192 if problem.head_dim % 64 else 64
     has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
     return (160 if problem.head_dim == 160 else 64) if has_mods or _is_new_triton() else 0
 

@@ -194,7 +194,7 @@ class Backend(vllm.AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Multiples of 16: the Hopper kernels read no smaller pages."""
+        """Multiples of 16: TMA has no boxes for smaller pages."""
         return [vllm.MultipleOf(16)]
 
     @classmethod

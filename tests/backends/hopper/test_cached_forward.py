@@ -16,6 +16,7 @@ from flashtile import reference
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.gpu.decode.config import bounded
+from flashtile.backends.gpu.launch import lower
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.launch import CachedPlan
@@ -26,6 +27,7 @@ from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.cached_problem import bands_of, pages_of
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
 from flashtile.core.masks import Band
+from flashtile_lab.kernels.decode import described_call
 from tests.backends.hopper.emulated import on_cpu
 from tests.emulator.language import Language
 from tests.emulator.values import value_of
@@ -39,6 +41,10 @@ FULL: dict[str, Any] = {"causal": False}
 WINDOW: dict[str, Any] = {"causal": False, "window": (40, 3)}
 
 
+# 1 to 20 and 48 are those that TMA has no boxes for.
+PAGE_SIZES = (0, 0, 1, 2, 4, 8, 20, 48, 16, 32, 64, 128, 256)
+
+
 def case_of(sequences: tuple[tuple[int, int], ...], new: int = 0, **values: Any) -> CacheCase:
     """Sequences of (keys, queries), of whose keys a call has appended the last ``new``; few heads of 64 features."""
     old = tuple((keys - new if keys >= new else keys, rows, new) for keys, rows in sequences)
@@ -50,8 +56,10 @@ CASES = {
     "lengths": case_of(((300, 70), (5, 70), (0, 70), (-1, 70), (128, 70)), heads=4, entries=True),
     "pages_of_16": case_of(((200, 140), (3, 140)), page_size=16),
     "pages_of_64": case_of(((260, 140), (129, 140)), 7, page_size=64, head_dim=128, layout="between"),
+    "pages_of_1": case_of(((200, 140), (3, 140), (0, 140)), 2, page_size=1, heads=2, layout="between"),
     "pages_of_256": case_of(((300, 140), (256, 140)), page_size=256, heads=1, causal=False),
     "chunk": case_of(((280, 140), (90, 140)), page_size=32, causal=True, chunk=100),
+    "pages_of_48": case_of(((260, 70), (129, 70)), page_size=48, heads=4, head_dim=128, softcap=5.0),
     "window": case_of(((280, 140), (90, 140)), page_size=32, **WINDOW, sinks=True, layout="between"),
     "wide": case_of(((150, 135),), page_size=64, heads=1, head_dim=256, softcap=5.0),
     "parts": case_of(((150, 135),), page_size=16, heads=1, head_dim=96, alibi="h"),
@@ -154,11 +162,7 @@ def test_bits_of_random_calls(shard: int) -> None:
 
 def random_case(draw: random.Random) -> CacheCase:
     """Any combination of what a call on the forward may have, of up to 260 keys a sequence."""
-    packed, kv_heads, page_size = (
-        draw.random() < 0.5,
-        draw.choice([1, 1, 2]),
-        draw.choice([0, 0, 8, 16, 32, 64, 128, 256]),
-    )
+    packed, kv_heads, page_size = draw.random() < 0.5, draw.choice([1, 1, 2]), draw.choice(PAGE_SIZES)
     rows, new = draw.choice([1, 33, 64, 65, 130, 150]), draw.choice([0, 0, 1, 9])
 
     def sequence() -> tuple[int, int]:
@@ -181,8 +185,10 @@ def random_case(draw: random.Random) -> CacheCase:
         sinks=draw.random() < 0.3,
         causal_each=draw.random() < 0.2,
         ragged=draw.choice(["", "pages", "bound"]) if page_size else "",
-        # 8-bit caches take pages of 16 rows or more.
-        float8="" if page_size == 8 else draw.choice(["", "", "none", "h", "eh"]),
+        # 8-bit caches take pages that TMA has boxes for.
+        float8=""
+        if page_size and (page_size < 16 or page_size & (page_size - 1))
+        else draw.choice(["", "", "none", "h", "eh"]),
         **draw.choice([FULL, {}, {}, WINDOW]),
     )
 
@@ -357,10 +363,11 @@ def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
         ({"packed": True, "capacity": 2**14}, "up to 16 rows over more than 8192 keys in Triton"),
         ({"rows": 2}, "Triton with Hopper's tiles"),
         ({"rows": 16}, "splits merged in the same launch"),
-        ({"page_size": 8}, "the forward's kernel, TMA and WGMMA"),
-        ({"page_size": 8, "head_dim": 192}, "not the forward's kernel: pages of 8"),
-        ({"page_size": 4}, "not the forward's kernel: pages of 4"),
-        ({"page_size": 48}, "not the forward's kernel: pages of 48"),
+        (
+            {"page_size": 1},
+            "the forward's kernel, TMA and WGMMA, tiles 2 x 64 x 128, head_dim 128, 2 stages, keys copied by 2 warps",
+        ),
+        ({"page_size": 48, "kv": FLOAT8}, "not the forward's kernel: 8 bits in pages of 48"),
         ({"head_dim": 84}, "not the forward's kernel: head_dim that is no multiple of 8"),
         ({"kv": FLOAT8}, "8 bits widened by 4 warps"),
         ({"kv": FLOAT8, "head_dim": 72}, "not the forward's kernel: head_dim that is no multiple of 16"),
@@ -387,3 +394,36 @@ def test_calls_that_tma_cannot_read_stay_where_they_were() -> None:
     assert runs_forward(problem, tensors)
     tensors.cache_leftpad = torch.zeros(2, dtype=torch.int32)
     assert not runs_forward(problem, tensors)
+
+
+def test_copies_need_no_pages_of_whole_rows_but_places_of_32_bits() -> None:
+    """Rows are 8 * 3 elements apart, pages no multiple of that, and 2^34 elements are too many."""
+    problem, tensors = call_of(CASES["pages_of_48"])
+    far = torch.empty_strided((9, 48, 1, 128), (2**31, 136, 128, 1), device="meta", dtype=torch.bfloat16)
+    for cache, is_near in ((far[:7], True), (far, False)):
+        for name in ("k_cache", "v_cache"):
+            assert runs_forward(problem, replace(tensors, **{name: cache})) == is_near
+    assert not runs_forward(problem.but(keys=problem.keys._replace(page_size=64)), replace(tensors, v_cache=far[:7]))
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 100, 127, 128, 129, 1000, 4097, 2**20 + 1, 2**30 - 1])
+def test_numbers_are_divided_by_any_page_size(size: int) -> None:
+    _, multiplier, shift = cached.paging_of(size)
+    assert -(2**31) <= multiplier < 0
+    numbers = {0, 1, size, 12345, 2**30, *(size * n + d for n in (1, 7, 2**30 // size) for d in (-1, 0, 1))}
+    for n in (each for each in numbers if 0 <= each <= 2**30):
+        assert 2 * n * (multiplier + 2**32) >> 32 >> shift == n // size
+
+
+def test_one_build_serves_all_pages_that_are_copied() -> None:
+    calls = [described_call((9, 0), seqlen_q=500, page_size=size, packed=True) for size in (1, 2, 3, 8, 12, 20, 48)]
+    assert len({lower(cached.cached_launch(*call))[0] for call in calls}) == 1
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4])
+def test_warps_that_gather_leave_registers_for_all(warps: int) -> None:
+    plain = tiles.TWO_WARPGROUPS[128, 128]
+    config = tiles.gathering(plain, warps)
+    assert config.registers < plain.registers and config.shared_bytes == plain.shared_bytes
+    with pytest.raises(ValueError, match="more registers than there are"):
+        replace(config, registers=plain.registers)

@@ -48,6 +48,8 @@ class Config:
     widen_warps: int = 0
     widen_registers: int = 0
     widen_stages: int = 0
+    gather_warps: int = 0
+    gather_registers: int = 0
 
     def __post_init__(self) -> None:
         if self.block_d % self.chunk or self.key_chunks < 2:

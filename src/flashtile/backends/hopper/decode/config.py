@@ -23,7 +23,7 @@ def runs_forward(problem: Problem, tensors: CacheTensors | None = None) -> bool:
         tensors: Its tensors, taken for readable by TMA if None.
     """
     has_rows = problem.seqlen_q * problem.group_size > _MOST_ROWS
-    is_readable = tensors is None or cached.can_read(tensors)
+    is_readable = tensors is None or cached.can_read(problem, tensors)
     return has_rows and tried("decode") is None and not cached.reasons(problem) and is_readable
 
 

@@ -87,10 +87,14 @@ def also(parts, part):
 
 @gluon.jit
 def make_rings(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, stages: gl.constexpr,
-               consumers: gl.constexpr, buffers: gl.constexpr = 1, most: gl.constexpr = 256):  # fmt: skip
-    """A channel of ``stages`` tiles [ROWS, COLS], or of several buffers each, released by ``consumers`` warpgroups."""
+               consumers: gl.constexpr, buffers: gl.constexpr = 1, most: gl.constexpr = 256,
+               COPIERS: gl.constexpr = 0):  # fmt: skip
+    """A channel of ``stages`` tiles [ROWS, COLS], or of several buffers each, released by ``consumers`` warpgroups.
+
+    COPIERS: as of ``make_ring``.
+    """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(COLS, -1, most)], dtype)
-    first = make_ring(dtype, [ROWS, width_of(COLS, 0, most)], layout, stages, consumers, 1, buffers)
+    first = make_ring(dtype, [ROWS, width_of(COLS, 0, most)], layout, stages, consumers, 1, buffers, COPIERS)
     return with_parts(first, layout, COLS, most)
 
 
@@ -101,7 +105,7 @@ def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constex
     rings = (first,)
     for i in gl.static_range(1, num_parts(COLS, most)):
         buffers = gl.allocate_shared_memory(first.buffers.dtype, [shape[0], shape[1], width_of(COLS, i, most)], layout)
-        rings = also(rings, Ring(buffers, first.full, first.empty, first.stages, first.parts))
+        rings = also(rings, Ring(buffers, first.full, first.empty, first.stages, first.parts, first.COPIED))
     return rings
 
 
@@ -117,7 +121,7 @@ def make_landings(rings, dtype: gl.constexpr, COLS: gl.constexpr, stages: gl.con
         first = make_landing(rings[0])
         landings = (first,)
         for i in gl.static_range(1, len(rings)):
-            landings = also(landings, Ring(rings[i].buffers, first.full, first.empty, first.stages, first.parts))
+            landings = also(landings, Ring(rings[i].buffers, first.full, first.empty, first.stages, first.parts, False))
         return landings
 
 

@@ -75,6 +75,21 @@ class CacheScale(NamedTuple):
     entry_step: Any
 
 
+class Paging(NamedTuple):
+    """How many rows a page has, where no code is compiled for that number.
+
+    Attributes:
+        size: The number.
+        multiplier: With shift, what divides by it: ``n // size == umulhi(2 * n, multiplier) >> shift`` for any number n
+            from 0 to 2**30 (Granlund and Montgomery 1994, Division by invariant integers using multiplication).
+        shift: See multiplier.
+    """
+
+    size: Any
+    multiplier: Any
+    shift: Any
+
+
 class Cache(NamedTuple):
     """Where the keys and values of a cached call lie, whose lengths the device alone knows.
 
@@ -86,9 +101,10 @@ class Cache(NamedTuple):
         pages: int32, the pages of each sequence; None without pages.
         pages_step: From one sequence's pages to the next one's; None where indptr says where they begin.
         indptr: [batch] int32, or None.
-        v_pitch: Rows of values from one entry or page to the next.
+        v_pitch: Rows of values from one entry or page to the next, None with ``paging``.
         causal: [batch] bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
-        PAGE_SIZE: Rows of a page, a power of two; 0 without pages.
+        paging: ``Paging`` where threads copy rows, of pages of any size, else None.
+        PAGE_SIZE: Rows of a page, a power of two; 0 without pages, None with ``paging``.
         sole: Of packed queries, sequences that are visited first, if one tile holds their rows: all or 0; else None.
         FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
             they have more than LONG_KEYS; None for none.
@@ -107,6 +123,7 @@ class Cache(NamedTuple):
     v_pitch: Any
     causal: Any
     sole: Any
+    paging: Any
     PAGE_SIZE: Any
     FEW_ROWS: Any
     LONG_KEYS: Any
@@ -168,6 +185,8 @@ class Schedule(NamedTuple):
         WIDEN_WARPS: Warps of the role that widens keys and values of 8 bits; 0 for none.
         WIDEN_REGISTERS: What setmaxnreg gives its threads.
         WIDEN_STAGES: Buffers each for keys and values of 8 bits; 0 if they land where they are widened.
+        GATHER_WARPS: Warps of a producer whose threads copy keys and values; 0 if TMA loads them.
+        GATHER_REGISTERS: What setmaxnreg gives its threads.
     """
 
     counter: Any
@@ -189,6 +208,8 @@ class Schedule(NamedTuple):
     WIDEN_WARPS: Any
     WIDEN_REGISTERS: Any
     WIDEN_STAGES: Any
+    GATHER_WARPS: Any
+    GATHER_REGISTERS: Any
 
 
 class Columns(NamedTuple):

@@ -8,9 +8,9 @@ A channel is a ring of shared-memory buffers. Both ends count their uses of it f
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flashtile.backends.hopper.device.gluon_compat import aggregate
+from flashtile.backends.hopper.device.gluon_compat import aggregate, arrive_after_copies
 
 
 @aggregate
@@ -20,6 +20,9 @@ class Ring:
     The producer calls ``acquire`` and starts a load that signals the barrier it gets, or calls ``claim``, writes, and
     calls ``publish``. Every consumer calls ``wait``, reads, and calls ``release``. The barriers are None where one
     role keeps the buffers to itself.
+
+    COPIED: the producer's threads claim, copy by ``copy_async`` and call ``publish_copies``. What they write WGMMA may
+    read only behind a proxy fence, which must follow the copies' end: so consumers fence, who have waited for it.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -27,6 +30,7 @@ class Ring:
     empty: gl.shared_memory_descriptor | gl.constexpr
     stages: gl.constexpr
     parts: gl.constexpr
+    COPIED: gl.constexpr
 
     @gluon.jit
     def stage(self, use):
@@ -59,6 +63,11 @@ class Ring:
         mbarrier.arrive(self.full.index(self.stage(use)), count=1)
 
     @gluon.jit
+    def publish_copies(self, use):
+        """What a thread has copied to a claimed buffer is complete once its copies are; every thread calls it."""
+        arrive_after_copies(self.full.index(self.stage(use)), increment_count=False)
+
+    @gluon.jit
     def acquire(self, use, num_bytes: gl.constexpr):
         """Claims a buffer for a load of ``num_bytes``; returns the barrier that the load must signal."""
         self.claim(use)
@@ -70,6 +79,8 @@ class Ring:
     def wait(self, use, pred=True):
         """Waits until the load of this use has landed."""
         mbarrier.wait(self.full.index(self.stage(use)), self.parity(use), pred=pred)
+        if self.COPIED:
+            fence_async_shared()
 
     @gluon.jit
     def at(self, use):
@@ -103,21 +114,23 @@ class Ring:
 
 @gluon.jit
 def make_ring(dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, stages: gl.constexpr,
-              consumers: gl.constexpr, producers: gl.constexpr = 1, parts: gl.constexpr = 1):  # fmt: skip
+              consumers: gl.constexpr, producers: gl.constexpr = 1, parts: gl.constexpr = 1,
+              COPIERS: gl.constexpr = 0):  # fmt: skip
     """A ring of ``stages`` uses, each published by ``producers`` roles and released by ``consumers``.
 
     A use has a buffer of shape ``tile``, or ``parts`` of them. Without consumers one role keeps them to itself.
+    COPIERS: threads of the role that copies, if one does; each publishes its own copies.
     """
     buffers = gl.allocate_shared_memory(dtype, [stages * parts] + tile, layout)  # noqa: RUF005
     if consumers == 0:
-        return Ring(buffers, None, None, stages, parts)
+        return Ring(buffers, None, None, stages, parts, False)
     else:
         full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(stages):
-            mbarrier.init(full.index(stage), count=producers)
+            mbarrier.init(full.index(stage), count=max(producers, COPIERS))
             mbarrier.init(empty.index(stage), count=consumers)
-        return Ring(buffers, full, empty, stages, parts)
+        return Ring(buffers, full, empty, stages, parts, COPIERS > 0)
 
 
 @gluon.jit
@@ -131,7 +144,7 @@ def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.c
     full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(ring.stages):
         mbarrier.init(full.index(stage), count=producers)
-    return Ring(buffers, full, ring.empty, ring.stages, 1)
+    return Ring(buffers, full, ring.empty, ring.stages, 1, False)
 
 
 @gluon.jit
@@ -143,7 +156,7 @@ def make_landing(ring):
     full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(ring.stages):
         mbarrier.init(full.index(stage), count=1)
-    return Ring(ring.buffers, full, ring.empty, ring.stages, ring.parts)
+    return Ring(ring.buffers, full, ring.empty, ring.stages, ring.parts, False)
 
 
 # Where the numbers of the first warpgroup begin, and how many places each warpgroup has.

@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.decode.config import bounded
-from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.device.records import Rows
+from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache, CacheScale
+from flashtile.backends.hopper.device.records import Cache, CacheScale, Paging
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.launch import forward_launch
+from flashtile.backends.hopper.records import rows_of
 from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.problem import Problem, Tensors
 
-# Rows of a page. A TMA box has 8 at least; with windows, caps and other widths so many boxes would spill the producer's
-# registers (Triton 3.7.1).
-_FEWEST_PAGE_ROWS, _FEWEST_OF_OTHERS, _WIDTHS = 8, 16, {64, 128}
+# Elements of the 16 bytes that one copy of a thread moves.
+_UNIT = 8
 # Up to so many tiles a sequence, in the mean, sequences of one tile are visited first: finding that there is none takes
 # a microsecond, and among longer prompts they matter less.
 _MOST_TILES_OF_SOLE = 8
@@ -25,27 +26,29 @@ _MOST_TILES_OF_SOLE = 8
 
 def reasons(problem: Problem) -> list[str]:
     """What keeps a kind of call from the forward, whatever its number of rows; none if nothing does."""
-    p, size, unit = problem, problem.keys.page_size, 16 if configs.widens(problem) else 8
-    is_plain = {p.head_dim, p.head_dim_v} <= _WIDTHS and p.band.left is None and p.softcap == 0
-    fewest = _FEWEST_PAGE_ROWS if is_plain and not configs.widens(p) else _FEWEST_OF_OTHERS
+    p, unit = problem, 16 if configs.widens(problem) else 8
     against = {
         "caches in 8 bits": configs.widens(p) and not (configs.WIDENS and p.precision.kv == FLOAT8),
+        f"8 bits in pages of {p.keys.page_size}": configs.widens(p) and configs.gathers(p),
         "dtype": p.dtype not in (torch.float16, torch.bfloat16),
         f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,
-        f"pages of {size}": 0 < size < fewest or size & (size - 1) != 0,
         "strides that TMA cannot read": not p.aligned,
         "tree_mask": p.tree,
     }
     return [reason for reason, is_against in against.items() if is_against]
 
 
-def can_read(tensors: CacheTensors) -> bool:
-    """Whether TMA can read queries and caches and write the output of a call that nothing else is ``against``."""
+def can_read(problem: Problem, tensors: CacheTensors) -> bool:
+    """Whether a call that nothing else is ``against`` has queries, caches and an output that the kernel can address."""
     t = tensors
     read = (t.k_cache, t.v_cache, t.out, *(() if t.rotary_cos is not None else (t.q,)))
     entries, entry, row = t.v_cache.shape[0], *t.v_cache.stride()[:2]
-    # All entries of v are read as rows of one tensor, counted in 32 bits.
-    is_one = row > 0 and entry % row == 0 and entries * entry // row < 2**30
+    if configs.gathers(problem):
+        # Where rows begin is counted in 32 bits.
+        is_one = all(x.shape[0] * x.stride(0) < _UNIT * 2**31 for x in (t.k_cache, t.v_cache))
+    else:
+        # All entries of v are read as rows of one tensor, counted in 32 bits.
+        is_one = row > 0 and entry % row == 0 and entries * entry // row < 2**30
     return t.cache_leftpad is None and is_one and all(x.numel() and tensor_maps.is_readable(x) for x in read)
 
 
@@ -67,6 +70,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         tile = config.num_warpgroups * config.block_m
         rows = q.shape[-3] * (p.group_size if config.pack_gqa else 1)
         sole = p.batch if rows <= _MOST_TILES_OF_SOLE * tile * p.batch else 0
+    gathers = configs.gathers(p)
     cache = Cache(
         pointer(t.cache_seqlens, "cached"),
         None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new"),
@@ -75,19 +79,41 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         Pointer(torch.int32, "pages") if t.in_pages else None,
         None if t.page_table is None else t.page_table.stride(0),
         pointer(t.page_indptr, "indptr"),
-        t.v_cache.stride(0) // t.v_cache.stride(1),
+        None if gathers else t.v_cache.stride(0) // t.v_cache.stride(1),
         None if t.causal is None else Pointer(torch.uint8, "causal"),
-        sole, p.keys.page_size, few, long, _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale),
+        sole, paging_of(p.keys.page_size) if gathers else None, None if gathers else p.keys.page_size, few, long,
+        _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale),
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)
-    return forward_launch(p, plain, config, cached=(cache, *_maps_of_keys(p, t, config), out_map))
+    keys = _copied_keys(t, config) if gathers else _boxes_of_keys(p, t, config)
+    return forward_launch(p, plain, config, cached=(cache, *keys, out_map))
 
 
 def _scale(name: str, scale: Tensor | None) -> CacheScale:
     return CacheScale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else None)
 
 
-def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[TensorMap, TensorMap]:
+def paging_of(size: int) -> Paging:
+    """``Paging`` of pages of so many rows.
+
+    The multiplier is 2**(31 + shift) / size rounded up, by less than 2**shift / size; so a number up to 2**31 is off by
+    less than 1 / size. It takes 32 bits, which a kernel takes for those of a negative number.
+    """
+    shift = (size - 1).bit_length()
+    return Paging(size, -(-(2 ** (31 + shift)) // size) - 2**32, shift)
+
+
+def _copied_keys(tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
+    """The rows of caches that threads copy."""
+
+    def rows(name: str, cache: Tensor, width: int) -> Rows:
+        entry, row, head, _ = cache.stride()
+        return Rows(pointer(cache, name), None, entry, row, head, cache.shape[3], width, _UNIT, False)
+
+    return rows("k", tensors.k_cache, config.block_d), rows("v", tensors.v_cache, config.block_dv)
+
+
+def _boxes_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
     """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
@@ -95,6 +121,6 @@ def _maps_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tu
     most = 256 if rows == config.block_n and not config.widen_warps else 128 // problem.precision.kv.itemsize
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
-        tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False),
-        tensor_maps.entries_map("v", tensors.v_cache, rows, cols_v),
+        rows_of(tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False), config.block_d),
+        rows_of(tensor_maps.entries_map("v", tensors.v_cache, rows, cols_v), config.block_dv),
     )

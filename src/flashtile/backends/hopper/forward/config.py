@@ -47,6 +47,8 @@ class Config:
         widen_warps: Warps that widen the keys and values of an 8-bit cache; 0 for caches in 16 bits.
         widen_registers: What setmaxnreg gives their threads.
         widen_stages: Buffers each for keys and values of 8 bits; 0 if they land in the buffers that they become.
+        gather_warps: Warps of a producer whose threads copy keys and values row by row, 1, 2 or 4; 0 if TMA loads them.
+        gather_registers: What setmaxnreg gives their threads.
     """
 
     block_d: int
@@ -70,6 +72,8 @@ class Config:
     widen_warps: int = 0
     widen_registers: int = 0
     widen_stages: int = 0
+    gather_warps: int = 0
+    gather_registers: int = 0
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2:
@@ -78,9 +82,7 @@ class Config:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
         if self.widen_warps not in ((0, 2, 4) if self.num_warpgroups == 2 else (0, 2)):
             raise ValueError(f"two warps widen, or beside two warpgroups four: {self}")
-        # Two warps that widen are in the producer's warpgroup.
-        others = self.widen_registers + (PRODUCER_REGISTERS if self.widen_warps in (0, 4) else 0)
-        if self.num_warpgroups * self.registers + others > WARPGROUP_REGISTERS:
+        if self.num_warpgroups * self.registers + _registers_of_few(self) > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
             raise ValueError(f"pack_gqa needs whole strips, whose boxes have 64 columns at most: {self}")
@@ -110,7 +112,18 @@ class Config:
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
         widens = f", 8 bits widened by {self.widen_warps} warps" * (self.widen_warps > 0)
-        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}{widens}"
+        copied = f", keys copied by {self.gather_warps} warps" * (self.gather_warps > 0)
+        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}{widens}{copied}"
+
+
+def _registers_of_few(config: Config) -> int:
+    """Registers of a thread of each warpgroup that does not compute, added up.
+
+    Four warps that gather or widen are one more; fewer are in the producer's.
+    """
+    warps = config.gather_warps or config.widen_warps
+    own = config.gather_registers or config.widen_registers
+    return PRODUCER_REGISTERS + own if warps == 4 else max(PRODUCER_REGISTERS, own)
 
 
 # Widths of tiles, whose parts are powers of two (``device/parts.py``): each takes less time than the next.
@@ -274,7 +287,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
     if (held := tried("hopper_forward")) is not None:
-        return held
+        return gathering(held, GATHER_WARPS) if gathers(problem) and not held.gather_warps else held
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]
@@ -294,7 +307,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
         wide = wide or (widens(problem) and 3 not in WIDENING)
-        if not wide:
+        # Four warps that gather leave three warpgroups fewer still.
+        if not (wide or (gathers(problem) and GATHER_WARPS == 4)):
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
     for other in ways:
@@ -329,7 +343,9 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Room for ``mods.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
-    return _variant(config, **WIDENING[config.num_warpgroups]) if widens(problem) else config
+    if widens(problem):
+        return _variant(config, **WIDENING[config.num_warpgroups])
+    return gathering(config, GATHER_WARPS) if gathers(problem) else config
 
 
 # Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.
@@ -345,6 +361,31 @@ WIDENING: dict[int, dict[str, int]] = {
 def widens(problem: Problem) -> bool:
     """Whether a call's keys and values are in a cache of 8 bits."""
     return problem.keys.used and problem.precision.kv.itemsize == 1
+
+
+# TMA has a box for a page of so many rows or more, if they are a power of two.
+_FEWEST_BOX_ROWS = 16
+# Counted (docs/tuning-notes.md): two take half the time of one, and the consumers' registers that one takes too.
+GATHER_WARPS = 2
+
+
+def gathers(problem: Problem) -> bool:
+    """Whether keys and values are in pages that TMA has no boxes for."""
+    size = problem.keys.page_size
+    return 0 < size < _FEWEST_BOX_ROWS or size & (size - 1) != 0
+
+
+def gathering(config: Config, warps: int) -> Config:
+    """The configuration with a producer of so many warps that copies keys and values."""
+    registers, own = _GATHERING[config.num_warpgroups, warps]
+    # Warpgroups of all roles; the compiler gives their threads as many registers each, in steps of eight.
+    groups = config.num_warpgroups + (2 if warps == 4 else 1)
+    most = WARPGROUP_REGISTERS // groups // 8 * 8
+    return _variant(config, gather_warps=warps, gather_registers=own, registers=registers, max_registers=most)
+
+
+# By warpgroups that compute and warps that gather, registers of their threads.
+_GATHERING = {(2, 1): (232, 40), (2, 2): (232, 40), (2, 4): (224, 32), (3, 1): (160, 32), (3, 2): (160, 32)}
 
 
 @functools.cache

@@ -44,12 +44,13 @@ def attention_forward(call, output, schedule):
     Q_STAGES: gl.constexpr = schedule.Q_STAGES
     REGISTERS: gl.constexpr = schedule.REGISTERS
     BLOCK_D: gl.constexpr = call.q.BLOCK_DIM
-    keys = make_rings(dtype, BLOCK_N, BLOCK_D, schedule.STAGES, NUM_WARPGROUPS)
+    COPIERS: gl.constexpr = 32 * schedule.GATHER_WARPS
+    keys = make_rings(dtype, BLOCK_N, BLOCK_D, schedule.STAGES, NUM_WARPGROUPS, COPIERS=COPIERS)
     # Of an 8-bit cache the producer's loads are widened by one more role. With its warps the compiler may give a thread
     # 128 registers, as many as a product of 256 columns takes alone.
     WIDENS: gl.constexpr = schedule.WIDEN_WARPS > 0
     MOST: gl.constexpr = 128 if WIDENS else 256
-    values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS, 1, MOST)
+    values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS, 1, MOST, COPIERS)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + (2 if WIDENS else 1))
     outputs = None
     if output.desc is not None:
@@ -77,6 +78,9 @@ def attention_forward(call, output, schedule):
     HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
     IS_WIDEST: gl.constexpr = call.q.PACKED and (HAS_START or HAS_SOFTCAP)
     FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 and not WIDENS else 32
+    # A producer that gathers gets more, and with it the scheduler, which is in its warpgroup.
+    PRODUCERS: gl.constexpr = max(schedule.GATHER_WARPS, 1)
+    OF_PRODUCER: gl.constexpr = schedule.GATHER_REGISTERS if schedule.GATHER_WARPS > 0 else FEW
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     if WIDENS:
@@ -109,7 +113,7 @@ def attention_forward(call, output, schedule):
             (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
             (producer, (Channels(tiles, (q0, q1), keys, values, None), by_tma, call, schedule)),
             (scheduler, (tiles, call, schedule)),
-        ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
+        ], [4, PRODUCERS, 1], [REGISTERS, OF_PRODUCER, FEW])  # fmt: skip
     else:
         q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
         gl.warp_specialize([
@@ -118,4 +122,4 @@ def attention_forward(call, output, schedule):
             (consumer, (Channels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
             (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), by_tma, call, schedule)),
             (scheduler, (tiles, call, schedule)),
-        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip
+        ], [4, 4, PRODUCERS, 1], [REGISTERS, REGISTERS, OF_PRODUCER, FEW])  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.device.scheduler import num_packed_tiles
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
@@ -120,7 +121,7 @@ def forward_launch(
     config: Config,
     *,
     is_joined: bool = False,
-    cached: tuple[Cache, TensorMap, TensorMap, TensorMap] | None = None,
+    cached: tuple[Cache, Rows, Rows, TensorMap] | None = None,
 ) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 
@@ -129,24 +130,25 @@ def forward_launch(
         tensors: Its tensors.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
-        cached: Where the keys of a call over a cache lie, and maps of them, of the values and of the output.
+        cached: Where the keys of a call over a cache lie, they and the values as rows, and the map of the output.
     """
     p, t = problem, tensors
     programs = num_programs(p, t, config)
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     # Only the device knows where in a block the keys of a cache end.
     has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
-    cache, k_map, v_map, out_map = cached or (None, *_maps_of_keys(p, t, config), _map_of_out(p, t.q, config))
+    cache, k, v, out_map = cached or (None, *_rows_of_keys(p, t, config), _map_of_out(p, t.q, config))
     q_cols = configs.narrowest(config.block_d)
     q_map = tensor_maps.rows_map("q", t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
-    q, k, v = rows_of(q_map, config.block_d), rows_of(k_map, config.block_d), rows_of(v_map, config.block_dv)
     bias_map, mask_map = (
         tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
         for each in (t.attn_bias, t.attn_mask)
     )
     masks = masks_of(p, t, OF_ROWS) if p.intervals else None
     arguments = {
-        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), mods_of(p, t, bias_map, mask_map, masks)),
+        "call": call_of(
+            p, t, (rows_of(q_map, config.block_d), k, v), keys_of(p, t, cache), mods_of(p, t, bias_map, mask_map, masks)
+        ),
         "output": output_of(p, out_map, config.block_dv, is_joined),
         "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
     }
@@ -172,12 +174,12 @@ def _map_of_out(problem: Problem, q: Tensor, config: Config) -> TensorMap | None
     return tensor_maps.contiguous_map("out", q.dtype, shape, config.strip, config.out_cols, problem.varlen)
 
 
-def _maps_of_keys(problem: Problem, tensors: Tensors, config: Config) -> tuple[TensorMap, TensorMap]:
-    """Maps of k and v: rows of the narrowest part that a tile's columns consist of."""
+def _rows_of_keys(problem: Problem, tensors: Tensors, config: Config) -> tuple[Rows, Rows]:
+    """K and v by maps of the narrowest part that a tile's columns consist of."""
     cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
     return (
-        tensor_maps.rows_map("k", tensors.k, config.block_n, cols, problem.varlen),
-        tensor_maps.rows_map("v", tensors.v, config.block_n, cols_v, problem.varlen),
+        rows_of(tensor_maps.rows_map("k", tensors.k, config.block_n, cols, problem.varlen), config.block_d),
+        rows_of(tensor_maps.rows_map("v", tensors.v, config.block_n, cols_v, problem.varlen), config.block_dv),
     )
 
 

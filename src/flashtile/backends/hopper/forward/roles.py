@@ -20,6 +20,7 @@ from flashtile.backends.hopper.device.parts import (
     wait_for_products,
     zero_accumulators,
 )
+from flashtile.backends.hopper.forward.gather import gather_block
 from flashtile.backends.hopper.forward.scheduler import (
     SCALE_ROWS,
     cached_keys,
@@ -134,7 +135,9 @@ def load_values(channels, use, tiles, n_block, call, schedule):
 @gluon.jit
 def load_block(operand, rings, use, records, tiles, n_block, call, schedule):
     """Starts the load of a block of a tile's keys or values, ``operand``."""
-    if not call.keys.CACHED:
+    if schedule.GATHER_WARPS > 0:
+        gather_block(operand, rings, use, records, tiles, n_block, call, schedule)
+    elif not call.keys.CACHED:
         rows = key_rows(records, tiles, call)
         load(operand.desc, rings, use, ((rows, n_block * schedule.BLOCK_N),), operand.BLOCK_DIM)
     elif call.keys.cache.PAGE_SIZE == 8:

@@ -389,6 +389,15 @@ def pages_of_rows(records, use, rows, call):
 
 
 @gluon.jit
+def place_in_pages(records, use, keys, call):
+    """(page, row within it) of some of a tile's keys, where pages have any number of rows; page 0 past the last key."""
+    paging = call.keys.cache.paging
+    number = gl.umulhi(2 * keys, paging.multiplier) >> paging.shift
+    page = gl.load(_table(records, use, call) + number, mask=keys < records.get(use, "seqlen_k"), other=0)
+    return page, keys - number * paging.size
+
+
+@gluon.jit
 def first_scale(start, b):
     """The number of the first scale of a packed sequence that begins at row ``start``."""
     return start // SCALE_ROWS + b

@@ -1,0 +1,91 @@
+"""Blocks of keys and values from pages that TMA has no boxes for: the threads of the producer copy them.
+
+A copy moves 16 bytes of a row from global to shared memory, to where the swizzle has them, and takes no register while
+it is under way; so a few threads keep as much in flight as there are buffers. Each lane finds where one row begins, and
+hands that to the lanes that copy the row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.device.gluon_compat import copy_async
+from flashtile.backends.hopper.device.parts import also, box_of, start_of, tiles_at, width_of
+from flashtile.backends.hopper.forward.scheduler import place_in_pages
+
+
+@gluon.jit
+def gather_block(operand, rings, use, records, tiles, n_block, call, schedule):
+    """Starts the copies of a block of a tile's keys or values, ``operand``, as zeros from the end of the keys on.
+
+    In passes of 16 rows a warp: the addresses of more take registers that the producer does not have. The numbers of
+    the pages are loaded before the wait for a buffer.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = min(16 * WARPS, schedule.BLOCK_N)
+    PASSES: gl.constexpr = schedule.BLOCK_N // ROWS
+    # The added zero hides that lanes are loop invariant: the compiler would keep multiples of them in registers.
+    keys = n_block * schedule.BLOCK_N + gl.arange(0, ROWS, one_a_lane(ROWS, WARPS)) + (n_block >> 30)
+    starts = ()
+    for i in gl.static_range(PASSES):
+        starts = also(starts, starts_of(operand, records, tiles, keys + i * ROWS, call))
+    head = records.get(tiles, "head_kv").to(gl.int64) * (operand.stride_head // operand.UNIT) * operand.UNIT
+    rings[0].claim(use)
+    parts = tiles_at(rings, use)
+    for i in gl.static_range(PASSES):
+        pieces = ()
+        for j in gl.static_range(len(parts)):
+            pieces = also(pieces, box_of(parts[j], i * ROWS, ROWS, 0))
+        copy_rows(operand, operand.ptr + head, starts[i], pieces)
+    rings[0].publish_copies(use)
+
+
+@gluon.jit
+def starts_of(operand, records, tiles, keys, call):
+    """Where the rows of some of a tile's keys begin, in units of ``operand.UNIT`` elements; -1 past the last key."""
+    page, row = place_in_pages(records, tiles, keys, call)
+    start = page * (operand.stride_b // operand.UNIT) + row * (operand.stride_row // operand.UNIT)
+    return gl.where(keys < records.get(tiles, "seqlen_k"), start, -1)
+
+
+@gluon.jit
+def copy_rows(operand, ptr, starts, parts):
+    """Starts the copies of rows into the parts of a tile, a box of columns at a time."""
+    COLS: gl.constexpr = operand.BLOCK_DIM
+    BOX: gl.constexpr = min(width_of(COLS, -1), 64)
+    layout: gl.constexpr = rows_by_lanes(parts[0].shape[0], BOX, gl.num_warps())
+    starts = gl.convert_layout(starts, gl.SliceLayout(1, layout))
+    exists, rows = (starts >= 0)[:, None], ptr + (starts.to(gl.int64) * operand.UNIT)[:, None]
+    for i in gl.static_range(len(parts)):
+        for j in gl.static_range(parts[i].shape[1] // BOX):
+            copy_box(operand, rows, exists, box_of(parts[i], j * BOX, BOX), start_of(COLS, i) + j * BOX, layout)
+
+
+@gluon.jit
+def copy_box(operand, rows, exists, box, FIRST: gl.constexpr, layout: gl.constexpr):
+    """Starts the copies of some columns of rows, from FIRST on, as zeros where there are none."""
+    cols = FIRST + gl.arange(0, box.shape[1], gl.SliceLayout(0, layout))[None, :]
+    if FIRST + box.shape[1] > operand.DIM:
+        exists = exists & (cols < operand.DIM)
+    copy_async(box, rows + cols, mask=exists)
+
+
+@gluon.constexpr_function
+def one_a_lane(rows, warps):
+    """As many rows a warp, one after another and one a lane; the lanes behind repeat the first ones."""
+    own = rows // warps
+    lanes = [[1 << bit if 1 << bit < own else 0] for bit in range(5)]
+    return gl.DistributedLinearLayout([], lanes, [[own << bit] for bit in range(warps.bit_length() - 1)], [], [rows])
+
+
+@gluon.constexpr_function
+def rows_by_lanes(rows, cols, warps):
+    """[rows, cols]: each warp has the rows of ``one_a_lane``, each thread 16 bytes of every fourth or eighth of them.
+
+    So neighbouring lanes read a whole line of a row, and what a thread's addresses differ by is known when the kernel
+    is compiled.
+    """
+    own, bits = rows // warps, (cols // 8).bit_length() - 1
+    lanes = [[0, 8 << bit] for bit in range(bits)] + [[1 << bit, 0] for bit in range(5 - bits)]
+    registers = [[0, 1], [0, 2], [0, 4]] + [[1 << bit, 0] for bit in range(5 - bits, own.bit_length() - 1)]
+    shares = [[own << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, shares, [], [rows, cols])
