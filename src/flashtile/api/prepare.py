@@ -18,7 +18,6 @@ from flashtile.call import autocast, cached_arguments, cached_problem
 from flashtile.call.arguments import Options, Tensors, flag, read
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
-from flashtile.call.prepared import wanting, without_data
 from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown
@@ -130,6 +129,8 @@ def warm_up(
     Returns:
         A record per kernel; no records for a backend that needs no build.
     """
+    from flashtile.call.prepared import wanting, without_data  # what few programs need is not loaded by all
+
     tensors, asked, cached = asked_of("warm_up", (q, k, v), keywords)
     place, backward = _device(device), flag("backward", backward)
     if place.type == "cuda" and not torch.cuda.is_available():
