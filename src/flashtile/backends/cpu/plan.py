@@ -12,6 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from flashtile.backends.cpu import intervals
 from flashtile.call.functions import Function, mask_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band, Origin
@@ -154,19 +155,19 @@ def _sequence(
     bias, bias_place = _corner(t.attn_bias, batch, q.shape[2], k.shape[2])
     # Where both say the same, rows' keys will do.
     key_rows = None if problem.mask_mod.mirrored else t.key_rows
-    intervals = (_first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2]))
+    row_keys, key_rows = _first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2])
     function = mask_function(problem, t)
     return Sequence(
-        batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, *intervals, function
+        batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows, function
     )  # fmt: skip
 
 
-def _first(intervals: Tensor | None, batch: range, length: int) -> Tensor | None:
-    """Those of some sequences and of their first elements."""
-    if intervals is None:
+def _first(given: Tensor | None, batch: range, length: int) -> Tensor | None:
+    """The intervals of some sequences and of their first elements."""
+    if given is None:
         return None
-    intervals = intervals if intervals.shape[0] == 1 else intervals[batch.start : batch.stop]
-    return intervals if intervals.shape[2] == 1 else intervals[:, :, :length]
+    given = given if given.shape[0] == 1 else given[batch.start : batch.stop]
+    return given if given.shape[2] == 1 else given[:, :, :length]
 
 
 def _corner(x: Tensor | None, batch: range, rows: int, keys: int) -> tuple[Tensor | None, tuple[slice, ...]]:
@@ -187,7 +188,7 @@ def four_dimensional(x: Tensor) -> Tensor:
 def blocks_of(band: Band, seq: Sequence, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
     """``row_blocks`` of a sequence, without the keys that intervals leave out."""
     for block in row_blocks(band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
-        kept = block if seq.row_keys is None and seq.key_rows is None else _within_intervals(seq, block)
+        kept = block if seq.row_keys is None and seq.key_rows is None else intervals.cut(seq, block)
         if kept:
             yield kept
 
@@ -275,7 +276,7 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
         keep = _band_tile(problem.band, *_place(problem.band, seq, rectangle))
-    for kept in (None if seq.mask is None else part(seq.mask, rectangle), within(seq, rectangle)):
+    for kept in (None if seq.mask is None else part(seq.mask, rectangle), intervals.within(seq, rectangle)):
         if kept is not None:
             keep = kept if keep is None else keep & kept
     if seq.mask_mod is not None:
@@ -287,42 +288,6 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
         return None
     total = total[(None,) * (4 - total.dim())]
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
-
-
-def within(seq: Sequence, rectangle: Rectangle) -> Tensor | None:
-    """Which pairs of a rectangle lie in their intervals, ``(batch or 1, heads or 1, rows, keys)``; None for all."""
-    keep: Tensor | None = None
-    if seq.row_keys is not None:
-        ends = _span(seq.row_keys, rectangle.rows)
-        if ends[..., 0].max() > rectangle.keys[0] or ends[..., 1].min() < rectangle.keys[1]:
-            j = torch.arange(*rectangle.keys, device=ends.device)
-            keep = (ends[..., :1] <= j) & (j < ends[..., 1:])
-    if seq.key_rows is not None:
-        ends = _span(seq.key_rows, rectangle.keys)[:, :, None]
-        if ends[..., 0].max() > rectangle.rows[0] or ends[..., 1].min() < rectangle.rows[1]:
-            i = torch.arange(*rectangle.rows, device=ends.device)[:, None]
-            kept = (ends[..., 0] <= i) & (i < ends[..., 1])
-            keep = kept if keep is None else keep & kept
-    return keep
-
-
-def _span(intervals: Tensor, span: tuple[int, int]) -> Tensor:
-    return intervals if intervals.shape[2] == 1 else intervals[:, :, slice(*span)]
-
-
-def _within_intervals(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
-    """A block of rows without the keys on either side that none of its rows has in an interval."""
-    (first, stop), (low, high) = block[0].rows, (0, seq.seqlen_k)
-    if seq.row_keys is not None:
-        ends = _span(seq.row_keys, (first, stop))
-        ends = ends[ends[..., 0] < ends[..., 1]]
-        low, high = (int(ends[:, 0].min()), int(ends[:, 1].max())) if len(ends) else (0, 0)
-    if seq.key_rows is not None and seq.key_rows.shape[2] > 1:
-        ends = seq.key_rows
-        seen = ((ends[..., 0] < stop) & (ends[..., 1] > first)).flatten(0, 1).any(0).nonzero()
-        low, high = (max(low, int(seen[0])), min(high, int(seen[-1]) + 1)) if len(seen) else (0, 0)
-    cut = ((each, max(each.keys[0], low), min(each.keys[1], high)) for each in block)
-    return [replace(each, keys=(start, end)) for each, start, end in cut if start < end]
 
 
 def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
