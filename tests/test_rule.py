@@ -95,7 +95,9 @@ def _has_shared(case: Case) -> bool:
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", slow_but([c for c in CASES if _has_shared(c)], lambda c: c.seqlen_q < 100), ids=str)
+@pytest.mark.parametrize(
+    "case", slow_but([c for c in CASES if _has_shared(c) and c.wanted != ""], lambda c: c.seqlen_q < 100), ids=str
+)
 def test_every_order_of_summation_meets_the_rule(case: Case) -> None:
     call = build(case, torch.float32)
     dout, dlse = seeds(call)

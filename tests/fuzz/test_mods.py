@@ -20,7 +20,7 @@ def drawn(seed: int) -> tuple[Case, str | None, str | None, torch.dtype]:
     case = _within(_plain(d, f"mods_{seed}"), d.sizes)
     softcap = case.softcap if d.chance(0.5) else 0.0
     # Of scores of tens a probability from lse errs more than one from a softmax, which is what the rule's draws know.
-    case = replace(case, softcap=softcap, wanted=None, scale=None if case.scale == 1.0 else case.scale)
+    case = replace(case, softcap=softcap, wanted=None, out="", scale=None if case.scale == 1.0 else case.scale)
     score = d.pick(*SCORES) if d.chance(0.8) else None
     mask = d.pick(*MASKS) if score is None or d.chance(0.6) else None
     return case, score, mask, d.pick(*FLOATS)

@@ -64,7 +64,7 @@ def test_what_is_wanted_alone_is_computed() -> None:
     """The new fields of a case: some gradients, none, and out's gradient in another layout."""
     case = Case("wanted", causal=True, sinks=True, bias="hqk", wanted="vb", dout="expanded", lse_grad=True)
     made = judged.cases.build(case, torch.float32)
-    assert list(made.leaves) == ["v", "bias"] and made.problem.grads == (False, False, True, True, False)
+    assert list(made.leaves) == ["v", "bias"] and made.problem.grads.named == (False, False, True, True, False)
     assert judged.cases.gradient_of(made).stride()[-2:] == (0, 0)
     for wanted in ("vb", "q", "s", "b", ""):
         judged.judge(Drawn(0, "plain", dataclasses.replace(case, wanted=wanted), torch.float16), "cpu")

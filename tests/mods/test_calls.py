@@ -134,6 +134,19 @@ def test_a_gradient_is_the_same_every_time() -> None:
     assert all(map(torch.equal, first, second))
 
 
+def test_functions_of_a_packed_call_with_out() -> None:
+    q, k, v = torch.randn(3, 9, 2, 16).unbind()
+    slope = torch.randn(2, requires_grad=True)
+    bounds, out = torch.tensor([0, 4, 9], dtype=torch.int32), torch.full_like(q, torch.nan)
+    keywords = dict(score_mod=lambda s, b, h, i, j: s + slope[h] * (i - j), mask_mod=lambda b, h, i, j: i + b >= j)
+    with pytest.raises(InvalidInputError, match="score_mod requires grad"):
+        flashtile.attention_varlen(q, k, v, bounds, bounds, out=out, **keywords)
+    with torch.no_grad():
+        expected = flashtile.attention_varlen(q, k, v, bounds, bounds, **keywords)
+        assert flashtile.attention_varlen(q, k, v, bounds, bounds, out=out, **keywords) is out
+    assert torch.equal(out, expected)
+
+
 def test_refusals_name_the_argument() -> None:
     q, k, v = _inputs()
     table = torch.randn(4, 4)

@@ -290,7 +290,8 @@ def _run(
         out, lse = ops.attention(tensors, options, return_lse)
     else:
         check_tensor("out", into)
-        wanting = [name for name, x in (*vars(tensors).items(), ("out", into)) if x is not None and x.requires_grad]
+        given = (*vars(tensors).items(), ("out", into), *(("score_mod", x) for x in tensors.operands or ()))
+        wanting = [name for name, x in given if isinstance(x, Tensor) and x.requires_grad]
         if torch.is_grad_enabled() and wanting:
             raise InvalidInputError("out", f"is given, but {wanting[0]} requires grad: use torch.no_grad()")
         out, lse = into, ops_into.attend(ops_into.IntoTensors(**vars(tensors), out=into), options)

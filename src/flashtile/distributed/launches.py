@@ -70,7 +70,7 @@ class CallPlan:
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.index_select(0, self._entries)
         bounds = self._bounds_q, self._bounds_k
-        return Tensors(t.q, *keys, slopes, None, None, None, *bounds, t.rng_state, self._origins)
+        return Tensors(t.q, *keys, slopes, None, None, None, *bounds, rng_state=t.rng_state, origins=self._origins)
 
     def forward(self, t: Tensors, keys: Keys, state: Partial | None) -> Partial:
         """The state after these keys; in q's dtype if the call is the last."""

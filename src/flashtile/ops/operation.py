@@ -8,6 +8,7 @@ takes 0.1 ms, more than all host work of this library.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -183,7 +184,12 @@ class Operation(Generic[T, S]):
         return self.tensors(*tensors), self.options(*plain)
 
     def _layouts(self, t: T, o: S) -> tuple[Any, ...]:
-        return o, settings.BACKEND.raw(), *[None if x is None else plans.layout(x) for x in self.values(t)]
+        return o, settings.BACKEND.raw(), *[None if x is None else plans.layout(x) for x in self._single(t)]
+
+    def _single(self, t: T) -> list[Tensor | None]:
+        """A call's tensors, those of mods one by one, and None for what is not given and for numbers of mods."""
+        each = (x if isinstance(x, tuple) else (x,) for x in self.values(t))
+        return [x if isinstance(x, Tensor) else None for x in itertools.chain.from_iterable(each)]
 
     def fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         """Empty out and lse of the call of these arguments."""
@@ -249,7 +255,7 @@ class Operation(Generic[T, S]):
         lengths = {name: None for name in ("max_seqlen_q", "max_seqlen_k") if name in self.option_rows}
         tensors = (
             None if x is None else (x.dim(), x.dtype, x.device, x.data_ptr() % 16 if not x.is_meta else 0)
-            for x in self.values(t)
+            for x in self._single(t)
         )
         about = self.besides(t), settings.BACKEND.raw(), plans.products(t.q)
         return problem, plans.family((alike, dataclasses.replace(o, **lengths), *about, *tensors))

@@ -172,7 +172,7 @@ def test_builds_name_every_argument_once(arch: str) -> None:
     assert {r.name for r in records} == apart | {
         "attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dk",
         "attention_backward_dv", "attention_backward_dq", "attention_backward_dbias", "cache_append",
-        "cache_attention", "mean_of_keys", "sum_keys",
+        "cache_attention", "mean_of_keys", "sum_keys", "interval_bounds", "interval_bounds_dkdv", "interval_bounds_dq",
         *(f"{what}_{name}" for what in ("largest", "quantize") for name in "qkv"),
         "sum_gqa_splits_dk", "sum_gqa_splits_dv",
     }  # fmt: skip
