@@ -209,7 +209,7 @@ REFUSED = [
     (["--shape", "1,20,2"], "--shape: is 1,20,2, must be batch,seqlen,heads,head_dim"),
     (["--shape", "1,20,3,2,16"], "--shape: has 3 heads, must be a multiple of its 2 key heads"),
     (["--shape", "1,x,2,16"], "'x' is not a whole number"),
-    (["--shape", "1,20,2,300"], "head_dim is 300, at most 256 is supported"),
+    (["--shape", "1,20,2,600"], "head_dim is 600, at most 512 is supported"),
     (["--shape", "1,20,2,16", "--dtype", "float64"], "no float64"),
     (["--shape", "1,20,2,16", "--window", "-3"], "--window"),
 ]
