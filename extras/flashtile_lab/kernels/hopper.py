@@ -303,14 +303,16 @@ def _forward_limit(problem: Problem) -> int:
     """No spill; on Triton 3.9 32 to 64 bytes where a window meets every feature (measured 2026-11-20).
 
     With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23). With
-    intervals of keys up to 232 in blocks that they cut, none with those of rows. A producer that gathers spills up to
-    32 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton 3.9 64 (2026-11-26). It does so
-    once a tile.
+    intervals of keys up to 232 in blocks that they cut, with those of rows none, 8 at head_dim 256. A producer that
+    gathers spills up to 32 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton 3.9 64
+    (2026-11-26). It does so once a tile.
     """
     from flashtile.backends.hopper.forward.config import gathers
 
     if problem.mask_mod.key_rows and not problem.mask_mod.mirrored:
         return 256
+    if problem.intervals and problem.head_dim > 128:
+        return 16
     if gathers(problem):
         return 192 if problem.head_dim % 64 else 64
     has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
