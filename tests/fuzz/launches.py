@@ -111,7 +111,7 @@ def _backends(problem: Problem, direction: Direction) -> list[Backend]:
 
 
 def _is_able(problem: Problem, direction: Direction) -> bool:
-    """Whether any backend computes it; head_dims past 256 and 8 bits before sm_89 have none."""
+    """Whether any backend computes it; head_dims past 512, of caches 256, and 8 bits before sm_89 have none."""
     return any(not dispatch.reasons(name, problem, direction) for name in dispatch.NAMES)
 
 

@@ -23,28 +23,16 @@ from flashtile.core.states import Partial
 
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
+_OF_REGULAR = {
+    "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "row_intervals",
+    "key_intervals", "head_intervals", "ordered_intervals", "score_mod", "mask_mod", "operand_grad",
+}  # fmt: skip
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     max_head_dim=512,
     min_compute_capability=(8, 0),
-    features=_COMMON
-    | {
-        "alibi",
-        "chunk",
-        "mask",
-        "bias",
-        "bias_grad",
-        "dropout",
-        "origins",
-        "deterministic",
-        "intervals",
-        "row_intervals",
-        "score_mod",
-        "mask_mod",
-        "operand_grad",
-    }
-    | {"key_intervals", "head_intervals", "ordered_intervals"},
+    features=_COMMON | _OF_REGULAR,
 )
 _DECODE = dataclasses.replace(
     _CAPABILITIES,
@@ -148,8 +136,9 @@ def _needs_widening(problem: Problem) -> bool:
 
 
 def _widened_forward(problem: Problem, plan: Plan) -> Plan:
-    def widened(tensors: Any, *partial: Partial | None) -> tuple[Tensor, Tensor]:
-        out, lse = plan(_widened(tensors), *partial)
+    def widened(tensors: Any, partial: Partial | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        # Not into a narrower tensor, to which whoever gave it copies what is returned.
+        out, lse = plan(_widened(tensors), *(() if partial is None else (partial,)))
         return out.to(problem.out_dtype), lse
 
     return widened

@@ -1,20 +1,18 @@
-"""Tiles of the forward with head dimensions past 256. Measured: docs/tuning-notes.md."""
+"""Tiles of the forward with head dimensions past 256: by counting and from compiler reports, none of it timed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from flashtile.backends.gpu.trial import tried
+from flashtile.backends.hopper.forward import config as forward
 from flashtile.backends.hopper.forward.config import OTHER_BYTES, SHARED_BYTES, strip_and_cost
 from flashtile.call.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """One configuration.
-
-    The names that ``forward.config.Config`` has too mean the same. Registers and shared memory leave no choice of
-    block_m, and of block_n little.
+class Config(forward.Config):
+    """One configuration: a tile is 64 rows, whatever the head dimensions.
 
     Attributes:
         block_d: Columns of queries and keys, padded to a multiple of 64.
@@ -22,45 +20,28 @@ class Config:
         chunk: Columns of keys that are loaded and released at once.
         key_chunks: Buffers for such chunks.
         prob_stages: Buffers in which the scorer leaves probabilities for the follower.
-        scorer_registers: What setmaxnreg gives the scorer's threads; the others get them from the compiler.
-        follower_registers: The same of the follower's.
+        stages: Buffers for values.
+        registers: What setmaxnreg gives the follower's threads; the compiler gives the scorer's the rest.
     """
 
-    block_d: int
-    block_dv: int
     chunk: int
     key_chunks: int
-    block_m: int = 64
-    block_n: int = 64
-    strip: int = 64
-    stages: int = 1
     prob_stages: int = 2
-    dynamic: bool = True
-    registers: int = 216
-    max_registers: int = 168
-    tile_stages: int = 2
+    out_cols: int = 64
+    block_n: int = 64
     num_warpgroups: int = 1
+    stages: int = 1
     q_stages: int = 1
-    out_stages: int = 0
-    score_stages: int = 0
+    tile_stages: int = 2
+    dynamic: bool = True
     overlap: bool = False
-    pingpong: bool = False
-    widen_warps: int = 0
-    widen_registers: int = 0
-    widen_stages: int = 0
-    gather_warps: int = 0
-    gather_registers: int = 0
+    registers: int = 216
 
     def __post_init__(self) -> None:
         if self.block_d % self.chunk or self.key_chunks < 2:
             raise ValueError(f"keys come in whole chunks, two at least: {self}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
-
-    @property
-    def pack_gqa(self) -> bool:
-        """Whether a tile has rows of all heads of a group."""
-        return self.strip < self.block_m
 
     @property
     def left(self) -> int:
@@ -79,7 +60,10 @@ class Config:
 
 
 def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: int | None = None) -> Config:
-    """The configuration of a problem, from its head_dims alone."""
+    """The configuration of a problem, from its head_dims; ``rows`` as in ``forward.config.choose``.
+
+    score_bytes makes no difference: threads load biases and masks themselves.
+    """
     if (held := tried("hopper_big_heads")) is not None:
         return held
     block_d, block_dv = (max(-(-dim // 64) * 64, 128) for dim in (problem.head_dim, problem.head_dim_v))

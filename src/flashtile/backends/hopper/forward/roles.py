@@ -9,14 +9,11 @@ from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_
 from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.device.parts import (
     also,
-    box_of,
     load,
-    load_boxes,
     of_rows,
     pieces,
     start_of,
     store,
-    tiles_at,
     wait_for_products,
     zero_accumulators,
 )
@@ -26,10 +23,8 @@ from flashtile.backends.hopper.forward.scheduler import (
     cached_keys,
     first_scale,
     key_rows,
-    lanes_of,
     lse_offset,
     next_tile,
-    page_of_lane,
     publish_tile,
     queries_of,
     query_rows,
@@ -140,28 +135,9 @@ def load_block(operand, rings, use, records, tiles, n_block, call, schedule):
     elif not call.keys.CACHED:
         rows = key_rows(records, tiles, call)
         load(operand.desc, rings, use, ((rows, n_block * schedule.BLOCK_N),), operand.BLOCK_DIM)
-    elif call.keys.cache.PAGE_SIZE == 8:
-        load_small_pages(operand, rings, use, records, tiles, n_block, call, schedule)
     else:
         rows = cached_keys(records, tiles, n_block, call, schedule, operand.PACKED)
         load(operand.desc, rings, use, rows, operand.BLOCK_DIM)
-
-
-@gluon.jit
-def load_small_pages(operand, rings, use, records, tiles, n_block, call, schedule):
-    """``load`` of many small pages: each is asked for right before its box, since registers cannot hold them all."""
-    PAGE: gl.constexpr = call.keys.cache.PAGE_SIZE
-    BYTES: gl.constexpr = rings[0].buffers.dtype.primitive_bitwidth // 8
-    head = records.get(tiles, "head_kv")
-    lanes, pages, lengths = lanes_of(records, tiles, n_block, call, schedule)
-    full = rings[0].acquire(use, schedule.BLOCK_N * operand.BLOCK_DIM * BYTES)
-    parts = tiles_at(rings, use)
-    for i in gl.static_range(schedule.BLOCK_N // PAGE):
-        boxes = ()
-        for j in gl.static_range(len(parts)):
-            boxes = also(boxes, box_of(parts[j], i * PAGE, PAGE, 0))
-        rows = page_of_lane(lanes, pages, lengths, i, head, call, operand.PACKED)
-        load_boxes(operand.desc, boxes, full, rows, 0, operand.BLOCK_DIM, 256, 64)
 
 
 @gluon.jit

@@ -141,8 +141,8 @@ def _place(step, call, schedule):
 def _cached_tile(index, num_tiles, ROWS: gl.constexpr, packed, SPARE: gl.constexpr, call, schedule):
     """(b, block, is_tile) of a place of packed queries over a cache.
 
-    The first ``sole`` places are sequences, whose only tile is theirs if they have no second one: decodes, as long as
-    the longest tiles of prompts. Behind them come the tiles of all others. A decode that began last would run alone.
+    Places below ``sole`` are sequences: one with a single tile gets it there. Those are decodes, whose tile takes as
+    long as the longest of a prompt: started last, it would still run when all others have ended. Other tiles follow.
     """
     cache, batch = call.keys.cache, call.queries.count
     b, block = index, index * 0
@@ -353,32 +353,18 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
         page = gl.load(table + place, mask=length > 0, other=0)
         return ((_rows_of(page, length, head, call, FILLS), row),)
     else:
-        lanes, pages, lengths = lanes_of(records, use, n_block, call, schedule)
+        # The added zero hides that lanes are loop invariant: the compiler would keep multiples of them in registers.
+        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + (n_block >> 30)
+        lengths = gl.minimum(gl.maximum(seqlen_k - n_block * BLOCK_N - lanes * PAGE, 0), PAGE)
+        table = _table(records, use, call) + n_block * (BLOCK_N // PAGE)
+        pages = gl.load(table + lanes, mask=(lanes < BLOCK_N // PAGE) & (lengths > 0), other=0)
         found = ()
         for i in gl.static_range(BLOCK_N // PAGE):
-            found = also(found, (page_of_lane(lanes, pages, lengths, i, head, call, FILLS), gl.to_tensor(0)))
+            page, length = _of_lane(pages, lanes, i), gl.to_tensor(0)
+            if FILLS:
+                length = _of_lane(lengths, lanes, i)
+            found = also(found, (_rows_of(page, length, head, call, FILLS), gl.to_tensor(0)))
         return found
-
-
-@gluon.jit
-def lanes_of(records, use, n_block, call, schedule):
-    """Of a block of smaller pages: the lanes of a warp, the page of each, and how many of its rows are keys."""
-    PAGE: gl.constexpr = call.keys.cache.PAGE_SIZE
-    BLOCK_N: gl.constexpr = schedule.BLOCK_N
-    # The added zero hides that lanes are loop invariant: the compiler would keep multiples of them in registers.
-    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + (n_block >> 30)
-    lengths = gl.minimum(gl.maximum(records.get(use, "seqlen_k") - n_block * BLOCK_N - lanes * PAGE, 0), PAGE)
-    table = _table(records, use, call) + n_block * (BLOCK_N // PAGE)
-    return lanes, gl.load(table + lanes, mask=(lanes < BLOCK_N // PAGE) & (lengths > 0), other=0), lengths
-
-
-@gluon.jit
-def page_of_lane(lanes, pages, lengths, i: gl.constexpr, head, call, FILLS: gl.constexpr):
-    """``HeadRows`` of the page that lane i has."""
-    page, length = _of_lane(pages, lanes, i), gl.to_tensor(0)
-    if FILLS:
-        length = _of_lane(lengths, lanes, i)
-    return _rows_of(page, length, head, call, FILLS)
 
 
 @gluon.jit
