@@ -304,7 +304,7 @@ def test_decodes_come_before_a_prompt_unless_tiles_are_many(most: int, ends: lis
             loaded.append(2**30 - int(value_of(at[2])))
         real(self, desc, at, *rest)
 
-    limit = mock.patch.object(cached, "_MOST_TILES_OF_SOLE", most)
+    limit = mock.patch.object(cached, "_MOST_TILES_OF_MIXED", most)
     with limit, mock.patch.object(Language, "copy_in", copy_in), on_cpu(num_sms=1):
         run(problem, tensors, None)
     assert loaded[::2] == ends

@@ -175,11 +175,15 @@ class Records:
 
     A record begins with ``fields``; from FIRST_OWN on come ``own_fields``, up to OWN_SLOTS for each warpgroup. Read
     from shared memory when needed, a tile costs the consumers no registers.
+
+    asked: a barrier by which a reader asks for the record that follows a use; None if they are found as far ahead as
+    there are buffers.
     """
 
     ring: Ring
     fields: gl.constexpr
     own_fields: gl.constexpr
+    asked: gl.shared_memory_descriptor | gl.constexpr
 
     @gluon.jit
     def get(self, use, NAME: gl.constexpr):
@@ -190,6 +194,19 @@ class Records:
     def get_own(self, use, NAME: gl.constexpr, WARPGROUP: gl.constexpr):
         """A number that concerns one warpgroup."""
         return self._read(use, FIRST_OWN + OWN_SLOTS * WARPGROUP + slot_of(self.own_fields, NAME))
+
+    @gluon.jit
+    def ask(self, use, pred=True):
+        """Asks for the record after that of ``use``, once for each."""
+        if self.asked is not None:
+            mbarrier.arrive(self.asked, count=1, pred=pred)
+
+    @gluon.jit
+    def claim(self, use):
+        """Waits for a buffer, and until the record has been asked for."""
+        self.ring.claim(use)
+        if self.asked is not None:
+            mbarrier.wait(self.asked, (use & 1) ^ 1, pred=use > 0)
 
     @gluon.jit
     def next(self, use):
@@ -206,7 +223,12 @@ class Records:
 
 @gluon.jit
 def make_records(FIELDS: gl.constexpr, OWN_FIELDS: gl.constexpr, SIZE: gl.constexpr, stages: gl.constexpr,
-                 consumers: gl.constexpr):  # fmt: skip
+                 consumers: gl.constexpr, ASKED: gl.constexpr = False):  # fmt: skip
     """``stages`` records of SIZE numbers, each released by ``consumers`` roles."""
     ring = make_ring(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]), stages, consumers)
-    return Records(ring, FIELDS, OWN_FIELDS)
+    if ASKED:
+        asked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(asked, count=1)
+        return Records(ring, FIELDS, OWN_FIELDS, asked)
+    else:
+        return Records(ring, FIELDS, OWN_FIELDS, None)

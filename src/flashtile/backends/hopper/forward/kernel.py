@@ -51,7 +51,10 @@ def attention_forward(call, output, schedule):
     WIDENS: gl.constexpr = schedule.WIDEN_WARPS > 0
     MOST: gl.constexpr = 128 if WIDENS else 256
     values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS, 1, MOST, COPIERS)
-    tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + (2 if WIDENS else 1))
+    # A tile of a mixed batch that a program finds ahead of its time is one that no idle program can take.
+    ASKED: gl.constexpr = call.keys.CACHED and call.q.PACKED and schedule.counter is not None
+    READERS: gl.constexpr = NUM_WARPGROUPS + (2 if WIDENS else 1)
+    tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, READERS, ASKED)
     outputs = None
     if output.desc is not None:
         outputs = make_outputs(output, schedule)

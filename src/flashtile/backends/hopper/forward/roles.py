@@ -40,6 +40,8 @@ from flashtile.backends.hopper.forward.softmax_step import (
     step,
 )
 
+# Blocks that a producer has yet to load of a tile when it asks for the next one: time to find it.
+_AHEAD = gl.constexpr(2)
 # A column past the end of any tensor: TMA loads zeros.
 _NOWHERE = gl.constexpr(2**30)
 
@@ -51,7 +53,7 @@ def scheduler(records, call, schedule):
     place = 0
     is_end = False
     while not is_end:
-        records.ring.claim(tiles)
+        records.claim(tiles)
         tile = next_tile(place, call, schedule)
         place = tile.step
         is_end = tile.is_end
@@ -81,8 +83,10 @@ def producer(channels, score_tiles, call, schedule):
         if schedule.OVERLAP:
             load_last_values(channels, used - 1, tiles - 1, call, schedule)
         load_score_tiles(score_tiles, records, tiles, used, n_block, schedule)
+        records.ask(tiles, n_block - n_block_min <= _AHEAD)
         while n_block > n_block_min:
             n_block -= 1
+            records.ask(tiles, n_block - n_block_min == _AHEAD)
             load_block(call.k, channels.keys, used + 1, records, tiles, n_block, call, schedule)
             load_values(channels, used, tiles, n_block + 1, call, schedule)
             load_score_tiles(score_tiles, records, tiles, used + 1, n_block, schedule)

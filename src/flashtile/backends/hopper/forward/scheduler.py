@@ -100,20 +100,18 @@ def _place(step, call, schedule):
     SPARE: gl.constexpr = schedule.STRIP - 1 if schedule.PACK_GQA else 0
     if call.q.PACKED:
         num_tiles = scheduler.first_packed_tile(call.queries.length, call.queries.count + 1, rows, packed, SPARE)
-        num_places = num_tiles
-        if call.keys.CACHED:
-            num_places += call.keys.cache.sole
-        place, is_end = _deal(step, num_places * own_heads, schedule.counter)
+        place, is_end = _deal(step, num_tiles * own_heads, schedule.counter)
         place = gl.where(is_end, 0, place)
         index = place // own_heads
         head = place - index * own_heads
         if call.keys.CACHED:
-            b, block, is_tile = _cached_tile(index, num_tiles, rows, packed, SPARE, call, schedule)
-        else:
-            index = scheduler.longest_first(index, num_tiles, call.mods.band.right is not None)
-            b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
-            _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
-            is_tile = block * rows < num_rows(length, call, schedule)
+            index = _alternating(index, num_tiles, call)
+        index = scheduler.longest_first(index, num_tiles, call.mods.band.right is not None)
+        b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
+        _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
+        is_tile = block * rows < num_rows(length, call, schedule)
+        if call.keys.CACHED:
+            is_tile = is_tile & _is_own(b, length, call)
         return block, b, head * packed, is_tile, is_end
     else:
         num_blocks = (num_rows(call.queries.length, call, schedule) + rows - 1) // rows
@@ -138,27 +136,26 @@ def _place(step, call, schedule):
 
 
 @gluon.jit
-def _cached_tile(index, num_tiles, ROWS: gl.constexpr, packed, SPARE: gl.constexpr, call, schedule):
-    """(b, block, is_tile) of a place of packed queries over a cache.
+def _alternating(index, num_tiles, call):
+    """Tiles of a mixed batch by turns from both ends of their order; else the order as it is.
 
-    Places below ``sole`` are sequences: one with a single tile gets it there. Those are decodes, whose tile takes as
-    long as the longest of a prompt: started last, it would still run when all others have ended. Other tiles follow.
+    Servers put decodes before prompts, or behind. A decode's tile waits for memory, a prompt's computes: side by side
+    on neighbouring multiprocessors each has more of what it waits for.
     """
-    cache, batch = call.keys.cache, call.queries.count
-    b, block = index, index * 0
-    is_first = index < cache.sole
-    if not is_first:
-        index = scheduler.longest_first(index - cache.sole, num_tiles, call.mods.band.right is not None)
-        b, block = scheduler.packed_tile(call.queries.cu_seqlens, batch, index, ROWS, packed, SPARE)
-    _, length = sequence.sequence(call.queries.cu_seqlens, b, batch, call.queries.length, True)
-    own_rows = num_rows(length, call, schedule)
-    is_one = (own_rows <= ROWS) & (b < batch)
-    is_tile = (block * ROWS < own_rows) & ((cache.sole == 0) | (is_one == is_first))
+    from_end = num_tiles - 1 - (index >> 1)
+    other = gl.where((index & 1) == 0, index >> 1, from_end)
+    return gl.where(call.keys.cache.alternates != 0, other, index)
+
+
+@gluon.jit
+def _is_own(b, length, call):
+    """Whether this launch computes a sequence over a cache."""
+    cache = call.keys.cache
+    is_own = b >= 0
     if cache.FEW_ROWS is not None:
         _, keys = entry_and_length(b, call)
-        is_left = (length * call.heads.group_size <= cache.FEW_ROWS) & (keys > cache.LONG_KEYS)
-        is_tile = is_tile & (not is_left)
-    return b, block, is_tile
+        is_own = (length * call.heads.group_size > cache.FEW_ROWS) | (keys <= cache.LONG_KEYS)
+    return is_own
 
 
 @gluon.jit
