@@ -105,7 +105,7 @@ class Cache(NamedTuple):
         causal: [batch] bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
         paging: ``Paging`` where threads copy rows, of pages of any size, else None.
         PAGE_SIZE: Rows of a page, a power of two; 0 without pages, None with ``paging``.
-        alternates: Of packed queries, whether tiles are visited from both ends by turns, 0 or 1; else None.
+        mixed: Of packed queries, whether many are taken for decodes, 0 or 1; else None.
         FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
             they have more than LONG_KEYS; None for none.
         LONG_KEYS: See FEW_ROWS.
@@ -122,7 +122,7 @@ class Cache(NamedTuple):
     indptr: Any
     v_pitch: Any
     causal: Any
-    alternates: Any
+    mixed: Any
     paging: Any
     PAGE_SIZE: Any
     FEW_ROWS: Any

@@ -19,7 +19,7 @@ from flashtile.call.problem import Problem, Tensors
 
 # Elements of the 16 bytes that one copy of a thread moves.
 _UNIT = 8
-# A batch of up to so many tiles a sequence, in the mean, is taken for a mixed one, whose decodes and prompts alternate.
+# A batch of up to so many tiles a sequence, in the mean, is taken for a mixed one, of decodes and prompts.
 _MOST_TILES_OF_MIXED = 8
 
 
@@ -64,11 +64,11 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         raise ValueError(f"tiles for {'8' if config.widen_warps else '16'} bits, over a cache of others: {config}")
     has_new = t.k is not None and t.cu_seqlens_k_new is None
     few, long = leaves or (None, None)
-    alternates = None
+    mixed = None
     if p.varlen:
         tile = config.num_warpgroups * config.block_m
         rows = q.shape[-3] * (p.group_size if config.pack_gqa else 1)
-        alternates = int(rows <= _MOST_TILES_OF_MIXED * tile * p.batch)
+        mixed = int(rows <= _MOST_TILES_OF_MIXED * tile * p.batch)
     gathers = configs.gathers(p)
     cache = Cache(
         pointer(t.cache_seqlens, "cached"),
@@ -80,7 +80,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         pointer(t.page_indptr, "indptr"),
         None if gathers else t.v_cache.stride(0) // t.v_cache.stride(1),
         None if t.causal is None else Pointer(torch.uint8, "causal"),
-        alternates, paging_of(p.keys.page_size) if gathers else None, None if gathers else p.keys.page_size, few, long,
+        mixed, paging_of(p.keys.page_size) if gathers else None, None if gathers else p.keys.page_size, few, long,
         _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale),
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)

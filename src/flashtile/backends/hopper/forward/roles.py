@@ -86,10 +86,10 @@ def producer(channels, score_tiles, call, schedule):
         records.ask(tiles, n_block - n_block_min <= _AHEAD)
         while n_block > n_block_min:
             n_block -= 1
-            records.ask(tiles, n_block - n_block_min == _AHEAD)
             load_block(call.k, channels.keys, used + 1, records, tiles, n_block, call, schedule)
             load_values(channels, used, tiles, n_block + 1, call, schedule)
             load_score_tiles(score_tiles, records, tiles, used + 1, n_block, schedule)
+            records.ask(tiles, n_block - n_block_min == _AHEAD)
             used += 1
         if not schedule.OVERLAP:
             load_last_values(channels, used, tiles, call, schedule)

@@ -105,7 +105,7 @@ def _place(step, call, schedule):
         index = place // own_heads
         head = place - index * own_heads
         if call.keys.CACHED:
-            index = _alternating(index, num_tiles, call)
+            index = _by_turns(index, num_tiles, call)
         index = scheduler.longest_first(index, num_tiles, call.mods.band.right is not None)
         b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
         _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
@@ -136,15 +136,17 @@ def _place(step, call, schedule):
 
 
 @gluon.jit
-def _alternating(index, num_tiles, call):
-    """Tiles of a mixed batch by turns from both ends of their order; else the order as it is.
+def _by_turns(index, num_tiles, call):
+    """A place of a mixed batch's order, which takes tiles from its two ends by turns unless those at its end are long.
 
-    Servers put decodes before prompts, or behind. A decode's tile waits for memory, a prompt's computes: side by side
-    on neighbouring multiprocessors each has more of what it waits for.
+    Servers put decodes before prompts. A decode's tile waits for memory, a prompt's computes: side by side each has
+    more of what it waits for. But a tile over many more keys than others, once started late, runs alone at the end.
     """
-    from_end = num_tiles - 1 - (index >> 1)
-    other = gl.where((index & 1) == 0, index >> 1, from_end)
-    return gl.where(call.keys.cache.alternates != 0, other, index)
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    _, keys = entry_and_length(gl.where(lanes == 31, call.queries.count - 1, lanes * call.queries.count // 32), call)
+    is_long = gl.max(gl.where(lanes == 31, keys, 0), 0) > gl.sum(keys, 0) // 16
+    other = gl.where((index & 1) == 0, index >> 1, num_tiles - 1 - (index >> 1))
+    return gl.where((call.keys.cache.mixed == 0) | is_long, index, other)
 
 
 @gluon.jit
