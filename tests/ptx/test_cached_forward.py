@@ -27,7 +27,7 @@ RUNS = slow_but([(case, warps) for case in CASES for warps in (1, 2, 4)], lambda
 @pytest.mark.long
 @pytest.mark.parametrize(("case", "warps"), RUNS, ids=str)
 def test_copied_pages_under_the_rule(case: CacheCase, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "GATHER_WARPS", warps)
+    monkeypatch.setattr(tiles, "gather_warps", lambda dims: warps)
     with hopper.on_cpu(Options(seed=warps, product_at_wait=True, strict_fences=True)):
         judge(build(case, torch.bfloat16), "hopper")
 

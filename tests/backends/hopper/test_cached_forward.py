@@ -292,10 +292,18 @@ def test_compiled_code(name: str) -> None:
         judge(call, "hopper")
 
 
-@pytest.mark.parametrize(("most", "ends"), [(8, [1, 1, 72, 200]), (0, [72, 200, 1, 1])], ids=["few", "many"])
-def test_decodes_come_before_a_prompt_unless_tiles_are_many(most: int, ends: list[int]) -> None:
-    """One program computes them, so it loads queries in the order of tiles; ends: rows from a tile's first one on."""
-    problem, tensors = call_of(case_of(((300, 1), (40, 1), (200, 200)), packed=True, heads=1))
+MIXED = {
+    "by turns": (8, (300, 300, 200), [1, 72, 1, 200]),
+    "a long prompt": (8, (40, 40, 200), [72, 200, 1, 1]),
+    "many tiles": (0, (300, 300, 200), [72, 200, 1, 1]),
+}
+
+
+@pytest.mark.parametrize(("most", "keys", "rows"), MIXED.values(), ids=MIXED)
+def test_decodes_and_a_prompt_alternate_unless_it_is_long(most: int, keys: tuple[int, ...], rows: list[int]) -> None:
+    """One program computes them, so it loads queries in the order of tiles; rows: from a tile's first one on."""
+    sequences = tuple(zip(keys, (1, 1, 200), strict=True))
+    problem, tensors = call_of(case_of(sequences, packed=True, heads=1))
     loaded, real = [], Language.copy_in
 
     def copy_in(self: Language, desc: Any, at: Any, *rest: Any) -> None:
@@ -307,7 +315,7 @@ def test_decodes_come_before_a_prompt_unless_tiles_are_many(most: int, ends: lis
     limit = mock.patch.object(cached, "_MOST_TILES_OF_MIXED", most)
     with limit, mock.patch.object(Language, "copy_in", copy_in), on_cpu(num_sms=1):
         run(problem, tensors, None)
-    assert loaded[::2] == ends
+    assert loaded[::2] == rows
 
 
 def test_a_warpgroup_without_rows_computes_the_first_block_alone() -> None:
@@ -365,7 +373,7 @@ def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
         ({"rows": 16}, "splits merged in the same launch"),
         (
             {"page_size": 1},
-            "the forward's kernel, TMA and WGMMA, tiles 2 x 64 x 128, head_dim 128, 2 stages, keys copied by 2 warps",
+            "the forward's kernel, TMA and WGMMA, tiles 2 x 64 x 128, head_dim 128, 2 stages, keys copied by 4 warps",
         ),
         ({"page_size": 48, "kv": FLOAT8}, "not the forward's kernel: 8 bits in pages of 48"),
         ({"head_dim": 84}, "not the forward's kernel: head_dim that is no multiple of 8"),

@@ -287,7 +287,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
     if (held := tried("hopper_forward")) is not None:
-        return gathering(held, GATHER_WARPS) if gathers(problem) and not held.gather_warps else held
+        is_missing = gathers(problem) and not held.gather_warps
+        return gathering(held, gather_warps((held.block_d, held.block_dv))) if is_missing else held
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]
@@ -308,7 +309,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
         wide = wide or (widens(problem) and 3 not in WIDENING)
         # Four warps that gather leave three warpgroups fewer still.
-        if not (wide or (gathers(problem) and GATHER_WARPS == 4)):
+        if not (wide or (gathers(problem) and gather_warps(dims) == 4)):
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
     for other in ways:
@@ -330,8 +331,11 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Long causal tiles of wide rows are few and uneven: a static order balances them better.
         is_fixed = is_causal and not is_short and not has_left and dims != (64, 64) and not problem.keys.used
     if not is_fixed:
-        # A tile found ahead is one that no idle program can take. But the shortest take less time than finding one.
-        if problem.seqlen_q <= SHORT // 2 and max(dims) <= 128:
+        # A tile found ahead is one that no idle program can take. But the shortest take less time than finding one. Over
+        # a cache packed tiles are found when a producer asks.
+        if problem.varlen and problem.keys.used:
+            ahead = 2
+        elif problem.seqlen_q <= SHORT // 2 and max(dims) <= 128:
             ahead = 4
             is_plain = config.num_warpgroups == 2 and not (problem.varlen or config.score_stages)
             if dims == (64, 64) and problem.band.unbounded and is_plain:
@@ -345,7 +349,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
     if widens(problem):
         return _variant(config, **WIDENING[config.num_warpgroups])
-    return gathering(config, GATHER_WARPS) if gathers(problem) else config
+    return gathering(config, gather_warps(dims)) if gathers(problem) else config
 
 
 # Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.
@@ -365,8 +369,15 @@ def widens(problem: Problem) -> bool:
 
 # TMA has a box for a page of so many rows or more, if they are a power of two.
 _FEWEST_BOX_ROWS = 16
-# Counted (docs/tuning-notes.md): two take half the time of one, and the consumers' registers that one takes too.
-GATHER_WARPS = 2
+
+
+def gather_warps(dims: tuple[int, int]) -> int:
+    """Warps that copy keys and values of such widths; measured: docs/tuning-notes.md.
+
+    Beside four, the compiler may give a thread 128 registers: fewer than a product of 256 columns takes, and more parts
+    would spill.
+    """
+    return 4 if dims in ((64, 64), (128, 128)) else 2
 
 
 def gathers(problem: Problem) -> bool:
