@@ -65,6 +65,9 @@ class CacheTensors:
     page_indices: Annotated[Tensor | None, Argument("Pages, one sequence's after another's.", "total_pages", INT32)] = (
         None
     )
+    qv: Annotated[Tensor | None, Argument("Queries of values.", "batch seqlen_q num_heads_q head_dim_v", None, "rows")] = (
+        None
+    )
 
     @property
     def in_pages(self) -> bool:

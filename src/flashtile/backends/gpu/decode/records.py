@@ -55,7 +55,8 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
     return Call(
         rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
         _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
-        pointer(t.cache_leftpad, "leftpad"), _causal(t), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
+        pointer(t.cache_leftpad, "leftpad"), _causal(t),
+        None if t.qv is None else rows_of("qv", t.qv, block_dv), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
 
