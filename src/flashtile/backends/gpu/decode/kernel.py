@@ -411,8 +411,11 @@ def attend_tile(place, shape, row, h, part, head, call):
 
 
 @triton.jit
-def finish(acc, row_max, row_sum, b, place, packed, col, shape, call):
-    """Normalises packed rows [ROWS], with columns ``col`` [1, BLOCK_DV], and stores them; sinks join here, once."""
+def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse=True):
+    """Normalises packed rows [ROWS], with columns ``col`` [1, BLOCK_DV], and stores them; sinks join here, once.
+
+    Of rows whose columns several finish, one ``writes_lse``.
+    """
     row, h, exists = work.rows_of_tile(packed, place.h_kv, shape.num_rows, call.GROUP)
     if call.cache.scales.EIGHT_BIT:
         acc *= eight_bit.scale_of(call.cache.scales.v, place, call)
@@ -433,7 +436,8 @@ def finish(acc, row_max, row_sum, b, place, packed, col, shape, call):
     at = start + row64 * call.out.stride_row + h64 * call.out.stride_head
     out = out.to(call.out.ptr.dtype.element_ty)
     tl.store(call.out.ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.out.DIM))
-    tl.store(call.results.lse + lse_at, lse, mask=exists)
+    if writes_lse:
+        tl.store(call.results.lse + lse_at, lse, mask=exists)
 
 
 @triton.jit

@@ -1,0 +1,116 @@
+"""How the programs of a launch divide the work of all sequences: each gets a run of blocks of equal cost.
+
+All tiles of all sequences stand on a line, one after another, each as long as its blocks of keys and a fixed cost. A
+program takes its share of the line, whatever tiles it begins and ends in; so a tile has as many states as programs that
+its blocks are divided among, mostly one or two, and none at all is stored of a tile that one program has. Where a share
+would begin within a few blocks of a tile's edge it begins there. Which programs have a tile follows from where it
+stands, so nothing is looked up. Results depend in their last bits on how a tile is divided, and so on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.decode import work
+
+
+class Line(NamedTuple):
+    """The tiles of all sequences.
+
+    Attributes:
+        sequences: Their numbers.
+        blocks: Blocks of keys of a tile of each, at least 1.
+        ends: The cost of each and of all before it, in blocks: int32 holds that of 10^11 keys.
+        total: The cost of all.
+        teams: Programs that have a share.
+        near: A share that would begin so near to a tile's edge begins with it.
+    """
+
+    sequences: Any
+    blocks: Any
+    ends: Any
+    total: Any
+    teams: Any
+    near: Any
+
+
+class Tile(NamedTuple):
+    """A tile on the line: its sequence, its number in it, its blocks, and where it begins and ends."""
+
+    b: Any
+    number: Any
+    blocks: Any
+    start: Any
+    end: Any
+
+
+@triton.jit
+def line_of(sequences, call, latent):
+    """The ``Line`` of a call; ``sequences`` are numbered, at least as many as there are, packed ones' rest included."""
+    spans = work.span_of(sequences, call)
+    tiles = spans.num_tiles * call.num_heads_kv
+    blocks = tl.maximum((spans.high + call.schedule.BLOCK_N - 1) // call.schedule.BLOCK_N, 1)
+    each = tl.where(tiles > 0, blocks + latent.FIXED_COST, 0)
+    cost = tiles * each
+    ends = tl.cumsum(cost, 0)
+    total, count, most = tl.sum(cost, 0), tl.sum(tiles, 0), tl.max(each, 0)
+    teams = teams_of(total, count, most, latent)
+    near = tl.maximum(total // teams // 16, latent.FIXED_COST + 1)
+    return Line(sequences, blocks, ends, total, teams, near)
+
+
+@triton.jit
+def teams_of(total, count, most, latent):
+    """How many programs share the line.
+
+    Tiles that cost nearly the same are divided alike, or not at all, if that leaves few programs without work.
+    """
+    teams = tl.minimum(tl.num_programs(0), total // latent.FEWEST_BLOCKS)
+    # More states of a tile than their counter holds, two for each, there must not be.
+    teams = tl.maximum(tl.minimum(teams, 124 * total.to(tl.int64) // tl.maximum(most, 1)), 1).to(tl.int32)
+    count = tl.maximum(count, 1)
+    rounds = (count + teams - 1) // teams
+    even = tl.where(count <= teams, teams // count * count, (count + rounds - 1) // rounds)
+    is_even = (most.to(tl.int64) * count * 8 <= total.to(tl.int64) * 9) & (even * 8 >= teams * 7)
+    return tl.where(is_even, even, teams)
+
+
+@triton.jit
+def tile_at(at, line, latent):
+    """The ``Tile`` that a place before the line's end is in."""
+    is_before = line.ends <= at
+    b = tl.sum(is_before.to(tl.int32), 0)
+    before = tl.max(tl.where(is_before, line.ends, 0), 0)
+    blocks = tl.sum(tl.where(line.sequences == b, line.blocks, 0), 0)
+    each = tl.maximum(blocks + latent.FIXED_COST, 1)
+    number = (at - before) // each
+    start = before + number * each
+    return Tile(b, number, blocks, start, start + each)
+
+
+@triton.jit
+def begin_of(team, line, latent):
+    """Where the share of a team begins on the line; its end for the one past the last."""
+    at = (line.total.to(tl.int64) * tl.minimum(team, line.teams) // line.teams).to(tl.int32)
+    tile = tile_at(tl.minimum(at, tl.maximum(line.total - 1, 0)), line, latent)
+    snapped = tl.where(at - tile.start <= line.near, tile.start, tl.where(tile.end - at <= line.near, tile.end, at))
+    return tl.where(at < line.total, snapped, line.total)
+
+
+@triton.jit
+def teams_at(tile, line):
+    """The first and the last team that have blocks of a tile."""
+    # The shares that begin there or before, and those that begin before its end, as ``begin_of`` moves them.
+    first = tl.minimum(tile.start + line.near, tile.end - 1)
+    last = tl.minimum(tl.maximum(tile.end - line.near - 1, first), tile.end - 1)
+    return last_before(first, line), last_before(last, line)
+
+
+@triton.jit
+def last_before(at, line):
+    """The last team whose share would begin at a place or before, were it not moved."""
+    team = ((at + 1).to(tl.int64) * line.teams + line.total - 1) // tl.maximum(line.total, 1) - 1
+    return tl.minimum(team, line.teams - 1).to(tl.int32)
