@@ -25,11 +25,11 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int,
     tiles = portable.Config(ROWS, 64, 4, config.stages, 1, specialised=True)
     call = records.call_of(p, t, tiles, slots, 1, few=False)
     search = max(32, records.power_of_two(p.batch + p.varlen))
-    call = call._replace(schedule=call.schedule._replace(SEARCH=search, AHEAD=8))
+    call = call._replace(schedule=call.schedule._replace(SEARCH=search, FOLD_ROWS=4, AHEAD=8))
     rows = min(64, p.keys.page_size or 64)
     k, v = (tensor_maps.entries_map(name, x, rows, 64) for name, x in (("k", t.k_cache), ("v", t.v_cache)))
     entry_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
     c = config
-    latent = Latent(k, v, *entry_rows, c.stages, c.piece, c.fixed_cost, c.fewest_blocks, c.registers, c.few)
+    latent = Latent(k, v, *entry_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, c.registers, c.few)
     launch = Launch(latent_attention, programs, {"call": call, "latent": latent}, {"num_warps": 4, "maxnreg": 128})
     return launch, slots * (p.head_dim_v + 2), 2 * programs

@@ -24,10 +24,10 @@ class Latent(NamedTuple):
         v: Likewise of the values.
         k_entry_rows: Rows from one entry to the next: a sequence, or a page.
         v_entry_rows: Likewise.
+        fixed_cost: Of a tile, in blocks: ``shares``.
+        fewest_blocks: Of a program, so that so many programs share the work.
         STAGES: Blocks of keys in flight.
         PIECE: Columns of values that are loaded and released at once.
-        FIXED_COST: Of a tile, in blocks: ``shares``.
-        FEWEST_BLOCKS: Of a program, so that so many programs share the work.
         REGISTERS: Of a summer's threads.
         FEW: Of the threads of the warps that load and find work.
     """
@@ -36,10 +36,10 @@ class Latent(NamedTuple):
     v: Any
     k_entry_rows: Any
     v_entry_rows: Any
+    fixed_cost: Any
+    fewest_blocks: Any
     STAGES: Any
     PIECE: Any
-    FIXED_COST: Any
-    FEWEST_BLOCKS: Any
     REGISTERS: Any
     FEW: Any
 

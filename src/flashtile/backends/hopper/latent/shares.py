@@ -53,12 +53,12 @@ def line_of(sequences, call, latent):
     spans = work.span_of(sequences, call)
     tiles = spans.num_tiles * call.num_heads_kv
     blocks = tl.maximum((spans.high + call.schedule.BLOCK_N - 1) // call.schedule.BLOCK_N, 1)
-    each = tl.where(tiles > 0, blocks + latent.FIXED_COST, 0)
+    each = tl.where(tiles > 0, blocks + latent.fixed_cost, 0)
     cost = tiles * each
     ends = tl.cumsum(cost, 0)
     total, count, most = tl.sum(cost, 0), tl.sum(tiles, 0), tl.max(each, 0)
     teams = teams_of(total, count, most, latent)
-    near = tl.maximum(total // teams // 16, latent.FIXED_COST + 1)
+    near = tl.maximum(total // teams // 16, latent.fixed_cost + 1)
     return Line(sequences, blocks, ends, total, teams, near)
 
 
@@ -68,7 +68,7 @@ def teams_of(total, count, most, latent):
 
     Tiles that cost nearly the same are divided alike, or not at all, if that leaves few programs without work.
     """
-    teams = tl.minimum(tl.num_programs(0), total // latent.FEWEST_BLOCKS)
+    teams = tl.minimum(tl.num_programs(0), total // latent.fewest_blocks)
     # More states of a tile than their counter holds, two for each, there must not be.
     teams = tl.maximum(tl.minimum(teams, 124 * total.to(tl.int64) // tl.maximum(most, 1)), 1).to(tl.int32)
     count = tl.maximum(count, 1)
@@ -85,7 +85,7 @@ def tile_at(at, line, latent):
     b = tl.sum(is_before.to(tl.int32), 0)
     before = tl.max(tl.where(is_before, line.ends, 0), 0)
     blocks = tl.sum(tl.where(line.sequences == b, line.blocks, 0), 0)
-    each = tl.maximum(blocks + latent.FIXED_COST, 1)
+    each = tl.maximum(blocks + latent.fixed_cost, 1)
     number = (at - before) // each
     start = before + number * each
     return Tile(b, number, blocks, start, start + each)
