@@ -381,8 +381,9 @@ def attend_tile(place, shape, row, h, part, head, call):
     elif call.leftpad is not None and not HAS_TREE:
         first = i * 0 + shape.low
     if not call.cache.scales.EIGHT_BIT:
-        q, qv = load_queries(place.b, shape.first_row, row, h, exists, call.q, 0, 1), None
-        if call.qv is not None:
+        q = load_queries(place.b, shape.first_row, row, h, exists, call.q, 0, 1)
+        qv = None
+        if call.qv.ptr is not None:
             qv = load_queries(place.b, shape.first_row, row, h, exists, call.qv, 0, 1)
         acc, row_max, row_sum = attend(
             place,

@@ -21,7 +21,7 @@ from flashtile.backends.gpu.decode.call import (
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bounded, hopper_rows
 from flashtile.backends.gpu.device import mods
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods
-from flashtile.backends.gpu.device.records import Sequences
+from flashtile.backends.gpu.device.records import Rows, Sequences
 from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
@@ -56,7 +56,7 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
         rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
         _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
         pointer(t.cache_leftpad, "leftpad"), _causal(t),
-        None if t.qv is None else rows_of("qv", t.qv, block_dv), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
+        Rows(*[None] * len(Rows._fields)) if t.qv is None else rows_of("qv", t.qv, block_dv), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
 
