@@ -25,6 +25,7 @@ class Config:
         piece: Columns of values that are loaded and released at once.
         registers: Of a summer's threads; a scorer's get what is left.
         few: Of the other warps' threads.
+        most_lanes: Programs at most that have tiles of a sequence at the same time.
     """
 
     fixed_cost: int = 1
@@ -33,6 +34,7 @@ class Config:
     piece: int = 128
     registers: int = 168
     few: int = 40
+    most_lanes: int = 8
 
     def __post_init__(self) -> None:
         if self.fewest_blocks <= self.fixed_cost:
@@ -40,6 +42,13 @@ class Config:
 
     def __str__(self) -> str:
         return f"tiles {ROWS} x 64, a scorer and two summers, {self.stages} blocks in flight"
+
+
+def lanes_of(problem: Problem, most: int) -> int:
+    """As many programs as a sequence has tiles, or a divisor of that; of packed queries as many as one row has."""
+    p = problem
+    tiles = p.num_heads_kv * -(-(1 if p.varlen else p.seqlen_q) * p.group_size // ROWS)
+    return max(n for n in range(1, max(most, 1) + 1) if tiles % n == 0)
 
 
 def choose(problem: Problem) -> Config:

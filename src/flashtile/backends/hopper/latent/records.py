@@ -11,7 +11,7 @@ from flashtile.backends.hopper.device.ring import Records, Ring
 # A part of a tile, in the order of ``roles.scheduler``: its place and lengths, its blocks of keys, and its states. The
 # entry is the sequence's first page where pages are a list.
 FIELDS = gl.constexpr(
-    "is_part b entry h_kv first num_rows high first_row first_block stop_block state num_states first_team waits"
+    "is_part b entry h_kv first num_rows high first_row first_block stop_block state num_states origin waits"
 )
 RECORD_SIZE = gl.constexpr(32)
 
@@ -28,6 +28,7 @@ class Latent(NamedTuple):
         fewest_blocks: Of a program, so that so many programs share the work.
         STAGES: Blocks of keys in flight.
         PIECE: Columns of values that are loaded and released at once.
+        LANES: Programs with tiles of the same sequence at the same time.
         REGISTERS: Of a summer's threads.
         FEW: Of the threads of the warps that load and find work.
     """
@@ -40,6 +41,7 @@ class Latent(NamedTuple):
     fewest_blocks: Any
     STAGES: Any
     PIECE: Any
+    LANES: Any
     REGISTERS: Any
     FEW: Any
 

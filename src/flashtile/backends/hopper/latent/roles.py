@@ -22,31 +22,33 @@ def scheduler(records, call, latent):
     SEARCH: gl.constexpr = call.schedule.SEARCH
     sequences = gl.arange(0, SEARCH, gl.BlockedLayout([SEARCH // 32], [32], [1], [0]))
     line = shares.line_of(sequences, call, latent)
-    team = gl.program_id(0)
+    team, lane = gl.program_id(0) // latent.LANES, gl.program_id(0) % latent.LANES
     at, stop = shares.begin_of(team, line, latent), shares.begin_of(team + 1, line, latent)
     stop = gl.where(team < line.teams, stop, at)
     parts = 0
     while at < stop:
-        tile = shares.tile_at(at, line, latent)
-        first_team, last_team = shares.teams_at(tile, line)
-        end = gl.minimum(stop, tile.end)
-        cost = tile.end - tile.start
+        group = shares.group_at(at, line, latent)
+        first_team, last_team = shares.teams_at(group, line)
+        end = gl.minimum(stop, group.end)
+        cost = group.end - group.start
         # Less than the square of a tile's blocks, which int32 holds up to 2 million keys.
-        first_block, stop_block = (at - tile.start) * tile.blocks // cost, (end - tile.start) * tile.blocks // cost
+        first_block = (at - group.start) * group.blocks // cost
+        stop_block = (end - group.start) * group.blocks // cost
         # Rows past the last packed sequence have no keys, but addresses must exist for them too.
-        valid_b = gl.minimum(tile.b, call.queries.count - 1)
-        own = work.span_of(tile.b, call)
+        valid_b = gl.minimum(group.b, call.queries.count - 1)
+        own = work.span_of(group.b, call)
         entry = work.entry_of(valid_b, call)
         if call.cache.indptr is not None:
             entry = work.first_page_of(valid_b, call)
-        num_tiles = gl.maximum(own.num_tiles, 1)
-        publish(records, parts, (
-            1, tile.b, entry, tile.number // num_tiles, tile.number % num_tiles * call.schedule.BLOCK_M, own.num_rows,
-            own.high, own.first_row, first_block, stop_block, team - first_team, last_team - first_team + 1, first_team,
-            (end >= stop).to(gl.int32),
-        ))  # fmt: skip
+        num_tiles, tile = gl.maximum(own.num_tiles, 1), group.number * latent.LANES + lane
+        if tile < num_tiles * call.num_heads_kv:
+            publish(records, parts, (
+                1, group.b, entry, tile // num_tiles, tile % num_tiles * call.schedule.BLOCK_M, own.num_rows, own.high,
+                own.first_row, first_block, stop_block, team - first_team, last_team - first_team + 1,
+                first_team * latent.LANES + lane, (end >= stop).to(gl.int32),
+            ))  # fmt: skip
+            parts += 1
         at = end
-        parts += 1
     publish(records, parts, (0,))
 
 
@@ -63,7 +65,9 @@ def producer(channels, call, latent):
         while n < stop:
             following = pages_of(records, parts, n + 1, call, latent)
             for i in gl.static_range(len(channels.values)):
-                load_piece(latent.v, channels.values[i], used, records, parts, pages, n, latent.v_entry_rows, PIECE * i, call)
+                load_piece(
+                    latent.v, channels.values[i], used, records, parts, pages, n, latent.v_entry_rows, PIECE * i, call
+                )
             load_piece(latent.k, channels.keys, used, records, parts, pages, n, latent.k_entry_rows, 0, call)
             pages, n, used = following, n + 1, used + 1
         records.ring.release(parts)
@@ -172,7 +176,9 @@ def scorer(channels, call, latent):
             fence_async_shared()
             thread_barrier()
             channels.factors.publish(used)
-            row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None] + thread_sums(e)
+            row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[
+                :, None
+            ] + thread_sums(e)
             n, used = n + 1, used + 1
         channels.queries[0].release(parts)
         channels.results.claim(parts)
@@ -214,7 +220,10 @@ def last_keys_of(records, parts, zeros, call):
 
 @gluon.jit
 def summer(channels, call, latent, HALF: gl.constexpr):
-    """A warpgroup that adds 256 columns of the values, weighted, and finishes what no other program has a part of."""
+    """A warpgroup that adds every second piece of the values, weighted, and ends what no other program has a part of.
+
+    So the pieces are released in their order, in which they are loaded again.
+    """
     PIECE: gl.constexpr = latent.PIECE
     COUNT: gl.constexpr = 256 // PIECE
     records = channels.parts
@@ -231,16 +240,16 @@ def summer(channels, call, latent, HALF: gl.constexpr):
             factor, started = channels.factors.at(used).load(rows), ()
             for i in gl.static_range(COUNT):
                 # The columns arrived before the probabilities did, but only who has waited for the copy may read them.
-                channels.values[HALF * COUNT + i].wait(used)
+                channels.values[2 * i + HALF].wait(used)
             scaled = ()
             for i in gl.static_range(COUNT):
                 scaled = also(scaled, rescale(accs[i], factor, PIECE))
             for i in gl.static_range(COUNT):
-                piece = channels.values[HALF * COUNT + i].at(used)
+                piece = channels.values[2 * i + HALF].at(used)
                 started = also(started, warpgroup_mma(channels.keys.at(used), piece, scaled[i], is_async=True))
             for i in gl.static_range(COUNT):
                 started = wait_for_products(started, COUNT - 1 - i)
-                channels.values[HALF * COUNT + i].release(used)
+                channels.values[2 * i + HALF].release(used)
             channels.keys.release(used)
             accs, n, used = started, n + 1, used + 1
         channels.results.wait(parts)
@@ -262,9 +271,9 @@ def end_part(accs, row_max, row_sum, records, parts, call, latent, HALF: gl.cons
     shape = work.Shape(records.get(parts, "first_row"), num_rows, 0, records.get(parts, "high"), 0, 0, 0)
     row, count = gl.arange(0, 64, row_max.type.layout), num_rows * call.GROUP - first
     whole = records.get(parts, "num_states") == 1
-    slot = slot_of(records.get(parts, "first_team"), records.get(parts, "state")) + row
+    slot = slot_of(records.get(parts, "origin"), records.get(parts, "state"), latent) + row
     for i in gl.static_range(len(accs)):
-        col = 256 * HALF + PIECE * i + gl.arange(0, PIECE, gl.SliceLayout(0, accs[i].type.layout))[None, :]
+        col = PIECE * (2 * i + HALF) + gl.arange(0, PIECE, gl.SliceLayout(0, accs[i].type.layout))[None, :]
         if whole:
             finish(accs[i], row_max, row_sum, place.b, place, first + row, col, shape, call, HALF + i == 0)
         else:
@@ -275,47 +284,61 @@ def end_part(accs, row_max, row_sum, records, parts, call, latent, HALF: gl.cons
             at = call.results.stats + 2 * slot.to(gl.int64)
             gl.store(at, row_max, mask=row < count)
             gl.store(at + 1, row_sum, mask=row < count)
-        share_tile(records, parts, place, shape, gl.minimum(count, 64), call, HALF)
+        share_tile(records, parts, place, shape, gl.minimum(count, 64), call, latent, HALF)
 
 
 @gluon.jit
-def slot_of(first_team, state):
-    """The first row's slot of a state: a team ends with at most one part of a tile, and begins with one."""
-    return 64 * (2 * (first_team + state) + (state == 0).to(gl.int32))
+def slot_of(origin, state, latent):
+    """The first row's slot of a state of a tile, whose first part is of program ``origin``.
+
+    A program ends with the first part of a tile that it shares, and begins with another part of one.
+    """
+    return 64 * (2 * (origin + state * latent.LANES) + (state == 0).to(gl.int32))
 
 
 @gluon.jit
-def load_state(slot, pitch, number, num_states, exists, call):
-    """128 columns of a stored state, as ``states.load_state``; ``slot`` is (the first team, rows, columns)."""
-    number = gl.to_tensor(number)
-    first_team, row, col = slot
-    at, there = (slot_of(first_team, number) + row).to(gl.int64), exists & (number < num_states)
-    top = gl.load(call.results.stats + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    part_sum = gl.load(call.results.stats + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
-    at = call.results.acc + at[:, None] * call.out.DIM + col
-    return gl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg"), top, part_sum
-
-
-@gluon.jit
-def share_tile(records, parts, place, shape, count, call, HALF: gl.constexpr):
+def share_tile(records, parts, place, shape, count, call, latent, HALF: gl.constexpr):
     """Finishes a tile of several states once all have been stored: those who wait for that take 4 rows by 128 columns.
 
     As ``gpu.decode.kernel.share_tile``; a state is stored when both summers have stored their half.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    first_team, num_states = records.get(parts, "first_team"), records.get(parts, "num_states")
+    origin, num_states = records.get(parts, "origin"), records.get(parts, "num_states")
     folds, rank, step = states.arrive(
-        call.results.counters + 2 * first_team, 1, 2 * records.get(parts, "state") + HALF, 2 * num_states,
+        call.results.counters + 2 * origin, 1, 2 * records.get(parts, "state") + HALF, 2 * num_states,
         num_states * count * call.out.DIM, records.get(parts, "waits") > 0, call.schedule.PATIENCE,
     )  # fmt: skip
     if folds:
-        row = gl.arange(0, 4, gl.SliceLayout(1, layout))
-        for group in range(rank, (count + 3) // 4 * 4, step):
-            first = group // 4 * 4
-            col = group % 4 * 128 + gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
-            acc, row_max, row_sum = states.fold_states(
-                (first_team, first + row, col), 0, num_states, first + row < count, call, load_state, 1,
-                call.schedule.AHEAD,
-            )  # fmt: skip
-            packed = place.first + first + row
-            finish(acc, row_max, row_sum, place.b, place, packed, col, shape, call, group % 4 == 0)
+        for share in range(rank, (count + 3) // 4 * 4, step):
+            fold_states(share // 4 * 4, share % 4 * 128, origin, num_states, place, shape, count, call, latent)
+
+
+@gluon.jit
+def fold_states(first, first_col, origin, num_states, place, shape, count, call, latent):
+    """Finishes 4 rows of a tile from ``first`` on, 128 of their columns: a row a warp.
+
+    All weights are known before a sum is loaded, and no load waits for another.
+    """
+    AHEAD: gl.constexpr = call.schedule.AHEAD
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    row, col = first + gl.arange(0, 4, gl.SliceLayout(1, layout)), gl.arange(0, 128, gl.SliceLayout(0, layout))
+    exists = row < count
+    # One of the 128 states that there may be in place of each column. .cg bypasses L1, which may be stale.
+    at = call.results.stats + 2 * (slot_of(origin, col, latent)[None, :] + row[:, None])
+    there = exists[:, None] & (col < num_states)[None, :]
+    tops = gl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    sums = gl.load(at + 1, mask=there, other=0.0, cache_modifier=".cg")
+    row_max = gl.max(tops, 1)
+    origin_of_rows = softmax.made_finite(row_max)
+    row_sum = gl.sum(sums * gl.exp2(tops - origin_of_rows[:, None]), 1)
+    acc = gl.zeros([4, 128], gl.float32, layout)
+    for start in range(0, num_states, AHEAD):
+        for ahead in gl.static_range(AHEAD):
+            state = gl.to_tensor(start + ahead)
+            slot, has = slot_of(origin, state, latent) + row, exists & (state < num_states)
+            top = gl.load(call.results.stats + 2 * slot, mask=has, other=float("-inf"), cache_modifier=".cg")
+            at = call.results.acc + (slot.to(gl.int64) * call.out.DIM + first_col)[:, None] + col[None, :]
+            part = gl.load(at, mask=has[:, None], other=0.0, cache_modifier=".cg")
+            acc += part * gl.exp2(top - origin_of_rows)[:, None]
+    finish(
+        acc, row_max, row_sum, place.b, place, place.first + row, first_col + col[None, :], shape, call, first_col == 0
+    )

@@ -1,10 +1,13 @@
 """How the programs of a launch divide the work of all sequences: each gets a run of blocks of equal cost.
 
-All tiles of all sequences stand on a line, one after another, each as long as its blocks of keys and a fixed cost. A
-program takes its share of the line, whatever tiles it begins and ends in; so a tile has as many states as programs that
-its blocks are divided among, mostly one or two, and none at all is stored of a tile that one program has. Where a share
-would begin within a few blocks of a tile's edge it begins there. Which programs have a tile follows from where it
-stands, so nothing is looked up. Results depend in their last bits on how a tile is divided, and so on the batch.
+The tiles of all sequences stand on a line, one after another, each as long as its blocks of keys and a fixed cost. A
+team takes its share of the line, whatever tiles it begins and ends in; so a tile has as many states as teams that its
+blocks are divided among, mostly one or two, and none at all is stored of a tile that one team has. Where a share would
+begin within a few blocks of a tile's edge it begins there. Which teams have a tile follows from where it stands, so
+nothing is looked up. Results depend in their last bits on how a tile is divided, and so on the batch.
+
+A team is as many programs as there are LANES, each with a tile of its own of the same sequence: what stands on the line
+are groups of so many neighbouring tiles. They read the same keys at the same time, which so come from memory once.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ class Line(NamedTuple):
 
     Attributes:
         sequences: Their numbers.
-        blocks: Blocks of keys of a tile of each, at least 1.
+        blocks: Blocks of keys of a tile of each, at least 1; a group of LANES tiles is as long.
         ends: The cost of each and of all before it, in blocks: int32 holds that of 10^11 keys.
         total: The cost of all.
-        teams: Programs that have a share.
+        teams: Teams that have a share.
         near: A share that would begin so near to a tile's edge begins with it.
     """
 
@@ -37,8 +40,8 @@ class Line(NamedTuple):
     near: Any
 
 
-class Tile(NamedTuple):
-    """A tile on the line: its sequence, its number in it, its blocks, and where it begins and ends."""
+class Group(NamedTuple):
+    """Tiles on the line: their sequence, the group's number in it, its blocks, and where it begins and ends."""
 
     b: Any
     number: Any
@@ -51,7 +54,7 @@ class Tile(NamedTuple):
 def line_of(sequences, call, latent):
     """The ``Line`` of a call; ``sequences`` are numbered, at least as many as there are, packed ones' rest included."""
     spans = work.span_of(sequences, call)
-    tiles = spans.num_tiles * call.num_heads_kv
+    tiles = (spans.num_tiles * call.num_heads_kv + latent.LANES - 1) // latent.LANES
     blocks = tl.maximum((spans.high + call.schedule.BLOCK_N - 1) // call.schedule.BLOCK_N, 1)
     each = tl.where(tiles > 0, blocks + latent.fixed_cost, 0)
     cost = tiles * each
@@ -64,13 +67,13 @@ def line_of(sequences, call, latent):
 
 @triton.jit
 def teams_of(total, count, most, latent):
-    """How many programs share the line.
+    """How many teams share the line.
 
     Tiles that cost nearly the same are divided alike, or not at all, if that leaves few programs without work.
     """
-    teams = tl.minimum(tl.num_programs(0), total // latent.fewest_blocks)
-    # More states of a tile than their counter holds, two for each, there must not be.
-    teams = tl.maximum(tl.minimum(teams, 124 * total.to(tl.int64) // tl.maximum(most, 1)), 1).to(tl.int32)
+    teams = tl.maximum(tl.minimum(tl.num_programs(0) // latent.LANES, total // latent.fewest_blocks), 1)
+    # A tile has no more states than its counter holds, two for each.
+    teams = tl.where(2 * most > total, tl.minimum(teams, 124), tl.minimum(teams, 240))
     count = tl.maximum(count, 1)
     rounds = (count + teams - 1) // teams
     even = tl.where(count <= teams, teams // count * count, (count + rounds - 1) // rounds)
@@ -79,8 +82,8 @@ def teams_of(total, count, most, latent):
 
 
 @triton.jit
-def tile_at(at, line, latent):
-    """The ``Tile`` that a place before the line's end is in."""
+def group_at(at, line, latent):
+    """The ``Group`` that a place before the line's end is in."""
     is_before = line.ends <= at
     b = tl.sum(is_before.to(tl.int32), 0)
     before = tl.max(tl.where(is_before, line.ends, 0), 0)
@@ -88,24 +91,24 @@ def tile_at(at, line, latent):
     each = tl.maximum(blocks + latent.fixed_cost, 1)
     number = (at - before) // each
     start = before + number * each
-    return Tile(b, number, blocks, start, start + each)
+    return Group(b, number, blocks, start, start + each)
 
 
 @triton.jit
 def begin_of(team, line, latent):
     """Where the share of a team begins on the line; its end for the one past the last."""
     at = (line.total.to(tl.int64) * tl.minimum(team, line.teams) // line.teams).to(tl.int32)
-    tile = tile_at(tl.minimum(at, tl.maximum(line.total - 1, 0)), line, latent)
-    snapped = tl.where(at - tile.start <= line.near, tile.start, tl.where(tile.end - at <= line.near, tile.end, at))
+    group = group_at(tl.minimum(at, tl.maximum(line.total - 1, 0)), line, latent)
+    snapped = tl.where(at - group.start <= line.near, group.start, tl.where(group.end - at <= line.near, group.end, at))
     return tl.where(at < line.total, snapped, line.total)
 
 
 @triton.jit
-def teams_at(tile, line):
-    """The first and the last team that have blocks of a tile."""
+def teams_at(group, line):
+    """The first and the last team that have blocks of a group."""
     # The shares that begin there or before, and those that begin before its end, as ``begin_of`` moves them.
-    first = tl.minimum(tile.start + line.near, tile.end - 1)
-    last = tl.minimum(tl.maximum(tile.end - line.near - 1, first), tile.end - 1)
+    first = tl.minimum(group.start + line.near, group.end - 1)
+    last = tl.minimum(tl.maximum(group.end - line.near - 1, first), group.end - 1)
     return last_before(first, line), last_before(last, line)
 
 
