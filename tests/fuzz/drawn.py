@@ -23,7 +23,8 @@ from tests.quantization.quantizer import Case as QuantizerCase
 from tests.trees import KINDS as TREES
 
 T = TypeVar("T")
-# plain: dense and packed calls, with gradients; latent: cached ones with queries of the values; pieces: the calls of ranks; quantizer: what makes 8 bits of tensors.
+# plain: dense and packed calls, with gradients; latent: cached ones with queries of the values; pieces: the calls of
+# ranks; quantizer: what makes 8 bits of tensors.
 Kind = Literal["plain", "cached", "latent", "quantized", "quantizer", "pieces"]
 KINDS: tuple[Kind, ...] = ("plain", "plain", "plain", "cached", "cached", "quantized", "quantizer", "pieces", "latent")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -316,7 +316,8 @@ _LATENT = (
     CacheCase("qv_ragged", _same(37, 0, 50, rows=3), qv=True, heads=24, kv_heads=1, head_dim=64, head_dim_v=512,
               page_size=16, ragged="pages", layout="stacked", causal_each=True),
     CacheCase("wide_heads", _same(37, 9, rows=2), head_dim=512, heads=4),
-    CacheCase("wide_values", _same(70, 5), head_dim=264, head_dim_v=320, page_size=16, heads=12, kv_heads=1, sinks=True),
+    CacheCase("wide_values", _same(70, 5), head_dim=264, head_dim_v=320, page_size=16, heads=12, kv_heads=1,
+              sinks=True),
 )  # fmt: skip
 
 _EVERYTHING = (

@@ -79,8 +79,8 @@ def attention_with_kvcache(
 
     Args:
         q: ``(batch, seqlen_q, num_heads_q, head_dim)``, or packed ``(total_q, num_heads_q, head_dim)`` with
-            cu_seqlens_q; float16, bfloat16, float32, or float64 on the CPU. It is not changed. Or, where values are columns of keys, (q_nope, q_pe), see
-            v_cache.
+            cu_seqlens_q; float16, bfloat16, float32, or float64 on the CPU. It is not changed. Or (q_nope, q_pe), where
+            values are columns of keys: see v_cache.
         k_cache: ``(entries, capacity, num_heads_kv, head_dim)``, or with page_table ``(pages, page_size, num_heads_kv,
             head_dim)``; q's dtype, float8_e4m3fn or float8_e5m2. Never copied: its last dimension must be contiguous,
             other strides are free, so that K and V may be views of one tensor, or heads lie before positions.

@@ -18,7 +18,7 @@ is_on = torch._C._is_any_autocast_enabled
 
 
 def cast(tensors: T, device_type: str) -> T:
-    """A call's q, k and v, and qv, in the dtype of the autocast that is on for a device type; other tensors stay as they are.
+    """A call's q, k, v and qv in the dtype of the autocast that is on for a device type; other tensors stay.
 
     As for ``scaled_dot_product_attention``, float64 is left alone. Any float dtype will do for attn_bias and sinks, so
     they are not rounded. Gradients flow back in the dtypes before the cast.

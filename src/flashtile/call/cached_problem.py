@@ -55,6 +55,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
 def _with_qv(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> dict[str, Any]:
     """What a call with further queries has otherwise than most: a score is a product of all columns."""
     scale = (sizes["head_dim"] + sizes["head_dim_v"]) ** -0.5 if o.softmax_scale is None else o.softmax_scale
+    assert t.qv is not None
     each = (t.q, t.k_cache, t.v_cache, t.qv)
     return {"qv": True, "softmax_scale": scale, "aligned": all(map(is_aligned, each)) or t.q.device.type == "cpu"}
 

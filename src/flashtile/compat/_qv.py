@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.attention import attention_with_kvcache
+from flashtile.compat import _descaled
 from flashtile.compat._arguments import names, tensor
 from flashtile.compat._kvcache import without_backward
 from flashtile.core.errors import UnsupportedError
@@ -15,17 +16,19 @@ from flashtile.core.errors import UnsupportedError
 
 def attend(
     qkv: tuple[Tensor, ...],
-    qv: Tensor,
+    qv: Tensor | None,
     descales: tuple[Tensor | None, ...],
     keywords: dict[str, Any],
     packed: tuple[Any, ...] = (),
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As ``_descaled.attend``, with queries ``qv`` of the values; there is no gradient, which is refused if asked for.
+    """As ``_descaled.attend``; with queries ``qv`` of the values there is no gradient, which is refused if asked for.
 
     Raises:
         InvalidInputError: Naming the argument.
         UnsupportedError: A descale is given.
     """
+    if qv is None:
+        return _descaled.attend(qkv, descales, keywords, packed)
     q, k, v = (tensor(name, x) for name, x in zip("qkv", qkv, strict=True))
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
         if descale is not None:

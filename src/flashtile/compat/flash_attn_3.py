@@ -89,8 +89,8 @@ def flash_attn_func(
     ``flashtile.attention``, and so are attention_chunk and window_size, which may also be a tensor of two, and any
     negative bound of which is unbounded. The descales ``(batch, num_heads_kv)`` float32, 1 by default, are for q, k and
     v of float8_e4m3fn; out is then bfloat16, without gradient. qv ``(batch, seqlen_q, num_heads_q, head_dim_v)`` are
-    queries of the values: scores are of q with k and of qv with v, without gradient. num_splits and pack_gqa have no effect; the others must
-    have their defaults.
+    queries of the values: scores are of q with k and of qv with v; without gradient. num_splits and pack_gqa have no
+    effect; the others must have their defaults.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``; with return_attn_probs also lse
@@ -102,9 +102,7 @@ def flash_attn_func(
     """
     _check_features((), sm_margin, num_splits, pack_gqa)
     given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
-    if qv is not None:
-        return _qv.attend((q, k, v), qv, (q_descale, k_descale, v_descale), given)
-    return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given)
+    return _qv.attend((q, k, v), qv, (q_descale, k_descale, v_descale), given)
 
 
 def flash_attn_qkvpacked_func(
@@ -189,11 +187,7 @@ def flash_attn_varlen_func(
             raise InvalidInputError("v", f"total_k is {v.shape[0]}, but k has {k.shape[0]}")
         k, v = _descaled.chosen(k, order_k), _descaled.chosen(v, order_k)
     packed = cu_seqlens_q, cu_seqlens_k, length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
-    descales = q_descale, k_descale, v_descale
-    if qv is None:
-        found = _descaled.attend((q, k, v), descales, given, packed)
-    else:
-        found = _qv.attend((q, k, v), qv, descales, given, packed)
+    found = _qv.attend((q, k, v), qv, (q_descale, k_descale, v_descale), given, packed)
     if order is None:
         return found
     back = torch.argsort(order)
@@ -287,8 +281,7 @@ def flash_attn_with_kvcache(
     cache_leftpad, rotary_cos, rotary_sin and rotary_interleaved are as in flash-attn 2's function, see
     ``flash_attn_2.flash_attn_with_kvcache``; rotary_seqlens ``(batch,)`` int32 replaces cache_seqlens in the positions
     at which q and k rotate. scheduler_metadata is what ``get_scheduler_metadata`` returned, or any int32 tensor of one
-    dimension. The rest is as in ``flash_attn_func``, qv too: for MLA q and k_cache are the 64 rotary columns, qv and
-    v_cache the 512 latent ones, and where both caches are views of one tensor its rows are read once. Tensors that require grad are used detached.
+    dimension. The rest, qv too, is as in ``flash_attn_func``. Tensors that require grad are used detached.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or packed like q; with return_softmax_lse ``(out, lse,
@@ -307,9 +300,7 @@ def flash_attn_with_kvcache(
         q,
         k_cache,
         v_cache,
-        cache_seqlens,
-        window_size,
-        return_softmax_lse,
+        cache_seqlens, window_size, return_softmax_lse,
         **_kvcache.packed((k, v), (cu_seqlens_q, cu_seqlens_k_new), max_seqlen_q, q),
         **_kvcache.places(page_table, cache_batch_idx),
         rotary_cos=rotary_cos,
@@ -322,7 +313,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         attention_chunk=chunk_of(attention_chunk),
         qv=qv,
-    )
+    )  # fmt: skip
     if not return_softmax_lse:
         return found
     return *found, found[1].new_empty(0), found[1].new_empty(0)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.decode import launch
-from flashtile.backends.hopper.latent import config
 from flashtile.backends.hopper.latent import launch as latent
 from tests.backends.hopper.emulated import on_cpu
 from tests.kvcache.cases import CacheCase, build, judge

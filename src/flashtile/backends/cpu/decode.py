@@ -36,9 +36,7 @@ def single(problem: Problem) -> Problem:
     """The regular call of one sequence, without its lengths; 8-bit keys are multiplied in the softmax's dtype."""
     dtype = problem.lse_dtype if problem.precision.kv in EIGHT_BITS else problem.dtype
     dim = problem.head_dim + problem.qv * problem.head_dim_v
-    return problem.but(
-        batch=1, queries=SequenceLayout(0), keys=SequenceLayout(0), dtype=dtype, head_dim=dim, qv=False
-    )
+    return problem.but(batch=1, queries=SequenceLayout(0), keys=SequenceLayout(0), dtype=dtype, head_dim=dim, qv=False)
 
 
 def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:

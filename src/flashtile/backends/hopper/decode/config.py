@@ -56,7 +56,15 @@ def tiles(problem: Problem) -> Config:
 def covers(problem: Problem) -> bool:
     """Whether the kernel computes a call whose caches TMA can read: pages have whole blocks, or blocks whole pages."""
     p = problem
-    plain = not p.qv and p.band.left is None and p.softcap == 0 and not p.alibi and p.softmax_scale > 0 and p.aligned and not p.tree
+    plain = (
+        not p.qv
+        and p.band.left is None
+        and p.softcap == 0
+        and not p.alibi
+        and p.softmax_scale > 0
+        and p.aligned
+        and not p.tree
+    )
     rows = _FEWEST_ROWS <= hopper_rows(p) <= _MOST_ROWS
     dims = p.head_dim == p.head_dim_v and (p.head_dim in (64, 128) or (p.head_dim == 256 and hopper_rows(p) > 64))
     pages = p.keys.page_size in (16, 32, 64) or p.keys.page_size % 128 == 0

@@ -1,4 +1,4 @@
-"""Attention over a cache of latent rows for Hopper: a key's row is loaded once, as 576 columns of keys and 512 of values.
+"""Attention over a cache of latent rows for Hopper: a row is loaded once, for 576 columns of a key and 512 of a value.
 
 A program has 64 rows of a sequence, query heads times queries, and some blocks of its keys. The scorer's product takes
 a block's 576 columns; its probabilities go where the block's own 64 columns of keys were, so that they take no memory.

@@ -28,10 +28,10 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int,
     call = call._replace(schedule=call.schedule._replace(SEARCH=search, FOLD_ROWS=4, AHEAD=16))
     rows = min(64, p.keys.page_size or 64)
     k, v = (tensor_maps.entries_map(name, x, rows, 64) for name, x in (("k", t.k_cache), ("v", t.v_cache)))
-    entry_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
+    k_rows, v_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
     c, lanes = config, lanes_of(p, min(config.most_lanes, programs))
     latent = Latent(
-        k, v, *entry_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes, c.registers, c.few
+        k, v, k_rows, v_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes, c.registers, c.few
     )  # fmt: skip
     launch = Launch(latent_attention, programs, {"call": call, "latent": latent}, {"num_warps": 4, "maxnreg": 128})
     return launch, slots * (p.head_dim_v + 2), 2 * programs

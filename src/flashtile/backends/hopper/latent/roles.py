@@ -233,7 +233,7 @@ def summer(channels, call, latent, HALF: gl.constexpr):
     records.ring.wait(parts)
     while records.get(parts, "is_part") > 0:
         accs, n = (), records.get(parts, "first_block")
-        for i in gl.static_range(COUNT):
+        for _ in gl.static_range(COUNT):
             accs = also(accs, zeros)
         while n < records.get(parts, "stop_block"):
             channels.factors.wait(used)
