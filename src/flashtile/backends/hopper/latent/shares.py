@@ -54,12 +54,18 @@ class Group(NamedTuple):
 def line_of(sequences, call, latent):
     """The ``Line`` of a call; ``sequences`` are numbered, at least as many as there are, packed ones' rest included."""
     spans = work.span_of(sequences, call)
-    tiles = (spans.num_tiles * call.num_heads_kv + latent.LANES - 1) // latent.LANES
-    blocks = tl.maximum((spans.high + call.schedule.BLOCK_N - 1) // call.schedule.BLOCK_N, 1)
-    each = tl.where(tiles > 0, blocks + latent.fixed_cost, 0)
-    cost = tiles * each
+    groups = (spans.num_tiles * call.num_heads_kv + latent.LANES - 1) // latent.LANES
+    return lined_up(sequences, groups, (spans.high + call.schedule.BLOCK_N - 1) // call.schedule.BLOCK_N, latent)
+
+
+@triton.jit
+def lined_up(sequences, groups, blocks, latent):
+    """The ``Line`` of so many groups of each sequence, each of so many blocks of keys."""
+    blocks = tl.maximum(blocks, 1)
+    each = tl.where(groups > 0, blocks + latent.fixed_cost, 0)
+    cost = groups * each
     ends = tl.cumsum(cost, 0)
-    total, count, most = tl.sum(cost, 0), tl.sum(tiles, 0), tl.max(each, 0)
+    total, count, most = tl.sum(cost, 0), tl.sum(groups, 0), tl.max(each, 0)
     teams = teams_of(total, count, most, latent)
     near = tl.maximum(total // teams // 16, latent.fixed_cost + 1)
     return Line(sequences, blocks, ends, total, teams, near)
