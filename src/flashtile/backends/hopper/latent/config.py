@@ -20,7 +20,7 @@ class Config:
 
     Attributes:
         fixed_cost: See ``records.Latent``, like all of them.
-        fewest_blocks: At least one more than fixed_cost, so that no share is without a block.
+        fewest_blocks: 2 at least, so that no share is without a block.
         stages: Blocks of keys in flight.
         piece: Columns of values that are loaded and released at once.
         registers: Of a summer's threads; a scorer's get what is left.
@@ -28,7 +28,7 @@ class Config:
         most_lanes: Programs at most that have tiles of a sequence at the same time.
     """
 
-    fixed_cost: int = 1
+    fixed_cost: int = 5
     fewest_blocks: int = 2
     stages: int = 2
     piece: int = 128
@@ -37,7 +37,7 @@ class Config:
     most_lanes: int = 8
 
     def __post_init__(self) -> None:
-        if self.fewest_blocks <= self.fixed_cost:
+        if self.fewest_blocks < 2:
             raise ValueError(f"a share without a block is possible: {self}")
 
     def __str__(self) -> str:
@@ -52,9 +52,10 @@ def lanes_of(problem: Problem, most: int) -> int:
 
 
 def choose(problem: Problem) -> Config:
-    """The tiles of a call."""
+    """The tiles of a call: of few rows even states of two blocks are folded in less time than they take."""
     held = tried("hopper_latent")
-    return Config() if held is None else held
+    rows = (1 if problem.varlen else problem.seqlen_q) * problem.group_size
+    return Config(fewest_blocks=2 if rows <= 16 else 4) if held is None else held
 
 
 def against(problem: Problem) -> list[str]:

@@ -60,15 +60,15 @@ def producer(channels, call, latent):
     parts, used = 0, 0
     records.ring.wait(parts)
     while records.get(parts, "is_part") > 0:
-        n, stop = records.get(parts, "first_block"), records.get(parts, "stop_block")
-        pages = pages_of(records, parts, n, call, latent)
+        n, stop, high = records.get(parts, "first_block"), records.get(parts, "stop_block"), records.get(parts, "high")
+        b, entry, h_kv = records.get(parts, "b"), records.get(parts, "entry"), records.get(parts, "h_kv")
+        pages = pages_of(b, entry, high, n, call, latent)
         while n < stop:
-            following = pages_of(records, parts, n + 1, call, latent)
+            following = pages_of(b, entry, high, n + 1, call, latent)
+            rows, own = boxes_of(pages, high, h_kv, n, latent.v_entry_rows, latent.k_entry_rows, call)
             for i in gl.static_range(len(channels.values)):
-                load_piece(
-                    latent.v, channels.values[i], used, records, parts, pages, n, latent.v_entry_rows, PIECE * i, call
-                )
-            load_piece(latent.k, channels.keys, used, records, parts, pages, n, latent.k_entry_rows, 0, call)
+                load_piece(latent.v, channels.values[i], used, rows, PIECE * i)
+            load_piece(latent.k, channels.keys, used, own, 0)
             pages, n, used = following, n + 1, used + 1
         records.ring.release(parts)
         parts += 1
@@ -76,41 +76,54 @@ def producer(channels, call, latent):
 
 
 @gluon.jit
-def pages_of(records, parts, n, call, latent):
+def pages_of(b, entry, high, n, call, latent):
     """The entry of each box of rows of block n; 0 where its page has no keys, whose number may be anything."""
     ROWS: gl.constexpr = latent.k.block_type.shape[2]
-    high, pages = records.get(parts, "high"), ()
+    pages = ()
     for i in gl.static_range(call.schedule.BLOCK_N // ROWS):
-        entry, row = records.get(parts, "entry"), n * call.schedule.BLOCK_N + i * ROWS
+        found, row = entry, n * call.schedule.BLOCK_N + i * ROWS
         if call.cache.pages is not None:
             table = call.cache.pages
             if call.cache.indptr is None:
-                table += records.get(parts, "b").to(gl.int64) * call.cache.pages_pitch
+                table += b.to(gl.int64) * call.cache.pages_pitch
             else:
                 table += entry
-            entry = gl.load(table + row // call.cache.PAGE_SIZE, mask=row < high, other=0)
-        pages = also(pages, entry)
+            found = gl.load(table + row // call.cache.PAGE_SIZE, mask=row < high, other=0)
+        pages = also(pages, found)
     return pages
 
 
 @gluon.jit
-def load_piece(desc, ring, use, records, parts, pages, n, entry_rows, COL: gl.constexpr, call):
-    """Starts the load of some columns of block n, as zeros from the end of the keys on."""
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    WIDTH: gl.constexpr = ring.buffers.shape[2]
-    BOX: gl.constexpr = desc.block_type.shape[4]
+def boxes_of(pages, high, h_kv, n, v_entry_rows, k_entry_rows, call):
+    """((``HeadRows``, first row), ...) of the values and of the keys of block n, a box each.
+
+    Once a block: the pieces are loaded as fast as they are asked for, and small pages have many boxes.
+    """
+    ROWS: gl.constexpr = call.schedule.BLOCK_N // len(pages)
     PAGE_SIZE: gl.constexpr = call.cache.PAGE_SIZE
-    high, h_kv = records.get(parts, "high"), records.get(parts, "h_kv")
-    full = ring.acquire(use, call.schedule.BLOCK_N * WIDTH * 2)
-    for i in gl.static_range(call.schedule.BLOCK_N // ROWS):
+    of_values, of_keys = (), ()
+    for i in gl.static_range(len(pages)):
         row, length = n * call.schedule.BLOCK_N + i * ROWS, high
         if call.cache.pages is not None:
             first = row // PAGE_SIZE * PAGE_SIZE
             length, row = gl.minimum(gl.maximum(high - first, 0), PAGE_SIZE), row - first
-        rows = HeadRows(pages[i], h_kv, pages[i] * entry_rows, length, True)
+        of_values = also(of_values, (HeadRows(pages[i], h_kv, pages[i] * v_entry_rows, length, True), row))
+        of_keys = also(of_keys, (HeadRows(pages[i], h_kv, pages[i] * k_entry_rows, length, True), row))
+    return of_values, of_keys
+
+
+@gluon.jit
+def load_piece(desc, ring, use, rows, COL: gl.constexpr):
+    """Starts the load of some columns of a block, as zeros from the end of the keys on."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    BOX: gl.constexpr = desc.block_type.shape[4]
+    KEYS: gl.constexpr = ring.buffers.shape[1]
+    WIDTH: gl.constexpr = ring.buffers.shape[2]
+    full, tile = ring.acquire(use, KEYS * WIDTH * 2), ring.at(use)
+    for i in gl.static_range(len(rows)):
         for j in gl.static_range(WIDTH // BOX):
-            box = box_of(box_of(ring.at(use), i * ROWS, ROWS, 0), j * BOX, BOX)
-            tma_load(desc, rows.at(row, COL + j * BOX), full, as_box(box, desc))
+            box = box_of(box_of(tile, i * ROWS, ROWS, 0), j * BOX, BOX)
+            tma_load(desc, rows[i][0].at(rows[i][1], COL + j * BOX), full, as_box(box, desc))
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ class Line(NamedTuple):
         ends: The cost of each and of all before it, in blocks: int32 holds that of 10^11 keys.
         total: The cost of all.
         teams: Teams that have a share.
-        near: A share that would begin so near to a tile's edge begins with it.
+        near: A share that would begin so near to a group's edge begins with it.
     """
 
     sequences: Any
@@ -41,13 +41,23 @@ class Line(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Tiles on the line: their sequence, the group's number in it, its blocks, and where it begins and ends."""
+    """Tiles on the line.
+
+    Attributes:
+        b: Their sequence.
+        number: Which of its groups they are.
+        blocks: Of each.
+        start: Where they begin on the line.
+        end: Where they end.
+        near: ``Line.near``; of a group of few blocks all of it, so that each share has a block, and it is not divided.
+    """
 
     b: Any
     number: Any
     blocks: Any
     start: Any
     end: Any
+    near: Any
 
 
 @triton.jit
@@ -67,7 +77,7 @@ def lined_up(sequences, groups, blocks, latent):
     ends = tl.cumsum(cost, 0)
     total, count, most = tl.sum(cost, 0), tl.sum(groups, 0), tl.max(each, 0)
     teams = teams_of(total, count, most, latent)
-    near = tl.maximum(total // teams // 16, latent.fixed_cost + 1)
+    near = tl.maximum(total // teams // 16, 2)
     return Line(sequences, blocks, ends, total, teams, near)
 
 
@@ -97,7 +107,8 @@ def group_at(at, line, latent):
     each = tl.maximum(blocks + latent.fixed_cost, 1)
     number = (at - before) // each
     start = before + number * each
-    return Group(b, number, blocks, start, start + each)
+    near = tl.where(blocks > latent.fixed_cost, line.near, each)
+    return Group(b, number, blocks, start, start + each, near)
 
 
 @triton.jit
@@ -105,16 +116,16 @@ def begin_of(team, line, latent):
     """Where the share of a team begins on the line; its end for the one past the last."""
     at = (line.total.to(tl.int64) * tl.minimum(team, line.teams) // line.teams).to(tl.int32)
     group = group_at(tl.minimum(at, tl.maximum(line.total - 1, 0)), line, latent)
-    snapped = tl.where(at - group.start <= line.near, group.start, tl.where(group.end - at <= line.near, group.end, at))
-    return tl.where(at < line.total, snapped, line.total)
+    at_end = tl.where(group.end - at <= group.near, group.end, at)
+    return tl.where(at < line.total, tl.where(at - group.start <= group.near, group.start, at_end), line.total)
 
 
 @triton.jit
 def teams_at(group, line):
     """The first and the last team that have blocks of a group."""
     # The shares that begin there or before, and those that begin before its end, as ``begin_of`` moves them.
-    first = tl.minimum(group.start + line.near, group.end - 1)
-    last = tl.minimum(tl.maximum(group.end - line.near - 1, first), group.end - 1)
+    first = tl.minimum(group.start + group.near, group.end - 1)
+    last = tl.minimum(tl.maximum(group.end - group.near - 1, first), group.end - 1)
     return last_before(first, line), last_before(last, line)
 
 
