@@ -23,7 +23,8 @@ from benchmarks import results, table
 from benchmarks.caches import MEASURES, DecodeCase, draw_pool, groups
 from benchmarks.cases import select
 from benchmarks.checks import Call, Outputs, judged, poison
-from benchmarks.providers import Flashtile, Provider, choose_providers
+from benchmarks.latent import LatentCase
+from benchmarks.providers import FlashMla, Flashtile, Provider, choose_providers
 from benchmarks.run import done_before
 from benchmarks.session import Body, NotTimedError, Session, attempt, new_parser, run_command
 from benchmarks.steps import StepCase
@@ -35,15 +36,17 @@ PEER = "fa3"
 # A graph holds calls for about a millisecond, so that its start does not count.
 _GRAPH_MS, _MOST_CALLS, _BURST = 1.0, 50, 50
 # A plain cell and its variants, which are timed in the same rounds.
-Group = tuple[DecodeCase, ...] | tuple[StepCase, ...]
+Group = tuple[DecodeCase, ...] | tuple[StepCase, ...] | tuple[LatentCase, ...]
 _FA3_NAMES = {"k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k", "k_cache": "k", "v_cache": "v"}
 
 
-def call_of(provider: Provider, case: DecodeCase | StepCase, tensors: dict[str, Tensor]) -> Call:
+def call_of(provider: Provider, case: DecodeCase | StepCase | LatentCase, tensors: dict[str, Tensor]) -> Call:
     """A provider's call; ``NotTimedError`` if it refuses the case."""
     if isinstance(provider, Flashtile):
         ours: Any = functools.partial(flashtile.attention_with_kvcache, backend=provider.backend)
         return lambda: (ours(**tensors),)
+    if isinstance(case, LatentCase):
+        return _of_latent_rows(provider, case, tensors)
     if provider.name == PEER and case.variant != "fp8":
         # As its flash_attn_with_kvcache: the operator chooses splits and packing.
         named: dict[str, Any] = {_FA3_NAMES.get(name, name): x for name, x in tensors.items()}
@@ -54,6 +57,15 @@ def call_of(provider: Provider, case: DecodeCase | StepCase, tensors: dict[str, 
         raise NotTimedError("refused: no such caches")
     q, k, v = (tensors[name].transpose(1, 2) for name in ("q", "k_cache", "v_cache"))
     return lambda: (F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2),)
+
+
+def _of_latent_rows(provider: Provider, case: LatentCase, tensors: dict[str, Tensor]) -> Call:
+    if not isinstance(provider, FlashMla) or case.page_size != 64:
+        raise NotTimedError("refused: no such caches")
+    lead = [tensors["q"], tensors["k_cache"], 512, tensors["cache_seqlens"], tensors["page_table"], case.head_dim**-0.5]
+    # As its users replay it: planned before, for these lengths.
+    plan = provider.call(*lead, True, None, None)[2:]
+    return lambda: (provider.call(*lead, True, *plan)[0],)
 
 
 def sampler(measure: str, calls: Sequence[Call], device: torch.device, burst_ms: float) -> Callable[[], float]:
@@ -108,7 +120,9 @@ def run_group(
     ]
 
 
-def _second_call(provider: Provider, case: DecodeCase | StepCase, tensors: dict[str, Tensor]) -> tuple[Call, Outputs]:
+def _second_call(
+    provider: Provider, case: DecodeCase | StepCase | LatentCase, tensors: dict[str, Tensor]
+) -> tuple[Call, Outputs]:
     call = call_of(provider, case, tensors)
     poison(call())
     if case.variant == "append":

@@ -42,6 +42,7 @@ _SUITES = {
     "decode": (400, "decode --providers flashtile-hopper,flashtile-portable,fa3,sdpa --resume"),
     "decode-cold": (100, "decode --measures cold --cells *h32x8*,*h64x8* --resume"),
     "serving": (240, "serving --resume"),
+    "mla": (120, "mla --resume"),
     "decode-host": (60, "decode --measures host loop --cells *b1-k1k*"),
 }
 _TOOLS = ("memcheck", "racecheck", "initcheck")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from benchmarks import cudnn_fp8, fa3, flex
+from benchmarks import cudnn_fp8, fa3, flash_mla, flex
 from benchmarks.cases import Case, Inputs
 from benchmarks.checks import Call, Outputs
 from benchmarks.session import NotTimedError
@@ -28,6 +28,7 @@ from flashtile.ops import dispatch
 
 Attend = Callable[..., Tensor]
 OURS = "flashtile"
+MLA_PEER = "flash-mla"
 STEP = "forward and backward"
 # The relative error that attention in 8 bits may have: of normal numbers ours has 0.053, and cuDNN's, with an output in
 # 8 bits too, 0.058 to 0.066. A scale or an order of keys that is wrong makes more than 0.1.
@@ -194,6 +195,23 @@ class FlashAttention3(Provider):
         return lambda q, k, v: fa3.FlashAttention3.apply(q, k, v, features)
 
 
+class FlashMla(Provider):
+    """FlashMLA's dense decode, an extension module that FLASH_MLA_SO names: it attends over latent rows alone."""
+
+    name, code = MLA_PEER, "flash_mla's dense_decode_fwd"
+
+    def missing(self, direction: Direction, device: torch.device) -> str | None:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+            return "needs compute capability 9.0"
+        if not os.environ.get("FLASH_MLA_SO"):
+            return "FLASH_MLA_SO does not name its module"
+        self.call = flash_mla.load(os.environ["FLASH_MLA_SO"])
+        return None
+
+    def refusal(self, case: Case, inputs: Inputs) -> str | None:
+        return "not asked"
+
+
 class SdpaKernel(Provider):
     """One CUDA backend of PyTorch's scaled_dot_product_attention, by its own operator: ``cudnn``."""
 
@@ -346,7 +364,7 @@ class Flex(Provider):
 
 _OURS: list[Provider] = [Flashtile(name) for name in (None, "portable", "hopper", "cpu")]
 _OURS += [EightBits(name, in_call) for name in ("portable", "hopper", "cpu") for in_call in (False, True)]
-_PEERS: list[Provider] = [FlashAttention3(), SdpaKernel(), CudnnEightBits(), FlashAttention2(), Flex()]
+_PEERS: list[Provider] = [FlashAttention3(), FlashMla(), SdpaKernel(), CudnnEightBits(), FlashAttention2(), Flex()]
 _PEERS += [Sdpa(), Eager()]
 PROVIDERS = {provider.name: provider for provider in _OURS + _PEERS}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.caches import DecodeCase
 from benchmarks.cases import Case
+from benchmarks.latent import LatentCase
 from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.results import Row
 from benchmarks.steps import StepCase
@@ -51,7 +52,7 @@ class Cell:
 
 def case_of(row: Row) -> Any:
     """The cell that a row is about."""
-    kinds: dict[str, Callable[..., Any]] = {"decode": DecodeCase, "serving": StepCase}
+    kinds: dict[str, Callable[..., Any]] = {"decode": DecodeCase, "serving": StepCase, "mla": LatentCase}
     return kinds[row.suite](**row.case) if row.suite in kinds else Case.from_dict(row.case)
 
 

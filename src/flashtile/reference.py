@@ -213,9 +213,12 @@ def attention_with_kvcache(
         first = 0 if t.cache_leftpad is None else int(t.cache_leftpad[b])
         places = [_place(t, b, j) for j in range(first, int(t.cache_seqlens[b]))]  # rules 13 and 17
         k, v = (_values(cache, scale, places, dtype) for cache, scale in _caches(t))
+        q = _rows(t.q, b, rows)
+        if t.qv is not None:  # rule 30
+            q, k = torch.cat([_rows(t.qv, b, rows), q], dim=-1), torch.cat([v, k], dim=-1)
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        one = Tensors(_rows(t.q, b, rows)[None], k[None], v[None], slopes, sinks=t.sinks)
+        one = Tensors(q[None], k[None], v[None], slopes, sinks=t.sinks)
         # The last query stands at the last key, however many are left out at the start.
         own = problem.but(band=_band(problem, t, b))
         one_out, one_lse = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))

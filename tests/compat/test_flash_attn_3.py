@@ -299,13 +299,39 @@ def test_chunks_are_those_of_attention() -> None:
     assert torch.equal(fa3.flash_attn_func(q, k, v, attention_chunk=-1), fa3.flash_attn_func(q, k, v))
 
 
-@pytest.mark.parametrize("name", ["qv", "sm_margin"])
-def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
-    value = 3 if name == "sm_margin" else torch.ones(1, 2)
-    with pytest.raises(UnsupportedError, match=f"^{name}: "):
-        fa3.flash_attn_func(Q, Q, Q, **{name: value})
-    with pytest.raises(UnsupportedError, match=f"^{name}: "):
-        varlen(**{name: value})
-    if name != "qv":
-        with pytest.raises(UnsupportedError, match=f"^{name}: "):
-            fa3.flash_attn_qkvpacked_func(QKV, **{name: value})
+@pytest.mark.parametrize("causal", [False, True])
+def test_qv_is_a_second_product(causal: bool) -> None:
+    """Of queries with the values: as if queries and keys were wider, dense, packed and over a cache."""
+    make = torch.Generator().manual_seed(3)
+    q, qv = (torch.randn(2, 5, 4, dim, generator=make) for dim in (8, 24))
+    k, v = (torch.randn(2, 23, 2, dim, generator=make) for dim in (8, 24))
+    options = {"causal": causal, "window_size": (11, -1), "softcap": 4.0}
+    want, lse = flashtile.attention(
+        torch.cat([qv, q], dim=-1), torch.cat([v, k], dim=-1), v, return_lse=True, **options
+    )
+    found = fa3.flash_attn_func(q, k, v, qv=qv, return_attn_probs=True, **options)
+    torch.testing.assert_close(found, (want, lse))
+    cached = fa3.flash_attn_with_kvcache(q, k, v, qv=qv, cache_seqlens=23, return_softmax_lse=True, **options)
+    torch.testing.assert_close(cached[:2], (want, lse))
+    bounds = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 23)]
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    packed = fa3.flash_attn_varlen_func(*flat, *bounds, 5, 23, qv=qv.flatten(0, 1), **options)
+    torch.testing.assert_close(packed.view_as(want), want)
+    used = torch.tensor([3, 5], dtype=torch.int32)
+    packed = fa3.flash_attn_varlen_func(*flat, *bounds, 5, 23, used, qv=qv.flatten(0, 1), **options)
+    alone = fa3.flash_attn_func(q[:1, :3], k[:1], v[:1], qv=qv[:1, :3], **options)
+    torch.testing.assert_close(packed.view_as(want)[:1, :3], alone)
+    torch.testing.assert_close(packed.view_as(want)[1], want[1])
+    with pytest.raises(UnsupportedError, match="^qv: "):
+        fa3.flash_attn_func(q.requires_grad_(), k, v, qv=qv).sum().backward()
+    with pytest.raises(UnsupportedError, match="^k_descale: "):
+        fa3.flash_attn_func(q, k, v, qv=qv, k_descale=torch.ones(2, 2))
+
+
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="^sm_margin: "):
+        fa3.flash_attn_func(Q, Q, Q, sm_margin=3)
+    with pytest.raises(UnsupportedError, match="^sm_margin: "):
+        varlen(sm_margin=3)
+    with pytest.raises(UnsupportedError, match="^sm_margin: "):
+        fa3.flash_attn_qkvpacked_func(QKV, sm_margin=3)

@@ -24,7 +24,7 @@ def is_expressed(version: Any, case: CacheCase) -> bool:
     ours = case.sinks or case.tree or case.slots or case.ragged or case.causal_each or case.e5m2
     common = not ours and case.float8 in ("", "none") and len(case.sequences) > 0
     if version is fa2:
-        return common and not (case.packed or case.packed_new or case.rotary_start or case.chunk)
+        return common and not (case.packed or case.packed_new or case.rotary_start or case.chunk or case.qv)
     return common and not case.alibi
 
 

@@ -23,9 +23,10 @@ from tests.quantization.quantizer import Case as QuantizerCase
 from tests.trees import KINDS as TREES
 
 T = TypeVar("T")
-# plain: dense and packed calls, with gradients; pieces: the calls of ranks; quantizer: what makes 8 bits of tensors.
-Kind = Literal["plain", "cached", "quantized", "quantizer", "pieces"]
-KINDS: tuple[Kind, ...] = ("plain", "plain", "plain", "cached", "cached", "quantized", "quantizer", "pieces")
+# plain: dense and packed calls, with gradients; latent: cached ones with queries of the values; pieces: the calls of
+# ranks; quantizer: what makes 8 bits of tensors.
+Kind = Literal["plain", "cached", "latent", "quantized", "quantizer", "pieces"]
+KINDS: tuple[Kind, ...] = ("plain", "plain", "plain", "cached", "cached", "quantized", "quantizer", "pieces", "latent")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -146,7 +147,7 @@ def draw(seed: int, sizes: Sizes = SMALL, kind: Kind | None = None) -> Drawn:
     dtype = d.pick(*FLOATS[:2], *FLOATS)
     if chosen == "pieces":
         return _pieces(d, seed, dtype)
-    makers = {"plain": _plain, "cached": _cached, "quantized": _quantized, "quantizer": _quantizer}
+    makers = {"plain": _plain, "cached": _cached, "latent": _latent, "quantized": _quantized, "quantizer": _quantizer}
     return Drawn(seed, chosen, _within(makers[chosen](d, f"{chosen}_{seed}"), sizes), dtype)
 
 
@@ -264,6 +265,21 @@ def _cached(d: Draw, name: str) -> CacheCase:
     case = replace(case, e5m2=True) if case.float8 and d.chance() else case
     case = replace(case, causal_each=True) if not case.tree and d.chance(0.2) else case
     return replace(case, chunk=d.chunk() if not case.tree and d.chance(0.2) else None)
+
+
+def _latent(d: Draw, name: str) -> CacheCase:
+    """A cached call with queries of the values, mostly one that the kernel over latent rows computes."""
+    case = _cached(d, name)
+    if d.chance(0.7):
+        case = replace(
+            case, window=None, softcap=0.0, alibi="", tree="", leftpad=(), chunk=None, scale=d.pick(None, 0.1),
+            page_size=d.pick(8, 16, 16, 32, 64, 64, 128) if case.page_size else 0,
+        )  # fmt: skip
+    dims = (64, 512) if d.sizes.most_dim > 128 and d.chance(0.9) else (d.head_dim(), d.head_dim())
+    return replace(
+        case, qv=True, float8="", e5m2=False, heads=d.pick(1, 3, 9, 16, 40, 64, 128), kv_heads=1, head_dim=dims[0],
+        head_dim_v=dims[1], rotary=min(case.rotary, dims[0] // 2 * 2), layout=d.pick("stacked", "stacked", "apart"),
+    )  # fmt: skip
 
 
 def _with_trees(d: Draw, case: CacheCase) -> CacheCase:

@@ -102,11 +102,11 @@ def on_cpu(seed: int, backend: str, kind: Kind | None = None) -> Drawn:
     """A call that takes the backend about a second on CPU tensors, and is one that it can have there."""
     sizes = {"portable": TINY, "hopper": TILES}.get(backend, SMALL)
     call = draw(seed, sizes, kind)
-    if backend == "portable" and call.dtype == torch.bfloat16 and call.kind in ("cached", "quantizer"):
+    if backend == "portable" and call.dtype == torch.bfloat16 and call.kind in ("cached", "latent", "quantizer"):
         # The interpreter multiplies bfloat16 numbers as integers.
         return replace(call, dtype=torch.float16)
-    if backend == "hopper" and call.kind == "cached":
-        # Its kernels but the one for wide groups are Triton's.
+    if backend == "hopper" and call.kind in ("cached", "latent"):
+        # Its kernels but those for wide groups and latent rows are Triton's, and so is the one that appends.
         return on_cpu(seed, backend, "plain")
     if backend == "hopper" and isinstance(call.case, Case) and call.case.layout == "sliced":
         # Of CPU tensors nobody asks whether they lie on 16 bytes.

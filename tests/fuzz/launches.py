@@ -60,8 +60,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def started(call: Drawn, capability: Capability) -> list[Started]:
     """The launches of a call on a GPU, by the backend that is chosen there and by the portable one."""
     of_kind = {
-        "plain": _of_plain, "pieces": _of_pieces, "cached": _of_cached, "quantized": _of_quantized,
-        "quantizer": _of_quantizer,
+        "plain": _of_plain, "pieces": _of_pieces, "cached": _of_cached, "latent": _of_cached,
+        "quantized": _of_quantized, "quantizer": _of_quantizer,
     }[call.kind]  # fmt: skip
     with recorded(capability) as launches:
         found: list[Started] = []

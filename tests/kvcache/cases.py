@@ -58,6 +58,7 @@ class CacheCase:
         ragged: Whether pages are a list of all sequences' in place of a table; "bound" with max_seqlen_k.
         causal_each: Whether causal is a tensor, true of every other sequence.
         chunk: attention_chunk.
+        qv: Whether there are queries of the values.
     """
 
     name: str
@@ -97,6 +98,7 @@ class CacheCase:
     causal_each: bool = False
     ragged: str = ""
     chunk: int | None = None
+    qv: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -302,6 +304,22 @@ _BY_SEQUENCE = (
     CacheCase("causal_each_tree", _same(37, 9, rows=6), causal_each=True, window=(-1, 0), tree="random"),
 )  # fmt: skip
 
+_LATENT = (
+    CacheCase("qv", _same(37, 5, 64, rows=2), qv=True, heads=4, kv_heads=1, head_dim=8, head_dim_v=24),
+    CacheCase("qv_heads", _same(37, 0, rows=3), qv=True, heads=4, head_dim=24, head_dim_v=8, sinks=True, softcap=3.0),
+    CacheCase("qv_stacked", _same(37, 5, 0, rows=2, new=2), qv=True, heads=20, kv_heads=1, head_dim_v=40, appends=True,
+              layout="stacked", page_size=16, rotary=16),
+    CacheCase("qv_packed", ((37, 1, 0), (20, 20, 0), (0, 3, 0)), packed=True, qv=True, page_size=3, window=(11, 0),
+              alibi="h", spare=2),
+    CacheCase("qv_tree", _same(37, 5, rows=7), tree="random", qv=True, heads=8, kv_heads=1, head_dim_v=48),
+    CacheCase("qv_float8", _same(37, 5), qv=True, float8="h"),
+    CacheCase("qv_ragged", _same(37, 0, 50, rows=3), qv=True, heads=24, kv_heads=1, head_dim=64, head_dim_v=512,
+              page_size=16, ragged="pages", layout="stacked", causal_each=True),
+    CacheCase("wide_heads", _same(37, 9, rows=2), head_dim=512, heads=4),
+    CacheCase("wide_values", _same(70, 5), head_dim=264, head_dim_v=320, page_size=16, heads=12, kv_heads=1,
+              sinks=True),
+)  # fmt: skip
+
 _EVERYTHING = (
     CacheCase("everything", ((37, 1, 1), (3, 9, 9), (0, 0, 0), (0, 4, 4)), packed=True, appends=True, page_size=3,
               rotary=12, rotary_start=True, leftpad=(5, 1, 0, 2), window=(20, 0), softcap=3.0, alibi="bh", sinks=True,
@@ -313,7 +331,7 @@ _EVERYTHING = (
 
 CASES: tuple[CacheCase, ...] = (
     *_DENSE, *_LAYOUTS, *_PAGED, *_APPENDING, *_ROTARY, *_PACKED, *_FLOAT8, *_TREES, *_SLOTS, *_RAGGED, *_BY_SEQUENCE,
-    *_EVERYTHING,
+    *_LATENT, *_EVERYTHING,
 )  # fmt: skip
 
 
@@ -361,7 +379,7 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
     of_q = (sum(rows) + case.spare,) if case.packed else (batch, rows[0] if rows else 2)
     of_new = (sum(new) + case.spare,) if packed_new else (batch, new[0] if new else 1)
     given: dict[str, Any] = {"q": normal(*of_q, case.heads, case.head_dim)}
-    keywords: dict[str, Any] = {}
+    keywords: dict[str, Any] = {"qv": normal(*of_q, case.heads, dim_v)} if case.qv else {}
     if case.packed:
         keywords["cu_seqlens_q"] = index([0, *rows]).cumsum(0, dtype=torch.int32)
         keywords |= {"max_seqlen_q": max(rows, default=0)} if case.say_longest else {}

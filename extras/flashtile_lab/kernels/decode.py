@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -47,7 +48,20 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
     for call in calls:
         problem, tensors = described_call(capability, **call)
         made += kernel_builds(backend, "decode", problem, launches(problem, tensors), more=call.get("has", ()))
-    return made
+    problem, tensors = latent_call(capability)
+    return made + kernel_builds(backend, "decode", problem, launches(problem, tensors), more=("latent rows",))
+
+
+def latent_call(capability: tuple[int, int] | None, page_size: int = 64) -> tuple[Problem, CacheTensors]:
+    """One over latent rows: 128 heads over one, of 64 columns and 512 of values."""
+    problem, t = described_call(capability, head_dim=576, num_heads_q=128, page_size=page_size)
+    cache = t.k_cache[:, :, :1]
+    own, values = (slice(512, 576), slice(512))
+    tensors = dataclasses.replace(
+        t, out=t.q.new_empty(*t.q.shape[:-1], 512), q=t.q[..., own], qv=t.q[..., values], k_cache=cache[..., own],
+        v_cache=cache[..., values],
+    )  # fmt: skip
+    return problem.but(num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True), tensors
 
 
 def described_call(

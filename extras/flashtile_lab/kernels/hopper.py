@@ -62,10 +62,11 @@ def _interval_builds() -> list[KernelBuild]:
 
 
 def _decode_builds() -> list[KernelBuild]:
-    """The decode of wide groups: 71 heads over one, and pages smaller than a block; prompts over 8-bit caches."""
+    """The decode of wide groups: 71 heads over one, small pages; over latent rows; prompts over 8-bit caches."""
     from flashtile.backends.hopper.decode import config, launch
     from flashtile.backends.hopper.forward.cached import cached_launch
-    from flashtile_lab.kernels.decode import described_call
+    from flashtile.backends.hopper.latent.launch import latent_launch
+    from flashtile_lab.kernels.decode import described_call, latent_call
 
     calls: list[dict[str, Any]] = [*({"head_dim": dim, "num_heads_q": 568} for dim in (128, 64, 256))]
     made: list[KernelBuild] = []
@@ -73,6 +74,10 @@ def _decode_builds() -> list[KernelBuild]:
         problem, tensors = described_call((9, 0), **call)
         wide = launch.wide_launch(problem, tensors, config.tiles(problem), 132)
         made += kernel_builds("hopper", "decode", problem, {"wide_cache_attention": wide}, limits(problem))
+    for size in (64, 16):
+        problem, tensors = latent_call((9, 0), size)
+        latent = {"latent_attention": latent_launch(problem, tensors)[0]}
+        made += kernel_builds("hopper", "decode", problem, latent, limits(problem), (f"pages of {size}",))
     for dim, scales in ((128, False), (128, True), (64, False), (256, False)):
         problem, tensors = described_call(
             (9, 0), head_dim=dim, seqlen_q=512, packed=True, page_size=64, kv=FLOAT8, scales=scales
@@ -124,6 +129,8 @@ def limits(problem: Problem) -> dict[str, int]:
         "attention_backward": _backward_limit(problem),
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
+        # The scheduler's, and what the scorer keeps over the copies of queries.
+        "latent_attention": 48,
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.keywords import CacheKeywords, refused
-from flashtile.call import arguments, autocast
+from flashtile.call import arguments, autocast, latent
 from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read, tree_words
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
@@ -20,21 +20,21 @@ from flashtile.ops import cached as ops
 
 @overload
 def attention_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor,
     *, cache_seqlens: Tensor | int, return_lse: Literal[False] = False, **others: Unpack[CacheKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor,
     *, cache_seqlens: Tensor | int, return_lse: Literal[True], **others: Unpack[CacheKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor,
     *, cache_seqlens: Tensor | int, return_lse: bool, **others: Unpack[CacheKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_with_kvcache(
-    q: Tensor,
+    q: Tensor | tuple[Tensor, Tensor],
     k_cache: Tensor,
     v_cache: Tensor,
     *_more: Any,
@@ -65,6 +65,7 @@ def attention_with_kvcache(
     page_indices: Tensor | None = None,
     max_seqlen_k: int | None = None,
     attention_chunk: int | None = None,
+    qv: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -78,11 +79,14 @@ def attention_with_kvcache(
 
     Args:
         q: ``(batch, seqlen_q, num_heads_q, head_dim)``, or packed ``(total_q, num_heads_q, head_dim)`` with
-            cu_seqlens_q; float16, bfloat16, float32, or float64 on the CPU. It is not changed.
+            cu_seqlens_q; float16, bfloat16, float32, or float64 on the CPU. It is not changed. Or (q_nope, q_pe), where
+            values are columns of keys: see v_cache.
         k_cache: ``(entries, capacity, num_heads_kv, head_dim)``, or with page_table ``(pages, page_size, num_heads_kv,
             head_dim)``; q's dtype, float8_e4m3fn or float8_e5m2. Never copied: its last dimension must be contiguous,
             other strides are free, so that K and V may be views of one tensor, or heads lie before positions.
-        v_cache: The same with head_dim_v, in k_cache's dtype.
+        v_cache: The same with head_dim_v, in k_cache's dtype. If it is ``k_cache[..., :head_dim_v]``, as address and
+            strides say (MLA: head_dim 576, head_dim_v 512), each row is read once, and q may be its first head_dim_v
+            columns and the others as two tensors.
         cache_seqlens: ``(batch,)`` int32: the keys of each sequence in the cache before appending; an int for all.
         page_table: ``(batch, max_pages)`` int32: key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. What stands past a sequence's last page is not used.
@@ -90,7 +94,7 @@ def attention_with_kvcache(
         cache_leftpad: ``(batch,)`` int32: the first key that each sequence sees, 0 by default.
         k: New keys, ``(batch, seqlen_new, num_heads_kv, head_dim)`` in q's dtype, or packed ``(total_new, ...)`` with
             cu_seqlens_k_new; written into k_cache at positions from cache_seqlens on, then attended to.
-        v: New values, the same with head_dim_v.
+        v: New values, the same with head_dim_v. Left out where v_cache is the first columns of k_cache: k has them.
         rotary_cos: ``(seqlen_rotary, rotary_dim / 2)`` in float32 or q's dtype: rotates the new keys and the queries;
             the features from rotary_dim on are unchanged. In float32, rounded to q's dtype. Goes with k.
         rotary_sin: Like rotary_cos.
@@ -130,6 +134,8 @@ def attention_with_kvcache(
         attention_chunk: c > 0: a row sees the keys of its own chunk alone, ``floor(p / c) * c <= j < floor(p / c) * c +
             c`` with ``p = i + L - seqlen_q``, both counted from cache_leftpad on; 0 or None for no chunks. Not with
             tree_mask.
+        qv: Like q with head_dim_v: the scores are ``softmax_scale * (q @ k^T + qv @ v^T)``, and softmax_scale is
+            ``(head_dim + head_dim_v) ** -0.5`` by default. FlashAttention-3's argument.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -153,7 +159,7 @@ def attention_with_kvcache(
     tensors = completed(CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]
-        tree_mask, slot_mapping, of_each, page_indptr, page_indices,
+        tree_mask, slot_mapping, of_each, page_indptr, page_indices, qv,
     ))  # fmt: skip
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
         problem_of(tensors, options)
@@ -168,12 +174,16 @@ def causality(causal: Any) -> tuple[Any, Tensor | None]:
 
 
 def completed(t: CacheTensors) -> CacheTensors:
-    """A new record of a call with what its caller left out: out, bounds of new keys, numbers for all as tensors."""
+    """A record of a call with what its caller left out: out, bounds and values of new keys, numbers as tensors."""
+    if not isinstance(t.q, Tensor):
+        t = latent.split_queries(t, t.q)
     if autocast.is_on():
         check_tensor("q", t.q)
         t = autocast.cast(t, t.q.device.type)
     if t.k is not None and t.cu_seqlens_k_new is None:
         t.cu_seqlens_k_new = t.cu_seqlens_q
+    if t.k is not None and isinstance(t.k_cache, Tensor) and isinstance(t.v_cache, Tensor):
+        latent.complete_values(t)
     if t.tree_mask is not None:
         t.tree_mask = tree_words("tree_mask", t.tree_mask)
     if t.out is None:

@@ -75,6 +75,7 @@ class Cached(TypedDict, total=False):
     slot_mapping: Tensor | None
     page_indptr: Tensor | None
     page_indices: Tensor | None
+    qv: Tensor | None
     out: Tensor | None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtile.api.attention import quantized_calls
 from flashtile.api.cached import causality, completed
 from flashtile.api.keywords import AnyCall, Asked, asked_of, refuse_functions, shift_of, with_functions
-from flashtile.call import autocast, cached_arguments, cached_problem
+from flashtile.call import autocast, cached_arguments, cached_problem, latent
 from flashtile.call.arguments import Options, Tensors, flag, read
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
@@ -95,7 +95,7 @@ def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[Cache
     options = cached_arguments.read(of_all, window_size, return_lse, alike)
     given: dict[str, Any] = {name: cached.get(name, getattr(t, name, None)) for name in cached_arguments.TENSORS}
     given["causal"] = of_each
-    return completed(CacheTensors(**given)), options
+    return latent.split(completed(CacheTensors(**given))), options
 
 
 @dataclasses.dataclass(frozen=True)

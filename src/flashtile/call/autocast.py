@@ -18,7 +18,7 @@ is_on = torch._C._is_any_autocast_enabled
 
 
 def cast(tensors: T, device_type: str) -> T:
-    """A call's q, k and v in the dtype of the autocast that is on for a device type; other tensors stay as they are.
+    """A call's q, k, v and qv in the dtype of the autocast that is on for a device type; other tensors stay.
 
     As for ``scaled_dot_product_attention``, float64 is left alone. Any float dtype will do for attn_bias and sinks, so
     they are not rounded. Gradients flow back in the dtypes before the cast.
@@ -26,7 +26,7 @@ def cast(tensors: T, device_type: str) -> T:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    given = {name: getattr(tensors, name) for name in ("q", "k", "v")}
+    given = {name: getattr(tensors, name, None) for name in ("q", "k", "v", "qv")}
     made: Any = {name: cast_one(x, dtype) for name, x in given.items() if x is not None}
     return dataclasses.replace(tensors, **made)
 

@@ -24,6 +24,7 @@ _CACHE = (EIGHT_BITS, "float8_e4m3fn, float8_e5m2")
 _WORDS = ((torch.int64,), "bool (batch, T, T) or int64 words (batch, T)")
 _BOOL = ((torch.bool,), "bool")
 _SLOTS = ((torch.int64, torch.int32), "int64 or int32")
+_QV = Argument("Queries of values.", "batch seqlen_q num_heads_q head_dim_v", None, "rows")
 _BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
 
 
@@ -65,6 +66,7 @@ class CacheTensors:
     page_indices: Annotated[Tensor | None, Argument("Pages, one sequence's after another's.", "total_pages", INT32)] = (
         None
     )
+    qv: Annotated[Tensor | None, _QV] = None
 
     @property
     def in_pages(self) -> bool:

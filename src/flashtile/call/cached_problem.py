@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from flashtile.call.cached_arguments import (
     check_tree_rows,
     tree_pairs,
 )
-from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem
+from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem, is_aligned
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 
@@ -41,13 +42,22 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     page_size = sizes.get("page_size", 0)
     capacity = sizes["capacity"] if not t.in_pages else sizes.get("max_pages", sizes.get("total_pages", 0)) * page_size
     capacity = capacity if o.max_seqlen_k is None else o.max_seqlen_k
+    own = {} if t.qv is None else _with_qv(t, o, sizes)
     return checked_problem(
         t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
         mask_mod=MaskMod(o.band, tree=t.tree_mask is not None, causal_each=t.causal is not None),
-        rotary_interleaved=o.rotary_interleaved,
+        rotary_interleaved=o.rotary_interleaved, **own,
     )  # fmt: skip
+
+
+def _with_qv(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> dict[str, Any]:
+    """What a call with further queries has otherwise than most: a score is a product of all columns."""
+    scale = (sizes["head_dim"] + sizes["head_dim_v"]) ** -0.5 if o.softmax_scale is None else o.softmax_scale
+    assert t.qv is not None
+    each = (t.q, t.k_cache, t.v_cache, t.qv)
+    return {"qv": True, "softmax_scale": scale, "aligned": all(map(is_aligned, each)) or t.q.device.type == "cpu"}
 
 
 def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:

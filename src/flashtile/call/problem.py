@@ -150,6 +150,7 @@ class Problem:
         grads: Which tensors need a gradient; none if no backward will follow.
         aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
         rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
+        qv: Whether scores of a cached call are also those of further queries with the values.
         gpu: Name of the GPU, for tiles that were measured on it; empty where it does not matter or is not here.
     """
 
@@ -173,6 +174,7 @@ class Problem:
     grads: Grads = Grads()  # noqa: RUF009
     aligned: bool = True
     rotary_interleaved: bool = False
+    qv: bool = False
     gpu: str = ""
 
     # Shorthand: how it is read, and the fields that ``but`` sets.

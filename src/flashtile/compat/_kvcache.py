@@ -129,8 +129,7 @@ def attend_pages(tensors: tuple[Any, ...], lengths: tuple[Any, ...], block_table
     out, lse = paged(
         tensors, lengths[0], used(tensors[0], cu_seqlens_k, max_seqlen_k), lengths[2], block_table, options
     )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        out, lse = _NoBackward.apply(out, lse, *tensors)
+    out, lse = without_backward("block_table", out, lse, tensors)
     return (out, lse, out.new_empty(0)) if probs else out
 
 
@@ -183,13 +182,19 @@ def refuse_dropout(dropout_p: float) -> None:
         )
 
 
-class _NoBackward(torch.autograd.Function):
-    """Passes out and lse through, and refuses their gradient when it is asked for."""
+def without_backward(why: str, out: Tensor, lse: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Out and lse of these tensors, whose gradient is refused, if it is asked for, because of the argument ``why``."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        out, lse = _NoBackward.apply(why, out, lse, *tensors)
+    return out, lse
 
+
+class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, why: str, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.why = why
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise UnsupportedError("block_table: attention over keys in pages has no gradient")
+        raise UnsupportedError(f"{ctx.why}: attention over a cache has no gradient")

@@ -11,7 +11,8 @@ Differences, all of them:
 - ``seqused_q`` and ``seqused_k`` cost a copy of q, or of k and v. Rows of q past ``seqused_q`` have out 0 and lse -inf
   (FlashAttention-3 leaves them unwritten), and rows past a used length have gradients 0.
 - Gradients of a call with ``attention_chunk`` (FlashAttention-3: the forward alone).
-- Refused: ``qv``, since scores here are of q and k alone; ``attention_chunk`` of float8 q, k and v; float8 q in
+- ``qv`` of any widths (FlashAttention-3: head_dim 64 with head_dim_v from 256 on).
+- Refused: ``qv`` of float8 numbers; ``attention_chunk`` of float8 q, k and v; float8 q in
   ``flash_attn_with_kvcache``, and with it ``q_descale``, ``k_descale`` and ``v_descale``. ``sm_margin`` other than 0 is
   refused, but for the two functions of the next item.
 - float8_e4m3fn q, k and v are copied: V's columns, and rows that are not contiguous. Head dims are multiples of 16.
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call.arguments import band_of, flag
-from flashtile.compat import _descaled, _kvcache
+from flashtile.compat import _descaled, _kvcache, _qv
 from flashtile.compat._arguments import (
     Window,
     chunk_of,
@@ -87,8 +88,9 @@ def flash_attn_func(
     seqlen_k, num_heads_kv, head_dim_v)``. softmax_scale, causal, softcap and deterministic are as in
     ``flashtile.attention``, and so are attention_chunk and window_size, which may also be a tensor of two, and any
     negative bound of which is unbounded. The descales ``(batch, num_heads_kv)`` float32, 1 by default, are for q, k and
-    v of float8_e4m3fn; out is then bfloat16, without gradient. num_splits and pack_gqa have no effect; the others must
-    have their defaults.
+    v of float8_e4m3fn; out is then bfloat16, without gradient. qv ``(batch, seqlen_q, num_heads_q, head_dim_v)`` are
+    queries of the values: scores are of q with k and of qv with v; without gradient. num_splits and pack_gqa have no
+    effect; the others must have their defaults.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``; with return_attn_probs also lse
@@ -98,9 +100,9 @@ def flash_attn_func(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((qv,), sm_margin, num_splits, pack_gqa)
+    _check_features((), sm_margin, num_splits, pack_gqa)
     given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
-    return _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given)
+    return _qv.attend((q, k, v), qv, (q_descale, k_descale, v_descale), given)
 
 
 def flash_attn_qkvpacked_func(
@@ -123,7 +125,7 @@ def flash_attn_qkvpacked_func(
     qkv is ``(batch, seqlen, 3, num_heads, head_dim)``; or ``(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim)``
     with the heads of q, then k, then v, for which num_heads_q must be given.
     """
-    _check_features((None,), sm_margin)
+    _check_features((), sm_margin)
     q, k, v = split_qkv(qkv, num_heads_q)
     given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     with names(q="qkv", k="qkv", v="qkv"):
@@ -173,19 +175,19 @@ def flash_attn_varlen_func(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((qv,), sm_margin, num_splits, pack_gqa)
+    _check_features((), sm_margin, num_splits, pack_gqa)
     given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     order = None
     if seqused_q is not None:
         order, cu_seqlens_q = used_first("q", q, cu_seqlens_q, seqused_q)
-        q = _descaled.chosen(q, order)
+        q, qv = _descaled.chosen(q, order), None if qv is None else _descaled.chosen(tensor("qv", qv), order)
     if seqused_k is not None:
         order_k, cu_seqlens_k = used_first("k", k, cu_seqlens_k, seqused_k)
         if tensor("v", v).shape[0] != k.shape[0]:
             raise InvalidInputError("v", f"total_k is {v.shape[0]}, but k has {k.shape[0]}")
         k, v = _descaled.chosen(k, order_k), _descaled.chosen(v, order_k)
     packed = cu_seqlens_q, cu_seqlens_k, length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
-    found = _descaled.attend((q, k, v), (q_descale, k_descale, v_descale), given, packed)
+    found = _qv.attend((q, k, v), qv, (q_descale, k_descale, v_descale), given, packed)
     if order is None:
         return found
     back = torch.argsort(order)
@@ -279,7 +281,7 @@ def flash_attn_with_kvcache(
     cache_leftpad, rotary_cos, rotary_sin and rotary_interleaved are as in flash-attn 2's function, see
     ``flash_attn_2.flash_attn_with_kvcache``; rotary_seqlens ``(batch,)`` int32 replaces cache_seqlens in the positions
     at which q and k rotate. scheduler_metadata is what ``get_scheduler_metadata`` returned, or any int32 tensor of one
-    dimension. The rest is as in ``flash_attn_func``. Tensors that require grad are used detached.
+    dimension. The rest, qv too, is as in ``flash_attn_func``. Tensors that require grad are used detached.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or packed like q; with return_softmax_lse ``(out, lse,
@@ -290,7 +292,7 @@ def flash_attn_with_kvcache(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((qv, q_descale, k_descale, v_descale), 0, num_splits, pack_gqa)
+    _check_features((q_descale, k_descale, v_descale), 0, num_splits, pack_gqa)
     integer("sm_margin", sm_margin)
     if scheduler_metadata is not None:
         index_tensor("scheduler_metadata", scheduler_metadata, None, tensor("q", q).device)
@@ -298,9 +300,7 @@ def flash_attn_with_kvcache(
         q,
         k_cache,
         v_cache,
-        cache_seqlens,
-        window_size,
-        return_softmax_lse,
+        cache_seqlens, window_size, return_softmax_lse,
         **_kvcache.packed((k, v), (cu_seqlens_q, cu_seqlens_k_new), max_seqlen_q, q),
         **_kvcache.places(page_table, cache_batch_idx),
         rotary_cos=rotary_cos,
@@ -312,7 +312,8 @@ def flash_attn_with_kvcache(
         causal=causal,
         softcap=softcap,
         attention_chunk=chunk_of(attention_chunk),
-    )
+        qv=qv,
+    )  # fmt: skip
     if not return_softmax_lse:
         return found
     return *found, found[1].new_empty(0), found[1].new_empty(0)
@@ -361,7 +362,7 @@ def get_scheduler_metadata(
     sizes |= {"page_size": page_size, "max_seqlen_k_new": max_seqlen_k_new}
     index = {"cache_seqlens": cache_seqlens, "cache_leftpad": cache_leftpad}
     bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
-    _check_features((None,) * 4, 0, num_splits, pack_gqa)
+    _check_features((), 0, num_splits, pack_gqa)
     chunk_of(attention_chunk)
     integer("sm_margin", sm_margin)
     flag("has_softcap", has_softcap)
@@ -372,9 +373,8 @@ def get_scheduler_metadata(
 def _check_features(
     extra: tuple[Tensor | None, ...], sm_margin: int, num_splits: int = 1, pack_gqa: Any = None
 ) -> None:
-    """Refuses what flashtile does not have; ``extra`` is qv, and for caches the descales of q, k and v."""
-    refuse("qv", extra[0], "a second product, of these with the values, is not supported here")
-    for name, descale in zip(("q_descale", "k_descale", "v_descale"), extra[1:], strict=False):
+    """Refuses what flashtile does not have; ``extra`` are for caches the descales of q, k and v."""
+    for name, descale in zip(("q_descale", "k_descale", "v_descale"), extra, strict=False):
         refuse(name, descale, "float8 and its scales are not supported here")
     if integer("sm_margin", sm_margin) != 0:
         raise UnsupportedError(f"sm_margin: must be 0, is {sm_margin}: kernels here use all multiprocessors")

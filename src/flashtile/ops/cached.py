@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.call import latent
 from flashtile.call.arguments import fields_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.cached_problem import check_values, problem_of
@@ -31,7 +32,7 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
         operator = ATTEND if t.k is None else APPEND
         watched: Tensor = operator.overload(*CACHED.flatten(CACHED.readable(t), options))
         return watched
-    t, kind = CACHED.kind(t, options)
+    t, kind = CACHED.kind(latent.split(t), options)
     found: Tensor = kind.run(t)
     return found
 
@@ -70,7 +71,7 @@ def _run(appends: bool, *args: Any) -> Tensor:
     if appends != (t.k is not None):
         other = "append_attention_with_kvcache" if t.k is not None else "attention_with_kvcache"
         raise InvalidInputError("k", f"is {'given' if t.k is not None else 'None'}: the operator is {other}")
-    t, kind = CACHED.kind(t, options)
+    t, kind = CACHED.kind(latent.split(t), options)
     lse: Tensor = kind.run(t)
     return lse
 

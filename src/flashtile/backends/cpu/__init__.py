@@ -32,7 +32,8 @@ _CAPABILITIES = Capabilities(
 )
 _DECODE = dataclasses.replace(
     _CAPABILITIES,
-    features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each"},
+    features=_COMMON
+    | {"alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each", "qv"},
 )
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), max_head_dim=256, head_dim_multiple=16, features=_COMMON

@@ -35,7 +35,8 @@ def describe(problem: Problem) -> str:
 def single(problem: Problem) -> Problem:
     """The regular call of one sequence, without its lengths; 8-bit keys are multiplied in the softmax's dtype."""
     dtype = problem.lse_dtype if problem.precision.kv in EIGHT_BITS else problem.dtype
-    return problem.but(batch=1, queries=SequenceLayout(0), keys=SequenceLayout(0), dtype=dtype)
+    dim = problem.head_dim + problem.qv * problem.head_dim_v
+    return problem.but(batch=1, queries=SequenceLayout(0), keys=SequenceLayout(0), dtype=dtype, head_dim=dim, qv=False)
 
 
 def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
@@ -53,7 +54,8 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         t.out[bounds[-1] :].zero_()
     for b in range(problem.batch):
         rows = b if bounds is None else slice(bounds[b], bounds[b + 1])
-        q, stop = _on_a_line(queries[rows]), old[b] + new[b]
+        q, stop = queries[rows] if t.qv is None else torch.cat([t.qv[rows], queries[rows]], dim=-1), old[b] + new[b]
+        q = _on_a_line(q)
         if not q.shape[0]:
             continue
         tree = _tree(t, b, q.shape[0])
@@ -64,6 +66,7 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
             # Chunks are counted from the first key.
             start += first if problem.band.chunk is None else first // problem.band.chunk * problem.band.chunk
         k, v = (_keys(problem, one, t, x, scale, b, (min(start, stop), stop)) for x, scale in _caches(t))
+        k = k if t.qv is None else torch.cat([v, k], dim=-1)
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         call = Tensors(q[None].to(one.dtype), k, v, slopes, sinks=t.sinks)

@@ -36,8 +36,8 @@ _BACKWARD = dataclasses.replace(
     features=_BUT_BIAS_GRAD | {"intervals", "row_intervals", "key_intervals"},
 )
 _DECODE = dataclasses.replace(
-    _BACKWARD, chain_rows=0, head_dim_multiple=1, slow_if_tiny=False,
-    features=_COMMON | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "tree_mask", "causal_each"},
+    _BACKWARD, max_head_dim=512, chain_rows=0, head_dim_multiple=1, slow_if_tiny=False,
+    features=_COMMON | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "tree_mask", "causal_each", "qv"},
 )  # fmt: skip
 _QUANTIZED = dataclasses.replace(
     _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON

@@ -36,8 +36,7 @@ _CAPABILITIES = Capabilities(
 )
 _DECODE = dataclasses.replace(
     _CAPABILITIES,
-    max_head_dim=256,
-    features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each"},
+    features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "qv"},
 )
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(

@@ -145,6 +145,7 @@ class Call(NamedTuple):
         schedule: ``Schedule``.
         leftpad: (batch,) int32, the first key that counts; None for 0.
         causal: (batch,) bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
+        qv: ``Rows`` like out: queries whose products with the values scores include; of Nones without.
         sinks: (num_heads_q,), or None.
         num_heads_kv: Key heads.
         GROUP: Query heads of each.
@@ -159,6 +160,7 @@ class Call(NamedTuple):
     schedule: Any
     leftpad: Any
     causal: Any
+    qv: Any
     sinks: Any
     num_heads_kv: Any
     GROUP: Any

@@ -141,6 +141,8 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
     if problem.device_type == "cpu":
         return Config(16, 16, 4, 1, 1, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
     dim, block_m = max(problem.head_dim, problem.head_dim_v), FEW_ROWS if few else rows_of_tile(problem)
+    if dim > 256:
+        return _big(problem, few=few)
     if problem.dtype == torch.float32:
         return Config(min(block_m, 32), 32 if dim <= 128 else 16, 4, 2)
     # As many bytes in flight whatever the width. Page ids are loaded ahead of keys, which takes two more stages.
@@ -163,6 +165,14 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
     rule = Splitting(fewest_keys=256 if wide or block_m == 128 else 128, most_splits=16, run=2 if wide else 4)
     per_sm = 2 if wide and block_m == 64 else 1
     return Config(block_m, block_n, 8 // per_sm, stages + 2 * is_gathered, per_sm, rule)
+
+
+def _big(problem: Problem, *, few: bool) -> Config:
+    """The tiles of heads past 256: 32 rows of 512 columns, each run beside its split, take all registers of 8 warps."""
+    rows = FEW_ROWS if few or problem.seqlen_q * problem.group_size <= 16 else 32
+    if problem.dtype == torch.float32 or _has_little_shared_memory(problem):
+        return Config(16, 16, 8, 1 if problem.dtype == torch.float32 else 2, 1)
+    return Config(rows, 32 * (2 if problem.precision.kv.itemsize == 1 else 1), 8, 2, 1)
 
 
 def _has_little_shared_memory(problem: Problem) -> bool:

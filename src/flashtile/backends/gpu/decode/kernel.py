@@ -45,6 +45,7 @@ class Rows(NamedTuple):
     Attributes:
         q: [BLOCK_M, BLOCK_D] in the dtype that products take; for 8-bit caches the even columns.
         q_odd: The odd columns; ignored for other caches.
+        qv: [BLOCK_M, BLOCK_DV], queries of the values; None without.
         q_scale: [BLOCK_M] float32, a factor of the products; None for 1.
         i: [BLOCK_M, 1], the position of each row.
         low: First key that counts.
@@ -57,6 +58,7 @@ class Rows(NamedTuple):
 
     q: Any
     q_odd: Any
+    qv: Any
     q_scale: Any
     i: Any
     low: Any
@@ -156,8 +158,11 @@ def address_of(cache, place):
 
 
 @triton.jit
-def score_block(k, first, key, inside, page, place, rows, head, call):
-    """Scores [BLOCK_M, BLOCK_N] of a block, -inf where a row does not see a key; and the factor to base 2."""
+def score_block(k, v, first, key, inside, page, place, rows, head, call):
+    """Scores [BLOCK_M, BLOCK_N] of a block, -inf where a row does not see a key; and the factor to base 2.
+
+    ``v`` are the block's values where scores include products with them.
+    """
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     if k.dtype == tl.int16:
         even, odd = eight_bit.halves(k, call.cache.scales)
@@ -166,6 +171,8 @@ def score_block(k, first, key, inside, page, place, rows, head, call):
         product *= rows.q_scale[:, None]
     else:
         product = tl.dot(rows.q, tl.trans(k), input_precision=INPUT_PRECISION)
+        if rows.qv is not None:
+            product = tl.dot(rows.qv, tl.trans(v), product, input_precision=INPUT_PRECISION)
     if call.cache.scales.BY_PAGE and call.cache.scales.k.ptr is not None:
         product *= eight_bit.page_scales(call.cache.scales.k, page, place.h_kv, inside)[None, :]
     HAS_TREE: tl.constexpr = mods.place_of(call.mods.MASKS, "tree") >= 0
@@ -208,7 +215,7 @@ def masked_by_tree(x, key, stands, rows, head, call):
 
 @triton.jit
 def read_keys(n, place, rows, head, call):
-    """Scores of block n as ``score_block``, where its keys lie, and which are inside.
+    """Scores of block n as ``score_block``, where its keys lie, which are inside, and its values if scores need them.
 
     8-bit keys and values are loaded as pairs of neighbouring columns, which become two matrices: of even columns and of
     odd ones. So the tensor cores' operands are loaded from shared memory as 16-bit ones are.
@@ -218,8 +225,11 @@ def read_keys(n, place, rows, head, call):
     inside = (key >= rows.low) & (key < rows.high)
     at = place_block(n * BLOCK_N, inside, place, call.cache, BLOCK_N)
     k = load_block(call.cache.k, address_of(call.cache.k, place), at, inside)
-    x, scale_log2 = score_block(k, n * BLOCK_N, key, inside, at[0], place, rows, head, call)
-    return x, scale_log2, at, inside
+    v = k
+    if rows.qv is not None:
+        v = load_block(call.cache.v, address_of(call.cache.v, place), at, inside)
+    x, scale_log2 = score_block(k, v, n * BLOCK_N, key, inside, at[0], place, rows, head, call)
+    return x, scale_log2, at, inside, v
 
 
 @triton.jit
@@ -227,9 +237,10 @@ def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, head, call):
     """Adds a block of keys, as ``read_keys`` returns it, to the softmax state of a tile's rows."""
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     LIKE: tl.constexpr = rows.q.dtype
-    x, scale_log2, at, inside = keys
+    x, scale_log2, at, inside, v = keys
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-    v = load_block(call.cache.v, address_of(call.cache.v, place), at, inside)
+    if rows.qv is None:
+        v = load_block(call.cache.v, address_of(call.cache.v, place), at, inside)
     acc *= rescale[:, None]
     if v.dtype == tl.int16:
         acc_odd *= rescale[:, None]
@@ -322,17 +333,17 @@ def attend(place, rows, part, head, call):
 
 
 @triton.jit
-def load_queries(b, first_row, row, h, exists, call, FIRST: tl.constexpr, STEP: tl.constexpr):
-    """Packed rows: ``row`` of the sequence and query head ``h`` of each; 0 where not ``exists``.
+def load_queries(b, first_row, row, h, exists, q, FIRST: tl.constexpr, STEP: tl.constexpr):
+    """Packed rows of ``Rows``: ``row`` of the sequence and query head ``h`` of each; 0 where not ``exists``.
 
-    [BLOCK_M, BLOCK_D / STEP]: every STEP-th column from FIRST on.
+    [BLOCK_M, BLOCK_DIM / STEP]: every STEP-th column from FIRST on.
     """
-    col = FIRST + STEP * tl.arange(0, call.q.BLOCK_DIM // STEP)[None, :]
-    start = first_row.to(tl.int64) * call.q.stride_row
-    if not call.q.PACKED:
-        start = tl.cast(b, tl.int64) * call.q.stride_b
-    at = start + row.to(tl.int64) * call.q.stride_row + h.to(tl.int64) * call.q.stride_head
-    return tl.load(call.q.ptr + at[:, None] + col, mask=exists[:, None] & (col < call.q.DIM), other=0.0)
+    col = FIRST + STEP * tl.arange(0, q.BLOCK_DIM // STEP)[None, :]
+    start = first_row.to(tl.int64) * q.stride_row
+    if not q.PACKED:
+        start = tl.cast(b, tl.int64) * q.stride_b
+    at = start + row.to(tl.int64) * q.stride_row + h.to(tl.int64) * q.stride_head
+    return tl.load(q.ptr + at[:, None] + col, mask=exists[:, None] & (col < q.DIM), other=0.0)
 
 
 @triton.jit
@@ -370,13 +381,20 @@ def attend_tile(place, shape, row, h, part, head, call):
     elif call.leftpad is not None and not HAS_TREE:
         first = i * 0 + shape.low
     if not call.cache.scales.EIGHT_BIT:
-        q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 1)
+        q = load_queries(place.b, shape.first_row, row, h, exists, call.q, 0, 1)
+        qv = None
+        if call.qv.ptr is not None:
+            qv = load_queries(place.b, shape.first_row, row, h, exists, call.qv, 0, 1)
         acc, row_max, row_sum = attend(
-            place, Rows(q, q, None, i, shape.low, shape.high, first, last, clear_first, clear_last), part, head, call
+            place,
+            Rows(q, q, qv, None, i, shape.low, shape.high, first, last, clear_first, clear_last),
+            part,
+            head,
+            call,
         )
     else:
-        q = load_queries(place.b, shape.first_row, row, h, exists, call, 0, 2)
-        q_odd = load_queries(place.b, shape.first_row, row, h, exists, call, 1, 2)
+        q = load_queries(place.b, shape.first_row, row, h, exists, call.q, 0, 2)
+        q_odd = load_queries(place.b, shape.first_row, row, h, exists, call.q, 1, 2)
         k_scale = eight_bit.scale_of(call.cache.scales.k, place, call)
         if q.dtype == tl.bfloat16:
             power = eight_bit.power_of_rows(q, q_odd)
@@ -385,7 +403,7 @@ def attend_tile(place, shape, row, h, part, head, call):
             power = tl.full([q.shape[0]], 1.0, tl.float32) * k_scale
         acc, row_max, row_sum = attend(
             place,
-            Rows(q, q_odd, power, i, shape.low, shape.high, first, last, clear_first, clear_last),
+            Rows(q, q_odd, None, power, i, shape.low, shape.high, first, last, clear_first, clear_last),
             part,
             head,
             call,
@@ -394,8 +412,11 @@ def attend_tile(place, shape, row, h, part, head, call):
 
 
 @triton.jit
-def finish(acc, row_max, row_sum, b, place, packed, col, shape, call):
-    """Normalises packed rows [ROWS], with columns ``col`` [1, BLOCK_DV], and stores them; sinks join here, once."""
+def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse=True):
+    """Normalises packed rows [ROWS], with columns ``col`` [1, BLOCK_DV], and stores them; sinks join here, once.
+
+    Of rows whose columns several finish, one ``writes_lse``.
+    """
     row, h, exists = work.rows_of_tile(packed, place.h_kv, shape.num_rows, call.GROUP)
     if call.cache.scales.EIGHT_BIT:
         acc *= eight_bit.scale_of(call.cache.scales.v, place, call)
@@ -416,7 +437,8 @@ def finish(acc, row_max, row_sum, b, place, packed, col, shape, call):
     at = start + row64 * call.out.stride_row + h64 * call.out.stride_head
     out = out.to(call.out.ptr.dtype.element_ty)
     tl.store(call.out.ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.out.DIM))
-    tl.store(call.results.lse + lse_at, lse, mask=exists)
+    if writes_lse:
+        tl.store(call.results.lse + lse_at, lse, mask=exists)
 
 
 @triton.jit

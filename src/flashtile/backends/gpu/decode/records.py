@@ -21,7 +21,7 @@ from flashtile.backends.gpu.decode.call import (
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bounded, hopper_rows
 from flashtile.backends.gpu.device import mods
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods
-from flashtile.backends.gpu.device.records import Sequences
+from flashtile.backends.gpu.device.records import Rows, Sequences
 from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
@@ -55,7 +55,8 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
     return Call(
         rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
         _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
-        pointer(t.cache_leftpad, "leftpad"), _causal(t), pointer(t.sinks, "sinks"), p.num_heads_kv, p.group_size,
+        pointer(t.cache_leftpad, "leftpad"), _causal(t), _value_queries(t, block_dv), pointer(t.sinks, "sinks"),
+        p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
 
@@ -115,6 +116,10 @@ def _rotated(t: CacheTensors) -> Tensor:
 
 def _queries(problem: Problem, t: CacheTensors) -> Sequences:
     return Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
+
+
+def _value_queries(t: CacheTensors, block_dv: int) -> Rows:
+    return Rows(*[None] * len(Rows._fields)) if t.qv is None else rows_of("qv", t.qv, block_dv)
 
 
 def _scale(name: str, scale: Tensor | None) -> Scale:

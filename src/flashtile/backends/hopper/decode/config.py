@@ -8,6 +8,7 @@ from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as forward
+from flashtile.backends.hopper.latent import config as latent
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
@@ -22,7 +23,8 @@ def runs_forward(problem: Problem, tensors: CacheTensors | None = None) -> bool:
         problem: The call.
         tensors: Its tensors, taken for readable by TMA if None.
     """
-    has_rows = problem.seqlen_q * problem.group_size > _MOST_ROWS
+    has_rows = not problem.qv and max(problem.head_dim, problem.head_dim_v) <= 256
+    has_rows = has_rows and problem.seqlen_q * problem.group_size > _MOST_ROWS
     is_readable = tensors is None or cached.can_read(problem, tensors)
     return has_rows and tried("decode") is None and not cached.reasons(problem) and is_readable
 
@@ -54,7 +56,15 @@ def tiles(problem: Problem) -> Config:
 def covers(problem: Problem) -> bool:
     """Whether the kernel computes a call whose caches TMA can read: pages have whole blocks, or blocks whole pages."""
     p = problem
-    plain = p.band.left is None and p.softcap == 0 and not p.alibi and p.softmax_scale > 0 and p.aligned and not p.tree
+    plain = (
+        not p.qv
+        and p.band.left is None
+        and p.softcap == 0
+        and not p.alibi
+        and p.softmax_scale > 0
+        and p.aligned
+        and not p.tree
+    )
     rows = _FEWEST_ROWS <= hopper_rows(p) <= _MOST_ROWS
     dims = p.head_dim == p.head_dim_v and (p.head_dim in (64, 128) or (p.head_dim == 256 and hopper_rows(p) > 64))
     pages = p.keys.page_size in (16, 32, 64) or p.keys.page_size % 128 == 0
@@ -72,6 +82,8 @@ def can_read(tensors: CacheTensors) -> bool:
 def describe(problem: Problem) -> str:
     """Which kernel computes a call whose tensors TMA can read, and why, in one line."""
     rows = problem.seqlen_q * problem.group_size
+    if latent.runs(problem):
+        return f"TMA and WGMMA, warp-specialised, rows of keys and values read once, {latent.choose(problem)}"
     if runs_forward(problem):
         few = f"; up to {portable.FEW_ROWS} rows over more than {portable.LONG_KEYS} keys in Triton, splits merged"
         text = (
@@ -80,6 +92,8 @@ def describe(problem: Problem) -> str:
         return text + few * leaves_few(problem)
     if covers(problem):
         return f"TMA and WGMMA, warp-specialised, {tiles(problem)}; splits merged in the same launch"
-    against = ", ".join(cached.reasons(problem)) if rows > _MOST_ROWS else ""
+    against = ", ".join(cached.reasons(problem)) if rows > _MOST_ROWS and not problem.qv else ""
     why = f"; not the forward's kernel: {against}" if against else ""
+    if problem.qv:
+        why = f"; not the kernel for latent rows: {', '.join(latent.against(problem))}"
     return f"Triton with Hopper's tiles, {portable.choose(problem)}; splits merged in the same launch{why}"

@@ -1,0 +1,53 @@
+"""Attention over a cache of latent rows for Hopper: a row is loaded once, for 576 columns of a key and 512 of a value.
+
+A program has 64 rows of a sequence, query heads times queries, and some blocks of its keys. The scorer's product takes
+a block's 576 columns; its probabilities go where the block's own 64 columns of keys were, so that they take no memory.
+Two summers have half of the output's columns each, both operands of whose products are in shared memory. The scorer is
+at a block while the summers are at the one before, so that products and exponentials overlap. What a program computes
+says ``shares``; states of tiles that several programs have parts of are folded as those of the Triton kernel. The shape
+of the schedule is that of FlashMLA (DeepSeek, 2025) and FlashAttention-3's for wide values, with roles in other hands.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.device.parts import also, make_rings
+from flashtile.backends.hopper.device.ring import make_records, make_ring, make_ring_beside
+from flashtile.backends.hopper.latent.records import FIELDS, RECORD_SIZE, Channels
+from flashtile.backends.hopper.latent.roles import producer, scheduler, scorer, summer
+
+
+@gluon.jit
+def latent_attention(call, latent):
+    """``gpu.decode.kernel.cache_attention`` of queries of values; one program an SM.
+
+    Args:
+        call: ``call.Call``, without its caches' addresses.
+        latent: ``records.Latent``.
+    """
+    dtype: gl.constexpr = latent.v.dtype
+    N: gl.constexpr = call.schedule.BLOCK_N
+    STAGES: gl.constexpr = latent.STAGES
+    PIECE: gl.constexpr = latent.PIECE
+    REGISTERS: gl.constexpr = latent.REGISTERS
+    FEW: gl.constexpr = latent.FEW
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, 64], dtype)
+    of_values: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PIECE], dtype)
+    of_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # The scorer's 128 threads copy them.
+    queries = make_rings(dtype, 64, call.out.DIM + call.q.DIM, 1, 1, 1, PIECE, 128)
+    values = ()
+    for _ in gl.static_range(call.out.DIM // PIECE):
+        values = also(values, make_ring(dtype, [N, PIECE], of_values, STAGES, 1))
+    keys = make_ring(dtype, [N, 64], of_keys, STAGES, 2)
+    factors = make_ring_beside(keys, gl.float32, [64], of_rows)
+    results = make_ring(gl.float32, [64], of_rows, 1, 2, 1, 2)
+    parts = make_records(FIELDS, "", RECORD_SIZE, 2, 4)
+    channels = Channels(parts, queries, values, keys, factors, results)
+    gl.warp_specialize([
+        (scorer, (channels, call, latent)),
+        (summer, (channels, call, latent, 0)),
+        (summer, (channels, call, latent, 1)),
+        (producer, (channels, call, latent)),
+        (scheduler, (parts, call, latent)),
+    ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

@@ -1,0 +1,72 @@
+"""The kernel over latent rows: numbers in the emulator, how work is shared, and which calls are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.decode import launch
+from flashtile.backends.hopper.latent import launch as latent
+from tests.backends.hopper.emulated import on_cpu
+from tests.kvcache.cases import CacheCase, build, judge
+
+
+def case_of(name: str, lengths: tuple[int, ...], rows: int = 1, **values: object) -> CacheCase:
+    """Sequences of ``lengths`` keys and ``rows`` queries each, of one key head, in rows of keys and values."""
+    own = {"heads": 16, "kv_heads": 1, "head_dim": 64, "head_dim_v": 512, "qv": True, "layout": "stacked"}
+    sequences = tuple((length, rows, 0) for length in lengths)
+    return CacheCase(name, sequences, **own | values)  # type: ignore[arg-type]
+
+
+CASES = (
+    case_of("one", (300,)),
+    case_of("lengths", (500, 3, 0, 64)),
+    case_of("two_tiles", (333, 70), heads=128),
+    case_of("steps", (300, 65), 2, heads=40, sinks=True),
+    case_of("more_rows_than_keys", (5, 200), 8, heads=9),
+    case_of("apart", (200, 129), heads=24, layout="apart", entries=True, causal=False),
+    case_of("pages", (500, 77, 0), page_size=64),
+    case_of("small_pages", (333, 70), 2, page_size=16),
+    case_of("large_pages", (333, 70), page_size=128),
+    case_of("ragged", (333, 0, 70), page_size=16, ragged="pages"),
+    case_of("causal_each", (333, 70, 129), 5, causal_each=True, page_size=32),
+    case_of("key_heads", (150, 20), heads=6, kv_heads=2, layout="apart"),
+    CacheCase("packed", ((300, 1, 0), (20, 20, 0), (0, 3, 0), (130, 0, 0)), packed=True, spare=2, heads=8, kv_heads=1,
+              head_dim=64, head_dim_v=512, qv=True, layout="stacked", page_size=64),
+)  # fmt: skip
+
+
+@contextmanager
+def running(num_sms: int) -> Iterator[list[int]]:
+    """Within, a device of so many multiprocessors; counters must be 0 before and after."""
+    left: list[Tensor] = []
+
+    def zeros(device: torch.device, count: int) -> Tensor:
+        left.append(torch.zeros(count, dtype=torch.int32))
+        return left[-1]
+
+    started: list[int] = []
+
+    def start(*args: object) -> object:
+        started.append(1)
+        return latent.latent_launch(*args)  # type: ignore[arg-type]
+
+    with (
+        mock.patch.multiple(launch, zeros=zeros),
+        mock.patch.object(latent, "multiprocessors", lambda device: num_sms),
+        mock.patch("flashtile.backends.hopper.decode.launch.latent_launch", start),
+    ):
+        yield started
+    assert started and left and not any(each[::2].any() for each in left)
+
+
+@pytest.mark.parametrize("num_sms", [1, 4, 7])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers(case: CacheCase, num_sms: int) -> None:
+    with on_cpu(seed=num_sms), running(num_sms):
+        judge(build(case, torch.bfloat16), "hopper")
