@@ -1,0 +1,144 @@
+"""Host side of the backward with big heads: its launches and its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.device.records import Call, Heads
+from flashtile.backends.gpu.device.scheduler import num_packed_tiles
+from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
+from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.backward import launch as backward
+from flashtile.backends.hopper.backward.launch import BackwardPlan
+from flashtile.backends.hopper.backward.records import Schedule
+from flashtile.backends.hopper.backward.rows import Workspace
+from flashtile.backends.hopper.big_backward import config as configs
+from flashtile.backends.hopper.big_backward.config import BLOCK, Config
+from flashtile.backends.hopper.big_backward.kernel import big_backward
+from flashtile.backends.hopper.big_backward.records import Gradient, Grid
+from flashtile.call.problem import Problem, Tensors
+
+# Columns of a box: all that a swizzle of 128 bytes holds.
+_BOX = 64
+# Half of Hopper's L2, as in ``backward.launch``.
+_CACHE_BYTES = 25 * 1024 * 1024
+# A tile of the longest, and of those that fill what it leaves, for each multiprocessor.
+_TILES_EACH = 2
+
+
+class BigBackwardPlan(BackwardPlan):
+    """Gradients of calls of one kind; see ``BackwardPlan``. It takes no part in a ``Chain``."""
+
+    @staticmethod
+    def _choose(problem: Problem) -> Any:
+        return configs.choose(problem)
+
+    @staticmethod
+    def _bounds_of(problem: Problem, tensors: Tensors) -> int:
+        return sum(most_bounds(problem, tensors, over_keys=over_keys) for over_keys in (True, False))
+
+    @staticmethod
+    def _workspace(problem: Problem, config: Any, tensors: Tensors) -> Workspace:
+        return workspace(problem, tensors)
+
+    @staticmethod
+    def _launches(
+        problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
+        adds: bool,
+    ) -> list[Launch]:  # fmt: skip
+        return list(launches(problem, tensors, dout, dlse, config, adds=adds).values())
+
+
+def workspace(problem: Problem, tensors: Tensors) -> Workspace:
+    """Two float32 for each query, in blocks: see ``backward.rows``. Nothing is added up in it."""
+    rows = tensors.q.shape[-3]
+    if problem.varlen:
+        blocks = num_packed_tiles(rows, problem.batch, BLOCK) * problem.num_heads_q
+    else:
+        blocks = -(-rows // BLOCK) * problem.batch * problem.num_heads_q
+    counter_at = 4 * blocks * 2 * BLOCK
+    return Workspace(blocks, 1, 0, counter_at, None, 1, None, None, counter_at // 4 + 4)
+
+
+def launches(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, *, adds: bool = False
+) -> dict[str, Launch]:
+    """The launches by name, in order: bounds of intervals, preprocess, a kernel for each gradient that is wanted."""
+    work, wanted = workspace(problem, tensors), problem.grads
+    made = {}
+    if problem.intervals:
+        made["interval_bounds"] = bounds_launch(problem, tensors, _side(problem, tensors, over_keys=True))
+        if wanted.q:
+            made["interval_bounds_q"] = bounds_launch(problem, tensors, _side(problem, tensors, over_keys=False))
+    made["prepare_rows"] = backward.preprocess_launch(problem, tensors, dout, dlse, config, work, adds)
+    for of in ("v", "k", "q"):
+        if getattr(wanted, of):
+            made[f"big_backward_d{of}"] = _gradient_launch(problem, tensors, dout, config, work, of, adds)
+    return made
+
+
+def _side(problem: Problem, tensors: Tensors, *, over_keys: bool) -> Side:
+    """Bounds of the queries follow those of the keys."""
+    offset = 0 if over_keys else most_bounds(problem, tensors, over_keys=True)
+    return Side(BLOCK, over_keys, offset=offset)
+
+
+def _gradient_launch(
+    problem: Problem, t: Tensors, dout: Tensor, config: Config, work: Workspace, of: str, adds: bool
+) -> Launch:
+    p, c = problem, config
+    own, heads = (t.q, p.num_heads_q) if of == "q" else (t.k, p.num_heads_kv)
+    dim, rows = (p.head_dim_v if of == "v" else p.head_dim), own.shape[-3]
+    masks = None
+    if p.intervals:
+        # Scores lie keys first, whatever the tile is of: bounds alone are those of its side.
+        masks = masks_of(p, t, _side(p, t, over_keys=True))
+        masks = masks._replace(bounds=masks_of(p, t, _side(p, t, over_keys=of != "q")).bounds)
+    call = Call(
+        *(
+            backward.rows_of(name, x, (BLOCK, _BOX), block_dim, p.varlen)
+            for name, x, block_dim in (("q", t.q, c.block_d), ("k", t.k, c.block_d), ("v", t.v, c.block_dv))
+        ),
+        backward.queries_of(p, t), backward.keys_of(p, t), Heads(p.num_heads_q, p.group_size),
+        backward.backward_mods(p, t, masks),
+    )  # fmt: skip
+    cols = _BOX // 2 if p.grad_dtype == torch.float32 else _BOX
+    grid = Grid(
+        call,
+        Gradient(
+            backward.rows_of("dout", dout, (BLOCK, _BOX), c.block_dv, p.varlen),
+            tensor_maps.contiguous_map("d" + of, p.grad_dtype, (*own.shape[:-1], dim), BLOCK, cols, p.varlen),
+            None if of == "v" else float(p.softmax_scale), adds,
+        ),
+        tensor_maps.floats_map(2 * work.blocks, BLOCK, 2, work.rows_at),
+        Schedule(_heads_at_once(p, t, of), heads, None, None, None, _falls(p, of), False),
+        c.tiles(of),
+    )  # fmt: skip
+    blocks = num_packed_tiles(rows, p.batch, BLOCK) if p.varlen else -(-rows // BLOCK) * p.batch
+    options = {"num_warps": 4, "maxnreg": c.max_registers}
+    return Launch(big_backward, blocks * heads, {"grid": grid}, options)
+
+
+def _falls(problem: Problem, of: str) -> bool:
+    """Whether the last tiles go first: where they are the longest."""
+    left, right = problem.band.left, problem.band.right
+    return right is not None if of == "q" else right is None and left is not None
+
+
+def _heads_at_once(problem: Problem, t: Tensors, of: str) -> int:
+    """Heads whose tiles start together, the longest first; 1 where all tiles of a head take as long.
+
+    As many as have rows that fit L2, or two tiles for each multiprocessor, if their rows do not far exceed L2.
+    """
+    p = problem
+    if p.band.unbounded:
+        return 1
+    own, other, group = (t.q, t.k, 1) if of == "q" else (t.k, t.q, p.group_size)
+    blocks = -(-(min(own.shape[-3], p.seqlen_q if of == "q" else p.seqlen_k)) // BLOCK)
+    a_head = 2 * other.shape[-3] * group * (p.head_dim + p.head_dim_v)
+    filled = -(-_TILES_EACH * tensor_maps.num_sms(t.q.device) // max(1, blocks))
+    return max(1, _CACHE_BYTES // max(1, a_head), min(filled, 3 * _CACHE_BYTES // max(1, a_head)))

@@ -1,0 +1,66 @@
+"""The arguments of the backward with big heads as trees; ``gpu.launch`` says what a field's name means.
+
+They are read by functions of ``hopper.backward`` too, under that one's names: see ``backward.records.KeyGrid``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Gradient(NamedTuple):
+    """What comes in besides q, k and v, and what goes out.
+
+    Attributes:
+        dout: ``records.Rows``.
+        out: A descriptor of the gradient.
+        scale: What the sum is multiplied with: softmax_scale; None for dv.
+        ADDS: Whether it is added to what is there, in float32.
+    """
+
+    dout: Any
+    out: Any
+    scale: Any
+    ADDS: Any
+
+
+class Tiles(NamedTuple):
+    """A kernel's tiles: 64 rows of the side whose gradient it computes, past which those of the other side go.
+
+    Attributes:
+        OF: The tensor whose gradient it computes: ``"q"``, ``"k"`` or ``"v"``.
+        BLOCK_M: Queries of a step.
+        KEYS: Keys of a step.
+        CHUNK: Columns of what is loaded at once of the queries or keys that pass.
+        CHUNKS: Buffers for such chunks.
+        CHUNK_V: Columns of what is loaded at once of dout or of the values that pass.
+        CHUNKS_V: Buffers for those.
+        REGISTERS: What setmaxnreg gives the follower's threads; the compiler gives the scorer's the rest.
+    """
+
+    OF: Any
+    BLOCK_M: Any
+    KEYS: Any
+    CHUNK: Any
+    CHUNKS: Any
+    CHUNK_V: Any
+    CHUNKS_V: Any
+    REGISTERS: Any
+
+
+class Grid(NamedTuple):
+    """A kernel's argument.
+
+    Attributes:
+        call: ``records.Call`` with descriptors of q, k and v, and Hopper's ``Mods``.
+        gradients: ``Gradient``.
+        rows: A descriptor of the workspace's rows, see ``backward.rows``.
+        schedule: ``backward.records.Schedule``; without splits and chains.
+        tiles: ``Tiles``.
+    """
+
+    call: Any
+    gradients: Any
+    rows: Any
+    schedule: Any
+    tiles: Any
