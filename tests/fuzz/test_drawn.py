@@ -58,7 +58,9 @@ def test_lengths_and_head_dims_that_hurt_are_drawn() -> None:
     dims = {case.head_dim for case in plain}
     assert {16, 32, 64, 80, 96, 128, 160, 192, 256} <= dims and any(dim % 8 for dim in dims)
     assert {320, 512} <= dims and max(dims) == 512
-    assert any(max(case.head_dim, case.head_dim_v or 0) > 256 > min(case.head_dim, case.head_dim_v or 0) > 0 for case in plain)
+    assert any(
+        max(case.head_dim, case.head_dim_v or 0) > 256 > min(case.head_dim, case.head_dim_v or 0) > 0 for case in plain
+    )
 
 
 @pytest.mark.parametrize("kind", _OF_KINDS)

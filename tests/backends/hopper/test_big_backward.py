@@ -36,7 +36,7 @@ CASES = (
          bias="hqk", bias_grad=False, dout="transposed"),
     Case("mask", batch=1, seqlen_q=65, seqlen_k=65, heads=1, kv_heads=1, head_dim=264, mask="bqk", layout="transposed"),
     Case("chunk", batch=1, seqlen_q=130, seqlen_k=70, heads=1, kv_heads=1, head_dim=264, chunk=50, causal=True),
-    Case("intervals", batch=1, seqlen_q=65, seqlen_k=130, heads=2, kv_heads=1, head_dim=264, intervals="both"),
+    Case("intervals", batch=1, seqlen_q=65, seqlen_k=130, heads=2, kv_heads=2, head_dim=264, intervals="both"),
     Case("documents", batch=1, seqlen_q=130, seqlen_k=130, heads=1, kv_heads=1, head_dim=264, intervals="documents"),
 )  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_every_width_fits(head_dim: int) -> None:
         # A warpgroup's share of a gradient is at most 256 columns, and each has one.
         for tiles, own in ((chosen.tiles("v"), chosen.block_dv), (chosen.tiles("q"), chosen.block_d)):
             width = tiles.CHUNK_V if tiles.OF == "v" else tiles.CHUNK
-            assert 2 <= own // width and (own // width + 1) // 2 * width <= 256
+            assert own // width >= 2 and (own // width + 1) // 2 * width <= 256
         assert str(chosen) in hopper.BACKEND.describe(problem, "backward")
 
 

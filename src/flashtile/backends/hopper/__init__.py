@@ -55,8 +55,8 @@ def _missing() -> str | None:
 
 # The folder's name is the direction, or one of ``_BIG``.
 _PLANS = {
-    "forward": "ForwardPlan", "big_heads": "BigHeadsPlan", "backward": "BackwardPlan", "big_backward": "BigBackwardPlan",
-    "decode": "CachedPlan", "quantized": "QuantizedPlan",
+    "forward": "ForwardPlan", "big_heads": "BigHeadsPlan", "backward": "BackwardPlan",
+    "big_backward": "BigBackwardPlan", "decode": "CachedPlan", "quantized": "QuantizedPlan",
 }  # fmt: skip
 _BIG: dict[Direction, str] = {"forward": "big_heads", "backward": "big_backward"}
 

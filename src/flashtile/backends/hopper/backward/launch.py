@@ -244,8 +244,9 @@ def _as_one(problem: Problem) -> Problem:
 
 
 def preprocess_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace, adds: bool
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, adds: bool
 ) -> Launch:
+    """The launch of ``prepare_rows``; ``config`` may be any with ``block_m`` and columns."""
     p, strides = problem, dout.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     # Rows of sequences without keys are skipped, unless sinks want a gradient, which is made from every row.
@@ -338,10 +339,12 @@ def rows_of(name: str, tensor: Tensor, box: tuple[int, int], block_dim: int, var
 
 
 def queries_of(problem: Problem, t: Tensors) -> Sequences:
+    """The sequences of queries."""
     return Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
 
 
 def keys_of(problem: Problem, t: Tensors) -> Sequences:
+    """The sequences of keys."""
     return Sequences(pointer(t.cu_seqlens_k, "cu_seqlens_k"), problem.batch, t.k.shape[-3])
 
 

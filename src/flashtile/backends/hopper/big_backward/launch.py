@@ -98,12 +98,13 @@ def _gradient_launch(
         # Scores lie keys first, whatever the tile is of: bounds alone are those of its side.
         masks = masks_of(p, t, _side(p, t, over_keys=True))
         masks = masks._replace(bounds=masks_of(p, t, _side(p, t, over_keys=of != "q")).bounds)
+    dims = (c.block_d, c.block_d, c.block_dv)
+    q, k, v = (
+        backward.rows_of(name, x, (BLOCK, _BOX), block_dim, p.varlen)
+        for name, x, block_dim in zip("qkv", (t.q, t.k, t.v), dims, strict=True)
+    )
     call = Call(
-        *(
-            backward.rows_of(name, x, (BLOCK, _BOX), block_dim, p.varlen)
-            for name, x, block_dim in (("q", t.q, c.block_d), ("k", t.k, c.block_d), ("v", t.v, c.block_dv))
-        ),
-        backward.queries_of(p, t), backward.keys_of(p, t), Heads(p.num_heads_q, p.group_size),
+        q, k, v, backward.queries_of(p, t), backward.keys_of(p, t), Heads(p.num_heads_q, p.group_size),
         backward.backward_mods(p, t, masks),
     )  # fmt: skip
     cols = _BOX // 2 if p.grad_dtype == torch.float32 else _BOX

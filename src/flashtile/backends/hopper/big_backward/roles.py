@@ -57,8 +57,8 @@ class Rings:
         rows: [2, 64] float32 of a block of queries, see ``backward.rows``: one use for dq, else one a step.
         passing: Keys or queries.
         passing_v: Values or dout.
-        handed: For dv, probabilities, a use a step. Else use 2 i is what the scorer hands over, and 2 i + 1, in the same
-            memory, what the follower makes of it, the gradients of the scores.
+        handed: For dv, probabilities, a use a step. Else use 2 i is what the scorer hands over, and 2 i + 1, in the
+            same memory, what the follower makes of it, the gradients of the scores.
     """
 
     tile: Records
@@ -126,9 +126,7 @@ def producer(rings, grid):
             load_passing(grid.call.k.desc, rings.passing, keys, step.place, used, CHUNKS)
         else:
             load_rows(rings, used, step.block, grid)
-            load_passing(
-                grid.call.q.desc, rings.passing, query_rows(records, step, grid), step.place, used, CHUNKS
-            )
+            load_passing(grid.call.q.desc, rings.passing, query_rows(records, step, grid), step.place, used, CHUNKS)
         step = next_step(step, records, grid)
         used += 1
 
@@ -143,7 +141,7 @@ def value_producer(rings, grid):
     place = records.get(0, "place")
     step = first_step(records)
     keys = key_rows(records, grid)
-    if rings.held_v is not None:
+    if rings.held_v is not None:  # noqa: SIM102 a compile-time condition
         if steps > 0:
             if grid.tiles.OF == "q":
                 load_held(grid.gradients.dout.desc, rings.held_v, query_rows(records, step, grid), place)
@@ -376,7 +374,6 @@ def follower(rings, grid):
 @gluon.jit
 def value_scorer(rings, grid, mod):
     """The warpgroup that makes the probabilities of a tile of dv: a step ahead of its chunks of the gradient."""
-    CHUNKS: gl.constexpr = rings.held.parts
     CHUNKS_V: gl.constexpr = grid.tiles.CHUNKS_V
     records = rings.tile
     zeros = score_zeros(grid)
@@ -457,10 +454,7 @@ def store_own(accs, ring, rings, grid, WARPGROUP: gl.constexpr):
     if grid.gradients.scale is not None:
         accs = times(accs, grid.gradients.scale)
     if records.get(0, "is_tile") > 0:
-        if grid.tiles.OF == "q":
-            rows = query_rows(records, first_step(records), grid)
-        else:
-            rows = key_rows(records, grid)
+        rows = query_rows(records, first_step(records), grid) if grid.tiles.OF == "q" else key_rows(records, grid)
         for i in gl.static_range(len(accs)):
             store_chunk(accs[i], ring, rows, records.get(0, "place"), grid, WARPGROUP + 2 * i)
         tma_store_wait(0)
