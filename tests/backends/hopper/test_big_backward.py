@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends import hopper
+from flashtile.backends.gpu.described import described_tensors
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.hopper.big_backward import config
+from flashtile.backends.hopper.big_backward import config, launch
 from flashtile.backends.hopper.forward.config import SHARED_BYTES
 from flashtile.call.problem import described
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch
+from flashtile_lab.kernels.hopper import _problem
 from tests.backends.hopper.emulated import on_cpu
 from tests.backends.hopper.test_big_heads import random_case
 from tests.cases import Case, build, judge
@@ -64,6 +67,34 @@ def test_random_calls(shard: int) -> None:
         case = replace(case, wanted=wanted, heads=min(case.heads, 2 * case.kv_heads), lse_grad=draw.random() < 0.3)
         with on_cpu(seed, 1 + seed % 3):
             _judge(case, torch.bfloat16, seed)
+
+
+SPLIT = (
+    (2, Case("causal", batch=1, seqlen_q=70, seqlen_k=70, heads=3, kv_heads=1, head_dim=264, causal=True)),
+    (2, Case("varlen", batch=2, lengths=((20, 40), (70, 21)), heads=4, kv_heads=2, head_dim=64, head_dim_v=264,
+             spare=5)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "case"), SPLIT, ids=str)
+@pytest.mark.parametrize("adds", [False, True])
+def test_groups_of_query_heads_have_splits(count: int, case: Case, adds: bool) -> None:
+    used = []
+    with mock.patch.object(launch, "gqa_splits", lambda *args: used.append(args) or count), on_cpu(count):
+        if adds:
+            judge_sums(hopper.BACKEND, replace(case, lse_grad=True), (11,), torch.bfloat16, exact=False)
+        else:
+            _judge(case, torch.bfloat16)
+    assert used
+
+
+def test_few_key_tiles_are_split_and_many_are_not() -> None:
+    def chosen(heads: int, heads_kv: int, seqlen: int) -> int:
+        problem = _problem(512, Band(None, 0), batch=1, num_heads_q=heads, num_heads_kv=heads_kv, seqlen_q=seqlen)
+        return launch.gqa_splits(problem, described_tensors(problem))
+
+    assert (chosen(16, 1, 8192), chosen(8, 4, 8192), chosen(8, 8, 1024), chosen(5, 1, 64)) == (4, 1, 1, 5)
+    assert all((chosen(n, 1, 2048) - 1) * -(-n // chosen(n, 1, 2048)) < n for n in (2, 3, 5, 7, 12, 71))
 
 
 SUMS = (

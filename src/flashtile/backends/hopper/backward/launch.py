@@ -126,6 +126,7 @@ class BackwardPlan:
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
         ))  # fmt: skip
+        self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:
             dsinks = self._sinks_gradient(t.sinks, work)
         return Gradients(dq, dk, dv, None, dsinks)
@@ -179,6 +180,9 @@ class BackwardPlan:
     @staticmethod
     def _workspace(problem: Problem, config: Any, tensors: Tensors) -> Workspace:
         return Workspace.of(problem, config, tensors)
+
+    def _finish(self, work: Tensor, adds: bool, dk: Tensor | None, dv: Tensor | None) -> None:
+        """What no launch does, from the workspace to dk and dv."""
 
     @staticmethod
     def _launches(

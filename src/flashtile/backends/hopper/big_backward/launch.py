@@ -14,7 +14,7 @@ from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
 from flashtile.backends.hopper.backward.launch import BackwardPlan
-from flashtile.backends.hopper.backward.records import Schedule
+from flashtile.backends.hopper.backward.records import Schedule, Splits
 from flashtile.backends.hopper.backward.rows import Workspace
 from flashtile.backends.hopper.big_backward import config as configs
 from flashtile.backends.hopper.big_backward.config import BLOCK, Config
@@ -26,8 +26,9 @@ from flashtile.call.problem import Problem, Tensors
 _BOX = 64
 # Half of Hopper's L2, as in ``backward.launch``.
 _CACHE_BYTES = 25 * 1024 * 1024
-# A tile of the longest, and of those that fill what it leaves, for each multiprocessor.
-_TILES_EACH = 2
+# Tiles for each multiprocessor, of which Hopper has so many: of fewer than these, few are so long that others wait for
+# them at the end; splits are to make so many.
+_MULTIPROCESSORS, _TILES_EACH, _SPLITS_EACH = 132, 2, 4
 
 
 class BigBackwardPlan(BackwardPlan):
@@ -45,6 +46,14 @@ class BigBackwardPlan(BackwardPlan):
     def _workspace(problem: Problem, config: Any, tensors: Tensors) -> Workspace:
         return workspace(problem, tensors)
 
+    def _finish(self, work: Tensor, adds: bool, dk: Tensor | None, dv: Tensor | None) -> None:
+        """From the splits' sums to dk and dv, in a fixed order."""
+        count = self._work.gqa_splits
+        for grad, at in ((dk, self._work.dk_at), (dv, self._work.dv_at)):
+            if grad is not None and at is not None:
+                sums = work[at // 4 : at // 4 + count * grad.numel()].view(*grad.shape[:-1], count, grad.shape[-1])
+                _ = grad.add_(sums.sum(-2)) if adds else grad.copy_(sums.sum(-2))
+
     @staticmethod
     def _launches(
         problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
@@ -54,14 +63,39 @@ class BigBackwardPlan(BackwardPlan):
 
 
 def workspace(problem: Problem, tensors: Tensors) -> Workspace:
-    """Two float32 for each query, in blocks: see ``backward.rows``. Nothing is added up in it."""
+    """Two float32 for each query, in blocks: see ``backward.rows``. With splits, what each makes of dk and dv.
+
+    That is float32 and laid out like k and v, but of each row and key head the splits follow one another.
+    """
     rows = tensors.q.shape[-3]
     if problem.varlen:
         blocks = num_packed_tiles(rows, problem.batch, BLOCK) * problem.num_heads_q
     else:
         blocks = -(-rows // BLOCK) * problem.batch * problem.num_heads_q
     counter_at = 4 * blocks * 2 * BLOCK
-    return Workspace(blocks, 1, 0, counter_at, None, 1, None, None, counter_at // 4 + 4)
+    end, count = counter_at + 16, gqa_splits(problem, tensors)
+    dk_at = end if count > 1 and problem.grads.k else None
+    end += 0 if dk_at is None else 4 * count * tensors.k.numel()
+    dv_at = end if count > 1 and problem.grads.v else None
+    end += 0 if dv_at is None else 4 * count * tensors.v.numel()
+    return Workspace(blocks, count, 0, counter_at, None, count, dk_at, dv_at, end // 4)
+
+
+def gqa_splits(problem: Problem, tensors: Tensors) -> int:
+    """How many tiles share the query heads of one key head: 1 unless there are few tiles."""
+    p = problem
+    tiles = _blocks(p, tensors.k) * p.num_heads_kv
+    if p.group_size == 1 or not (p.grads.k or p.grads.v) or tiles >= _TILES_EACH * _MULTIPROCESSORS:
+        return 1
+    heads = -(-p.group_size // min(p.group_size, -(-_SPLITS_EACH * _MULTIPROCESSORS // tiles)))
+    return -(-p.group_size // heads)
+
+
+def _blocks(problem: Problem, own: Tensor) -> int:
+    """Tiles of a head of all sequences."""
+    if problem.varlen:
+        return num_packed_tiles(own.shape[-3], problem.batch, BLOCK)
+    return -(-own.shape[-3] // BLOCK) * problem.batch
 
 
 def launches(
@@ -92,7 +126,10 @@ def _gradient_launch(
 ) -> Launch:
     p, c = problem, config
     own, heads = (t.q, p.num_heads_q) if of == "q" else (t.k, p.num_heads_kv)
-    dim, rows = (p.head_dim_v if of == "v" else p.head_dim), own.shape[-3]
+    dim, splits = p.head_dim_v if of == "v" else p.head_dim, None
+    if of != "q" and work.gqa_splits > 1:
+        splits = Splits(work.gqa_splits, -(-p.group_size // work.gqa_splits), None, None)
+        heads *= work.gqa_splits
     masks = None
     if p.intervals:
         # Scores lie keys first, whatever the tile is of: bounds alone are those of its side.
@@ -107,21 +144,23 @@ def _gradient_launch(
         q, k, v, backward.queries_of(p, t), backward.keys_of(p, t), Heads(p.num_heads_q, p.group_size),
         backward.backward_mods(p, t, masks),
     )  # fmt: skip
-    cols = _BOX // 2 if p.grad_dtype == torch.float32 else _BOX
+    dtype = p.grad_dtype if splits is None else torch.float32
+    cols = _BOX // 2 if dtype == torch.float32 else _BOX
+    out = tensor_maps.contiguous_map("d" + of, dtype, (*own.shape[:-2], heads, dim), BLOCK, cols, p.varlen)
+    if splits is not None:
+        out = out._replace(operand="work", offset=(work.dv_at if of == "v" else work.dk_at) or 0)
     grid = Grid(
         call,
         Gradient(
             backward.rows_of("dout", dout, (BLOCK, _BOX), c.block_dv, p.varlen),
-            tensor_maps.contiguous_map("d" + of, p.grad_dtype, (*own.shape[:-1], dim), BLOCK, cols, p.varlen),
-            None if of == "v" else float(p.softmax_scale), adds,
+            out, None if of == "v" else float(p.softmax_scale), adds and splits is None,
         ),
         tensor_maps.floats_map(2 * work.blocks, BLOCK, 2, work.rows_at),
-        Schedule(_heads_at_once(p, t, of), heads, None, None, None, _falls(p, of), False),
+        Schedule(_heads_at_once(p, t, of), heads, None, None, splits, _falls(p, of), False),
         c.tiles(of),
     )  # fmt: skip
-    blocks = num_packed_tiles(rows, p.batch, BLOCK) if p.varlen else -(-rows // BLOCK) * p.batch
     options = {"num_warps": 4, "maxnreg": c.max_registers}
-    return Launch(big_backward, blocks * heads, {"grid": grid}, options)
+    return Launch(big_backward, _blocks(p, own) * heads, {"grid": grid}, options)
 
 
 def _falls(problem: Problem, of: str) -> bool:

@@ -13,7 +13,7 @@ class Gradient(NamedTuple):
 
     Attributes:
         dout: ``records.Rows``.
-        out: A descriptor of the gradient.
+        out: A descriptor of the gradient, or of the splits' in the workspace.
         scale: What the sum is multiplied with: softmax_scale; None for dv.
         ADDS: Whether it is added to what is there, in float32.
     """
@@ -55,7 +55,7 @@ class Grid(NamedTuple):
         call: ``records.Call`` with descriptors of q, k and v, and Hopper's ``Mods``.
         gradients: ``Gradient``.
         rows: A descriptor of the workspace's rows, see ``backward.rows``.
-        schedule: ``backward.records.Schedule``; without splits and chains.
+        schedule: ``backward.records.Schedule``, without chains. With splits, for dk and dv, tiles have heads as there.
         tiles: ``Tiles``.
     """
 

@@ -26,6 +26,7 @@ from flashtile.backends.hopper.big_backward.scheduler import (
     key_rows,
     next_step,
     num_steps,
+    out_rows,
     publish_tile,
     query_rows,
 )
@@ -454,7 +455,7 @@ def store_own(accs, ring, rings, grid, WARPGROUP: gl.constexpr):
     if grid.gradients.scale is not None:
         accs = times(accs, grid.gradients.scale)
     if records.get(0, "is_tile") > 0:
-        rows = query_rows(records, first_step(records), grid) if grid.tiles.OF == "q" else key_rows(records, grid)
+        rows = out_rows(records, grid)
         for i in gl.static_range(len(accs)):
             store_chunk(accs[i], ring, rows, records.get(0, "place"), grid, WARPGROUP + 2 * i)
         tma_store_wait(0)

@@ -9,7 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import blocks, intervals, scheduler
-from flashtile.backends.hopper.backward.scheduler import BOUNDS_BLOCK, query_heads, row_blocks_per_head, sequence_of
+from flashtile.backends.hopper.backward.scheduler import (
+    BOUNDS_BLOCK,
+    key_head,
+    query_heads,
+    row_blocks_per_head,
+    sequence_of,
+)
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows
 from flashtile.backends.hopper.device.ring import slot_of
@@ -104,7 +110,8 @@ def num_steps(records, grid):
     if grid.tiles.OF == "q":
         return steps * records.get(0, "is_tile")
     else:
-        return steps * (records.get(0, "is_tile") * grid.call.heads.group_size)
+        _, num_heads = query_heads(records.get(0, "head"), grid)
+        return steps * (records.get(0, "is_tile") * num_heads)
 
 
 @aggregate
@@ -161,7 +168,16 @@ def query_rows(records, step, grid):
 def key_rows(records, grid):
     """Where the keys of the tile or of its steps lie, and the values."""
     head = records.get(0, "head")
-    if grid.tiles.OF == "q":
-        head = head // grid.call.heads.group_size
+    head = head // grid.call.heads.group_size if grid.tiles.OF == "q" else key_head(head, grid)
     start, length = records.get(0, "start_k"), records.get(0, "seqlen_k")
     return HeadRows(records.get(0, "sequence"), head, start, length, grid.call.q.PACKED)
+
+
+@gluon.jit
+def out_rows(records, grid):
+    """Where the tile's gradient lies: of dk and dv each of the splits of a key head has one of its own."""
+    if grid.tiles.OF == "q":
+        return query_rows(records, first_step(records), grid)
+    else:
+        start, length = records.get(0, "start_k"), records.get(0, "seqlen_k")
+        return HeadRows(records.get(0, "sequence"), records.get(0, "head"), start, length, grid.call.q.PACKED)
