@@ -11,6 +11,8 @@ from flashtile.call.problem import Problem
 
 # Rows of a tile and of a step.
 BLOCK = 64
+# Of 64 columns.
+_CHUNK_BYTES = 2 * BLOCK * BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for of in ("q", "k", "v"):
-            if (need := self.shared_bytes(of)) > SHARED_BYTES or self.tiles(of).CHUNKS_V < 2:
+            if (need := self.shared_bytes(of)) > SHARED_BYTES or self.tiles(of).CHUNKS < 2:
                 raise ValueError(f"more shared memory than there is, {need} bytes for d{of}: {self}")
 
     @property
@@ -42,23 +44,29 @@ class Config:
     def tiles(self, of: str) -> Tiles:
         """The tiles of the kernel of one gradient."""
         if of == "v":
-            chunk, chunk_v = _widest(self.block_d), _widest(self.block_dv)
-            chunks = self.block_d // chunk, self.block_dv // chunk_v
-        else:
-            # What is left takes chunks of values, in which more of them can be on their way.
-            chunk, chunk_v = _widest(self.block_d), BLOCK
-            used = 2 * BLOCK * (2 * self.block_d + self.block_dv + BLOCK) + _row_bytes(of) + OTHER_BYTES
-            most = (SHARED_BYTES - used) // (2 * BLOCK * chunk_v)
-            chunks = self.block_d // chunk, min(most, self.block_dv // chunk_v)
-        return Tiles(of, BLOCK, BLOCK, chunk, chunks[0], chunk_v, chunks[1], self.registers)
+            chunk, own = _widest(self.block_d), _widest(self.block_dv)
+            count = self.block_dv // own
+            sizes = chunk, self.block_d // chunk, None, None, own, _even(count), count
+            return Tiles(of, BLOCK, BLOCK, *sizes, self.registers)
+        # Chunks of 64 columns that there is room for: two of the widest that gradients are made of, then of the others.
+        own = _widest(self.block_d)
+        held = self.block_d + self.block_dv + 2 * BLOCK
+        room = (SHARED_BYTES - 2 * BLOCK * held - _row_bytes(of) - OTHER_BYTES) // _CHUNK_BYTES
+        room -= 2 * own // BLOCK
+        chunks_v = min(room // 2, self.block_dv // BLOCK)
+        chunks = min(room - chunks_v, self.block_d // BLOCK)
+        room -= chunks + chunks_v
+        owns = min(2 + room * BLOCK // own // 2 * 2, _even(self.block_d // own))
+        count = self.block_d // own
+        return Tiles(of, BLOCK, BLOCK, BLOCK, chunks, BLOCK, chunks_v, own, owns, count, self.registers)
 
     def shared_bytes(self, of: str) -> int:
         """Shared memory of a kernel's tiles and of what else needs any."""
         tiles = self.tiles(of)
         held = self.block_d + (0 if of == "v" else self.block_dv)
-        handed = BLOCK * (2 if of == "v" else 1)
-        passing = tiles.CHUNK * tiles.CHUNKS + tiles.CHUNK_V * tiles.CHUNKS_V
-        return 2 * BLOCK * (held + handed + passing) + _row_bytes(of) + OTHER_BYTES
+        passing = tiles.CHUNK * tiles.CHUNKS + tiles.CHUNK_OWN * tiles.CHUNKS_OWN
+        passing += 0 if of == "v" else tiles.CHUNK_V * tiles.CHUNKS_V
+        return 2 * BLOCK * (held + 2 * BLOCK + passing) + _row_bytes(of) + OTHER_BYTES
 
     def __str__(self) -> str:
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
@@ -68,6 +76,11 @@ class Config:
 def _row_bytes(of: str) -> int:
     """What belongs to the rows of queries: of a tile of dq, or of two steps."""
     return 2 * BLOCK * 4 * (1 if of == "q" else 2)
+
+
+def _even(count: int) -> int:
+    """The number, or the next one if it is odd: buffers of a parity are a warpgroup's."""
+    return count + count % 2
 
 
 def _widest(block_d: int) -> int:

@@ -22,6 +22,7 @@ from flashtile.backends.hopper.backward.kernel import score_mod
 from flashtile.backends.hopper.big_backward.roles import (
     Rings,
     follower,
+    gradient_producer,
     producer,
     scorer,
     value_follower,
@@ -38,35 +39,40 @@ def big_backward(grid):
     dtype: gl.constexpr = grid.call.q.desc.dtype
     OF: gl.constexpr = grid.tiles.OF
     WIDTH: gl.constexpr = grid.tiles.CHUNK
-    WIDTH_V: gl.constexpr = grid.tiles.CHUNK_V
+    OWN: gl.constexpr = grid.tiles.CHUNK_OWN
     chunks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH], dtype)
-    chunks_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH_V], dtype)
+    of_own: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, OWN], dtype)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
     of_rows: gl.constexpr = grid.rows.layout
     batch = grid.call.keys.count if grid.call.q.PACKED else gl.to_tensor(2**30)
     mod = score_mod(grid.call.mods, batch)
-    tile = make_records(FIELDS, "", RECORD_SIZE, 1, 3)
+    tile = make_records(FIELDS, "", RECORD_SIZE, 1, 3 if OF == "v" else 4)
     held = make_ring(dtype, [BLOCK, WIDTH], chunks, 1, 1, 1, grid.call.q.BLOCK_DIM // WIDTH)
     passing = make_ring(dtype, [BLOCK, WIDTH], chunks, grid.tiles.CHUNKS, 1)
-    passing_v = make_ring(dtype, [BLOCK, WIDTH_V], chunks_v, grid.tiles.CHUNKS_V, 1)
+    adding = make_ring(dtype, [BLOCK, OWN], of_own, grid.tiles.CHUNKS_OWN, 1)
     if OF == "v":
         rows = make_ring(gl.float32, [2, BLOCK], of_rows, 2, 1)
-        handed = make_ring(dtype, [BLOCK, BLOCK], square, 2, 2)
-        rings = Rings(tile, held, None, rows, passing, passing_v, handed)
+        probs = make_ring(dtype, [BLOCK, BLOCK], square, 2, 2)
+        rings = Rings(tile, held, None, rows, passing, None, adding, probs, None)
         gl.warp_specialize([
             (value_scorer, (rings, grid, mod)),
             (value_follower, (rings, grid)),
             (producer, (rings, grid)),
-            (value_producer, (rings, grid)),
+            (gradient_producer, (rings, grid)),
         ], [4, 1, 1], [grid.tiles.REGISTERS, 40, 40])  # fmt: skip
     else:
+        WIDTH_V: gl.constexpr = grid.tiles.CHUNK_V
+        chunks_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH_V], dtype)
         held_v = make_ring(dtype, [BLOCK, WIDTH_V], chunks_v, 1, 1, 1, grid.call.v.BLOCK_DIM // WIDTH_V)
+        passing_v = make_ring(dtype, [BLOCK, WIDTH_V], chunks_v, grid.tiles.CHUNKS_V, 1)
         rows = make_ring(gl.float32, [2, BLOCK], of_rows, 1 if OF == "q" else 2, 2)
-        handed = make_ring(dtype, [BLOCK, BLOCK], square, 1, 2)
-        rings = Rings(tile, held, held_v, rows, passing, passing_v, handed)
+        probs = make_ring(gl.float16, [BLOCK, BLOCK], square, 1, 1)
+        dscores = make_ring(dtype, [BLOCK, BLOCK], square, 1, 2)
+        rings = Rings(tile, held, held_v, rows, passing, passing_v, adding, probs, dscores)
         gl.warp_specialize([
             (scorer, (rings, grid, mod)),
             (follower, (rings, grid)),
             (producer, (rings, grid)),
             (value_producer, (rings, grid)),
-        ], [4, 1, 1], [grid.tiles.REGISTERS, 40, 40])  # fmt: skip
+            (gradient_producer, (rings, grid)),
+        ], [4, 1, 1, 1], [grid.tiles.REGISTERS, 40, 40, 40])  # fmt: skip

@@ -31,10 +31,13 @@ class Tiles(NamedTuple):
         OF: The tensor whose gradient it computes: ``"q"``, ``"k"`` or ``"v"``.
         BLOCK_M: Queries of a step.
         KEYS: Keys of a step.
-        CHUNK: Columns of what is loaded at once of the queries or keys that pass.
-        CHUNKS: Buffers for such chunks.
-        CHUNK_V: Columns of what is loaded at once of dout or of the values that pass.
+        CHUNK: Columns of what is loaded at once of the queries or keys of the scores.
+        CHUNKS: Buffers for such chunks that pass.
+        CHUNK_V: Columns of what is loaded at once of dout and the values of dprobs; None for dv, like the next.
         CHUNKS_V: Buffers for those.
+        CHUNK_OWN: Columns of what is loaded at once of that of which the gradient is made.
+        CHUNKS_OWN: Buffers for those, an even number.
+        NUM_OWN: Such chunks of a step.
         REGISTERS: What setmaxnreg gives the follower's threads; the compiler gives the scorer's the rest.
     """
 
@@ -45,6 +48,9 @@ class Tiles(NamedTuple):
     CHUNKS: Any
     CHUNK_V: Any
     CHUNKS_V: Any
+    CHUNK_OWN: Any
+    CHUNKS_OWN: Any
+    NUM_OWN: Any
     REGISTERS: Any
 
 

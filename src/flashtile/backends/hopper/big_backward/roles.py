@@ -49,17 +49,18 @@ BOX = gl.constexpr(64)
 class Rings:
     """What the roles hand each other.
 
-    Chunk c of step i is use ``i * chunks + c`` of a ring whose chunks pass; the last one to read it releases it.
+    Chunk c of step i is use ``i * chunks + c`` of a ring whose chunks pass.
 
     Attributes:
         tile: The record of the program's tile.
         held: The tile's own queries or keys, one use of several chunks.
         held_v: Its own dout or values; None for dv.
         rows: [2, 64] float32 of a block of queries, see ``backward.rows``: one use for dq, else one a step.
-        passing: Keys or queries.
-        passing_v: Values or dout.
-        handed: For dv, probabilities, a use a step. Else use 2 i is what the scorer hands over, and 2 i + 1, in the
-            same memory, what the follower makes of it, the gradients of the scores.
+        passing: Keys or queries, for the scores.
+        passing_v: Values or dout, for dprobs; None for dv.
+        adding: What the gradient is made of: dout, or keys or queries once more.
+        probs: What the scorer makes of a step: probabilities, or for dq and dk their factors of dscores.
+        dscores: What the follower makes of that; None for dv.
     """
 
     tile: Records
@@ -67,8 +68,10 @@ class Rings:
     held_v: Ring | gl.constexpr
     rows: Ring
     passing: Ring
-    passing_v: Ring
-    handed: Ring
+    passing_v: Ring | gl.constexpr
+    adding: Ring
+    probs: Ring
+    dscores: Ring | gl.constexpr
 
 
 @gluon.jit
@@ -106,8 +109,8 @@ def load_rows(rings, used, block, grid):
 
 @gluon.jit
 def producer(rings, grid):
-    """Finds the program's tile and loads the queries and keys, with what belongs to the queries."""
-    CHUNKS: gl.constexpr = grid.call.q.BLOCK_DIM // grid.tiles.CHUNK
+    """Finds the program's tile and loads the queries and keys of the scores, with what belongs to the queries."""
+    CHUNKS: gl.constexpr = rings.held.parts
     records = rings.tile
     publish_tile(records, grid)
     records.ring.wait(0)
@@ -134,20 +137,19 @@ def producer(rings, grid):
 
 @gluon.jit
 def value_producer(rings, grid):
-    """Loads dout and the values."""
-    CHUNKS: gl.constexpr = grid.call.v.BLOCK_DIM // grid.tiles.CHUNK_V
+    """Loads dout and the values of dprobs."""
+    CHUNKS: gl.constexpr = rings.held_v.parts
     records = rings.tile
     records.ring.wait(0)
     steps = num_steps(records, grid)
     place = records.get(0, "place")
     step = first_step(records)
     keys = key_rows(records, grid)
-    if rings.held_v is not None:  # noqa: SIM102 a compile-time condition
-        if steps > 0:
-            if grid.tiles.OF == "q":
-                load_held(grid.gradients.dout.desc, rings.held_v, query_rows(records, step, grid), place)
-            else:
-                load_held(grid.call.v.desc, rings.held_v, keys, place)
+    if steps > 0:
+        if grid.tiles.OF == "q":
+            load_held(grid.gradients.dout.desc, rings.held_v, query_rows(records, step, grid), place)
+        else:
+            load_held(grid.call.v.desc, rings.held_v, keys, place)
     used = 0
     while used < steps:
         if grid.tiles.OF == "q":
@@ -155,6 +157,28 @@ def value_producer(rings, grid):
         else:
             rows = query_rows(records, step, grid)
             load_passing(grid.gradients.dout.desc, rings.passing_v, rows, step.place, used, CHUNKS)
+        step = next_step(step, records, grid)
+        used += 1
+
+
+@gluon.jit
+def gradient_producer(rings, grid):
+    """Loads what the gradient is made of."""
+    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
+    records = rings.tile
+    records.ring.wait(0)
+    steps = num_steps(records, grid)
+    step = first_step(records)
+    used = 0
+    while used < steps:
+        if grid.tiles.OF == "q":
+            load_passing(grid.call.k.desc, rings.adding, key_rows(records, grid), step.place, used, CHUNKS)
+        else:
+            rows = query_rows(records, step, grid)
+            if grid.tiles.OF == "k":
+                load_passing(grid.call.q.desc, rings.adding, rows, step.place, used, CHUNKS)
+            else:
+                load_passing(grid.gradients.dout.desc, rings.adding, rows, step.place, used, CHUNKS)
         step = next_step(step, records, grid)
         used += 1
 
@@ -178,37 +202,28 @@ def add_scores(x, held, passing, grid, ADDS: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(rings, used, x, grid):
-    """Starts the products of the held chunks with those of a step, as they arrive."""
-    CHUNKS: gl.constexpr = rings.held.parts
+def start_sum(held, passing, used, x, grid, START: gl.constexpr, STOP: gl.constexpr):
+    """Starts the products of held chunks with those of a step from START on and before STOP, as they arrive."""
+    CHUNKS: gl.constexpr = held.parts
+    for c in gl.static_range(START, STOP):
+        passing.wait(used * CHUNKS + c)
+        x = add_scores(x, held.fixed_part(0, c, used), chunk_of(passing, used, c, CHUNKS), grid, c > 0)
+    return x
+
+
+@gluon.jit
+def finish_sum(x, held, passing, used, grid, AHEAD: gl.constexpr, LATER: gl.constexpr):
+    """The sum, of which the chunks before AHEAD were started, and then LATER other products.
+
+    The others are started once there is room for them: each chunk is released when its product is done.
+    """
+    CHUNKS: gl.constexpr = held.parts
     for c in gl.static_range(CHUNKS):
-        rings.passing.wait(used * CHUNKS + c)
-        x = add_scores(x, rings.held.fixed_part(0, c, used), chunk_of(rings.passing, used, c, CHUNKS), grid, c > 0)
-    return x
-
-
-@gluon.jit
-def start_dprobs(rings, used, x, grid, STOP: gl.constexpr):
-    """The same of dout and values, of the chunks before STOP."""
-    CHUNKS: gl.constexpr = rings.held_v.parts
-    for c in gl.static_range(STOP):
-        rings.passing_v.wait(used * CHUNKS + c)
-        x = add_scores(x, rings.held_v.fixed_part(0, c, used), chunk_of(rings.passing_v, used, c, CHUNKS), grid, c > 0)
-    return x
-
-
-@gluon.jit
-def finish_dprobs(x, rings, used, grid, AHEAD: gl.constexpr):
-    """The sum: the chunks from AHEAD on are started once there is room for them, and each is released when done."""
-    CHUNKS: gl.constexpr = rings.held_v.parts
-    for c in gl.static_range(AHEAD, CHUNKS):
-        x = warpgroup_mma_wait(AHEAD - 1, deps=[x])
-        rings.passing_v.release(used * CHUNKS + c - AHEAD)
-        rings.passing_v.wait(used * CHUNKS + c)
-        x = add_scores(x, rings.held_v.fixed_part(0, c, used), chunk_of(rings.passing_v, used, c, CHUNKS), grid, True)
-    for i in gl.static_range(AHEAD):
-        x = warpgroup_mma_wait(AHEAD - 1 - i, deps=[x])
-        rings.passing_v.release(used * CHUNKS + CHUNKS - AHEAD + i)
+        # Products that may be under way when that of chunk c is done.
+        x = warpgroup_mma_wait(min(AHEAD, CHUNKS - c) - 1 + (LATER if c < AHEAD else 0), deps=[x])
+        passing.release(used * CHUNKS + c)
+        if c + AHEAD < CHUNKS:
+            x = start_sum(held, passing, used, x, grid, c + AHEAD, c + AHEAD + 1)
     return x
 
 
@@ -239,6 +254,24 @@ def finish_own(accs, ring, used, CHUNKS: gl.constexpr, PENDING: gl.constexpr, WA
         accs = wait_for_products(accs, len(accs) - 1 - i + PENDING)
         ring.release(used * CHUNKS + WARPGROUP + 2 * i)
     return accs
+
+
+@gluon.jit
+def start_own(a, ring, used, acc, CHUNKS: gl.constexpr, CHUNK: gl.constexpr):
+    """Starts the product of what has been handed over with one chunk of a step."""
+    ring.wait(used * CHUNKS + CHUNK)
+    return warpgroup_mma(a, chunk_of(ring, used, CHUNK, CHUNKS), acc, is_async=True)
+
+
+@gluon.jit
+def add_others(a, ring, used, accs, CHUNKS: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Adds the products with all of a warpgroup's chunks but the first, started before: one by one, as they arrive."""
+    done = wait_for_products((accs[0],))
+    for i in gl.static_range(1, len(accs)):
+        acc = start_own(a, ring, used, accs[i], CHUNKS, WARPGROUP + 2 * i)
+        done = done + wait_for_products((acc,))
+        ring.release(used * CHUNKS + WARPGROUP + 2 * i)
+    return done
 
 
 @gluon.jit
@@ -290,65 +323,86 @@ def dscores_operand(buffer, grid):
 
 
 @gluon.jit
+def hand_factors(s, rings, step, used, grid, mod):
+    """Leaves the factors of a step's dscores for the follower."""
+    rings.rows.wait(rows_use(used, grid))
+    _, factor = score(s, rings, step, used, grid, mod)
+    rings.probs.claim(used)
+    rings.probs.at(used).store((factor * PROBS_SCALE).to(gl.float16))
+    rings.probs.publish(used)
+    if grid.tiles.OF != "q":
+        rings.rows.release(used)
+
+
+@gluon.jit
 def scorer(rings, grid, mod):
-    """The warpgroup that makes the probabilities of a tile of dq or dk, and its chunks of the gradient."""
-    CHUNKS: gl.constexpr = rings.held.parts
+    """The warpgroup that makes the scores of a tile of dq or dk, a step ahead of its chunks of the gradient."""
+    AHEAD: gl.constexpr = min(grid.tiles.CHUNKS, rings.held.parts)
+    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
     zeros = score_zeros(grid)
-    accs = own_zeros(CHUNKS, grid.tiles.CHUNK, 0)
+    accs = own_zeros(CHUNKS, grid.tiles.CHUNK_OWN, 0)
     records.ring.wait(0)
     steps = num_steps(records, grid)
     step = first_step(records)
     used = 0
     if steps > 0:
         rings.held.wait(0)
-    while used < steps:
-        s = start_scores(rings, used, zeros, grid)
-        rings.rows.wait(rows_use(used, grid))
-        s = warpgroup_mma_wait(0, deps=[s])
-        _, factor = score(s, rings, step, used, grid, mod)
-        rings.handed.claim(2 * used)
-        as_tile(rings.handed.at(2 * used), gl.float16, BLOCK).store((factor * PROBS_SCALE).to(gl.float16))
-        rings.handed.publish(2 * used)
-        rings.handed.release(2 * used)
+        s = start_sum(rings.held, rings.passing, 0, zeros, grid, 0, AHEAD)
+        s = finish_sum(s, rings.held, rings.passing, 0, grid, AHEAD, 0)
+        hand_factors(s, rings, step, 0, grid, mod)
+    while used + 1 < steps:
         step = next_step(step, records, grid)
-        rings.handed.wait(2 * used + 1)
-        ds = dscores_operand(rings.handed.at(2 * used + 1), grid)
-        accs = add_own(ds, rings.passing, used, accs, CHUNKS, 0)
-        if grid.tiles.OF != "q":
-            rings.rows.release(used)
-        accs = finish_own(accs, rings.passing, used, CHUNKS, 0, 0)
-        rings.handed.release(2 * used + 1)
+        s = start_sum(rings.held, rings.passing, used + 1, zeros, grid, 0, AHEAD)
+        rings.dscores.wait(used)
+        ds = dscores_operand(rings.dscores.at(used), grid)
+        first = start_own(ds, rings.adding, used, accs[0], CHUNKS, 0)
+        s = finish_sum(s, rings.held, rings.passing, used + 1, grid, AHEAD, 1)
+        # Started before the last scores, unless all of these were ahead of it.
+        if rings.held.parts == AHEAD:
+            first = warpgroup_mma_wait(0, deps=[first])
+        rings.adding.release(used * CHUNKS)
+        hand_factors(s, rings, step, used + 1, grid, mod)
+        accs = add_others(ds, rings.adding, used, (first,) + accs[1:], CHUNKS, 0)  # noqa: RUF005
+        rings.dscores.release(used)
         used += 1
-    store_own(accs, rings.passing, rings, grid, 0)
+    if steps > 0:
+        rings.dscores.wait(used)
+        ds = dscores_operand(rings.dscores.at(used), grid)
+        first = warpgroup_mma_wait(0, deps=[start_own(ds, rings.adding, used, accs[0], CHUNKS, 0)])
+        rings.adding.release(used * CHUNKS)
+        accs = add_others(ds, rings.adding, used, (first,) + accs[1:], CHUNKS, 0)  # noqa: RUF005
+    store_own(accs, rings, grid, 0)
 
 
 @gluon.jit
 def dscores_step(rings, used, dp, accs, grid, HAS_NEXT: gl.constexpr):
     """What a step adds to the follower's chunks; and the next step's dprobs, if it HAS_NEXT."""
-    CHUNKS: gl.constexpr = rings.held.parts
+    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS_V, rings.held_v.parts)
     delta = rings.rows.at(rows_use(used, grid)).slice(1, 1)
     rings.rows.wait(rows_use(used, grid))
-    rings.handed.wait(2 * used)
-    factor = as_tile(rings.handed.at(2 * used), gl.float16, BLOCK).load(dp.type.layout).to(gl.float32)
+    rings.probs.wait(used)
+    factor = rings.probs.at(used).load(dp.type.layout).to(gl.float32)
     ds = factor * (dp * (1 / PROBS_SCALE) - delta.load(dp.type.layout) * (1 / PROBS_SCALE))
-    rings.handed.release(2 * used)
-    rings.handed.claim(2 * used + 1)
-    rings.handed.at(2 * used + 1).store(ds.to(rings.passing.buffers.dtype))
+    rings.probs.release(used)
+    rings.dscores.claim(used)
+    rings.dscores.at(used).store(ds.to(rings.passing.buffers.dtype))
     fence_async_shared()
-    rings.handed.publish(2 * used + 1)
-    rings.handed.wait(2 * used + 1)
-    operand = dscores_operand(rings.handed.at(2 * used + 1), grid)
-    accs = add_own(operand, rings.passing, used, accs, CHUNKS, 1)
-    if HAS_NEXT:
-        dp = start_dprobs(rings, used + 1, score_zeros(grid), grid, AHEAD)
-    accs = finish_own(accs, rings.passing, used, CHUNKS, AHEAD if HAS_NEXT else 0, 1)
-    rings.handed.release(2 * used + 1)
+    rings.dscores.publish(used)
     if grid.tiles.OF != "q":
         rings.rows.release(used)
+    rings.dscores.wait(used)
+    operand = dscores_operand(rings.dscores.at(used), grid)
+    first = start_own(operand, rings.adding, used, accs[0], CHUNKS, 1)
     if HAS_NEXT:
-        dp = finish_dprobs(dp, rings, used + 1, grid, AHEAD)
+        dp = start_sum(rings.held_v, rings.passing_v, used + 1, score_zeros(grid), grid, 0, AHEAD)
+    first = warpgroup_mma_wait(AHEAD if HAS_NEXT else 0, deps=[first])
+    rings.adding.release(used * CHUNKS + 1)
+    if HAS_NEXT:
+        dp = finish_sum(dp, rings.held_v, rings.passing_v, used + 1, grid, AHEAD, 0)
+    accs = add_others(operand, rings.adding, used, (first,) + accs[1:], CHUNKS, 1)  # noqa: RUF005
+    rings.dscores.release(used)
     return dp, accs
 
 
@@ -357,62 +411,53 @@ def follower(rings, grid):
     """The warpgroup that makes the gradients of the scores, and the other chunks of dq or dk."""
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS_V, rings.held_v.parts)
     records = rings.tile
-    accs = own_zeros(rings.held.parts, grid.tiles.CHUNK, 1)
+    accs = own_zeros(grid.tiles.NUM_OWN, grid.tiles.CHUNK_OWN, 1)
     records.ring.wait(0)
     steps = num_steps(records, grid)
     used = 0
     if steps > 0:
         rings.held_v.wait(0)
-        dp = start_dprobs(rings, 0, score_zeros(grid), grid, AHEAD)
-        dp = finish_dprobs(dp, rings, 0, grid, AHEAD)
+        dp = start_sum(rings.held_v, rings.passing_v, 0, score_zeros(grid), grid, 0, AHEAD)
+        dp = finish_sum(dp, rings.held_v, rings.passing_v, 0, grid, AHEAD, 0)
         while used + 1 < steps:
             dp, accs = dscores_step(rings, used, dp, accs, grid, True)
             used += 1
         dp, accs = dscores_step(rings, used, dp, accs, grid, False)
-    store_own(accs, rings.passing, rings, grid, 1)
+    store_own(accs, rings, grid, 1)
 
 
 @gluon.jit
 def value_scorer(rings, grid, mod):
     """The warpgroup that makes the probabilities of a tile of dv: a step ahead of its chunks of the gradient."""
-    CHUNKS_V: gl.constexpr = grid.tiles.CHUNKS_V
+    AHEAD: gl.constexpr = min(grid.tiles.CHUNKS, rings.held.parts)
+    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
     zeros = score_zeros(grid)
-    accs = own_zeros(CHUNKS_V, grid.tiles.CHUNK_V, 0)
+    accs = own_zeros(CHUNKS, grid.tiles.CHUNK_OWN, 0)
     records.ring.wait(0)
     steps = num_steps(records, grid)
     step = first_step(records)
     used = 0
     if steps > 0:
         rings.held.wait(0)
-        s = start_scores(rings, 0, zeros, grid)
-        s = finish_scores(s, rings, 0, 0)
+        s = start_sum(rings.held, rings.passing, 0, zeros, grid, 0, AHEAD)
+        s = finish_sum(s, rings.held, rings.passing, 0, grid, AHEAD, 0)
         hand_probabilities(s, rings, step, 0, grid, mod)
     while used + 1 < steps:
         step = next_step(step, records, grid)
-        s = start_scores(rings, used + 1, zeros, grid)
-        rings.handed.wait(used)
-        accs = add_own(rings.handed.at(used), rings.passing_v, used, accs, CHUNKS_V, 0)
-        s = finish_scores(s, rings, used + 1, len(accs))
+        s = start_sum(rings.held, rings.passing, used + 1, zeros, grid, 0, AHEAD)
+        rings.probs.wait(used)
+        accs = add_own(rings.probs.at(used), rings.adding, used, accs, CHUNKS, 0)
+        s = finish_sum(s, rings.held, rings.passing, used + 1, grid, AHEAD, len(accs))
         hand_probabilities(s, rings, step, used + 1, grid, mod)
-        accs = finish_own(accs, rings.passing_v, used, CHUNKS_V, 0, 0)
-        rings.handed.release(used)
+        accs = finish_own(accs, rings.adding, used, CHUNKS, 0, 0)
+        rings.probs.release(used)
         used += 1
     if steps > 0:
-        rings.handed.wait(used)
-        accs = add_own(rings.handed.at(used), rings.passing_v, used, accs, CHUNKS_V, 0)
+        rings.probs.wait(used)
+        accs = add_own(rings.probs.at(used), rings.adding, used, accs, CHUNKS, 0)
         accs = wait_for_products(accs)
-    store_own(accs, rings.passing_v, rings, grid, 0)
-
-
-@gluon.jit
-def finish_scores(s, rings, used, PENDING: gl.constexpr):
-    """The scores, PENDING products having been started after them; each chunk is released once its product is done."""
-    CHUNKS: gl.constexpr = rings.held.parts
-    for c in gl.static_range(CHUNKS):
-        s = warpgroup_mma_wait(PENDING + CHUNKS - 1 - c, deps=[s])
-        rings.passing.release(used * CHUNKS + c)
-    return s
+    store_own(accs, rings, grid, 0)
 
 
 @gluon.jit
@@ -420,59 +465,64 @@ def hand_probabilities(s, rings, step, used, grid, mod):
     """Leaves a step's probabilities for the products with dout."""
     rings.rows.wait(used)
     p, _ = score(s, rings, step, used, grid, mod)
-    rings.handed.claim(used)
-    rings.handed.at(used).store(p.to(rings.passing.buffers.dtype))
+    rings.probs.claim(used)
+    rings.probs.at(used).store(p.to(rings.passing.buffers.dtype))
     fence_async_shared()
-    rings.handed.publish(used)
+    rings.probs.publish(used)
     rings.rows.release(used)
 
 
 @gluon.jit
 def value_follower(rings, grid):
     """The warpgroup of the other chunks of dv."""
-    CHUNKS_V: gl.constexpr = grid.tiles.CHUNKS_V
+    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
-    accs = own_zeros(CHUNKS_V, grid.tiles.CHUNK_V, 1)
+    accs = own_zeros(CHUNKS, grid.tiles.CHUNK_OWN, 1)
     records.ring.wait(0)
     steps = num_steps(records, grid)
     used = 0
     while used < steps:
-        rings.handed.wait(used)
-        accs = add_own(rings.handed.at(used), rings.passing_v, used, accs, CHUNKS_V, 1)
-        accs = finish_own(accs, rings.passing_v, used, CHUNKS_V, 0, 1)
-        rings.handed.release(used)
+        rings.probs.wait(used)
+        accs = add_own(rings.probs.at(used), rings.adding, used, accs, CHUNKS, 1)
+        accs = finish_own(accs, rings.adding, used, CHUNKS, 0, 1)
+        rings.probs.release(used)
         used += 1
-    store_own(accs, rings.passing_v, rings, grid, 1)
+    store_own(accs, rings, grid, 1)
 
 
 @gluon.jit
-def store_own(accs, ring, rings, grid, WARPGROUP: gl.constexpr):
-    """Stores a warpgroup's chunks of the gradient, if there is a tile, through the buffers of its chunks of steps.
+def store_own(accs, rings, grid, WARPGROUP: gl.constexpr):
+    """Stores a warpgroup's chunks of the gradient, if there is a tile.
 
-    Nobody reads those any more.
+    Each leaves through the buffer of the same chunk of the last step. Buffers being even in number, the other warpgroup
+    may still read the others alone.
     """
+    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
     if grid.gradients.scale is not None:
         accs = times(accs, grid.gradients.scale)
     if records.get(0, "is_tile") > 0:
         rows = out_rows(records, grid)
+        last = gl.maximum(num_steps(records, grid) - 1, 0) * CHUNKS
         for i in gl.static_range(len(accs)):
-            store_chunk(accs[i], ring, rows, records.get(0, "place"), grid, WARPGROUP + 2 * i)
+            buffer = rings.adding.at(last + WARPGROUP + 2 * i)
+            store_chunk(accs[i], buffer, rows, records.get(0, "place"), grid, WARPGROUP + 2 * i)
         tma_store_wait(0)
 
 
 @gluon.jit
-def store_chunk(acc, ring, rows, place, grid, CHUNK: gl.constexpr):
-    """Starts the stores of a chunk, a box at a time, through its buffer, which holds half of it if it is float32."""
+def store_chunk(acc, buffer, rows, place, grid, CHUNK: gl.constexpr):
+    """Starts the stores of a chunk, a box at a time, through a buffer that it fills twice if it is float32."""
     out = grid.gradients.out
     WIDTH: gl.constexpr = out.block_type.shape[4 if grid.call.q.PACKED else 3]
-    COLS: gl.constexpr = ring.buffers.shape[2]
+    COLS: gl.constexpr = buffer.shape[1]
     BOXES: gl.constexpr = COLS // BOX
     parts = pieces(acc.to(out.dtype), WIDTH)
     for i in gl.static_range(len(parts)):
-        if i >= BOXES:
-            tma_store_wait(BOXES - 1)
-        buffer = box_of(ring.buffers.index(CHUNK), i % BOXES * BOX, BOX)
-        as_tile(buffer, out.dtype, WIDTH).store(parts[i])
+        if i % BOXES == 0:
+            # The one before may be the same buffer.
+            tma_store_wait(0)
+        box = box_of(buffer, i % BOXES * BOX, BOX)
+        as_tile(box, out.dtype, WIDTH).store(parts[i])
         fence_async_shared()
-        tma_put(out, rows.at(place, CHUNK * COLS + i * WIDTH), as_box(buffer, out), grid.gradients.ADDS)
+        tma_put(out, rows.at(place, CHUNK * COLS + i * WIDTH), as_box(box, out), grid.gradients.ADDS)
