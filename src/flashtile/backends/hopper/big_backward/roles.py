@@ -116,7 +116,7 @@ def producer(rings, grid):
     records.ring.wait(0)
     steps = num_steps(records, grid)
     place = records.get(0, "place")
-    step = first_step(records)
+    step = first_step(records, grid)
     keys = key_rows(records, grid)
     if steps > 0:
         if grid.tiles.OF == "q":
@@ -143,7 +143,7 @@ def value_producer(rings, grid):
     records.ring.wait(0)
     steps = num_steps(records, grid)
     place = records.get(0, "place")
-    step = first_step(records)
+    step = first_step(records, grid)
     keys = key_rows(records, grid)
     if steps > 0:
         if grid.tiles.OF == "q":
@@ -168,7 +168,7 @@ def gradient_producer(rings, grid):
     records = rings.tile
     records.ring.wait(0)
     steps = num_steps(records, grid)
-    step = first_step(records)
+    step = first_step(records, grid)
     used = 0
     while used < steps:
         if grid.tiles.OF == "q":
@@ -344,7 +344,7 @@ def scorer(rings, grid, mod):
     accs = own_zeros(CHUNKS, grid.tiles.CHUNK_OWN, 0)
     records.ring.wait(0)
     steps = num_steps(records, grid)
-    step = first_step(records)
+    step = first_step(records, grid)
     used = 0
     if steps > 0:
         rings.held.wait(0)
@@ -436,7 +436,7 @@ def value_scorer(rings, grid, mod):
     accs = own_zeros(CHUNKS, grid.tiles.CHUNK_OWN, 0)
     records.ring.wait(0)
     steps = num_steps(records, grid)
-    step = first_step(records)
+    step = first_step(records, grid)
     used = 0
     if steps > 0:
         rings.held.wait(0)

@@ -132,25 +132,35 @@ class Step:
 
 
 @gluon.jit
-def first_step(records):
-    """The first ``Step`` of the tile."""
-    start = records.get(0, "start")
-    return Step(start * BLOCK, gl.to_tensor(0), records.get(0, "row_block"), records.get(0, "end") - start)
+def first_step(records, grid):
+    """The first ``Step`` of the tile: not the first block, but one that neighbouring tiles do not begin with.
+
+    Else all programs would read the same lines of the cache at the same time.
+    """
+    start, steps = records.get(0, "start"), records.get(0, "end") - records.get(0, "start")
+    skipped = records.get(0, "place") // BLOCK % gl.maximum(steps, 1)
+    block = records.get(0, "row_block")
+    if grid.tiles.OF != "q":
+        block += skipped
+    return Step((start + skipped) * BLOCK, gl.to_tensor(0), block, steps)
 
 
 @gluon.jit
 def next_step(step, records, grid):
-    """The next one: after a head's last block of queries comes the first of the next head that shares the keys."""
-    if grid.tiles.OF == "q":
-        return Step(step.place + BLOCK, step.head, step.block, step.remaining)
-    else:
-        place, head, block, remaining = step.place + BLOCK, step.head, step.block + 1, step.remaining - 1
-        if remaining == 0:
-            remaining = records.get(0, "end") - records.get(0, "start")
-            place -= remaining * BLOCK
-            head += 1
-            block += row_blocks_per_head(grid) - remaining
-        return Step(place, head, block, remaining)
+    """The next one: after the last block comes the first, and after all of a head the same again of the next head."""
+    place, head, block, remaining = step.place + BLOCK, step.head, step.block, step.remaining - 1
+    if grid.tiles.OF != "q":
+        block += 1
+    if place == records.get(0, "end") * BLOCK:
+        steps = records.get(0, "end") - records.get(0, "start")
+        place -= steps * BLOCK
+        if grid.tiles.OF != "q":
+            block -= steps
+    if remaining == 0:
+        remaining = records.get(0, "end") - records.get(0, "start")
+        head += 1
+        block += row_blocks_per_head(grid)
+    return Step(place, head, block, remaining)
 
 
 @gluon.jit
@@ -177,7 +187,7 @@ def key_rows(records, grid):
 def out_rows(records, grid):
     """Where the tile's gradient lies: of dk and dv each of the splits of a key head has one of its own."""
     if grid.tiles.OF == "q":
-        return query_rows(records, first_step(records), grid)
+        return query_rows(records, first_step(records, grid), grid)
     else:
         start, length = records.get(0, "start_k"), records.get(0, "seqlen_k")
         return HeadRows(records.get(0, "sequence"), records.get(0, "head"), start, length, grid.call.q.PACKED)
