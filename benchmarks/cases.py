@@ -252,19 +252,42 @@ def _model_cases(dtype: str) -> list[Case]:
     ]
 
 
+# Global layers of Gemma 4, of 26B, 31B and 12B parameters; and how long documents are in a packed batch of 16k tokens.
+_BIG_HEADS = {"26b": (8, 4), "31b": (32, 4), "12b": (16, 1)}
+BIG_SEQLENS = (4096, 8192, 16384)
+
+
+def _big_cases(dtype: str) -> list[Case]:
+    """16k tokens of 8 heads past head_dim 256; the heads of models, and packed sequences, under a causal mask."""
+    made = [
+        Case(each, dtype, TOTAL_TOKENS // n, n, n, 8, 8, dim, causal)
+        for each in DIRECTIONS
+        for dim in (512, 384, 320)
+        for causal in (False, True)
+        for n in BIG_SEQLENS
+    ]
+    for each in DIRECTIONS:
+        for name, heads in _BIG_HEADS.items():
+            made.append(Case(each, dtype, 1, 8192, 8192, *heads, 512, True, model=f"gemma4-{name}-8k"))
+        packed: dict[str, Any] = {"lengths": _PACKED, "model": "gemma4-26b-packed"}
+        made.append(Case(each, dtype, len(_PACKED), max(_PACKED), max(_PACKED), 8, 4, 512, True, **packed))
+    return made
+
+
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """Cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``models-portable``, ``fp8`` (27), ``cpu``."""
+    """Cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``big-heads`` (44), ``fp8`` (27), ``cpu``."""
     rounding = [case for case in _grid("quantized", FP8_SEQLENS[:1], dtype) if not case.causal]
     made = {
         "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
         "backward": lambda: _grid("backward", BACKWARD_SEQLENS, dtype),
         "models": lambda: _model_cases(dtype),
         "models-portable": lambda: _model_cases(dtype),
+        "big-heads": lambda: _big_cases(dtype),
         "fp8": lambda: _grid("forward", FP8_SEQLENS, dtype) + rounding,
         "cpu": _cpu_cases,
     }
     if name not in made:
-        raise ValueError(f"suite is {name!r}, must be forward, backward, models, fp8 or cpu")
+        raise ValueError(f"suite is {name!r}, must be forward, backward, models, big-heads, fp8 or cpu")
     return made[name]()
 
 

@@ -40,7 +40,7 @@ def test_packed_and_windowed_cells_count_the_pairs_they_keep():
     assert window.kept_pairs() == int(Band(4, 0).dense(32, 32).sum())
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "fp8", "cpu"])
+@pytest.mark.parametrize("name", ["forward", "backward", "big-heads", "fp8", "cpu"])
 def test_every_case_survives_json(name):
     for case in suite(name):
         assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
@@ -55,7 +55,7 @@ def test_cells_are_chosen_by_glob_or_by_part():
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(ValueError, match="must be forward, backward, models, fp8 or cpu"):
+    with pytest.raises(ValueError, match="must be forward, backward, models, big-heads, fp8 or cpu"):
         suite("sideways")
 
 
@@ -74,3 +74,11 @@ def test_cells_of_models_have_names_of_their_own() -> None:
     assert {case.direction for case in cases} == {"forward", "backward"}
     assert all(Case.from_dict(case.to_dict()) == case and case.flops() > 0 for case in cases)
     assert all(sum(c.lengths) > 0 and max(c.lengths) == c.seqlen_q for c in cases if c.lengths)
+
+
+def test_big_heads_are_past_256_in_both_directions() -> None:
+    cases = suite("big-heads")
+    assert len(cases) == len({case.name for case in cases}) == 44
+    assert {case.head_dim for case in cases} == {320, 384, 512}
+    assert {case.seqlen_q for case in cases if not case.model} == {4096, 8192, 16384}
+    assert sum(case.direction == "backward" for case in cases) == 22

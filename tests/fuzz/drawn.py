@@ -39,12 +39,14 @@ class Sizes:
         most_pairs: Queries times keys of all heads together, which a reference computes in float64.
         most_dim: Largest head_dim.
         odd_dims: Whether head_dims may be no multiples of 8.
+        big_dim: Largest head_dim of one plain call in ten, past 256; 0 for none.
     """
 
     longest: int = 150
     most_pairs: int = 2**21
     most_dim: int = 256
     odd_dims: bool = True
+    big_dim: int = 512
 
 
 SMALL, LONG = Sizes(), Sizes(1500, 2**25)
@@ -116,6 +118,14 @@ class Draw:
         """head_dim and, if it is another, head_dim_v."""
         pair = (self.head_dim(), self.head_dim() if self.chance(0.25) else None)
         return (192, 128) if self.sizes.most_dim >= 192 and self.chance(0.05) else pair
+
+    def big_dims(self, small: int) -> dict[str, int]:
+        """Of one call in ten head_dim and head_dim_v, of which one may be as ``small`` as it was."""
+        if not self.sizes.big_dim or not self.chance(0.1):
+            return {}
+        big = min(self.pick(264, 320, 384, 448, 512, 512, 8 * self.upto(64, 33)), self.sizes.big_dim)
+        dims = self.pick((big, big), (big, big), (big, small), (small, big))
+        return {"head_dim": dims[0], "head_dim_v": dims[1]}
 
     def heads(self) -> dict[str, int]:
         """Query heads and key heads."""
@@ -192,6 +202,7 @@ def _plain(d: Draw, name: str) -> Case:
     )
     case = replace(case, chunk=d.chunk() if d.chance(0.2) else None)
     case = replace(case, intervals=d.pick(*INTERVALS) if d.chance(0.2) else "")
+    case = replace(case, **d.big_dims(head_dim))
     return replace(case, out=d.pick("whole", "part"), wanted="") if packed and d.chance(0.1) else case
 
 

@@ -57,6 +57,10 @@ def test_lengths_and_head_dims_that_hurt_are_drawn() -> None:
     assert all(any(n % block == rest for n in lengths) for block in (64, 128) for rest in (0, 1, block - 1))
     dims = {case.head_dim for case in plain}
     assert {16, 32, 64, 80, 96, 128, 160, 192, 256} <= dims and any(dim % 8 for dim in dims)
+    assert {320, 512} <= dims and max(dims) == 512
+    assert any(
+        max(case.head_dim, case.head_dim_v or 0) > 256 > min(case.head_dim, case.head_dim_v or 0) > 0 for case in plain
+    )
 
 
 @pytest.mark.parametrize("kind", _OF_KINDS)

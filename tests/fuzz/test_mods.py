@@ -16,7 +16,7 @@ from tests.mods.functions import MASKS, SCORES
 
 def drawn(seed: int) -> tuple[Case, str | None, str | None, torch.dtype]:
     """Call number ``seed``: a case, a score mod, a mask mod and a dtype."""
-    d = Draw(("mods", seed), replace(SMALL, longest=90, most_pairs=2**17, most_dim=64))
+    d = Draw(("mods", seed), replace(SMALL, longest=90, most_pairs=2**17, most_dim=64, big_dim=0))
     case = _within(_plain(d, f"mods_{seed}"), d.sizes)
     softcap = case.softcap if d.chance(0.5) else 0.0
     # Of scores of tens a probability from lse errs more than one from a softmax, which is what the rule's draws know.

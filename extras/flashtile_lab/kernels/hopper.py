@@ -31,6 +31,8 @@ def builds(arch: str) -> list[KernelBuild]:
     forwards = _forward_problems() + _big_problems()
     made = [build for problem in forwards for build in builds_of(problem, "forward")] + _joining_builds()
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
+    big = _big_problems()
+    made += [build for n in (1, 4, 6, 8) for build in builds_of(big[n], "backward") if "big" in build.name]
     made += _adding_builds() + _interval_builds()
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
@@ -127,6 +129,8 @@ def limits(problem: Problem) -> dict[str, int]:
         # 268 with ALiBi, a mask and a bias; on Triton 3.9 up to 552.
         "big_heads_forward": 600 if _is_new_triton() else 300 if problem.mask or problem.bias_dtype is not None else 0,
         "attention_backward": _backward_limit(problem),
+        # With ALiBi, a mask and a bias.
+        **{f"big_backward_d{of}": 16 if problem.mask and _is_new_triton() else 0 for of in "qkv"},
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
         # The scheduler's, and what the scorer keeps over the copies of queries.

@@ -117,6 +117,7 @@ class Capabilities:
         nvidia: Whether of GPUs only NVIDIA's will do.
         chain_rows: Multiples on which sequences that have keys begin, and end unless with the last row, in a ``Chain``;
             0 for a backward that takes none.
+        chain_head_dim: Largest head_dim and head_dim_v of one.
         slow_if_tiny: Whether ``Problem.tiny`` calls go to the next backend that can run them, unless this one is named.
         features: Names of the supported features.
     """
@@ -129,6 +130,7 @@ class Capabilities:
     max_compute_capability: tuple[int, int] | None = None
     nvidia: bool = False
     chain_rows: int = 0
+    chain_head_dim: int = 0
     slow_if_tiny: bool = False
     features: frozenset[str] = frozenset()
 

@@ -104,7 +104,7 @@ class CallPlan:
         can = chosen.capabilities("backward")
         places = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
         ends = [end for row, (key, key_stop) in places if key < key_stop and row[0] < row[1] for end in row]
-        rows = 0 if can is None else can.chain_rows
+        rows = can.chain_rows if can and max(problem.head_dim, problem.head_dim_v) <= can.chain_head_dim else 0
         return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
 
 

@@ -53,6 +53,10 @@ CHIEF = [
 ]
 
 
+# Past 256: the first call's three kernels, then other calls'.
+BIG = [build for build in BUILDS if build.name.startswith("big_backward")]
+
+
 def _parts(width: int, most: int) -> list[int]:
     """Powers of two that add up to a width, the widest first, none over ``most``."""
     widest = min(1 << width.bit_length() >> 1, most)
@@ -107,7 +111,27 @@ def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("build", CHIEF, ids=_name)
+@pytest.mark.parametrize("build", slow_but(BIG, BIG[:3].__contains__), ids=_name)
+def test_a_gradient_past_256_columns_is_its_programs_own(build: KernelBuild) -> None:
+    report = builds.compile_build(build, "sm_90a")
+    assert report.problems == []
+    (dim, dim_v), chunk, chunk_v = _dims(build), build.constant("CHUNK"), build.constant("CHUNK_V")
+    # Scores and dprobs take 16 columns a product, a chunk of the gradient 16 rows: of 64. Scores of dv and dprobs of
+    # the others are made a step ahead, so in two places; what uses them in a loop and after it.
+    if build.name == "big_backward_dv":
+        chunks = dim_v // chunk_v
+        products = 2 * dim // 16 + 4 * (chunks // 2 + (chunks + 1) // 2 * 2)
+    else:
+        chunks = dim // chunk
+        products = dim // 16 + 2 * dim_v // 16 + 4 * ((chunks + 1) // 2 + chunks // 2 * 2)
+    assert report.instructions["wgmma"] == products
+    assert report.instructions["tma_store"] == (dim_v if build.name == "big_backward_dv" else dim) // 64
+    assert report.instructions["setmaxnreg"] > 0
+    assert not {"st.global", "atomic", "tma_reduce"} & report.instructions.keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("build", [*CHIEF, *BIG[:3]], ids=_name)
 def test_the_assembler_adds_no_wait_for_a_product(build: KernelBuild, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serialises products whose registers it cannot follow, with no more than a warning."""
     programs: dict[str, str] = {}

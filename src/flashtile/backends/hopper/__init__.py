@@ -31,8 +31,8 @@ _FORWARD = Capabilities(
 )
 _BACKWARD = dataclasses.replace(
     _FORWARD,
-    max_head_dim=256,
     chain_rows=128,
+    chain_head_dim=256,
     features=_BUT_BIAS_GRAD | {"intervals", "row_intervals", "key_intervals"},
 )
 _DECODE = dataclasses.replace(
@@ -53,11 +53,12 @@ def _missing() -> str | None:
     return None
 
 
-# The folder's name is the direction, or big_heads.
+# The folder's name is the direction, or one of ``_BIG``.
 _PLANS = {
-    "forward": "ForwardPlan", "big_heads": "BigHeadsPlan", "backward": "BackwardPlan", "decode": "CachedPlan",
-    "quantized": "QuantizedPlan",
+    "forward": "ForwardPlan", "big_heads": "BigHeadsPlan", "backward": "BackwardPlan",
+    "big_backward": "BigBackwardPlan", "decode": "CachedPlan", "quantized": "QuantizedPlan",
 }  # fmt: skip
+_BIG: dict[Direction, str] = {"forward": "big_heads", "backward": "big_backward"}
 
 
 @functools.cache
@@ -67,8 +68,8 @@ def _plan_class(folder: str) -> Any:
 
 
 def _folder(problem: Problem, direction: Direction) -> str:
-    is_big = direction == "forward" and max(problem.head_dim, problem.head_dim_v) > 256
-    return "big_heads" if is_big else direction
+    is_big = max(problem.head_dim, problem.head_dim_v) > 256
+    return _BIG.get(direction, direction) if is_big else direction
 
 
 class _Backend:
@@ -88,12 +89,14 @@ class _Backend:
 
             return cached_tiles.describe(as_cached(problem) if is_split else problem)
         from flashtile.backends.hopper.backward import config as backward_tiles
+        from flashtile.backends.hopper.big_backward import config as big_backward_tiles
         from flashtile.backends.hopper.big_heads import config as big_tiles
         from flashtile.backends.hopper.forward import config as tiles
         from flashtile.backends.hopper.quantized import config as quantized_tiles
 
-        modules = {
-            "forward": tiles, "big_heads": big_tiles, "backward": backward_tiles, "quantized": quantized_tiles,
+        modules: dict[str, Any] = {
+            "forward": tiles, "big_heads": big_tiles, "backward": backward_tiles, "big_backward": big_backward_tiles,
+            "quantized": quantized_tiles,
         }  # fmt: skip
         choose = modules[_folder(problem, direction)].choose
         config = choose(problem)

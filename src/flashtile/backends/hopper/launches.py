@@ -40,9 +40,14 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
 
         chosen = config.choose(problem, tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
         return launch.launches(problem, tensors, chosen)
+    dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
+    if max(problem.head_dim, problem.head_dim_v) > 256:
+        from flashtile.backends.hopper.big_backward import config as big_backward_config
+        from flashtile.backends.hopper.big_backward import launch as big_backward
+
+        return big_backward.launches(problem, tensors, dout, None, big_backward_config.choose(problem))
     from flashtile.backends.hopper.backward import config as backward_config
     from flashtile.backends.hopper.backward import launch as backward_launch
 
-    dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
     made = backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
     return {name: launch for name, launch in zip(_BACKWARD, made, strict=True) if launch is not None}

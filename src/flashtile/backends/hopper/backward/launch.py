@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from flashtile.backends.gpu.device import scheduler
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
+from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
@@ -50,7 +50,7 @@ class BackwardPlan:
         tensors: Tensors,
         dout: Tensor,
         dlse: Tensor | None,
-        config: Config | None = None,
+        config: Any = None,
     ) -> None:
         """Prepares the launches.
 
@@ -77,14 +77,14 @@ class BackwardPlan:
         self._copies_dout = not tensor_maps.is_readable(dout)
         if self._copies_dout:
             dout = dout.contiguous()
-        config = config or configs.choose(problem)
-        self._work = Workspace.of(problem, config, tensors)
+        config = config or self._choose(problem)
+        self._work = self._workspace(problem, config, tensors)
         self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
         self._config = config
         self._in_chain = configs.in_chain(config)
         self._of_chain: Workspace | None = None
-        self._bounds = most_bounds(problem, tensors, over_keys=True) if problem.intervals else 0
+        self._bounds = self._bounds_of(problem, tensors) if problem.intervals else 0
         self._steps: dict[Any, list[Step]] = {}
 
     def __call__(
@@ -119,13 +119,14 @@ class BackwardPlan:
         work = torch.empty_like(self._like_work)
         steps = self._steps.get(sums is not None)
         if steps is None:
-            made = launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
+            made = self._launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
             steps = [Step(each, _OPERANDS, t.q.device) for each in made if each is not None]
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
         ))  # fmt: skip
+        self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:
             dsinks = self._sinks_gradient(t.sinks, work)
         return Gradients(dq, dk, dv, None, dsinks)
@@ -168,6 +169,28 @@ class BackwardPlan:
         ))  # fmt: skip
         return Gradients(dq, dk, dv)
 
+    @staticmethod
+    def _choose(problem: Problem) -> Any:
+        return configs.choose(problem)
+
+    @staticmethod
+    def _bounds_of(problem: Problem, tensors: Tensors) -> int:
+        return most_bounds(problem, tensors, over_keys=True)
+
+    @staticmethod
+    def _workspace(problem: Problem, config: Any, tensors: Tensors) -> Workspace:
+        return Workspace.of(problem, config, tensors)
+
+    def _finish(self, work: Tensor, adds: bool, dk: Tensor | None, dv: Tensor | None) -> None:
+        """What no launch does, from the workspace to dk and dv."""
+
+    @staticmethod
+    def _launches(
+        problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
+        adds: bool,
+    ) -> Sequence[Launch | None]:  # fmt: skip
+        return launches(problem, tensors, dout, dlse, config, work, adds=adds)
+
     def _sinks_gradient(self, sinks: Tensor, work: Tensor) -> Tensor:
         """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""
         p = self._problem
@@ -194,7 +217,7 @@ def launches(
     work, wanted = work or Workspace.of(problem, config, tensors), problem.grads
     return (
         bounds_launch(problem, tensors, _OF_KEYS) if problem.intervals else None,
-        _preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
+        preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
         _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
         *(_finish_launch(problem, tensors, config, work, name, adds) for name in ("dq", "dk", "dv")),
     )
@@ -208,7 +231,7 @@ def chain_launches(
     one, rows = _as_one(problem), replace(tensors, cu_seqlens_q=None, cu_seqlens_k=None)
     work = _chain_workspace(problem, config, tensors)
     return (
-        _preprocess_launch(one, rows, dout, dlse, config, work, False) if is_first else None,
+        preprocess_launch(one, rows, dout, dlse, config, work, False) if is_first else None,
         _main_launch(problem, tensors, dout, config, work, adds, chained=heads or (0, problem.num_heads_kv)),
         _finish_launch(one, rows, config, work, "dq", False) if is_last else None,
     )
@@ -224,9 +247,10 @@ def _as_one(problem: Problem) -> Problem:
     return problem.but(varlen=False, batch=1, grad_dtype=problem.dtype)
 
 
-def _preprocess_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, work: Workspace, adds: bool
+def preprocess_launch(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, adds: bool
 ) -> Launch:
+    """The launch of ``prepare_rows``; ``config`` may be any with ``block_m`` and columns."""
     p, strides = problem, dout.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     # Rows of sequences without keys are skipped, unless sinks want a gradient, which is made from every row.
@@ -235,7 +259,7 @@ def _preprocess_launch(
     results = Results(
         Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"),
         Rows(pointer(dout, "dout"), None, batch, row, head, p.head_dim_v, config.block_dv, 1, p.varlen),
-        pointer(dlse, "dlse"), dlse_b, dlse_head, Const(1) if dlse_row == 1 else dlse_row, _queries(p, tensors),
+        pointer(dlse, "dlse"), dlse_b, dlse_head, Const(1) if dlse_row == 1 else dlse_row, queries_of(p, tensors),
         p.num_heads_q,
     )  # fmt: skip
     arguments = {
@@ -263,7 +287,7 @@ def _finish_launch(
     arguments = {
         "sums": Sums(Pointer(torch.float32, "work", at), 1 if is_dq else work.sum_heads, block_m),
         "out": Rows(Pointer(p.grad_dtype, name), None, None, None, None, *dims, 1, p.varlen),
-        "sequences": _queries(p, tensors) if is_dq else _keys(p, tensors),
+        "sequences": queries_of(p, tensors) if is_dq else keys_of(p, tensors),
         "others": others if is_dq and adds else None,
         "num_heads": p.num_heads_q if is_dq else p.num_heads_kv,
         "scale": float(p.softmax_scale) if is_dq else 1.0,
@@ -304,30 +328,32 @@ def _call(problem: Problem, t: Tensors, config: Config) -> Call:
     p, keys = problem, configs.PART_KEYS
     cols, cols_v = configs.box_cols(config.block_d), configs.box_cols(config.block_dv)
     return Call(
-        _rows("q", t.q, (config.block_m, cols), config.block_d, p.varlen),
-        _rows("k", t.k, (keys, cols), config.block_d, p.varlen),
-        _rows("v", t.v, (keys, cols_v), config.block_dv, p.varlen),
-        _queries(p, t), _keys(p, t), Heads(p.num_heads_q, p.group_size), _mods(p, t),
+        rows_of("q", t.q, (config.block_m, cols), config.block_d, p.varlen),
+        rows_of("k", t.k, (keys, cols), config.block_d, p.varlen),
+        rows_of("v", t.v, (keys, cols_v), config.block_dv, p.varlen),
+        queries_of(p, t), keys_of(p, t), Heads(p.num_heads_q, p.group_size),
+        backward_mods(p, t, masks_of(p, t, _OF_KEYS) if p.intervals else None),
     )  # fmt: skip
 
 
-def _rows(name: str, tensor: Tensor, box: tuple[int, int], block_dim: int, varlen: bool) -> Rows:
+def rows_of(name: str, tensor: Tensor, box: tuple[int, int], block_dim: int, varlen: bool) -> Rows:
     """Rows that TMA loads in boxes of so many rows and columns."""
     desc = tensor_maps.rows_map(name, tensor, *box, varlen)
     return Rows(None, desc, None, None, None, tensor.shape[-1], block_dim, 1, varlen)
 
 
-def _queries(problem: Problem, t: Tensors) -> Sequences:
+def queries_of(problem: Problem, t: Tensors) -> Sequences:
+    """The sequences of queries."""
     return Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
 
 
-def _keys(problem: Problem, t: Tensors) -> Sequences:
+def keys_of(problem: Problem, t: Tensors) -> Sequences:
+    """The sequences of keys."""
     return Sequences(pointer(t.cu_seqlens_k, "cu_seqlens_k"), problem.batch, t.k.shape[-3])
 
 
-def _mods(problem: Problem, t: Tensors) -> Mods:
+def backward_mods(problem: Problem, t: Tensors, masks: Masks | None) -> Mods:
     """Those of the forward, but that products may be multiplied with a scale that is not > 0: no maximum is taken."""
-    masks = masks_of(problem, t, _OF_KEYS) if problem.intervals else None
     mods = mods_of(problem, t, None, None, masks)._replace(sinks=None, SCALE_FIRST=False)
     if problem.softcap > 0:
         return mods
@@ -347,7 +373,7 @@ def _gradients(
         return tensor_maps.contiguous_map(name, p.grad_dtype, x.shape, configs.PART_KEYS, out_cols, p.varlen)
 
     return records.Gradients(
-        _rows("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
+        rows_of("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
         of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
         float(p.softmax_scale), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
     )  # fmt: skip

@@ -165,6 +165,18 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
     """The ``KeyRows`` of a part of a tile."""
     key = records.get(tiles, "key") + PART * PART_KEYS
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
+    head, _ = query_heads(records.get(tiles, "head"), grid)
+    b = records.get(tiles, "sequence")
+    cleared = (gl.to_tensor(0), gl.to_tensor(FAR))
+    if grid.call.mods.band.bounds is not None:
+        _, _, all_start, all_stop = bounds_of(b, records.get(tiles, "head"), key, grid, 1)
+        cleared = (all_start, all_stop)
+    return kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, like, grid)
+
+
+@gluon.jit
+def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, like, grid):
+    """The ``KeyRows`` of 64 keys, whose intervals say that rows from ``cleared[0]`` on and before [1] keep them all."""
     keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
     shift = seqlen_k - seqlen_q
     first = gl.where(keys < seqlen_k, mods.first_row(keys - shift, shift, grid.call.mods.band), FAR)
@@ -172,11 +184,8 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
     clear_from = mods.first_row(key + (PART_KEYS - 1) - shift, shift, grid.call.mods.band)
     clear_from = gl.where(key + PART_KEYS > seqlen_k, FAR, clear_from)
     clear_to = mods.last_row(key - shift, FAR, shift, grid.call.mods.band) + 1
-    head, _ = query_heads(records.get(tiles, "head"), grid)
-    b = records.get(tiles, "sequence")
     if grid.call.mods.band.bounds is not None:
-        _, _, all_start, all_stop = bounds_of(b, records.get(tiles, "head"), key, grid, 1)
-        clear_from, clear_to = gl.maximum(clear_from, all_start), gl.minimum(clear_to, all_stop)
+        clear_from, clear_to = gl.maximum(clear_from, cleared[0]), gl.minimum(clear_to, cleared[1])
     if grid.call.mods.band.key_rows is not None:
         exists = (keys < seqlen_k) & (b < grid.call.keys.count)
         start, end = intervals.ends_of(grid.call.mods.band.key_rows, b, head, keys, exists)

@@ -24,7 +24,9 @@ _BOX = 64
 class BigHeadsPlan(ForwardPlan):
     """The forward of calls of one kind; see ``ForwardPlan``."""
 
-    _choose = staticmethod(configs.choose)
+    @staticmethod
+    def _choose(problem: Problem, score_bytes: tuple[int, int], rows: int) -> Any:
+        return configs.choose(problem, score_bytes, rows)
 
     @staticmethod
     def _launches(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> dict[str, Launch]:

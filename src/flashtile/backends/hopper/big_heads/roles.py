@@ -25,6 +25,7 @@ from flashtile.backends.hopper.device.ring import Records, Ring
 from flashtile.backends.hopper.forward.roles import join_partial, row_results
 from flashtile.backends.hopper.forward.scheduler import key_rows, lse_offset, queries_of, query_rows, strips
 from flashtile.backends.hopper.forward.softmax_step import (
+    KeyLoop,
     block_pairs,
     exponentials,
     first_probs,
@@ -57,29 +58,31 @@ class Rings:
 
 @gluon.jit
 def producer(rings, call, schedule, columns):
-    """Loads each tile's queries, and its key and value blocks last first: values after the next keys."""
+    """Loads each tile's queries, and its key and value blocks, the first ones first: values after the next keys.
+
+    So programs whose tiles end at different keys, under a causal mask, read the same ones at the same time.
+    """
     RIGHT: gl.constexpr = call.v.BLOCK_DIM - columns.LEFT
     records = rings.tiles
     tiles = 0
     used = 0
     records.ring.wait(tiles)
-    n_block = records.get(tiles, "n_block_max")
-    while n_block > 0:
-        n_block_min = records.get(tiles, "n_block_min")
+    n_block_max = records.get(tiles, "n_block_max")
+    while n_block_max > 0:
+        n_block = records.get(tiles, "n_block_min")
         load_queries(rings, tiles, call, schedule)
-        n_block -= 1
         load_keys(rings, used, tiles, n_block, call, schedule)
-        while n_block >= n_block_min:
-            if n_block > n_block_min:
-                load_keys(rings, used + 1, tiles, n_block - 1, call, schedule)
+        while n_block < n_block_max:
+            if n_block + 1 < n_block_max:
+                load_keys(rings, used + 1, tiles, n_block + 1, call, schedule)
             load_values(rings.right, used, rings, tiles, n_block, call, schedule, columns.LEFT, RIGHT)
             load_values(rings.left, used, rings, tiles, n_block, call, schedule, 0, columns.LEFT)
-            n_block -= 1
+            n_block += 1
             used += 1
         records.ring.release(tiles)
         tiles += 1
         records.ring.wait(tiles)
-        n_block = records.get(tiles, "n_block_max")
+        n_block_max = records.get(tiles, "n_block_max")
 
 
 @gluon.jit
@@ -170,7 +173,7 @@ def scorer(rings, call, output, schedule, columns, mod):
     rows = gl.arange(0, M, gl.SliceLayout(1, layout))
     tiles = 0
     used = 0
-    loop = open_tile(records, tiles, call, schedule, rows, zeros, mod, 0)
+    loop = rising(open_tile(records, tiles, call, schedule, rows, zeros, mod, 0))
     while loop.is_tile:
         n_block = loop.n_block
         pairs = block_pairs(records, tiles, used, loop, n_block, call, schedule, True, 0)
@@ -184,8 +187,8 @@ def scorer(rings, call, output, schedule, columns, mod):
         hand_over(rings, used + tiles, p, factor)
         probs = compute_before_fence(operand(p, like))
         accs = zero_accumulators(M, rings.left)
-        while n_block > loop.n_block_min:
-            n_block -= 1
+        while n_block < loop.n_block_min:
+            n_block += 1
             edge = is_edge(loop, n_block, call)
             pairs = block_pairs(records, tiles, used + 1, loop, n_block, call, schedule, True, 0)
             s = start_chunks(rings, tiles, used + 1, zeros)
@@ -223,7 +226,16 @@ def scorer(rings, call, output, schedule, columns, mod):
         records.ring.release(tiles)
         used += 1
         tiles += 1
-        loop = open_tile(records, tiles, call, schedule, rows, zeros, mod, 0)
+        loop = rising(open_tile(records, tiles, call, schedule, rows, zeros, mod, 0))
+
+
+@gluon.jit
+def rising(loop):
+    """The same blocks from the first to the last: ``n_block`` and ``n_block_min`` change places."""
+    return KeyLoop(
+        loop.is_tile, loop.n_block_min, loop.n_block, loop.n_full_min, loop.n_full_max, loop.skipped, loop.first_keys,
+        loop.last_keys, loop.slope,
+    )  # fmt: skip
 
 
 @gluon.jit

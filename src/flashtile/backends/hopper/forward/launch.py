@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +34,6 @@ _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
 class ForwardPlan:
     """The forward of calls of one kind: ``plan(tensors)`` returns out and lse, as ``call.backend.Forward`` says."""
-
-    _choose: Callable[..., Any] = staticmethod(configs.choose)
 
     def __init__(self, problem: Problem, tensors: Tensors, config: Any = None) -> None:
         """Prepares the launch.
@@ -89,6 +86,10 @@ class ForwardPlan:
             t.attn_mask, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
         ))  # fmt: skip
         return out, lse
+
+    @staticmethod
+    def _choose(problem: Problem, score_bytes: tuple[int, int], rows: int) -> Any:
+        return configs.choose(problem, score_bytes, rows)
 
     def _steps_of(self, t: Tensors, config: Any, *, is_joined: bool = False) -> tuple[Step, ...]:
         made = self._launches(self._problem, t, config, is_joined=is_joined).values()

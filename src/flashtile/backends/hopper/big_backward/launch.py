@@ -1,0 +1,184 @@
+"""Host side of the backward with big heads: its launches and its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.device.records import Call, Heads
+from flashtile.backends.gpu.device.scheduler import num_packed_tiles
+from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
+from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.backward import launch as backward
+from flashtile.backends.hopper.backward.launch import BackwardPlan
+from flashtile.backends.hopper.backward.records import Schedule, Splits
+from flashtile.backends.hopper.backward.rows import Workspace
+from flashtile.backends.hopper.big_backward import config as configs
+from flashtile.backends.hopper.big_backward.config import BLOCK, Config
+from flashtile.backends.hopper.big_backward.kernel import big_backward
+from flashtile.backends.hopper.big_backward.records import Gradient, Grid
+from flashtile.call.problem import Problem, Tensors
+
+# Columns of a box: all that a swizzle of 128 bytes holds.
+_BOX = 64
+# Half of Hopper's L2, as in ``backward.launch``.
+_CACHE_BYTES = 25 * 1024 * 1024
+# Tiles for each multiprocessor, of which Hopper has so many: of fewer than these, few are so long that others wait for
+# them at the end; splits are to make so many.
+_MULTIPROCESSORS, _TILES_EACH, _SPLITS_EACH = 132, 2, 4
+
+
+class BigBackwardPlan(BackwardPlan):
+    """Gradients of calls of one kind; see ``BackwardPlan``. It takes no part in a ``Chain``."""
+
+    @staticmethod
+    def _choose(problem: Problem) -> Any:
+        return configs.choose(problem)
+
+    @staticmethod
+    def _bounds_of(problem: Problem, tensors: Tensors) -> int:
+        return sum(most_bounds(problem, tensors, over_keys=over_keys) for over_keys in (True, False))
+
+    @staticmethod
+    def _workspace(problem: Problem, config: Any, tensors: Tensors) -> Workspace:
+        return workspace(problem, tensors)
+
+    def _finish(self, work: Tensor, adds: bool, dk: Tensor | None, dv: Tensor | None) -> None:
+        """From the splits' sums to dk and dv, in a fixed order."""
+        count = self._work.gqa_splits
+        for grad, at in ((dk, self._work.dk_at), (dv, self._work.dv_at)):
+            if grad is not None and at is not None:
+                sums = work[at // 4 : at // 4 + count * grad.numel()].view(*grad.shape[:-1], count, grad.shape[-1])
+                _ = grad.add_(sums.sum(-2)) if adds else grad.copy_(sums.sum(-2))
+
+    @staticmethod
+    def _launches(
+        problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
+        adds: bool,
+    ) -> list[Launch]:  # fmt: skip
+        return list(launches(problem, tensors, dout, dlse, config, adds=adds).values())
+
+
+def workspace(problem: Problem, tensors: Tensors) -> Workspace:
+    """Two float32 for each query, in blocks: see ``backward.rows``. With splits, what each makes of dk and dv.
+
+    That is float32 and laid out like k and v, but of each row and key head the splits follow one another.
+    """
+    rows = tensors.q.shape[-3]
+    if problem.varlen:
+        blocks = num_packed_tiles(rows, problem.batch, BLOCK) * problem.num_heads_q
+    else:
+        blocks = -(-rows // BLOCK) * problem.batch * problem.num_heads_q
+    counter_at = 4 * blocks * 2 * BLOCK
+    end, count = counter_at + 16, gqa_splits(problem, tensors)
+    dk_at = end if count > 1 and problem.grads.k else None
+    end += 0 if dk_at is None else 4 * count * tensors.k.numel()
+    dv_at = end if count > 1 and problem.grads.v else None
+    end += 0 if dv_at is None else 4 * count * tensors.v.numel()
+    return Workspace(blocks, count, 0, counter_at, None, count, dk_at, dv_at, end // 4)
+
+
+def gqa_splits(problem: Problem, tensors: Tensors) -> int:
+    """How many tiles share the query heads of one key head: 1 unless there are few tiles."""
+    p = problem
+    tiles = _blocks(p, tensors.k) * p.num_heads_kv
+    if p.group_size == 1 or not (p.grads.k or p.grads.v) or tiles >= _TILES_EACH * _MULTIPROCESSORS:
+        return 1
+    heads = -(-p.group_size // min(p.group_size, -(-_SPLITS_EACH * _MULTIPROCESSORS // tiles)))
+    return -(-p.group_size // heads)
+
+
+def _blocks(problem: Problem, own: Tensor) -> int:
+    """Tiles of a head of all sequences."""
+    if problem.varlen:
+        return num_packed_tiles(own.shape[-3], problem.batch, BLOCK)
+    return -(-own.shape[-3] // BLOCK) * problem.batch
+
+
+def launches(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, *, adds: bool = False
+) -> dict[str, Launch]:
+    """The launches by name, in order: bounds of intervals, preprocess, a kernel for each gradient that is wanted."""
+    work, wanted = workspace(problem, tensors), problem.grads
+    made = {}
+    if problem.intervals:
+        made["interval_bounds"] = bounds_launch(problem, tensors, _side(problem, tensors, over_keys=True))
+        if wanted.q:
+            made["interval_bounds_q"] = bounds_launch(problem, tensors, _side(problem, tensors, over_keys=False))
+    made["prepare_rows"] = backward.preprocess_launch(problem, tensors, dout, dlse, config, work, adds)
+    for of in ("v", "k", "q"):
+        if getattr(wanted, of):
+            made[f"big_backward_d{of}"] = _gradient_launch(problem, tensors, dout, config, work, of, adds)
+    return made
+
+
+def _side(problem: Problem, tensors: Tensors, *, over_keys: bool) -> Side:
+    """Bounds of the queries follow those of the keys."""
+    offset = 0 if over_keys else most_bounds(problem, tensors, over_keys=True)
+    return Side(BLOCK, over_keys, offset=offset)
+
+
+def _gradient_launch(
+    problem: Problem, t: Tensors, dout: Tensor, config: Config, work: Workspace, of: str, adds: bool
+) -> Launch:
+    p, c = problem, config
+    own, heads = (t.q, p.num_heads_q) if of == "q" else (t.k, p.num_heads_kv)
+    dim, splits = p.head_dim_v if of == "v" else p.head_dim, None
+    if of != "q" and work.gqa_splits > 1:
+        splits = Splits(work.gqa_splits, -(-p.group_size // work.gqa_splits), None, None)
+        heads *= work.gqa_splits
+    masks = None
+    if p.intervals:
+        # Scores lie keys first, whatever the tile is of: bounds alone are those of its side.
+        masks = masks_of(p, t, _side(p, t, over_keys=True))
+        masks = masks._replace(bounds=masks_of(p, t, _side(p, t, over_keys=of != "q")).bounds)
+    dims = (c.block_d, c.block_d, c.block_dv)
+    q, k, v = (
+        backward.rows_of(name, x, (BLOCK, _BOX), block_dim, p.varlen)
+        for name, x, block_dim in zip("qkv", (t.q, t.k, t.v), dims, strict=True)
+    )
+    call = Call(
+        q, k, v, backward.queries_of(p, t), backward.keys_of(p, t), Heads(p.num_heads_q, p.group_size),
+        backward.backward_mods(p, t, masks),
+    )  # fmt: skip
+    dtype = p.grad_dtype if splits is None else torch.float32
+    cols = _BOX // 2 if dtype == torch.float32 else _BOX
+    out = tensor_maps.contiguous_map("d" + of, dtype, (*own.shape[:-2], heads, dim), BLOCK, cols, p.varlen)
+    if splits is not None:
+        out = out._replace(operand="work", offset=(work.dv_at if of == "v" else work.dk_at) or 0)
+    grid = Grid(
+        call,
+        Gradient(
+            backward.rows_of("dout", dout, (BLOCK, _BOX), c.block_dv, p.varlen),
+            out, None if of == "v" else float(p.softmax_scale), adds and splits is None,
+        ),
+        tensor_maps.floats_map(2 * work.blocks, BLOCK, 2, work.rows_at),
+        Schedule(_heads_at_once(p, t, of), heads, None, None, splits, _falls(p, of), False),
+        c.tiles(of),
+    )  # fmt: skip
+    options = {"num_warps": 4, "maxnreg": c.max_registers}
+    return Launch(big_backward, _blocks(p, own) * heads, {"grid": grid}, options)
+
+
+def _falls(problem: Problem, of: str) -> bool:
+    """Whether the last tiles go first: where they are the longest."""
+    left, right = problem.band.left, problem.band.right
+    return right is not None if of == "q" else right is None and left is not None
+
+
+def _heads_at_once(problem: Problem, t: Tensors, of: str) -> int:
+    """Heads whose tiles start together, the longest first; 1 where all tiles of a head take as long.
+
+    As many as have rows that fit L2, or two tiles for each multiprocessor, if their rows do not far exceed L2.
+    """
+    p = problem
+    if p.band.unbounded:
+        return 1
+    own, other, group = (t.q, t.k, 1) if of == "q" else (t.k, t.q, p.group_size)
+    blocks = -(-(min(own.shape[-3], p.seqlen_q if of == "q" else p.seqlen_k)) // BLOCK)
+    a_head = 2 * other.shape[-3] * group * (p.head_dim + p.head_dim_v)
+    filled = -(-_TILES_EACH * tensor_maps.num_sms(t.q.device) // max(1, blocks))
+    return max(1, _CACHE_BYTES // max(1, a_head), min(filled, 3 * _CACHE_BYTES // max(1, a_head)))
