@@ -101,3 +101,14 @@ def test_numbers_reach_kernels_as_they_are() -> None:
 
         got, want = (flashtile.attention(q, k, v, score_mod=mod, backend=name) for name in ("portable", "cpu"))
         torch.testing.assert_close(got, want)
+
+
+def test_few_rows_over_many_keys() -> None:
+    """Where a call without functions takes the kernel that splits keys."""
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 2100, 2100))
+
+    def mask(b, h, q_idx, kv_idx):
+        return kv_idx % 3 == 0
+
+    got, want = (flashtile.attention(q, k, v, mask_mod=mask, backend=name) for name in ("portable", "cpu"))
+    torch.testing.assert_close(got, want)
