@@ -193,5 +193,5 @@ def _is_plain(node: Node) -> bool:
 
 
 def _tuple(values: Sequence[str]) -> str:
-    # A function of Gluon in Triton 3.6 may not return nothing.
-    return f"({''.join(f'{x}, ' for x in values).rstrip()})" if values else "0"
+    # A function of Gluon in Triton 3.6 may not return nothing, and a tuple in a record has no Python number.
+    return f"({''.join(f'{x}, ' for x in values).rstrip()})" if values else "(tl.cast(0, tl.int32),)"

@@ -16,7 +16,7 @@ from flashtile.call.problem import Problem, Tensors
 
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
-_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic"}
+_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic", "score_mod", "mask_mod"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16),
@@ -27,7 +27,7 @@ _FORWARD = Capabilities(
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
     features=_BUT_BIAS_GRAD
-    | {"bias_grad", "intervals", "row_intervals", "key_intervals", "head_intervals", "ordered_intervals"},
+    | {"bias_grad", "operand_grad", "intervals", "row_intervals", "key_intervals", "head_intervals", "ordered_intervals"},
 )
 _BACKWARD = dataclasses.replace(
     _FORWARD,

@@ -17,6 +17,7 @@ from flashtile.backends.hopper.backward.scheduler import (
     query_heads,
     steps_of_a_head,
 )
+from flashtile.backends.hopper.device import functions
 from flashtile.backends.hopper.device.gluon_compat import aggregate, thread_barrier, tma_add, tma_store_wait
 from flashtile.backends.hopper.device.parts import (
     make_rings,
@@ -120,7 +121,10 @@ def make_channels(grid):
         readers: gl.constexpr = grid.tiles.DQ_WARPGROUPS if grid.gradients.HAS_DQ else 0
         dscores = make_ring(dtype, [PART_KEYS, ROWS], ds_layout, ds_stages, readers, PARTS, PARTS)
     if by_gradient:
-        probs = make_ring(gl.float16, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
+        of_probs: gl.constexpr = gl.float16
+        if functions.has_slope(grid.call.mods):
+            of_probs: gl.constexpr = gl.bfloat16
+        probs = make_ring(of_probs, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
     else:
         cols: gl.constexpr = width_of(COLS, -1)
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)

@@ -252,10 +252,11 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
         return -(-(-(-longest // unit) * unit * heads) // tile) * tile * a_row
 
     alone = rows_of(1, 1) * group
-    has_score_tensors = problem.mask or problem.bias_dtype is not None or problem.alibi or problem.intervals
+    by_head = problem.mask or problem.bias_dtype is not None or problem.alibi or problem.intervals
+    by_head = by_head or problem.score_function is not None or problem.mask_function is not None
     # Positions times heads are counted in 32 bits, and a float32 output leaves from registers, row by row.
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
-    if group == 1 or has_score_tensors or is_far or problem.out_dtype == torch.float32:
+    if group == 1 or by_head or is_far or problem.out_dtype == torch.float32:
         return config.block_m, alone
     # A server's packed queries are mostly single rows, which would leave most of a strip of 32 empty.
     is_packed = varlen and not problem.keys.used
