@@ -91,7 +91,7 @@ class PortableBackend:
         kernels: list[backward.Kernel] = list(backward.key_kernels(problem)) if grads.k or grads.v else []
         if grads.q:
             kernels.append("dq")
-        if grads.bias:
+        if grads.bias or any(grads.operands):
             kernels.append("dbias")
         parts = [f"{'dk and dv' if name == 'dkdv' else name} {backward.choose(problem, name)}" for name in kernels]
         atomics = "atomic adds to dbias of up to 24 MB, with dq" if backward.may_add_bias(problem) else "no atomics"
