@@ -86,9 +86,7 @@ def elementwise(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     return apply
 
 
-def _extremum(
-    plain: Callable[..., torch.Tensor], with_nan: Callable[..., torch.Tensor]
-) -> Callable[..., Value]:
+def _extremum(plain: Callable[..., torch.Tensor], with_nan: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     def apply(x: Operand, y: Operand, propagate_nan: bool = False) -> Value:
         return Value((with_nan if propagate_nan else plain)(*pair(x, y)))
 

@@ -27,7 +27,15 @@ _FORWARD = Capabilities(
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
     features=_BUT_BIAS_GRAD
-    | {"bias_grad", "operand_grad", "intervals", "row_intervals", "key_intervals", "head_intervals", "ordered_intervals"},
+    | {
+        "bias_grad",
+        "operand_grad",
+        "intervals",
+        "row_intervals",
+        "key_intervals",
+        "head_intervals",
+        "ordered_intervals",
+    },
 )
 _BACKWARD = dataclasses.replace(
     _FORWARD,

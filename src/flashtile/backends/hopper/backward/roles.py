@@ -474,7 +474,9 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
         tma_store_wait(0)
     if grid.gradients.HAS_DSCORES:
         channels.probs.claim(used)
-        channels.probs.at(used).store((factor * probs_scale(channels.probs.buffers.dtype)).to(channels.probs.buffers.dtype))
+        channels.probs.at(used).store(
+            (factor * probs_scale(channels.probs.buffers.dtype)).to(channels.probs.buffers.dtype)
+        )
         channels.probs.publish(used)
     if grid.gradients.HAS_DV:
         channels.dout[0].wait(used)

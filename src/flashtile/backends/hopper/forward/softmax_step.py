@@ -142,7 +142,9 @@ def block_pairs(records, tiles, use, loop, n_block, call, schedule, is_tile, WAR
     # After the last tile a record's row is arbitrary.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
     key = n_block * schedule.BLOCK_N
-    return Pairs(where.b, where.head, row, key, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP, loop.slope, loop.read)
+    return Pairs(
+        where.b, where.head, row, key, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP, loop.slope, loop.read
+    )
 
 
 @gluon.jit
