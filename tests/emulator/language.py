@@ -380,7 +380,6 @@ class Language:
             "arange": lambda start, stop, layout=None: Value(torch.arange(start, stop, dtype=torch.int32)),
             "full": _full,
             "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype),
-            "zeros_like": lambda x: Value(torch.zeros_like(x.data)),
             "cast": lambda x, dtype: value_of(x).to(dtype),
             "reshape": lambda x, shape: x.reshape(*shape),
             "permute": lambda x, order: x.permute(*order),

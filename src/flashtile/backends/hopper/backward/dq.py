@@ -17,7 +17,6 @@ from flashtile.backends.hopper.backward.scheduler import (
     query_heads,
     steps_of_a_head,
 )
-from flashtile.backends.hopper.device import functions
 from flashtile.backends.hopper.device.gluon_compat import aggregate, thread_barrier, tma_add, tma_store_wait
 from flashtile.backends.hopper.device.parts import (
     make_rings,
@@ -121,9 +120,7 @@ def make_channels(grid):
         readers: gl.constexpr = grid.tiles.DQ_WARPGROUPS if grid.gradients.HAS_DQ else 0
         dscores = make_ring(dtype, [PART_KEYS, ROWS], ds_layout, ds_stages, readers, PARTS, PARTS)
     if by_gradient:
-        of_probs: gl.constexpr = gl.float16
-        if functions.has_slope(grid.call.mods):
-            of_probs: gl.constexpr = gl.bfloat16
+        of_probs: gl.constexpr = gl.bfloat16 if grid.gradients.HAS_SLOPE else gl.float16
         probs = make_ring(of_probs, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
     else:
         cols: gl.constexpr = width_of(COLS, -1)

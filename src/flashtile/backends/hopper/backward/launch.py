@@ -26,6 +26,7 @@ from flashtile.backends.hopper.backward.records import Results, Schedule, Splits
 from flashtile.backends.hopper.backward.rows import Workspace, finish_gradient, key_blocks, prepare_rows
 from flashtile.backends.hopper.backward.scheduler import BOUNDS_BLOCK
 from flashtile.backends.hopper.device.records import Mods
+from flashtile.backends.hopper.forward.config import has_slope
 from flashtile.backends.hopper.records import mods_of
 from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
@@ -353,6 +354,7 @@ def _gradients(
         _rows("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
         of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
         float(p.softmax_scale), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
+        has_slope(p),
     )  # fmt: skip
 
 

@@ -248,11 +248,10 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
 @gluon.jit
 def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     """``probabilities`` with a user's score mod: of a pair that is dropped the slope may be anything."""
-    HAS_SLOPE: gl.constexpr = functions.has_slope(grid.call.mods)
     of_mod = fetched[len(mod.terms) + len(mod.masks)]
     s = s * grid.call.mods.scale
     slope = 1.0
-    if HAS_SLOPE:
+    if grid.gradients.HAS_SLOPE:
         s, slope = functions.linear(s, grid.call.mods, pairs, of_mod)
     else:
         s = functions.score(s, grid.call.mods, pairs, of_mod)
@@ -267,7 +266,7 @@ def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
         p = keep_rows(p, pairs, kept, grid)
     p = mod.select(p, pairs, fetched, 0.0, grid.call.mods)
     factor = p
-    if HAS_SLOPE or mod.has_softcap:
+    if grid.gradients.HAS_SLOPE or mod.has_softcap:
         factor = gl.where(p == 0.0, 0.0, p * slope)
     return p, factor
 
@@ -474,9 +473,8 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
         tma_store_wait(0)
     if grid.gradients.HAS_DSCORES:
         channels.probs.claim(used)
-        channels.probs.at(used).store(
-            (factor * probs_scale(channels.probs.buffers.dtype)).to(channels.probs.buffers.dtype)
-        )
+        of_probs: gl.constexpr = channels.probs.buffers.dtype
+        channels.probs.at(used).store((factor * probs_scale(of_probs)).to(of_probs))
         channels.probs.publish(used)
     if grid.gradients.HAS_DV:
         channels.dout[0].wait(used)

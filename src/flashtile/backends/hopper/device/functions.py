@@ -26,15 +26,6 @@ def has_mask_mod(names):
 
 
 @gluon.jit
-def has_slope(mods):
-    """Whether the score mod's derivative by the score is other than 1."""
-    if has_score_mod(mods.SCORES):
-        return mods.scores[0].linear is not None
-    else:
-        return False
-
-
-@gluon.jit
 def positions(pairs, x):
     """(rows, keys) of a block like ``x``, each along its dimension."""
     layout: gl.constexpr = x.type.layout
