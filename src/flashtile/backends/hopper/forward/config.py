@@ -293,11 +293,12 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
-    if has_slope(problem):
+    takes_more = has_slope(problem) or (problem.softcap > 0 and problem.score_function is not None)
+    if takes_more:
         config = _variant(two_warpgroups(*dims, 64), pingpong=config.pingpong)
     if problem.mask or bias_bytes:
         # Their elements take registers: one of them leaves room for 128 keys a block, both for 64.
-        block_n = 64 if max(dims) > 128 or (problem.mask and bias_bytes) or has_slope(problem) else 128
+        block_n = 64 if max(dims) > 128 or (problem.mask and bias_bytes) or takes_more else 128
         score_bytes = (bias_bytes + problem.mask, 0) if score_bytes is None else score_bytes
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
