@@ -37,8 +37,10 @@ def described_tensors(problem: Problem) -> Tensors:
         row_keys=empty(1, 1, p.seqlen_q, 2, dtype=torch.int32) if p.mask_mod.row_keys else None,
         key_rows=empty(1, 1, p.seqlen_k, 2, dtype=torch.int32) if p.mask_mod.key_rows else None,
         origins=empty(p.batch, len(Origin._fields), dtype=torch.int32) if p.origins else None,
-        operands=tuple(empty((64,) * x.dim, dtype=x.dtype) for f in functions for x in f.operands) or None,
-        numbers=tuple(1.0 for f in functions for _ in f.graph.numbers) or None,
+        operands=tuple(empty((64,) * x.dim, dtype=x.dtype) for f in functions for x in f.operands)
+        if functions
+        else None,
+        numbers=tuple(1.0 for f in functions for _ in f.graph.numbers) if functions else None,
     )
 
 
