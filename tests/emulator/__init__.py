@@ -84,7 +84,8 @@ def run_on(
     leaves = []
 
     def leaf(_: str, value: Any, is_constant: bool) -> Any:
-        leaves.append(value.value if isinstance(value, Const) else value if is_constant else _argument(value))
+        value = value.value if isinstance(value, Const) else value if is_constant else _argument(value)
+        leaves.append(binding.of(value) if isinstance(value, JITFunction) else value)
         return leaves[-1]
 
     launch = Launch(kernel, 1, dict(zip(kernel.arg_names, arguments, strict=True)), {})

@@ -47,6 +47,7 @@ _LAYOUTS = (
 )  # fmt: skip
 
 
+_MATHS = ("abs", "ceil", "cos", "erf", "exp", "floor", "log", "log2", "rsqrt", "sin", "sqrt")
 _RELAXED = Order.of("relaxed", "gpu")
 
 
@@ -81,6 +82,13 @@ def elementwise(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
 
     def apply(x: Operand, y: Operand | None = None) -> Value:
         return Value(compute(value_of(x).data) if y is None else compute(*pair(x, y)))
+
+    return apply
+
+
+def _extremum(plain: Callable[..., torch.Tensor], with_nan: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    def apply(x: Operand, y: Operand, propagate_nan: bool = False) -> Value:
+        return Value((with_nan if propagate_nan else plain)(*pair(x, y)))
 
     return apply
 
@@ -358,11 +366,11 @@ class Language:
             "tensor": Value,
             "where": select,
             "exp2": elementwise(exp2),
-            "log2": elementwise(torch.log2),
-            "abs": elementwise(torch.abs),
-            # A NaN gives way to a number, as in the instructions.
-            "maximum": elementwise(torch.fmax),
-            "minimum": elementwise(torch.fmin),
+            **{name: elementwise(getattr(torch, name)) for name in _MATHS},
+            # A NaN gives way to a number, as in the instructions, unless it is to go on.
+            "maximum": _extremum(torch.fmax, torch.maximum),
+            "minimum": _extremum(torch.fmin, torch.minimum),
+            "PropagateNan": SimpleNamespace(ALL=True),
             "fma": lambda a, b, c: a * b + c,
             "umulhi": elementwise(_upper_product),
             "cdiv": lambda a, b: (a + b - 1) // b,

@@ -67,8 +67,12 @@ def _promoted(a: torch.Tensor, b: torch.Tensor) -> torch.dtype:
 
 
 def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Integer division rounds towards zero, as it does in C."""
-    return torch.div(a, b, rounding_mode="trunc")
+    """Integer division rounds towards zero, as it does in C; by 0 it is some number."""
+    return torch.div(a, torch.where(b == 0, 1, b), rounding_mode="trunc")
+
+
+def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.fmod(a, b if b.dtype.is_floating_point else torch.where(b == 0, 1, b))
 
 
 class Typed:
@@ -185,7 +189,7 @@ for _name, _compute in {
     "mul": torch.mul,
     "truediv": torch.true_divide,
     "floordiv": _divide,
-    "mod": torch.fmod,
+    "mod": _remainder,
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,

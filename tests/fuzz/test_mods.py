@@ -1,39 +1,24 @@
-"""Random calls with random functions of the user's, judged like all calls; captured tensors' gradients too."""
+"""Random calls with random functions of the user's, on the CPU backend and on Hopper's kernels in the emulator."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
-from tests.cases import Case, judge
-from tests.fuzz.drawn import FLOATS, SMALL, Draw, _plain, _within
-from tests.fuzz.judged import cancels
-from tests.mods.calls import with_functions
+from tests.fuzz.functions import drawn, fuzz, judge_call
 from tests.mods.functions import MASKS, SCORES
-
-
-def drawn(seed: int) -> tuple[Case, str | None, str | None, torch.dtype]:
-    """Call number ``seed``: a case, a score mod, a mask mod and a dtype."""
-    d = Draw(("mods", seed), replace(SMALL, longest=90, most_pairs=2**17, most_dim=64, big_dim=0))
-    case = _within(_plain(d, f"mods_{seed}"), d.sizes)
-    softcap = case.softcap if d.chance(0.5) else 0.0
-    # Of scores of tens a probability from lse errs more than one from a softmax, which is what the rule's draws know.
-    case = replace(case, softcap=softcap, wanted=None, out="", scale=None if case.scale == 1.0 else case.scale)
-    score = d.pick(*SCORES) if d.chance(0.8) else None
-    mask = d.pick(*MASKS) if score is None or d.chance(0.6) else None
-    return case, score, mask, d.pick(*FLOATS)
 
 
 @pytest.mark.one_in(20)
 @pytest.mark.parametrize("seed", range(300))
 def test_random_functions_on_the_cpu(seed: int) -> None:
-    case, score, mask, dtype = drawn(seed)
-    call = with_functions(case, score, mask, dtype, seed)
-    if cancels(call.problem) or mask == "nothing":
-        call = call.wanting([name for name in call.leaves if name == "v"])  # type: ignore[assignment]
-    judge(call, "cpu")
+    judge_call(drawn(seed), "cpu", seed)
+
+
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("shard", range(40))
+def test_random_functions_on_hopper(shard: int) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    assert not fuzz("hopper", 5 * shard, 5, print)
 
 
 def test_all_functions_and_layouts_are_drawn() -> None:

@@ -10,6 +10,7 @@ import torch
 
 import flashtile
 from tests.fuzz.drawn import KINDS, LONG, SMALL, Kind, Sizes
+from tests.fuzz.functions import fuzz as judge_functions
 from tests.fuzz.judged import fuzz
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -23,6 +24,12 @@ SHARDS, CALLS = 12, 3
 def test_tiles_of_two_widths(backend: str) -> None:
     """A call over a cache with head_dim 33 and 16 of values, which was wrong as compiled for sm_90."""
     assert not fuzz(backend, 6002, 1, print, "cached", "cuda", SMALL)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_functions(shard: int, backend: str) -> None:
+    assert not judge_functions(backend, CALLS * shard, CALLS, print, "cuda")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -30,14 +30,15 @@ class ModCall(Call):
 
 
 def with_functions(
-    case: Case, score: str | None, mask: str | None, dtype: torch.dtype, seed: int = 0, frozen: bool = False
-) -> ModCall:
+    case: Case, score: str | None, mask: str | None, dtype: torch.dtype, seed: int = 0, frozen: bool = False,
+    device: str = "cpu",
+) -> ModCall:  # fmt: skip
     """A case with functions of ``functions``, by name; ``frozen``: of what they capture nothing learns."""
-    call = build(case, dtype, seed=seed)
+    call = build(case, dtype, device, seed=seed)
     packed = call.problem.varlen
     sizes = Sizes(
         max(call.problem.batch, 1), case.heads, call.problem.seqlen_q, call.problem.seqlen_k, dtype,
-        torch.Generator().manual_seed(seed + 1),
+        torch.Generator().manual_seed(seed + 1), device,
     )  # fmt: skip
     makers = {"score_mod": score and SCORES[score](sizes), "mask_mod": mask and MASKS[mask](sizes)}
     made = {name: each for name, each in makers.items() if each}

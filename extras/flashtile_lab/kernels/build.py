@@ -170,6 +170,8 @@ def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:
         "row intervals": p.mask_mod.row_keys,
         "key intervals": p.mask_mod.key_rows,
         "bias": p.bias_dtype is not None,
+        "score_mod": p.score_function is not None,
+        "mask_mod": p.mask_function is not None,
         "sinks": p.sinks,
         "dropout": p.dropout_p > 0,
         "varlen": p.varlen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from flashtile.backends.gpu.described import described_quantized, described_tens
 from flashtile.backends.hopper.launches import launches
 from flashtile.call.arguments import FLOAT8, grads_of
 from flashtile.call.backend import Direction
-from flashtile.call.problem import MaskMod, Precision, Problem, described
+from flashtile.call.problem import MaskMod, Precision, Problem, ScoreMod, described
 from flashtile.core.masks import Band
+from flashtile.mods import library
+from flashtile.mods.record import ModKey, Operand, lowered
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
@@ -33,7 +36,7 @@ def builds(arch: str) -> list[KernelBuild]:
     made += [build for problem in _backward_problems() for build in builds_of(problem, "backward")[1:2]]
     big = _big_problems()
     made += [build for n in (1, 4, 6, 8) for build in builds_of(big[n], "backward") if "big" in build.name]
-    made += _adding_builds() + _interval_builds()
+    made += _adding_builds() + _interval_builds() + _function_builds()
     # The kernels before and after the main one do not know the mask.
     rows = [_problem(dim, _FULL, varlen=varlen) for dim in (128, 64, 256) for varlen in (False, True)]
     rows.append(_problem(192, _FULL, head_dim_v=128))
@@ -42,6 +45,30 @@ def builds(arch: str) -> list[KernelBuild]:
     made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("gqa_splits",))[1::2]]
     made += _decode_builds() + _cached_builds()
     return made + [build for problem in _quantized_problems() for build in builds_of(problem, "quantized")]
+
+
+def _function_builds() -> list[KernelBuild]:
+    """Users' functions: a formula, a table gathered by pair, a slope; masks of documents."""
+    documents, table = library.documents(torch.zeros(64, dtype=torch.int32)), torch.zeros(8, 65)
+    slopes, scales = torch.zeros(8), torch.zeros(8)
+    made: list[KernelBuild] = []
+    for dim, score, mask, more in (
+        (128, library.alibi(slopes), None, {}),
+        (64, library.relative(table), documents, {"varlen": True}),
+        (128, library.relative(table), documents, {}),
+        (256, library.temperature(scales), documents, {}),
+    ):
+        keys = [None if f is None else _key(f, what) for f, what in ((score, "score"), (mask, "mask"))]
+        problem = _problem(dim, _CAUSAL, score_mod=ScoreMod(function=keys[0]), **more)
+        problem = problem.but(mask_mod=replace(problem.mask_mod, function=keys[1]))
+        made += builds_of(problem, "forward")
+        made += builds_of(problem, "backward")[1:2]
+    return made
+
+
+def _key(f: Any, what: str) -> ModKey:
+    found = lowered(f, f"{what}_mod", what, False)
+    return ModKey(found.text, tuple(Operand(x.dtype, x.dim()) for x in found.operands))
 
 
 def _interval_builds() -> list[KernelBuild]:

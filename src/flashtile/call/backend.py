@@ -69,6 +69,10 @@ def _differ_in_a_group(p: Problem) -> bool:
     return p.mask_mod.by_head and p.group_size > 1
 
 
+def _is_big_function(p: Problem) -> bool:
+    return (p.score_function is not None or p.mask_function is not None) and max(p.head_dim, p.head_dim_v) > 256
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
     Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
@@ -92,6 +96,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("ordered_intervals", "deterministic=True with interval masks", lambda p: p.deterministic and p.intervals),
     Feature("score_mod", "score_mod (a function of the user's)", lambda p: p.score_function is not None),
     Feature("mask_mod", "mask_mod (a function of the user's)", lambda p: p.mask_function is not None),
+    Feature("big_functions", "functions of the user's at head_dim past 256", _is_big_function),
     Feature("operand_grad", "gradients of tensors that a score_mod captures", lambda p: p.operand_grad),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),

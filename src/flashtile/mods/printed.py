@@ -93,7 +93,7 @@ class _Printer:
             keep = self._body([graph.result], ("head", "rows", "fetched"))
             value = f"tl.where({self._text(graph.result)}, x, fill)"
             if graph.nodes[graph.result].op == "const":
-                value = "x" if graph.is_const(graph.result, True) else "tl.zeros_like(x) + fill"
+                value = "x" if graph.is_const(graph.result, True) else "functions.filled(fill, x)"
             parts.append(f"def function(x, fetched, operands, head, rows, at, fill):\n{keep}    return {value}\n")
         else:
             arguments = "(score, fetched, operands, head, rows, at)"
@@ -116,7 +116,7 @@ class _Printer:
 
     def _of_score(self, n: int) -> str:
         """A value of the score's shape."""
-        return self._text(n) if self.graph.levels[n] == 3 else f"tl.zeros_like(score) + {self._text(n)}"
+        return self._text(n) if self.graph.levels[n] == 3 else f"functions.filled({self._text(n)}, score)"
 
     def _function(self, signature: str, results: Sequence[int], given: tuple[str, ...]) -> str:
         body = self._body(results, given)
@@ -193,5 +193,5 @@ def _is_plain(node: Node) -> bool:
 
 
 def _tuple(values: Sequence[str]) -> str:
-    # A function of Gluon in Triton 3.6 may not return nothing.
-    return f"({''.join(f'{x}, ' for x in values).rstrip()})" if values else "0"
+    # A function of Gluon in Triton 3.6 may not return nothing, and a tuple in a record has no Python number.
+    return f"({''.join(f'{x}, ' for x in values).rstrip()})" if values else "(tl.cast(0, tl.int32),)"

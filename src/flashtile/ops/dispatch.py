@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 
 from flashtile.call.arguments import BACKENDS, Grads, checked
@@ -56,25 +56,44 @@ def _first(problem: Problem, direction: Direction) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _beside_bias(problem: Problem, name: str) -> str:
-    """The faster backend for all gradients but that of the bias, or ``name``, which computes all of them."""
-    others = without_bias(problem)
+def _first_of_most(problem: Problem, name: str) -> str:
+    """The faster backend for all gradients but those that another may compute, or ``name``, which computes all."""
+    others = _without(problem, _APART)
     first = _first(others, "backward") if others.needs_grad else None
     return name if first is None or max(problem.head_dim, problem.head_dim_v) <= MOST_TOGETHER else first
 
 
-def without_bias(problem: Problem) -> Problem:
-    """The same call without the gradient of its bias."""
-    return problem.but(grads=problem.grads._replace(bias=False))
+# Gradients that another backend may compute than that of the rest, and what a call says of them.
+_APART = {"bias_grad": "attn_bias", "operand_grad": "captured tensors"}
+
+
+def _without(problem: Problem, features: Iterable[str]) -> Problem:
+    """The same call without some of these gradients."""
+    grads = problem.grads
+    if "bias_grad" in features:
+        grads = grads._replace(bias=False)
+    if "operand_grad" in features:
+        grads = grads._replace(operands=())
+    return problem.but(grads=grads)
+
+
+def _apart(chosen: Backend, problem: Problem, direction: Direction) -> list[str]:
+    """Which of these gradients a call wants and a backend does not compute."""
+    able = chosen.capabilities(direction) if direction == "backward" else None
+    wanted = {"bias_grad": problem.bias_grad, "operand_grad": problem.operand_grad}
+    return [] if able is None else [name for name in _APART if wanted[name] and name not in able.features]
 
 
 def shares(chosen: Backend, problem: Problem, direction: Direction) -> list[tuple[Backend, Problem]]:
-    """The backends that run a direction, and what each computes: two where the first has no gradient of the bias."""
-    can = chosen.capabilities(direction) if direction == "backward" and problem.grads.bias else None
-    if can is None or "bias_grad" in can.features:
+    """The backends that run a direction, and what each computes: two where the first lacks some gradients."""
+    apart = _apart(chosen, problem, direction)
+    if not apart:
         return [(chosen, problem)]
-    bias = problem.but(grads=Grads(bias=True))
-    return [(chosen, without_bias(problem)), (select(bias, direction), bias)]
+    others = Grads(
+        bias="bias_grad" in apart, operands=problem.grads.operands if "operand_grad" in apart else ()
+    )  # fmt: skip
+    rest = problem.but(grads=others)
+    return [(chosen, _without(problem, apart)), (select(rest, direction), rest)]
 
 
 def _is_slow(name: str, problem: Problem, direction: Direction) -> bool:
@@ -92,7 +111,8 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
         name: An explicit choice; None or "" takes ``FLASHTILE_BACKEND`` or else the first that can.
 
     Returns:
-        The backend. If that of a backward lacks the gradient of the bias, another computes it: ``shares``.
+        The backend. If that of a backward lacks gradients of the bias or of what is captured, another computes
+        them: ``shares``.
 
     Raises:
         InvalidInputError: If no backend has that name, or it has no backward and the call needs one, or a setting of
@@ -106,8 +126,8 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
         if name is None:
             everyone = {each: reasons(each, problem, direction) for each in NAMES}
             raise UnsupportedError(f"no backend supports this {_ONE.get(direction, direction)}", everyone)
-        if direction == "backward" and problem.bias_grad:
-            name = _beside_bias(problem, name)
+        if direction == "backward" and (problem.bias_grad or problem.operand_grad):
+            name = _first_of_most(problem, name)
         return backend(name)
     if problem.needs_grad and backend(name).capabilities("backward") is None:
         raise InvalidInputError("backend", f"{name!r} has no backward, but an input requires grad")
@@ -123,7 +143,8 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
     for direction in directions_of(problem) if only is None else (only,):
         chosen = select(problem, direction, name)
         parts = [f"{b.name}: {b.describe(p, direction)}" for b, p in shares(chosen, problem, direction)]
-        lines.append(f"{direction}: {'; gradient of attn_bias: '.join(parts)}")
+        apart = " and ".join(_APART[each] for each in _apart(chosen, problem, direction))
+        lines.append(f"{direction}: {f'; gradient of {apart}: '.join(parts)}")
         for other in NAMES:
             if other != chosen.name:
                 against = "; ".join(reasons(other, problem, direction))

@@ -56,16 +56,17 @@ class Family:
         return chosen
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = (), name: str = "") -> Plan:
-        """A backend's plan; with another's after it where that computes the gradient of the bias."""
+        """A backend's plan; with another's after it where that computes some gradients, see ``dispatch.shares``."""
         hide_backends()
         chosen = self.backend(direction, problem, name)
         shares = dispatch.shares(chosen, problem, direction)
         if len(shares) == 1:
             return chosen.plan(direction, problem, like, given)
-        main, bias = (backend.plan(direction, share, like, given) for backend, share in shares)
+        main, rest = (backend.plan(direction, share, like, given) for backend, share in shares)
 
         def both(*call: Any) -> Gradients:
-            return dataclasses.replace(main(*call), dbias=bias(*call[:5]).dbias)
+            found = rest(*call[:5])
+            return dataclasses.replace(main(*call), dbias=found.dbias, doperands=found.doperands)
 
         return both
 

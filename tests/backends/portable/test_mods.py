@@ -10,6 +10,7 @@ import torch
 import flashtile
 from flashtile.backends.portable.backward import operands
 from tests.cases import Case, judge
+from tests.fuzz.functions import fuzz
 from tests.mods.calls import with_functions
 from tests.mods.functions import MASKS, SCORES
 
@@ -101,3 +102,20 @@ def test_numbers_reach_kernels_as_they_are() -> None:
 
         got, want = (flashtile.attention(q, k, v, score_mod=mod, backend=name) for name in ("portable", "cpu"))
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("shard", range(20))
+def test_random_functions(shard: int) -> None:
+    assert not fuzz("portable", 3 * shard, 3, print)
+
+
+def test_few_rows_over_many_keys() -> None:
+    """Where a call without functions takes the kernel that splits keys."""
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 2100, 2100))
+
+    def mask(b, h, q_idx, kv_idx):
+        return kv_idx % 3 == 0
+
+    got, want = (flashtile.attention(q, k, v, mask_mod=mask, backend=name) for name in ("portable", "cpu"))
+    torch.testing.assert_close(got, want)

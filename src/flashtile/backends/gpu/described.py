@@ -22,6 +22,7 @@ def described_tensors(problem: Problem) -> Tensors:
     rows_q, rows_k = ((p.batch * n,) if p.varlen else (p.batch, n) for n in (p.seqlen_q, p.seqlen_k))
     bounds = empty(p.batch + 1, dtype=torch.int32) if p.varlen else None
     scores = (p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k)
+    functions = [each for each in (p.score_function, p.mask_function) if each is not None]
     return Tensors(
         q=empty(*rows_q, p.num_heads_q, p.head_dim, dtype=p.dtype),
         k=empty(*rows_k, p.num_heads_kv, p.head_dim, dtype=p.dtype),
@@ -36,6 +37,10 @@ def described_tensors(problem: Problem) -> Tensors:
         row_keys=empty(1, 1, p.seqlen_q, 2, dtype=torch.int32) if p.mask_mod.row_keys else None,
         key_rows=empty(1, 1, p.seqlen_k, 2, dtype=torch.int32) if p.mask_mod.key_rows else None,
         origins=empty(p.batch, len(Origin._fields), dtype=torch.int32) if p.origins else None,
+        operands=tuple(empty((64,) * x.dim, dtype=x.dtype) for f in functions for x in f.operands)
+        if functions
+        else None,
+        numbers=tuple(1.0 for f in functions for _ in f.graph.numbers) if functions else None,
     )
 
 

@@ -16,7 +16,8 @@ from flashtile.call.problem import Problem, Tensors
 
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
-_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic"}
+_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic", "score_mod", "mask_mod"}
+_INTERVALS = {"intervals", "row_intervals", "key_intervals"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16),
@@ -27,13 +28,14 @@ _FORWARD = Capabilities(
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
     features=_BUT_BIAS_GRAD
-    | {"bias_grad", "intervals", "row_intervals", "key_intervals", "head_intervals", "ordered_intervals"},
+    | _INTERVALS
+    | {"bias_grad", "big_functions", "operand_grad", "head_intervals", "ordered_intervals"},
 )
 _BACKWARD = dataclasses.replace(
     _FORWARD,
     chain_rows=128,
     chain_head_dim=256,
-    features=_BUT_BIAS_GRAD | {"intervals", "row_intervals", "key_intervals"},
+    features=_BUT_BIAS_GRAD | _INTERVALS,
 )
 _DECODE = dataclasses.replace(
     _BACKWARD, max_head_dim=512, chain_rows=0, head_dim_multiple=1, slow_if_tiny=False,

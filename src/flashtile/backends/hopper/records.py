@@ -12,7 +12,7 @@ from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.records import named
+from flashtile.backends.gpu.records import functions_of, named
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, Keys, Mods, Output, PairTensor, Schedule, Slopes
 from flashtile.call.problem import Problem, Tensors
@@ -69,31 +69,39 @@ def mods_of(
         bias = _pair_tensor("bias", t.attn_bias, bias_map)
     if t.attn_mask is not None:
         mask = _pair_tensor("mask", t.attn_mask.view(torch.uint8), mask_map)
-    made = plain_mods(p, t, alibi, bias, mask)
+    score_mod, mask_mod = functions_of(p, t)
+    made = plain_mods(p, t, alibi, bias, mask, score_mod, mask_mod)
     return made if intervals is None else made._replace(band=made.band._replace(**intervals._asdict()))
 
 
 def plain_mods(
     problem: Problem, t: Tensors | QuantizedTensors, alibi: Slopes | None = None, bias: PairTensor | None = None,
-    mask: PairTensor | None = None,
+    mask: PairTensor | None = None, score_mod: Mod | None = None, mask_mod: Mod | None = None,
 ) -> Mods:  # fmt: skip
     """``Mods`` of a call with a softcap, a band and sinks, if it has them, and those given."""
     scale, prescale, softcap = problem.softmax_scale * LOG2_E.value, None, None
+    # What a user's score mod takes is scaled before.
+    first = 1.0 if score_mod is not None else problem.softmax_scale
     if problem.softcap > 0:
         softcap = float(problem.softcap)
-        scale, prescale = LOG2_E.value, 2 * LOG2_E.value * problem.softmax_scale / problem.softcap
+        scale, prescale = LOG2_E.value, 2 * LOG2_E.value * first / problem.softcap
+    elif score_mod is not None:
+        scale = LOG2_E.value
     elif problem.softmax_scale <= 0:
         scale, prescale = 1.0, scale
     band = Band(*map(tensor_maps.side_of, (problem.band.left, problem.band.right, problem.band.chunk)))
-    transforms, names = _named(softcap=softcap, alibi=alibi, bias=bias)
-    masks, mask_names = _named(mask=mask)
-    sinks = pointer(t.sinks, "sinks")
-    return Mods(scale, prescale, transforms, band, masks, sinks, names, mask_names, prescale is not None)
+    transforms, names = named(score_mod=score_mod, softcap=_known(softcap), alibi=_known(alibi), bias=_known(bias))
+    masks, mask_names = named(mask=_known(mask), mask_mod=mask_mod)
+    is_scaled = prescale is not None or score_mod is not None
+    return Mods(
+        scale, prescale, problem.softmax_scale if score_mod is not None else None, transforms, band, masks,
+        pointer(t.sinks, "sinks"), names, mask_names, is_scaled,
+    )  # fmt: skip
 
 
-def _named(**operands: Any) -> tuple[tuple[Mod, ...] | None, str]:
-    """``named`` mods that the kernels know by their names."""
-    return named(**{name: Mod(None, None, None, of) for name, of in operands.items() if of is not None})
+def _known(operands: Any) -> Mod | None:
+    """A mod that the kernels know by its name."""
+    return None if operands is None else Mod(None, None, None, operands)
 
 
 def _pair_tensor(name: str, tensor: Tensor, box: TensorMap | None) -> PairTensor:

@@ -25,7 +25,7 @@ from flashtile.core.states import Partial
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "row_intervals",
-    "key_intervals", "head_intervals", "ordered_intervals", "score_mod", "mask_mod", "operand_grad",
+    "key_intervals", "head_intervals", "ordered_intervals", "score_mod", "mask_mod", "big_functions", "operand_grad",
 }  # fmt: skip
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
@@ -90,7 +90,7 @@ class PortableBackend:
         kernels: list[backward.Kernel] = list(backward.key_kernels(problem)) if grads.k or grads.v else []
         if grads.q:
             kernels.append("dq")
-        if grads.bias:
+        if grads.bias or any(grads.operands):
             kernels.append("dbias")
         parts = [f"{'dk and dv' if name == 'dkdv' else name} {backward.choose(problem, name)}" for name in kernels]
         atomics = "atomic adds to dbias of up to 24 MB, with dq" if backward.may_add_bias(problem) else "no atomics"

@@ -7,6 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
+def filled(value, like):
+    """A value for each element of ``like``, in its layout where tensors have one."""
+    return tl.where(like == like, value, value)
+
+
+@triton.jit
 def inside(x, size):
     """An index in range, from the end if negative as in Python, as 64 bits: no function reads outside its tensors."""
     x = tl.where(x < 0, x + size, x)

@@ -160,22 +160,23 @@ def choose(problem: Problem) -> Config:
     width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)
+    has_functions = problem.score_function is not None or problem.mask_function is not None
     if width == 64:
         # Softcap, bias, mask, rows' intervals and distances on both sides of the diagonal take registers of their own.
         reads_intervals = problem.mask_mod.row_keys and not problem.mask_mod.mirrored
-        takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided
+        takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided or has_functions
         return NARROW_64 if takes_more else WIDE_64
     if width == 192 and problem.head_dim_v <= 128:
-        takes_more = problem.softcap > 0 or reads_score_tensors or problem.alibi
+        takes_more = problem.softcap > 0 or reads_score_tensors or problem.alibi or has_functions
         return BASE_192_128 if takes_more or (problem.deterministic and problem.band.unbounded) else KEYS_192_128
     if width > 128:
-        wide = SCORES_256 if reads_score_tensors else BASE_256
+        wide = SCORES_256 if reads_score_tensors or has_functions else BASE_256
         return BASE_160 if width == 160 else BASE_192 if width == 192 else wide
     if reads_score_tensors or (width == 96 and two_sided):
         return BY_GRADIENT_128
     if width == 96:
         return BASE_96
-    if problem.seqlen_q <= SHORT or problem.softcap > 0:
+    if problem.seqlen_q <= SHORT or problem.softcap > 0 or has_functions:
         return BASE_128
     if problem.deterministic or (problem.band.right is None and not problem.varlen):
         return THREE_STAGES_128

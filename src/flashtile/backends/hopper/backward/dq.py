@@ -120,7 +120,8 @@ def make_channels(grid):
         readers: gl.constexpr = grid.tiles.DQ_WARPGROUPS if grid.gradients.HAS_DQ else 0
         dscores = make_ring(dtype, [PART_KEYS, ROWS], ds_layout, ds_stages, readers, PARTS, PARTS)
     if by_gradient:
-        probs = make_ring(gl.float16, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
+        of_probs: gl.constexpr = gl.bfloat16 if grid.gradients.HAS_SLOPE else gl.float16
+        probs = make_ring(of_probs, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
     else:
         cols: gl.constexpr = width_of(COLS, -1)
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)

@@ -80,7 +80,7 @@ def score_mod(mods, batch):
     HAS_SOFTCAP: gl.constexpr = place_of(mods.SCORES, "softcap") >= 0
     softcap = None
     if HAS_SOFTCAP:
-        softcap = mods.scores[0].operands
+        softcap = mods.scores[place_of(mods.SCORES, "softcap")].operands
     terms = score_tensors(mods.scores, BIAS) + alibi_terms(mods, batch)
     return Transforms(mods.scale_log2, softcap, mods.prescale, HAS_SOFTCAP, False,
                     terms, score_tensors(mods.masks, MASK), (), (), (), ())  # fmt: skip

@@ -16,6 +16,7 @@ from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
@@ -25,6 +26,7 @@ from flashtile.backends.hopper.backward.records import Results, Schedule, Splits
 from flashtile.backends.hopper.backward.rows import Workspace, finish_gradient, key_blocks, prepare_rows
 from flashtile.backends.hopper.backward.scheduler import BOUNDS_BLOCK
 from flashtile.backends.hopper.device.records import Mods
+from flashtile.backends.hopper.forward.config import has_slope
 from flashtile.backends.hopper.records import mods_of
 from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
@@ -120,11 +122,13 @@ class BackwardPlan:
         steps = self._steps.get(sums is not None)
         if steps is None:
             made = self._launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
-            steps = [Step(each, _OPERANDS, t.q.device) for each in made if each is not None]
+            names = (*_OPERANDS, *operand_names(t))
+            steps = [Step(each, names, t.q.device) for each in made if each is not None]
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
+            *read_by_mods(t),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:
@@ -355,7 +359,7 @@ def keys_of(problem: Problem, t: Tensors) -> Sequences:
 def backward_mods(problem: Problem, t: Tensors, masks: Masks | None) -> Mods:
     """Those of the forward, but that products may be multiplied with a scale that is not > 0: no maximum is taken."""
     mods = mods_of(problem, t, None, None, masks)._replace(sinks=None, SCALE_FIRST=False)
-    if problem.softcap > 0:
+    if problem.softcap > 0 or problem.score_function is not None:
         return mods
     return mods._replace(scale_log2=problem.softmax_scale * LOG2_E.value, prescale=None)
 
@@ -376,6 +380,7 @@ def _gradients(
         rows_of("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
         of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
         float(p.softmax_scale), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
+        has_slope(p),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ class Gradients(NamedTuple):
         HAS_DQ: Whether dq is computed; so are the next two.
         HAS_DSCORES: Whether the gradients of the scores are, which dq and dk need.
         ADDS: Whether dk and dv are added to what is there, in float32.
+        HAS_SLOPE: Whether a user's score mod has a derivative by the score other than 1.
     """
 
     dout: Any
@@ -30,6 +31,7 @@ class Gradients(NamedTuple):
     HAS_DV: Any
     HAS_DSCORES: Any
     ADDS: Any
+    HAS_SLOPE: Any
 
 
 class Work(NamedTuple):

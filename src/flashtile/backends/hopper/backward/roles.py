@@ -6,7 +6,7 @@ makes dP^T and dS^T and adds to dK. A third one makes dQ of dS. None waits for t
 the handing over of a block run under the products of those before.
 
 P^T is handed over in float16 times ``PROBS_SCALE``: rounding it to bfloat16, before dS^T is rounded, would make the
-errors of dK and dQ 1.2 times as large.
+errors of dK and dQ 1.2 times as large. Times the slope of a user's score mod, which has no bound, it is bfloat16.
 """
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
@@ -35,6 +35,7 @@ from flashtile.backends.hopper.backward.scheduler import (
     steps_of_a_head,
     sums_block,
 )
+from flashtile.backends.hopper.device import functions
 from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, keep_intervals
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_tile, tma_load, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.mods import Pairs
@@ -56,7 +57,13 @@ from flashtile.backends.hopper.device.parts import (
 # Past every row.
 FAR = gl.constexpr(2**30)
 # Probabilities, which are at most about 1, stay finite, and those down to 4e-9 keep all digits of float16.
-PROBS_SCALE = gl.constexpr(2.0**14)
+PROBS_SCALE = 2.0**14
+
+
+@gluon.constexpr_function
+def probs_scale(dtype):
+    """What probabilities are handed over times, in float16 or bfloat16."""
+    return PROBS_SCALE if dtype == gl.float16 else 1.0
 
 
 @gluon.jit
@@ -195,9 +202,14 @@ def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, like, grid):
 
 
 @gluon.jit
-def pairs_of(kept, rows):
-    """Where the block of 64 keys by a ``RowBlock`` lies."""
-    return Pairs(kept.b, kept.head + rows.head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0)
+def pairs_of(kept, rows, like, grid):
+    """Where the block of 64 keys by a ``RowBlock`` lies, of the layout of ``like``."""
+    read = ()
+    if functions.has_score_mod(grid.call.mods.SCORES) or functions.has_mask_mod(grid.call.mods.MASKS):
+        across = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))[None, :]
+        read = functions.of_tile(grid.call.mods, kept.b, kept.head + rows.head, rows.start + across)
+    head = kept.head + rows.head
+    return Pairs(kept.b, head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0, read)
 
 
 @gluon.jit
@@ -225,6 +237,8 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
 
     So dscores need no mask of their own: where the factor is 0, they are 0 unless dprobs or delta is not finite.
     """
+    if functions.has_score_mod(grid.call.mods.SCORES):
+        return mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched)
     if mod.has_softcap:
         # In units of the cap.
         s = mods.quick_softcap(s, 1.0, mod.prescale)
@@ -236,8 +250,34 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     if is_cut(pairs.row, kept, grid):
         p = keep_rows(p, pairs, kept, grid)
         factor = keep_rows(factor, pairs, kept, grid) if mod.has_softcap else p
-    p = mod.select(p, fetched, 0.0)
-    return p, mod.select(factor, fetched, 0.0) if mod.has_softcap else p
+    p = mod.select(p, pairs, fetched, 0.0, grid.call.mods)
+    return p, mod.select(factor, pairs, fetched, 0.0, grid.call.mods) if mod.has_softcap else p
+
+
+@gluon.jit
+def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
+    """``probabilities`` with a user's score mod: of a pair that is dropped the slope may be anything."""
+    of_mod = fetched[len(mod.terms) + len(mod.masks)]
+    s = s * grid.call.mods.scale
+    slope = 1.0
+    if grid.gradients.HAS_SLOPE:
+        s, slope = functions.linear(s, grid.call.mods, pairs, of_mod)
+    else:
+        s = functions.score(s, grid.call.mods, pairs, of_mod)
+    if mod.has_softcap:
+        s = mods.quick_softcap(s, 1.0, mod.prescale)
+        slope = slope * (1.0 - s * s)
+        s = s * (mod.softcap * LOG2_E)
+    else:
+        s = s * LOG2_E
+    p = gl.exp2(mod.add_terms(s, pairs, fetched, LOG2_E) - lse_log2)
+    if is_cut(pairs.row, kept, grid):
+        p = keep_rows(p, pairs, kept, grid)
+    p = mod.select(p, pairs, fetched, 0.0, grid.call.mods)
+    factor = p
+    if grid.gradients.HAS_SLOPE or mod.has_softcap:
+        factor = gl.where(p == 0.0, 0.0, p * slope)
+    return p, factor
 
 
 @gluon.jit
@@ -263,8 +303,8 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
     channels.dout[0].wait(used)
     if grid.gradients.HAS_DSCORES and together:
         dp = start_sum(v_tile, dout_tile, zeros)
-    pairs = pairs_of(kept, rows)
-    fetched = mod.fetch(pairs, zeros)
+    pairs = pairs_of(kept, rows, zeros, grid)
+    fetched = mod.fetch(pairs, zeros, grid.call.mods)
     s = warpgroup_mma_wait(len(channels.dout) if grid.gradients.HAS_DSCORES and together else 0, deps=[s])
     p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
     if grid.gradients.HAS_DV:
@@ -434,15 +474,16 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
         channels.keys[0].wait(key_use)
     channels.queries[0].wait(used)
     s = start_sum(key_tile(channels.keys, key_use, 0, used), tiles_at(channels.queries, used), zeros)
-    pairs = pairs_of(kept, rows)
-    fetched = mod.fetch(pairs, zeros)
+    pairs = pairs_of(kept, rows, zeros, grid)
+    fetched = mod.fetch(pairs, zeros, grid.call.mods)
     s = warpgroup_mma_wait(0, deps=[s])
     p, factor = probabilities(s, lse_log2.load(zeros.type.layout), kept, grid, mod, pairs, fetched)
     if IS_FIRST:
         tma_store_wait(0)
     if grid.gradients.HAS_DSCORES:
         channels.probs.claim(used)
-        channels.probs.at(used).store((factor * PROBS_SCALE).to(gl.float16))
+        of_probs: gl.constexpr = channels.probs.buffers.dtype
+        channels.probs.at(used).store((factor * probs_scale(of_probs)).to(of_probs))
         channels.probs.publish(used)
     if grid.gradients.HAS_DV:
         channels.dout[0].wait(used)
@@ -469,7 +510,8 @@ def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr
     channels.probs.wait(used)
     factor = channels.probs.at(used).load(layout).to(gl.float32)
     channels.probs.release(used)
-    ds = factor * (dp * (1 / PROBS_SCALE) - delta.load(layout) * (1 / PROBS_SCALE))
+    UNIT: gl.constexpr = 1 / probs_scale(channels.probs.buffers.dtype)
+    ds = factor * (dp * UNIT - delta.load(layout) * UNIT)
     ds = ds.to(channels.queries[0].buffers.dtype)
     if IS_FIRST:
         tma_store_wait(0)

@@ -54,11 +54,11 @@ def big_heads_forward(call, output, schedule, columns):
     HAS_SOFTCAP: gl.constexpr = place_of(call.mods.SCORES, "softcap") >= 0
     softcap = None
     if HAS_SOFTCAP:
-        softcap = call.mods.scores[0].operands
+        softcap = call.mods.scores[place_of(call.mods.SCORES, "softcap")].operands
     terms = score_tensors(call.mods.scores, BIAS) + alibi_terms(call.mods, call.queries.count)
     masks = score_tensors(call.mods.masks, MASK)
     mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP,
-                     call.mods.SCALE_FIRST and not HAS_SOFTCAP, terms, masks, (), (), (), ())  # fmt: skip
+                     call.mods.prescale is not None and not HAS_SOFTCAP, terms, masks, (), (), (), ())  # fmt: skip
     gl.warp_specialize([
         (scorer, (rings, call, output, schedule, columns, mod)),
         (follower, (rings, call, output, schedule, columns)),

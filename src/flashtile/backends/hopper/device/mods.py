@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.gpu.device.mods import place_of, quick_softcap
+from flashtile.backends.hopper.device import functions
 from flashtile.backends.hopper.device.fragments import as_before, by_thread, thread_columns, thread_start
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
 from flashtile.backends.hopper.device.inline_ptx import compute_before_barrier, compute_before_fence, keep, widen
@@ -45,6 +46,7 @@ class Pairs:
         is_tile: False after the last tile, when there is no block.
         warpgroup: The one that computes it.
         slope: ALiBi's.
+        read: ``functions.of_tile``.
     """
 
     b: gl.tensor
@@ -58,6 +60,7 @@ class Pairs:
     is_tile: gl.tensor | gl.constexpr
     warpgroup: gl.constexpr
     slope: gl.tensor | gl.constexpr
+    read: gl.tuple
 
     @gluon.jit
     def distances(self, x):
@@ -300,18 +303,20 @@ class Transforms:
     late_tiles: gl.tuple
 
     @gluon.jit
-    def fetch(self, pairs, x):
-        """What terms and masks load for a block like ``x``."""
+    def fetch(self, pairs, x, mods):
+        """What terms, masks and the functions of ``records.Mods`` load for a block like ``x``."""
         fetched = ()
         for i in gl.static_range(len(self.terms)):
             fetched = also(fetched, self.terms[i].fetch(pairs, x))
         for i in gl.static_range(len(self.masks)):
             fetched = also(fetched, self.masks[i].fetch(pairs, x))
-        return fetched
+        return fetched + functions.fetch(mods, pairs, x)
 
     @gluon.jit
-    def scores(self, s, pairs, fetched):
+    def scores(self, s, pairs, fetched, mods):
         """(scores, shift): ``scale_log2`` turns scores into exponents, and ``shift`` is () or ([M, 4],), then added."""
+        if functions.has_score_mod(mods.SCORES):
+            s = functions.score(s * mods.scale, mods, pairs, fetched[len(self.terms) + len(self.masks)])
         if self.has_softcap:
             s = quick_softcap(s, self.softcap, self.prescale)
         if self.scale_first:
@@ -360,10 +365,12 @@ class Transforms:
         return x
 
     @gluon.jit
-    def select(self, x, fetched, fill):
+    def select(self, x, pairs, fetched, fill, mods):
         """The block, ``fill`` where a mask is False."""
         for i in gl.static_range(len(self.masks)):
             x = self.masks[i].select(x, fetched[len(self.terms) + i], fill)
+        if functions.has_mask_mod(mods.MASKS):
+            x = functions.select(x, mods, pairs, fetched[len(fetched) - 1], fill)
         return x
 
 

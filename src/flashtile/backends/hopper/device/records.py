@@ -42,18 +42,20 @@ class Mods(NamedTuple):
     Attributes:
         scale_log2: Turns scores, after what follows, into exponents of 2; > 0.
         prescale: What products are multiplied with before the softmax, with a softcap as ``quick_softcap`` has it.
+        scale: softmax_scale, with which products are multiplied before a user's score mod; None without one.
         scores: As there; operands are the cap, ``Slopes`` and ``PairTensor``.
         band: As there.
         masks: As there; a mask's operand is a ``PairTensor`` of bytes.
         sinks: As there.
         SCORES: As there.
         MASKS: As there.
-        SCALE_FIRST: Whether products are multiplied with prescale: with a softcap, and a scale that is not > 0; else it
-            is None.
+        SCALE_FIRST: Whether products are multiplied before the softmax: with a softcap or a score mod, and with a scale
+            that is not > 0. Without the first and the last prescale is None.
     """
 
     scale_log2: Any
     prescale: Any
+    scale: Any
     scores: Any
     band: Any
     masks: Any

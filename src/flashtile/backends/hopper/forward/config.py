@@ -252,10 +252,11 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
         return -(-(-(-longest // unit) * unit * heads) // tile) * tile * a_row
 
     alone = rows_of(1, 1) * group
-    has_score_tensors = problem.mask or problem.bias_dtype is not None or problem.alibi or problem.intervals
+    by_head = problem.mask or problem.bias_dtype is not None or problem.alibi or problem.intervals
+    by_head = by_head or problem.score_function is not None or problem.mask_function is not None
     # Positions times heads are counted in 32 bits, and a float32 output leaves from registers, row by row.
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
-    if group == 1 or has_score_tensors or is_far or problem.out_dtype == torch.float32:
+    if group == 1 or by_head or is_far or problem.out_dtype == torch.float32:
         return config.block_m, alone
     # A server's packed queries are mostly single rows, which would leave most of a strip of 32 empty.
     is_packed = varlen and not problem.keys.used
@@ -293,9 +294,12 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
+    takes_more = has_slope(problem) or (problem.softcap > 0 and problem.score_function is not None)
+    if takes_more:
+        config = _variant(two_warpgroups(*dims, 64), pingpong=config.pingpong)
     if problem.mask or bias_bytes:
         # Their elements take registers: one of them leaves room for 128 keys a block, both for 64.
-        block_n = 64 if max(dims) > 128 or (problem.mask and bias_bytes) else 128
+        block_n = 64 if max(dims) > 128 or (problem.mask and bias_bytes) or takes_more else 128
         score_bytes = (bias_bytes + problem.mask, 0) if score_bytes is None else score_bytes
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
@@ -307,7 +311,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
-        wide = wide or (widens(problem) and 3 not in WIDENING)
+        wide = wide or (widens(problem) and 3 not in WIDENING) or is_dear(problem)
         # Four warps that gather leave three warpgroups fewer still.
         if not (wide or (gathers(problem) and gather_warps(dims) == 4)):
             ways.append(three_warpgroups_64(config.score_bytes))
@@ -350,6 +354,27 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     if widens(problem):
         return _variant(config, **WIDENING[config.num_warpgroups])
     return gathering(config, gather_warps(dims)) if gathers(problem) else config
+
+
+def has_slope(problem: Problem) -> bool:
+    """Whether a user's score mod is more than a sum: what decides tiles and bits is its graph alone."""
+    key = problem.score_function
+    return key is not None and not key.graph.is_const(key.graph.slope, 1.0)
+
+
+# What takes many instructions.
+_DEAR = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "erf"}
+
+
+def is_dear(problem: Problem) -> bool:
+    """Whether users' functions load something for each pair, or compute much for each key or pair."""
+    graphs = [key.graph for key in (problem.score_function, problem.mask_function) if key is not None]
+    return any(
+        node.op in _DEAR or (node.op == "load" and {"i", "j"} <= {graph.nodes[x].op for x in graph.needed([n])})
+        for graph in graphs
+        for n, node in enumerate(graph.nodes)
+        if graph.levels[n] > 1
+    )
 
 
 # Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.

@@ -70,12 +70,12 @@ def attention_forward(call, output, schedule):
     HAS_SOFTCAP: gl.constexpr = place_of(call.mods.SCORES, "softcap") >= 0
     softcap = None
     if HAS_SOFTCAP:
-        softcap = call.mods.scores[0].operands
+        softcap = call.mods.scores[place_of(call.mods.SCORES, "softcap")].operands
     IS_LATE: gl.constexpr = call.mods.SCALE_FIRST
     mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP,
-                   IS_LATE and not HAS_SOFTCAP, biases + alibi if IS_LATE else (), masks, () if IS_LATE else biases,
-                   () if IS_LATE else alibi_by_mma(alibi, BLOCK_N), () if IS_LATE else bias_tiles,
-                   by_tma if IS_LATE else mask_tiles)  # fmt: skip
+                   call.mods.prescale is not None and not HAS_SOFTCAP, biases + alibi if IS_LATE else (), masks,
+                   () if IS_LATE else biases, () if IS_LATE else alibi_by_mma(alibi, BLOCK_N),
+                   () if IS_LATE else bias_tiles, by_tma if IS_LATE else mask_tiles)  # fmt: skip
     # Registers of producer and scheduler. With 32 the first of two consumers has 8 fewer than the other, and the widest
     # loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
     HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None

@@ -14,6 +14,7 @@ from flashtile.backends.gpu.device.scheduler import num_packed_tiles
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch, TensorMap
+from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs
@@ -84,6 +85,7 @@ class ForwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
+            *read_by_mods(t),
         ))  # fmt: skip
         return out, lse
 
@@ -93,7 +95,7 @@ class ForwardPlan:
 
     def _steps_of(self, t: Tensors, config: Any, *, is_joined: bool = False) -> tuple[Step, ...]:
         made = self._launches(self._problem, t, config, is_joined=is_joined).values()
-        return tuple(Step(each, _OPERANDS, t.q.device) for each in made)
+        return tuple(Step(each, (*_OPERANDS, *operand_names(t)), t.q.device) for each in made)
 
     @staticmethod
     def _launches(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> dict[str, Launch]:

@@ -199,7 +199,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
             # computed from stale buffers and discarded.
             s, pairs = first_scores(channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP)
             accs = add_last_values(channels, used, state)
-            fetched = mod.fetch(pairs, zeros)
+            fetched = mod.fetch(pairs, zeros, call.mods)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
             channels.queries[0].release(tiles)
@@ -248,7 +248,7 @@ def pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP: g
 def start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP: gl.constexpr):
     """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
     s, pairs = first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
-    fetched = mod.fetch(pairs, zeros)
+    fetched = mod.fetch(pairs, zeros, call.mods)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)

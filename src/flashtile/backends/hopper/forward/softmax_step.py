@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import intervals, mods, softmax
+from flashtile.backends.hopper.device import functions
 from flashtile.backends.hopper.device.fragments import (
     as_before,
     by_thread,
@@ -50,7 +51,7 @@ class KeyLoop:
 
     Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, above ``n_block`` are skipped.
     ``first_keys`` and ``last_keys`` are those that each row keeps, as ``from_thread_column`` counts them;
-    ``slope`` is ALiBi's.
+    ``slope`` is ALiBi's, ``read`` what users' functions read once a tile.
     """
 
     is_tile: gl.tensor
@@ -62,6 +63,7 @@ class KeyLoop:
     first_keys: gl.tensor
     last_keys: gl.tensor
     slope: gl.tensor
+    read: gl.tuple
 
 
 @aggregate
@@ -120,7 +122,13 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)
-    return KeyLoop(n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope)
+    read = ()
+    if functions.has_score_mod(call.mods.SCORES) or functions.has_mask_mod(call.mods.MASKS):
+        where = query_rows(records, tiles, call)
+        read = functions.of_tile(call.mods, where.b, where.head, (records.get(tiles, "row") + rows)[:, None])
+    return KeyLoop(
+        n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope, read
+    )
 
 
 @gluon.jit
@@ -134,7 +142,9 @@ def block_pairs(records, tiles, use, loop, n_block, call, schedule, is_tile, WAR
     # After the last tile a record's row is arbitrary.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
     key = n_block * schedule.BLOCK_N
-    return Pairs(where.b, where.head, row, key, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP, loop.slope)
+    return Pairs(
+        where.b, where.head, row, key, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP, loop.slope, loop.read
+    )
 
 
 @gluon.jit
@@ -149,7 +159,7 @@ def is_edge(loop, n_block, call):
 @gluon.jit
 def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MASKED: gl.constexpr):
     """Applies score and mask mods and the band to a block; (scores, shift) as ``Transforms.scores``."""
-    s, shift = mod.scores(s, pairs, fetched)
+    s, shift = mod.scores(s, pairs, fetched, call.mods)
     # MASKED is decided when the kernel is compiled, edge when it runs.
     if MASKED:  # noqa: SIM102
         if edge:
@@ -159,7 +169,7 @@ def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MA
             s = keep_columns(s, first, last, float("-inf"), HAS_FIRST, True)
             if call.mods.band.key_rows is not None:
                 s = keep_intervals(s, call.mods.band.key_rows, pairs, pairs.key, pairs.row, float("-inf"))
-    return mod.select(s, fetched, float("-inf")), shift
+    return mod.select(s, pairs, fetched, float("-inf"), call.mods), shift
 
 
 @gluon.jit
@@ -244,19 +254,19 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
         row_max = pingpong_arrive(row_max, (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
     # Three warpgroups have fewer registers, so tiles in shared memory, which load fast, are read after the wait.
     LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2 and len(mod.late_tiles) > 0
-    fetched = () if LATE else mod.fetch(pairs, zeros)
+    fetched = () if LATE else mod.fetch(pairs, zeros, call.mods)
     s = warpgroup_mma_wait(len(accs), deps=[s])
     if LATE:
-        fetched = mod.fetch(pairs, zeros)
+        fetched = mod.fetch(pairs, zeros, call.mods)
     channels.keys[0].release(used + 1)
     if not schedule.OVERLAP:
         # The only buffer of the queries: the next tile's are loaded while this one ends.
         channels.queries[0].release(tiles, n_block == loop.n_block_min)
 
     s, shift = shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, schedule.HAS_EDGES)
-    # A bias may be -inf, too.
+    # A bias may be -inf, too, and what a function returns.
     terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.alibi_by_mma)
-    may_be_empty: gl.constexpr = schedule.HAS_EDGES or terms + len(mod.masks) > 0
+    may_be_empty: gl.constexpr = schedule.HAS_EDGES or terms + len(mod.masks) + len(loop.read) > 0
     tops = mod.release(pairs, row_tops(s, row_max, mod.scale_log2, shift))
     row_max, finite_max, factor = softmax.raise_max(row_max, tops, may_be_empty)
     e = exponentials(s, mod.scale_log2, finite_max, shift)

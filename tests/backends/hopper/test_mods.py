@@ -1,0 +1,122 @@
+"""Users' functions in the Hopper kernels: values and gradients in the emulator, and what the tiles depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+import flashtile
+from flashtile.backends.gpu.launch import lower
+from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.backward import config as backward
+from flashtile.backends.hopper.forward import config as forward
+from flashtile.backends.hopper.launches import launches
+from flashtile.call.problem import Problem
+from flashtile.ops import dispatch
+from tests.backends.hopper.emulated import on_cpu
+from tests.cases import Case, judge
+from tests.mods.calls import with_functions
+from tests.mods.functions import MASKS, SCORES
+
+DENSE = Case("mods", batch=2, seqlen_q=150, seqlen_k=200, heads=2, kv_heads=1, head_dim=64)
+WIDE = Case("mods", batch=1, seqlen_q=140, seqlen_k=200, heads=2, kv_heads=2, head_dim=128, causal=True)
+PACKED = Case(
+    "varlen_mods", batch=3, lengths=((130, 160), (0, 20), (70, 64)), heads=2, kv_heads=1, head_dim=64, spare=9
+)  # fmt: skip
+WIDEST = Case("mods", batch=1, seqlen_q=130, seqlen_k=150, heads=1, kv_heads=1, head_dim=256)
+FEATURES = Case(
+    "mods_features", batch=1, seqlen_q=130, seqlen_k=200, heads=2, kv_heads=2, head_dim=64, window=(90, 30),
+    softcap=3.0, alibi="h", mask="qk", bias="hk", bias_grad=False, sinks=True, lse_grad=True,
+)  # fmt: skip
+BIG = Case("mods", batch=1, seqlen_q=70, seqlen_k=150, heads=1, kv_heads=1, head_dim=320, causal=True)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.one_in(14)
+@pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES, BIG], ids=lambda c: f"{c}-{c.head_dim}")
+@pytest.mark.parametrize("number", range(len(SCORES)), ids=list(SCORES))
+def test_score_mods(number: int, case: Case) -> None:
+    call = with_functions(case, list(SCORES)[number], None, DTYPES[number % 2], frozen=True)
+    with on_cpu(number, num_sms=2):
+        judge(call, "hopper")
+
+
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES], ids=lambda c: f"{c}-{c.head_dim}")
+@pytest.mark.parametrize("number", range(len(MASKS)), ids=list(MASKS))
+def test_mask_mods(number: int, case: Case) -> None:
+    call = with_functions(case, (None, "squared")[number % 2], list(MASKS)[number], DTYPES[number % 2])
+    with on_cpu(number, num_sms=2):
+        judge(call, "hopper")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", ["by_distance", "read_twice", "gated", "graphormer"])
+def test_what_is_captured_has_its_gradient_from_another_backend(name: str) -> None:
+    call = with_functions(replace(WIDE, bias="hk"), name, "documents", torch.bfloat16)
+    with on_cpu(1, num_sms=2):
+        said = dispatch.explain(call.problem)
+        assert "backward: hopper: " in said and "; gradient of attn_bias and captured tensors: cpu: " in said
+        judge(call, None)
+
+
+def test_a_named_backend_computes_all() -> None:
+    call = with_functions(WIDE, "by_distance", None, torch.bfloat16)
+    with (
+        on_cpu(1),
+        pytest.raises(flashtile.UnsupportedError, match="no gradients of tensors that a score_mod"),
+    ):
+        call.run("hopper")
+
+
+def test_slopes_of_any_size_are_handed_over() -> None:
+    """Where a warpgroup owns one gradient; in float16 times 2^14 a slope of more than 4 would be infinite."""
+    q, k, v = (torch.randn(1, 130, 1, 256).bfloat16().requires_grad_() for _ in range(3))
+
+    def steep(score, b, h, q_idx, kv_idx):
+        return score * 40.0
+
+    found = {}
+    for name in ("hopper", "cpu"):
+        with on_cpu(1):
+            out = flashtile.attention(q * 0.05, k, v, score_mod=steep, backend=name)
+            found[name] = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    for got, want in zip(found["hopper"], found["cpu"], strict=True):
+        assert (got - want).float().norm() <= 0.02 * want.float().norm()
+
+
+def _described(score: str | None, mask: str | None, **values: object) -> Problem:
+    case = Case("mods", seqlen_q=256, seqlen_k=256, heads=4, kv_heads=2, head_dim=64, causal=True)
+    problem = with_functions(case, score, mask, torch.bfloat16, frozen=True).problem
+    return problem.but(device_type="cuda", compute_capability=(9, 0), **values)
+
+
+def test_tiles_follow_from_the_graph() -> None:
+    def tiles(*names: str | None, dim: int = 128) -> tuple[int, int]:
+        config = forward.choose(_described(*names, head_dim=dim, head_dim_v=dim, seqlen_q=8192, seqlen_k=8192))
+        assert config.strip == config.block_m  # heads of a group share no tile
+        return config.num_warpgroups, config.block_n
+
+    assert tiles("distance", None) == tiles("by_distance", "documents") == (2, 128)
+    assert tiles("gated", None) == tiles("squared", "documents") == tiles("gated", None, dim=64) == (2, 64)
+    assert tiles("distance", "documents", dim=64) == (3, 128) and tiles("by_distance", None, dim=64) == (2, 128)
+    assert backward.choose(_described("distance", None)) == backward.NARROW_64
+    assert forward.choose(_described("capped", None)).block_n == 64  # a softcap of a sum
+
+
+def test_new_values_and_lengths_need_no_other_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_maps, "num_sms", lambda device: 132)
+    keys = set()
+    for rows in (512, 640, 1000):
+        case = Case("mods", seqlen_q=rows, seqlen_k=rows, heads=2, kv_heads=2, head_dim=64)
+        for score, mask in (("by_distance", "prefix"), ("gated", "neighbourhood")):
+            call = with_functions(case, score, mask, torch.float16, seed=rows, frozen=True)
+            described = call.problem.but(device_type="cuda", compute_capability=(9, 0))
+            for direction in ("forward", "backward"):
+                for name, launch in launches(described, call.tensors, direction).items():
+                    keys.add((score, name, lower(launch)[0]))
+    assert len(keys) == len({(score, name) for score, name, _ in keys})
