@@ -77,10 +77,10 @@ def _read(tensors: Tensors, asked: Asked) -> Options:
 def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
     precision, causal, window_size, return_lse, plain, _, lengths, functions = asked
-    softmax_scale, softcap, dropout_p, deterministic, backend, chunk, _ = plain
+    softmax_scale, softcap, dropout_p, deterministic, backend, chunk, *_ = plain
     others = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
-        "block_mask": t.row_keys if t.key_rows is None else t.key_rows, "cu_seqlens_k": t.cu_seqlens_k,
+        "block_mask": next((x for x in (t.row_keys, t.key_rows, t.row_blocks) if x is not None), None), "cu_seqlens_k": t.cu_seqlens_k,
         "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
         "score_mod": functions[0], "mask_mod": functions[1],
     }  # fmt: skip

@@ -65,6 +65,10 @@ def _has_key_rows(p: Problem) -> bool:
     return p.mask_mod.key_rows and not p.mask_mod.mirrored
 
 
+def _is_oddly_listed(p: Problem) -> bool:
+    return any(block % 16 for block in p.listed)
+
+
 def _differ_in_a_group(p: Problem) -> bool:
     return p.mask_mod.by_head and p.group_size > 1
 
@@ -83,6 +87,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("row_intervals", "interval masks by rows alone", lambda p: p.mask_mod.row_keys and not p.mask_mod.mirrored),
     Feature("key_intervals", "interval masks by columns alone", _has_key_rows),
     Feature("head_intervals", "interval masks by head, of grouped heads", _differ_in_a_group),
+    Feature("block_lists", "block lists (create_block_mask, PyTorch's BlockMask)", lambda p: bool(p.listed)),
+    Feature("odd_block_lists", "block lists of blocks that are no multiples of 16", _is_oddly_listed),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),

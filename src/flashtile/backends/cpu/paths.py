@@ -54,7 +54,7 @@ def kernel_fits(problem: Problem) -> bool:
 def adds_tiles(problem: Problem) -> bool:
     """Whether something besides the band is added to the scores."""
     has_tensor = problem.mask or problem.alibi or problem.bias_dtype is not None or problem.intervals
-    return has_tensor or problem.mask_function is not None
+    return has_tensor or problem.mask_function is not None or problem.listed != ()
 
 
 def one_by_one(problem: Problem, kernel: bool) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.intervals import Bounds, Interval, Table, interval_bounds
+from flashtile.backends.gpu.device.lists import Lists
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.call.problem import Problem, Tensors
 
@@ -15,17 +16,19 @@ _SCAN = 1024
 
 
 class Masks(NamedTuple):
-    """The fields of ``mods.Band`` that are intervals'.
+    """The fields of ``mods.Band`` that are intervals' and lists'.
 
     Attributes:
         row_keys: ``Interval`` of rows, or None.
         key_rows: That of keys.
         bounds: ``Bounds`` of the kernel's tiles.
+        lists: ``lists.Lists`` of the side of its tiles, or None.
     """
 
     row_keys: Interval | None
     key_rows: Interval | None
     bounds: Bounds | None
+    lists: Lists | None = None
 
 
 class Side(NamedTuple):

@@ -123,7 +123,7 @@ def splits_keys(problem: Problem) -> bool:
     p = problem
     if p.varlen or p.mask or p.intervals or p.bias_dtype or p.origins or p.dropout_p or p.out_dtype != p.dtype:
         return False
-    if max(p.head_dim, p.head_dim_v) > 256:
+    if max(p.head_dim, p.head_dim_v) > 256 or p.score_function or p.mask_function or p.listed:
         return False
     most = FEW_ROWS if p.dtype == torch.float32 else _SPLIT_ROWS
     return p.batch > 0 and 0 < p.seqlen_q * p.group_size <= most and p.seqlen_k >= _SPLIT_KEYS
