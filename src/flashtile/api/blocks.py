@@ -55,7 +55,7 @@ def create_block_mask(
         raise InvalidInputError("BLOCK_SIZE", f"is {shown(BLOCK_SIZE)}, must be a number or two: rows and keys")
     block_size = integer("BLOCK_SIZE", sizes[0]), integer("BLOCK_SIZE", sizes[1])
     groups = (1 if B is None else integer("B", B)), (1 if H is None else integer("H", H))
-    lengths = integer("Q_LEN", Q_LEN), integer("KV_LEN", KV_LEN)
+    lengths = integer("Q_LEN", Q_LEN, 0), integer("KV_LEN", KV_LEN, 0)
     read = lowered(mask_mod, "mask_mod", "mask", False)
     place = _device(device, read.operands)
     operands = tuple([x.to(place) if x.dim() == 0 else x for x in read.operands])
@@ -90,7 +90,7 @@ def _entries(
     else:
         find = evaluated
     step = max(1, _MOST_BLOCKS // max(groups[0] * groups[1] * keys, 1))
-    for first in range(0, rows, step):
+    for first in range(0, max(rows, 1), step):
         span = first, min(first + step, rows)
         found = find(function, groups, lengths, block_size, span, device)
         group, row, key = found.nonzero(as_tuple=True)

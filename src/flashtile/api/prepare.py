@@ -52,7 +52,7 @@ def explain(
         refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, None)
         return "\n".join(_explained(problem, backend, each) for problem, _, each in calls)
-    options = _read(tensors, asked)
+    options = options_of(tensors, asked)
     problem = Problem.of(autocast.cast(tensors, q.device.type), options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
@@ -65,7 +65,7 @@ def _explained(problem: Problem, backend: str | None, only: Direction | None = N
     return dispatch.explain(problem, backend, only)
 
 
-def _read(tensors: Tensors, asked: Asked) -> Options:
+def options_of(tensors: Tensors, asked: Asked) -> Options:
     """A call's options; tensors get what its functions read."""
     if any(each is not None for each in asked.functions):
         functions = with_functions(tensors, *asked.functions, asked.plain[1])
@@ -146,7 +146,7 @@ def warm_up(
         refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, place, backward)
     else:
-        options = wanting(tensors, _read(tensors, asked), backward)
+        options = wanting(tensors, options_of(tensors, asked), backward)
         shapes = autocast.cast(without_data(tensors), place.type)
         if options.dropout_p > 0:
             shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))

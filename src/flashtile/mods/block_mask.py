@@ -66,6 +66,21 @@ class BlockMask:
         kind = torch.where(at < ranges.flatten(0, -2)[owner, 1], PARTIAL, FULL)
         return Entries(owner // counts.shape[2], owner % counts.shape[2], self.row_items[at].long(), kind)
 
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Which blocks are partial, and which are full: ``(B, H, blocks_q, blocks_k)`` bool."""
+        group, row, key, kind = self.entries()
+        shape = (*self.row_blocks.shape[:3], self.key_blocks.shape[2])
+        kinds = torch.zeros(shape, dtype=torch.int8, device=key.device)
+        kinds.flatten(0, 1)[group, row, key] = kind.to(torch.int8)
+        return kinds == PARTIAL, kinds == FULL
+
+    def all_partial(self) -> BlockMask:
+        """The mask with no block called full, so that the function decides about each pair."""
+        entries = self.entries()
+        entries = entries._replace(kind=torch.full_like(entries.kind, PARTIAL))
+        groups = self.row_blocks.shape[0], self.row_blocks.shape[1]
+        return listed(entries, groups, self.block_size, self.lengths, self.mask_mod)
+
 
 class Entries(NamedTuple):
     """Listed blocks, a number each: ``b * H + h``, block of rows, block of keys, ``PARTIAL`` or ``FULL``; int64."""
