@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors
+from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, first_of
 from flashtile.call.functions import mask_function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
@@ -241,7 +241,11 @@ def attention_with_kvcache(
         k, v = (_values(cache, scale, places, dtype) for cache, scale in _caches(t))
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        one = Tensors(_rows(t.q, b, rows)[None], k[None], v[None], slopes, sinks=t.sinks)
+        one = Tensors(
+            _rows(t.q, b, rows)[None], k[None], v[None], slopes, sinks=t.sinks,
+            row_keys=first_of(t.row_keys, b, rows.stop - rows.start), key_rows=first_of(t.key_rows, b, len(k)),
+            operands=t.operands, numbers=t.numbers,
+        )  # fmt: skip
         # The last query stands at the last key, however many are left out at the start.
         own = problem.but(band=_band(problem, t, b))
         one_out, one_lse = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))

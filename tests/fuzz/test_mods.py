@@ -15,7 +15,7 @@ from tests.mods.functions import MASKS, SCORES
 
 
 def drawn(seed: int) -> tuple[Case, str | None, str | None, torch.dtype, tuple[int, int] | None]:
-    """Call number ``seed``: a case, a score mod, a mask mod, a dtype, and the size of the blocks of the mask's lists."""
+    """Call number ``seed``: a case, a score mod, a mask mod, a dtype, and the size of blocks of the mask's lists."""
     d = Draw(("mods", seed), replace(SMALL, longest=90, most_pairs=2**17, most_dim=64))
     case = _within(_plain(d, f"mods_{seed}"), d.sizes)
     softcap = case.softcap if d.chance(0.5) else 0.0

@@ -46,11 +46,12 @@ def test_new_values_and_lengths_need_no_other_build() -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "gfx942"])
 @pytest.mark.parametrize("name", ["by_distance", "graphormer", "capped", "gated"])
-def test_kernels_compile(name: str, arch: str) -> None:
+@pytest.mark.parametrize("listed", [None, (128, 64)], ids=["", "listed"])
+def test_kernels_compile(name: str, arch: str, listed: tuple[int, int] | None) -> None:
     from triton.backends.compiler import GPUTarget
 
-    case = Case("mods", seqlen_q=256, seqlen_k=256, heads=4, kv_heads=2, head_dim=64, causal=True)
-    call = with_functions(case, name, "documents", torch.bfloat16)
+    case = Case("mods", seqlen_q=256, seqlen_k=256, heads=4, kv_heads=2, head_dim=64, causal=listed is None)
+    call = with_functions(case, name, "documents", torch.bfloat16, listed=listed)
     is_amd = arch == "gfx942"
     capability = None if is_amd else (int(arch[3]), int(arch[4:]))
     target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch[3:]), 32)

@@ -83,12 +83,9 @@ def _entries(
     """The listed blocks, of some blocks of rows after others."""
     rows, keys = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
     in_kernel = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    find: Callable[..., Tensor] = evaluated
     if in_kernel and function is not None:
-        from flashtile.backends.portable.lists import kinds
-
-        find = kinds
-    else:
-        find = evaluated
+        from flashtile.backends.portable.lists import kinds as find
     step = max(1, _MOST_BLOCKS // max(groups[0] * groups[1] * keys, 1))
     for first in range(0, max(rows, 1), step):
         span = first, min(first + step, rows)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from torch import Tensor
 
 from flashtile.call.arguments import TENSORS, Tensors
+from flashtile.call.cached_arguments import CacheTensors
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.masks import Intervals
 from flashtile.mods import block_mask as block_masks
@@ -90,6 +91,9 @@ class CacheKeywords(Common, Cached, total=False):
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     attention_chunk: int | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    block_mask: Intervals | None
 
 
 class CachedCall(Cached, total=False):
@@ -179,15 +183,26 @@ def masked_by(block_mask: object, mask_mod: Callable[..., Any] | None, q: object
     return Masked({name: getattr(lists, name) for name in names}, False, lists.block_size, own or mask_mod)
 
 
+def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool]:
+    """row_keys, key_rows and mirrored of a call over a cache.
+
+    Raises:
+        InvalidInputError: block_mask is nothing that ``flashtile.masks`` has made.
+    """
+    if block_mask is None:
+        return None, None, False
+    if not isinstance(block_mask, Intervals):
+        made = "must be made by flashtile.masks, or None: calls over a cache take no lists of blocks"
+        raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {made}")
+    return block_mask.row_keys, block_mask.key_rows, block_mask.mirrored
+
+
 def refused(function: str, more: tuple[object, ...], unknown: dict[str, object]) -> TypeError:
     """The error of a call with more positions than a function has, or with keywords that it does not know."""
     if more:
         first = "cache_seqlens" if function.endswith("kvcache") else "causal"
         return TypeError(f"{function}() got a position too many, {shown(more[0])}: give {first} and the rest by name")
     name = next(iter(unknown))
-    if name == "block_mask" and function.endswith("kvcache"):
-        masks = "causal, window_size, attention_chunk and tree_mask"
-        return TypeError(f"{function}() takes no block_mask: rows of a call over a cache are masked by {masks}")
     others = {*Keywords.__annotations__, *CacheKeywords.__annotations__} - {name}
     near = difflib.get_close_matches(name, sorted(others), 1)
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else f", did you mean {near[0]}?" if near else ""
@@ -229,14 +244,17 @@ _PLAIN = {
 
 
 def with_functions(
-    t: Tensors, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, softcap: object
+    t: Tensors | CacheTensors,
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    softcap: object,
 ) -> Functions:
     """The functions of a call, of which t gets what they read."""
     from flashtile.call.functions import functions_of  # what few programs need is not loaded by all
 
-    # Of packed sequences whose lengths may differ from those of their keys no band is known for all.
+    # Of packed sequences whose lengths may differ from those of their keys, and of a cache's, no band is known for all.
     # A list's full blocks are kept whatever its function says, so of a list's no band is taken.
-    has_shift = t.cu_seqlens_q is t.cu_seqlens_k and t.row_blocks is None
+    has_shift = isinstance(t, Tensors) and t.cu_seqlens_q is t.cu_seqlens_k and t.row_blocks is None
     found = functions_of(score_mod, mask_mod, t, softcap, has_shift)
     t.operands, t.numbers = found.operands, found.numbers
     return found

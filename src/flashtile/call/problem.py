@@ -336,12 +336,15 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
         for side in range(2):
             shown = (size for size in _shown(t, side).values() if size != 1)
             longest[side] = next(shown, None) if longest[side] is None else longest[side]
+            lists = t.key_blocks if side else t.row_blocks
+            if lists is not None and longest[side] is None:
+                longest[side] = lists.shape[2] * options.listed[side]
     packed = axes.bind_sides(t, rows, longest)
     if t.origins is not None and not packed:
         raise InvalidInputError("origins", "is given, but goes with cu_seqlens alone")
     if t.row_blocks is not None:
-        for side, block in zip("qk", options.listed, strict=True):
-            axes.fix("block_mask", f"blocks_{side}", -(-axes.sizes[f"seqlen_{side}"] // block))
+        for axis, block in zip("qk", options.listed, strict=True):
+            axes.fix("block_mask", f"blocks_{axis}", -(-axes.sizes[f"seqlen_{axis}"] // block))
     if not packed and t.q.shape == t.k.shape and t.q.shape[1] <= _FEW_ROWS < _MANY_HEADS < t.q.shape[2]:
         _warn_of_heads_first(tuple(t.q.shape))
     axes.bind_all(rows)

@@ -151,7 +151,7 @@ def create_block_mask(
                for x in (partial, full)]  # fmt: skip
     of_full = sorted_[1] if separate_full_blocks else (None, None)
     mask = BlockMask.from_kv_blocks(
-        *sorted_[0], *of_full, BLOCK_SIZE=made.block_size, mask_mod=mask_mod, seq_lengths=made.lengths
+        *sorted_[0], of_full[0], of_full[1], made.block_size, mask_mod=mask_mod, seq_lengths=made.lengths
     )
     mask._flashtile = made  # type: ignore[attr-defined]
     return mask
@@ -210,7 +210,11 @@ def _mask_of(mask: BlockMask | None, query: Tensor, key: Tensor) -> BlockMask | 
     lengths = query.shape[-2], key.shape[-2]
     if lengths != tuple(mask.shape[-2:]):
         smaller = any(have > of for have, of in zip(lengths, mask.shape[-2:], strict=True))
-        hint = "create a new block mask" if smaller else "create a new one, or crop it by block_mask._adjust(q_len, kv_len)"
+        hint = (
+            "create a new block mask"
+            if smaller
+            else "create a new one, or crop it by block_mask._adjust(q_len, kv_len)"
+        )
         got = f"got q_len={lengths[0]} and kv_len={lengths[1]}"
         raise ValueError(
             f"block_mask was created for block_mask.shape={mask.shape} but {got}. As the block mask was created for a "

@@ -147,7 +147,7 @@ def _converted(mask: Any) -> BlockMask:
     size = mask.BLOCK_SIZE
     block_size = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
     lengths = int(mask.seq_lengths[0]), int(mask.seq_lengths[1])
-    parts = [entries for entries in _entries_of(mask)]
+    parts = list(_entries_of(mask))
     entries = Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
     groups = _four(mask.kv_num_blocks, 3).shape[:2]
     mask_mod = None if getattr(mask.mask_mod, "__name__", "") == "noop_mask" else mask.mask_mod

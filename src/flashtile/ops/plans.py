@@ -136,8 +136,8 @@ def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
     None if sizes do not fit one another.
 
     Of two calls of a family both are valid or none, and their problems differ in lengths and batch alone. Calls with a
-    mask, a bias, intervals, lists or users' functions are of none: lengths are in their tensors' shapes too. Nor are those
-    with origins.
+    mask, a bias, intervals, lists or users' functions are of none: lengths are in their tensors' shapes too. Nor are
+    those with origins.
     """
     q, k, v, slopes, bounds_q, bounds_k = t.q, t.k, t.v, t.alibi_slopes, t.cu_seqlens_q, t.cu_seqlens_k
     of_q, of_k, of_v = q.shape, k.shape, v.shape

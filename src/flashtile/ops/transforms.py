@@ -161,7 +161,8 @@ class _Fold:
         """Whether folding gives what the samples one by one would give.
 
         Not for packed calls; with dropout, whose random numbers depend on the place in the batch; with users'
-        functions, which may too; with block lists of each sample; and where a sum over the batch must not run over samples.
+        functions, which may too; with block lists of each sample; and where a sum over the batch must not run over
+        samples.
         """
         given = self.given
         if given["cu_seqlens_q"] is not None or given["rng_state"] is not None or given["mods"]:

@@ -31,9 +31,13 @@ _CAPABILITIES = Capabilities(
     max_head_dim=None,
     features=_COMMON | _OF_REGULAR,
 )
+_OF_DECODE = {
+    "alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each", "intervals",
+    "row_intervals", "key_intervals", "head_intervals", "score_mod", "mask_mod",
+}  # fmt: skip
 _DECODE = dataclasses.replace(
     _CAPABILITIES,
-    features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each"},
+    features=_COMMON | _OF_DECODE,
 )
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), max_head_dim=256, head_dim_multiple=16, features=_COMMON

@@ -124,8 +124,8 @@ def _heads_first(rows: Tensor) -> Tensor:
     return (rows if rows.dim() == 4 else rows[None]).transpose(1, 2)
 
 
-def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool) -> Iterator[Sequence]:
-    """The dense problems of a call; ``one_by_one`` also splits a dense batch."""
+def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool, first: int = 0) -> Iterator[Sequence]:
+    """The dense problems of a call; ``one_by_one`` also splits a dense batch; ``first``: as which its first counts."""
     if problem.varlen:
         assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
         bounds_q, bounds_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
@@ -136,10 +136,10 @@ def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool) -> Iterat
             yield seq if origins is None else replace(seq, origin=Origin(*origins[b]))
     elif one_by_one:
         for b in range(problem.batch):
-            yield _sequence(problem, tensors, range(b, b + 1), (b,), (b,), (b,))
+            yield _sequence(problem, tensors, range(b, b + 1), (b,), (b,), (b,), first)
     else:
         everything = (slice(None),)
-        yield _sequence(problem, tensors, range(problem.batch), everything, everything, everything)
+        yield _sequence(problem, tensors, range(problem.batch), everything, everything, everything, first)
 
 
 def _sequence(
@@ -149,6 +149,7 @@ def _sequence(
     place: tuple[slice | int, ...],
     key_place: tuple[slice | int, ...],
     lse_place: tuple[slice | int, ...],
+    first: int = 0,
 ) -> Sequence:
     q, k, v = _heads_first(t.q[place]), _heads_first(t.k[key_place]), _heads_first(t.v[key_place])
     slopes = t.alibi_slopes
@@ -164,9 +165,10 @@ def _sequence(
     if t.row_blocks is not None and t.row_items is not None:
         rows, keys = problem.listed
         listed = Lists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
+    counted = range(batch.start + first, batch.stop + first)
     return Sequence(
-        batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows, function,
-        listed,
+        counted, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows,
+        function, listed,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,12 @@ def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks:
         tiles,
     )
     return Masks(_interval("row_keys", row_keys), _interval("key_rows", key_rows), bounds)
+
+
+def intervals_of(problem: Problem, t: Any) -> tuple[Interval | None, Interval | None]:
+    """Those of rows and of keys that a kernel over rows looks at."""
+    row_keys, key_rows = _used(problem, t, False)
+    return _interval("row_keys", row_keys), _interval("key_rows", key_rows)
 
 
 def bounds_launch(problem: Problem, t: Tensors, side: Side) -> Launch:

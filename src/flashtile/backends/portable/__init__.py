@@ -34,10 +34,14 @@ _CAPABILITIES = Capabilities(
     min_compute_capability=(8, 0),
     features=_COMMON | _OF_REGULAR,
 )
+_OF_DECODE = {
+    "alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "intervals", "row_intervals",
+    "key_intervals", "head_intervals", "score_mod", "mask_mod",
+}  # fmt: skip
 _DECODE = dataclasses.replace(
     _CAPABILITIES,
     max_head_dim=256,
-    features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each"},
+    features=_COMMON | _OF_DECODE,
 )
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(

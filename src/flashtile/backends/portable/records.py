@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.captured import functions_of
 from flashtile.backends.gpu.device import dropout, mods, scheduler
 from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods, ScoreTensor
@@ -133,28 +134,6 @@ def _mods(
         p.softmax_scale, transforms, band if intervals is None else band._replace(**intervals._asdict()), masks,
         drops, sinks, names, mask_names, transforms is not None or p.softmax_scale <= 0, input_precision(p),
     )  # fmt: skip
-
-
-def operand_names(t: Tensors) -> tuple[str, ...]:
-    """The names under which a step finds what mods read."""
-    tensors = tuple(f"operand{n}" for n in range(len(t.operands or ())))
-    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))))
-
-
-def read_by_mods(t: Tensors) -> tuple[Any, ...]:
-    """What a step finds under these names."""
-    return () if t.operands is None else (*t.operands, *(t.numbers or ()))
-
-
-def functions_of(problem: Problem, t: Tensors) -> tuple[Mod | None, Mod | None]:
-    """The user's score mod and mask mod."""
-    if problem.score_function is None and problem.mask_function is None:
-        return None, None
-    from flashtile.backends.gpu.functions import mod_of
-    from flashtile.call.functions import mask_function, score_function
-
-    score, mask = score_function(problem, t), mask_function(problem, t)
-    return mod_of(score), mod_of(mask, 0 if score is None else len(score.numbers))
 
 
 def plain_mods(problem: Problem, span: int, sinks: Tensor | None) -> Mods:

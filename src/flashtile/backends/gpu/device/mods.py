@@ -558,7 +558,7 @@ def select(x, mods, head, at, fill, edge, partial=True):
     for n in tl.static_range(count(mods.MASKS)):
         if mods.masks[n].fetch is not None:
             if partial:
-                x = _by_function(x, mods.masks[n], head.masks[n], at, fill)
+                x = by_function(x, mods.masks[n], head.masks[n], at, fill)
         else:
             operands = mods.masks[n].operands
             if mods.masks[n].of_head is not None:
@@ -568,7 +568,8 @@ def select(x, mods, head, at, fill, edge, partial=True):
 
 
 @triton.jit
-def _by_function(x, mod, head, at, fill):
+def by_function(x, mod, head, at, fill):
+    """x, or fill where a printed mask mod excludes the pair; head: its operands of ``Head``."""
     rows = mod.of_rows(mod.operands, head, at)
     fetched = mod.fetch(mod.operands, head, rows, at)
     return mod.function(x, fetched, mod.operands, head, rows, at, fill)

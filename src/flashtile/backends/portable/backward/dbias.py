@@ -68,7 +68,9 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
     at = mods.pairs_of(head, rows[:, None] + head.shift, cols[None, :])
-    probs, slope = probabilities(product, lse_log2[:, None], call, head, at, True, in_part, partial.functions is not None)
+    probs, slope = probabilities(
+        product, lse_log2[:, None], call, head, at, True, in_part, partial.functions is not None
+    )
     dout = load_rows(
         HeadRows(douts, head.h, queries),
         m_first,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.captured import operand_names, read_by_mods
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
@@ -39,8 +40,6 @@ from flashtile.backends.portable.records import (
     heads_at_once,
     masks_of,
     num_programs,
-    operand_names,
-    read_by_mods,
     tiles_of,
 )
 from flashtile.backends.portable.tuned import or_tables
@@ -53,7 +52,8 @@ _MAX_TILE = 128
 _FEWEST_SUMS = 2**18
 _OPERANDS = (
     "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
-    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias", "row_keys", "key_rows", "row_blocks", "row_items", "key_blocks", "key_items", "bounds",
+    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias", "row_keys", "key_rows", "row_blocks", "row_items", "key_blocks",
+    "key_items", "bounds",
 )  # fmt: skip
 
 

@@ -78,7 +78,9 @@ def attention_backward_diagonals(call, douts, of_rows, partial, diagonals, tiles
             m_first, n_first = m * BLOCK, (m - k - side) * BLOCK
             if keeps_some(queries, keys, m_first, n_first, call, tiles):
                 zero = tl.zeros([BLOCK, BLOCK], tl.float32)
-                tile = listed_gradient(zero, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles)
+                tile = listed_gradient(
+                    zero, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles
+                )
                 tile = tl.gather(tile, turned, 1)
                 acc += tl.sum(tl.where((row < col) == (side == 1), tile, 0.0), 0)
     at = (tl.cast(head_index, tl.int64) * count + block) * BLOCK + tl.arange(0, BLOCK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.captured import operand_names, read_by_mods
 from flashtile.backends.gpu.device.records import Output
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
@@ -18,8 +19,6 @@ from flashtile.backends.portable.records import (
     heads_at_once,
     masks_of,
     num_programs,
-    operand_names,
-    read_by_mods,
     tiles_of,
 )
 from flashtile.backends.portable.tuned import or_tables
