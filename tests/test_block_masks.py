@@ -166,7 +166,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     made = flashtile.create_block_mask(mods.causal, None, None, 40, 50, BLOCK_SIZE=16)
     q, k, v = qkv(1, 40, 50)
     for given, text in (
-        ({"q": q[:, :39]}, "seqlen_q 40, but q has 39"), ({"k": k[:, :45], "v": v[:, :45]}, "seqlen_k 50, but k has 45"),
+        ({"q": q[:, :39]}, "seqlen_q 40, but q has 39"),
+        ({"k": k[:, :45], "v": v[:, :45]}, "seqlen_k 50, but k has 45"),
         ({"mask_mod": documents}, "mask_mod: is given, but block_mask has its own"),
         ({"block_mask": torch.ones(3)}, "block_mask: is of type Tensor"),
     ):  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtile.backends.gpu.decode.config import splits_keys
 from flashtile.backends.gpu.launch import Captured, compile_kernel, lower, specialise
 from flashtile.backends.portable.launches import launches
 from flashtile.mods import record
 from flashtile.mods.graph import parse
 from flashtile.mods.places import way_of
-from tests.cases import Case
+from tests.cases import Case, build
 from tests.mods.calls import with_functions
 from tests.mods.functions import SCORES, Sizes
 
@@ -41,6 +42,14 @@ def test_new_values_and_lengths_need_no_other_build() -> None:
                     if score == "capped" and name.endswith("forward"):
                         assert any(isinstance(x, Captured) for x in leaves)
     assert len(keys) == len({(score, name) for score, name, _ in keys})
+
+
+def test_keys_are_not_split_where_functions_or_lists_look_at_them() -> None:
+    case = Case("mods", seqlen_q=3, seqlen_k=2048, heads=2, kv_heads=2)
+    assert splits_keys(build(case, torch.float16).problem)
+    assert not splits_keys(with_functions(case, "distance", None, torch.float16).problem)
+    assert not splits_keys(with_functions(case, None, "documents", torch.float16).problem)
+    assert not splits_keys(with_functions(case, None, None, torch.float16, listed=(16, 128)).problem)
 
 
 @pytest.mark.one_in(3)

@@ -143,7 +143,9 @@ def attention(
             )
         ):  # fmt: skip
             return ops.attention_again(options, alone)
-    masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod, q, k)
+    masked, mirrored, listed = _NOT_MASKED
+    if block_mask is not None:
+        masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod, q, k)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
     plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
     if not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
@@ -155,6 +157,8 @@ def attention(
 
 
 _NO_GRADS = Grads()
+# Of ``keywords.Masked`` what a call without block_mask has.
+_NOT_MASKED: tuple[dict[str, Tensor | None], bool, tuple[int, ...]] = ({}, False, ())
 # The options of a call without dropout, and the keywords that they were read from.
 _last: tuple[Any, ...] = (Options(), object(), *[None] * 7)
 
@@ -235,7 +239,9 @@ def attention_varlen(
     """
     if _more or _unknown:
         raise refused("attention_varlen", _more, _unknown)
-    masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod)
+    masked, mirrored, listed = _NOT_MASKED
+    if block_mask is not None:
+        masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod)
     tensors = Tensors(
         q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, **masked  # type: ignore[arg-type]
     )  # fmt: skip

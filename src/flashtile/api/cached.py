@@ -157,7 +157,7 @@ def attention_with_kvcache(
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)
     of_all, of_each = causality(causal)
-    row_keys, key_rows, mirrored = intervals_of(block_mask)
+    row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
     plain = max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend, attention_chunk, mirrored
     options = read(of_all, window_size, return_lse, plain)
     tensors = CacheTensors(

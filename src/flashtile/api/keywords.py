@@ -166,8 +166,6 @@ def masked_by(block_mask: object, mask_mod: Callable[..., Any] | None, q: object
     Raises:
         InvalidInputError: It is none, is for other lengths, or has another function than mask_mod.
     """
-    if block_mask is None:
-        return Masked({}, False, (), mask_mod)
     if isinstance(block_mask, Intervals):
         of_intervals = {"row_keys": block_mask.row_keys, "key_rows": block_mask.key_rows}
         return Masked(of_intervals, block_mask.mirrored, (), mask_mod)
@@ -189,8 +187,6 @@ def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool
     Raises:
         InvalidInputError: block_mask is nothing that ``flashtile.masks`` has made.
     """
-    if block_mask is None:
-        return None, None, False
     if not isinstance(block_mask, Intervals):
         made = "must be made by flashtile.masks, or None: calls over a cache take no lists of blocks"
         raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {made}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flashtile.backends.gpu.device import mods
@@ -35,3 +37,25 @@ def alibi_of(problem: Problem, slopes: Tensor | None) -> Mod | None:
         return None
     stride = problem.num_heads_q if slopes.dim() == 2 else 0
     return Mod(mods.alibi, None, mods.slope_of_head, Alibi(pointer(slopes, "alibi"), stride))
+
+
+def operand_names(t: Any) -> tuple[str, ...]:
+    """The names under which a step finds what mods read."""
+    tensors = tuple(f"operand{n}" for n in range(len(t.operands or ())))
+    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))))
+
+
+def read_by_mods(t: Any) -> tuple[Any, ...]:
+    """What a step finds under these names."""
+    return () if t.operands is None else (*t.operands, *(t.numbers or ()))
+
+
+def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
+    """The user's score mod and mask mod."""
+    if problem.score_function is None and problem.mask_function is None:
+        return None, None
+    from flashtile.backends.gpu.functions import mod_of
+    from flashtile.call.functions import mask_function, score_function
+
+    score, mask = score_function(problem, t), mask_function(problem, t)
+    return mod_of(score), mod_of(mask, 0 if score is None else len(score.numbers))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.captured import functions_of
 from flashtile.backends.gpu.device import dropout, mods, scheduler
 from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods, ScoreTensor
@@ -18,7 +17,7 @@ from flashtile.backends.gpu.intervals import Masks, Side
 from flashtile.backends.gpu.intervals import masks_of as interval_masks_of
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.lists import lists_of
-from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
+from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.device.tiles import Tiles

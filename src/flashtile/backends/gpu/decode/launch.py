@@ -8,7 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.captured import operand_names, read_by_mods
 from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.decode.append import cache_append
 from flashtile.backends.gpu.decode.call import Call
@@ -16,6 +15,7 @@ from flashtile.backends.gpu.decode.config import Config, choose
 from flashtile.backends.gpu.decode.kernel import cache_attention
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem

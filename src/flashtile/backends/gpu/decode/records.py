@@ -7,7 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.captured import functions_of
 from flashtile.backends.gpu.decode.call import (
     Cache,
     Call,
@@ -25,7 +24,7 @@ from flashtile.backends.gpu.device.mods import Band, Mod, Mods
 from flashtile.backends.gpu.device.records import Sequences
 from flashtile.backends.gpu.intervals import intervals_of
 from flashtile.backends.gpu.launch import Pointer, pointer
-from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
+from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
@@ -138,8 +137,10 @@ def _mods(problem: Problem, t: CacheTensors) -> Mods:
     if mask_mod is not None:
         masks, mask_names = named(mask_mod=mask_mod)
     transforms, names = named(score_mod=score_mod, softcap=softcap_of(p), alibi=alibi_of(p, t.alibi_slopes))
-    row_keys, key_rows = intervals_of(p, t)
-    band = _band(p)._replace(row_keys=row_keys, key_rows=key_rows)
+    band = _band(p)
+    if p.intervals:
+        row_keys, key_rows = intervals_of(p, t)
+        band = band._replace(row_keys=row_keys, key_rows=key_rows)
     return Mods(
         p.softmax_scale, transforms, band, masks, None, None, names, mask_names,
         transforms is not None or p.softmax_scale <= 0, "ieee",

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.captured import operand_names, read_by_mods
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
-from flashtile.backends.gpu.records import rows_of
+from flashtile.backends.gpu.records import operand_names, read_by_mods, rows_of
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.backward.config import (
     MOST_SUMS,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.captured import operand_names, read_by_mods
 from flashtile.backends.gpu.device.records import Output
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward.config import choose
