@@ -133,7 +133,7 @@ def _dense(
         kept = mask.values([mask.graph.result], places, dtype)[0]
     else:
         kept = torch.ones_like(keep)
-    if t.row_blocks is not None:  # rule 28
+    if t.row_blocks is not None:  # rule 30
         kinds = _listed(p, t, seqlen_q, seqlen_k)
         kept = (kinds == FULL) | ((kinds == PARTIAL) & kept)
     keep = keep & kept
@@ -164,7 +164,7 @@ def _dense(
 
 
 def _listed(p: Problem, t: Tensors, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Rule 28: of each pair whether its block is listed, and how; it broadcasts to the scores."""
+    """Rule 30: of each pair whether its block is listed, and how; it broadcasts to the scores."""
     assert t.row_blocks is not None and t.row_items is not None
     (of_rows, of_keys), (batch, heads, blocks_q, _) = p.listed, t.row_blocks.shape
     kinds = torch.zeros(batch, heads, blocks_q * of_rows, -(-seqlen_k // of_keys) * of_keys, device=t.q.device)
