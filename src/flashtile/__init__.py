@@ -15,21 +15,26 @@ from flashtile.api.prepare import explain, warm_up
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
+    from flashtile.api.blocks import create_block_mask
     from flashtile.api.quantize import quantize
     from flashtile.api.support import supports
     from flashtile.call.quantized import Quantized
+    from flashtile.mods.block_mask import BlockMask
 
 __version__ = "0.1.0"
 
 # Loaded on first use, so that `import flashtile` stays fast.
 _SUBMODULES = ("analysis", "compat", "distributed", "masks", "mods", "nn", "serving")
 _OTHERS = {
+    "BlockMask": "flashtile.mods.block_mask",
     "Quantized": "flashtile.call.quantized",
+    "create_block_mask": "flashtile.api.blocks",
     "quantize": "flashtile.api.quantize",
     "supports": "flashtile.api.support",
 }
 
 __all__ = [
+    "BlockMask",
     "InvalidInputError",
     "Quantized",
     "UnsupportedError",
@@ -37,6 +42,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "backends",
+    "create_block_mask",
     "explain",
     "merge_states",
     "quantize",

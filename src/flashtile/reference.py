@@ -6,18 +6,20 @@ number; every backend is tested against it in float64, with gradients from PyTor
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors
+from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, first_of
 from flashtile.call.functions import mask_function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.core import philox
 from flashtile.core.masks import Band, Origin
+from flashtile.mods.block_mask import FULL, PARTIAL
 
 
 def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -80,8 +82,11 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
         x = x[:, :, :num_rows] if x.shape[2] > 1 else x
         return x[..., :num_keys] if x.shape[3] > 1 else x
 
+    def each(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[0] == 1 else x[b : b + 1]
+
     def first(x: Tensor | None, count: int) -> Tensor | None:
-        x = x if x is None or x.shape[0] == 1 else x[b : b + 1]
+        x = each(x)
         return x if x is None or x.shape[2] == 1 else x[:, :, :count]
 
     slopes = t.alibi_slopes
@@ -94,6 +99,8 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
         corner(t.attn_bias),
         t.sinks,
         rng_state=t.rng_state,
+        row_blocks=each(t.row_blocks),
+        row_items=t.row_items,
         row_keys=first(t.row_keys, num_rows),
         key_rows=first(t.key_rows, num_keys),
         operands=t.operands,
@@ -123,7 +130,13 @@ def _dense(
         keep = keep & (t.key_rows[..., None, :, 0] <= i) & (i < t.key_rows[..., None, :, 1])
     if (mask := mask_function(p, t)) is not None:  # rule 27
         places = dict(zip("bhij", torch.meshgrid(*at, indexing="ij"), strict=True))
-        keep = keep & mask.values([mask.graph.result], places, dtype)[0]
+        kept = mask.values([mask.graph.result], places, dtype)[0]
+    else:
+        kept = torch.ones_like(keep)
+    if t.row_blocks is not None:  # rule 30
+        kinds = _listed(p, t, seqlen_q, seqlen_k)
+        kept = (kinds == FULL) | ((kinds == PARTIAL) & kept)
+    keep = keep & kept
     if (score := score_function(p, t)) is not None:  # rule 26, of kept pairs alone
         pairs = keep.nonzero(as_tuple=True)
         places = {"score": scores[pairs], **{name: x[n] for name, x, n in zip("bhij", at, pairs, strict=True)}}
@@ -148,6 +161,19 @@ def _dense(
         kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k), origin)
         probs = torch.where(kept, probs / (1 - p.dropout_p), 0.0)
     return (probs @ v).transpose(1, 2), lse  # rule 10: a NaN of v reaches rows that mask its key too
+
+
+def _listed(p: Problem, t: Tensors, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Rule 30: of each pair whether its block is listed, and how; it broadcasts to the scores."""
+    assert t.row_blocks is not None and t.row_items is not None
+    (of_rows, of_keys), (batch, heads, blocks_q, _) = p.listed, t.row_blocks.shape
+    kinds = torch.zeros(batch, heads, blocks_q * of_rows, -(-seqlen_k // of_keys) * of_keys, device=t.q.device)
+    for b, h, m in itertools.product(range(batch), range(heads), range(blocks_q)):
+        start, full_start, stop = t.row_blocks[b, h, m].tolist()
+        for place in range(start, stop):
+            rows, n = slice(m * of_rows, (m + 1) * of_rows), int(t.row_items[place])
+            kinds[b, h, rows, n * of_keys : (n + 1) * of_keys] = PARTIAL if place < full_start else FULL
+    return kinds[:, :, :seqlen_q, :seqlen_k]
 
 
 def _of_tree(p: Problem, words: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -218,7 +244,11 @@ def attention_with_kvcache(
             q, k = torch.cat([_rows(t.qv, b, rows), q], dim=-1), torch.cat([v, k], dim=-1)
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        one = Tensors(q[None], k[None], v[None], slopes, sinks=t.sinks)
+        one = Tensors(
+            q[None], k[None], v[None], slopes, sinks=t.sinks,
+            row_keys=first_of(t.row_keys, b, rows.stop - rows.start), key_rows=first_of(t.key_rows, b, len(k)),
+            operands=t.operands, numbers=t.numbers,
+        )  # fmt: skip
         # The last query stands at the last key, however many are left out at the start.
         own = problem.but(band=_band(problem, t, b))
         one_out, one_lse = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))

@@ -17,13 +17,13 @@ from tests.fuzz.judged import cancels, within
 from tests.mods.calls import with_functions
 from tests.mods.functions import MASKS, SCORES
 
-Drawn = tuple[Case, str | None, str | None, torch.dtype]
+Drawn = tuple[Case, str | None, str | None, torch.dtype, tuple[int, int] | None]
 # By backend, on CPU tensors: what takes it a second or so.
 _SIZES = {"portable": Sizes(40, 2**14, 64), "hopper": Sizes(150, 2**16, 256)}
 
 
 def drawn(seed: int, sizes: Sizes | None = None) -> Drawn:
-    """Call number ``seed``: a case, a score mod, a mask mod and a dtype."""
+    """Call number ``seed``: a case, a score mod, a mask mod, a dtype, and the size of blocks of the mask's lists."""
     d = Draw(("mods", seed), sizes or replace(SMALL, longest=90, most_pairs=2**17, most_dim=64))
     case = _within(_plain(d, f"mods_{seed}"), d.sizes)
     softcap = case.softcap if d.chance(0.5) else 0.0
@@ -31,22 +31,33 @@ def drawn(seed: int, sizes: Sizes | None = None) -> Drawn:
     case = replace(case, softcap=softcap, wanted=None, out="", scale=None if case.scale == 1.0 else case.scale)
     score = d.pick(*SCORES) if d.chance(0.8) else None
     mask = d.pick(*MASKS) if score is None or d.chance(0.6) else None
-    return case, score, mask, d.pick(*FLOATS)
+    listed = (d.pick(16, 32, 48, 64, 7), d.pick(16, 32, 64, 128, 20)) if mask and d.chance(0.6) else None
+    return case, score, mask, d.pick(*FLOATS), None if case.intervals else listed
 
 
 def on_hopper(call: Drawn) -> Drawn:
     """The like of a call that Hopper's kernels can run: in 16 bits, of whole 16 bytes, without dropout."""
-    case, score, mask, dtype = call
+    case, score, mask, dtype, _ = call
     dims = (max(40, -(-dim // 8) * 8) if dim else None for dim in (case.head_dim, case.head_dim_v))
     layout = "contiguous" if case.layout == "sliced" else case.layout
     case = replace(case, dropout=0.0, layout=layout, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
-    return case, score, mask, torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+    return case, score, mask, torch.bfloat16 if dtype == torch.bfloat16 else torch.float16, None
+
+
+def on_portable(call: Drawn) -> Drawn:
+    """The like of a call whose lists the portable kernels can follow: of blocks of whole tiles."""
+    *rest, listed = call
+    return (*rest, listed and (max(16, listed[0] // 16 * 16), max(16, listed[1] // 16 * 16)))
+
+
+# By backend.
+_LIKE = {"hopper": on_hopper, "portable": on_portable}
 
 
 def judge_call(call: Drawn, backend: str, seed: int, device: str = "cpu") -> None:
     """Judges a call; with a gradient that a backend leaves to another, by the library's choice of both."""
-    case, score, mask, dtype = call
-    made = with_functions(case, score, mask, dtype, seed, device=device)
+    case, score, mask, dtype, listed = call
+    made = with_functions(case, score, mask, dtype, seed, listed=listed, device=device)
     if cancels(made.problem) or mask == "nothing":
         made = made.wanting([name for name in made.leaves if name == "v"])  # type: ignore[assignment]
     by_choice = backend == "hopper" and (made.problem.operand_grad or made.problem.bias_grad)
@@ -58,8 +69,7 @@ def fuzz(backend: str, seed: int, count: int, say: Callable[[str], None], device
     wrong = []
     sizes = _SIZES.get(backend) if device == "cpu" else Sizes(700, 2**22)
     for number in range(seed, seed + count):
-        call = drawn(number, sizes)
-        call = on_hopper(call) if backend == "hopper" else call
+        call = _LIKE.get(backend, lambda each: each)(drawn(number, sizes))
         try:
             with within(backend, number) if device == "cpu" else nullcontext():
                 judge_call(call, backend, number, device)

@@ -23,6 +23,8 @@ def test_random_functions_on_hopper(shard: int) -> None:
 
 def test_all_functions_and_layouts_are_drawn() -> None:
     every = [drawn(seed) for seed in range(300)]
-    assert {score for _, score, _, _ in every} == {*SCORES, None}
-    assert {mask for _, _, mask, _ in every} == {*MASKS, None}
+    assert {score for _, score, *_ in every} == {*SCORES, None}
+    assert {mask for _, _, mask, *_ in every} == {*MASKS, None}
+    assert {mask for _, _, mask, _, listed in every if listed} == {*MASKS}
+    assert any(case.lengths and listed for case, *_, listed in every)
     assert any(case.lengths for case, *_ in every) and any(case.dropout for case, *_ in every)

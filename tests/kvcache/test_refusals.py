@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError
+from flashtile import InvalidInputError, UnsupportedError, masks
 from flashtile.call.cached_arguments import FLOAT8, CacheOptions, CacheTensors
 from flashtile.call.cached_problem import problem_of
 from flashtile.ops.cached import CACHED
@@ -55,6 +55,10 @@ def bits(**changes: Any) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "score_mod a number": ("score_mod", {"score_mod": 1.0}),
+    "mask_mod of two arguments": ("mask_mod", {"mask_mod": lambda q_idx, kv_idx: q_idx >= kv_idx}),
+    "block_mask a tensor": ("block_mask", {"block_mask": torch.ones(3)}),
+    "block_mask of other rows": ("block_mask", {"block_mask": masks.rows(0, torch.ones(7, dtype=torch.int32))}),
     "q a list": ("q", {"q": [1.0]}),
     "q None": ("q", {"q": None}),
     "q of rank 0": ("q", {"q": torch.tensor(1.0)}),

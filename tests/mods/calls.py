@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
+from flashtile.api.blocks import create_block_mask
+from flashtile.api.keywords import Masked, masked_by
 from flashtile.call.arguments import Options, grads_of
 from flashtile.call.functions import functions_of
 from flashtile.call.problem import Problem
@@ -30,10 +33,19 @@ class ModCall(Call):
 
 
 def with_functions(
-    case: Case, score: str | None, mask: str | None, dtype: torch.dtype, seed: int = 0, frozen: bool = False,
+    case: Case,
+    score: str | None,
+    mask: str | None,
+    dtype: torch.dtype,
+    seed: int = 0,
+    frozen: bool = False,
+    listed: tuple[int, int] | None = None,
     device: str = "cpu",
-) -> ModCall:  # fmt: skip
-    """A case with functions of ``functions``, by name; ``frozen``: of what they capture nothing learns."""
+) -> ModCall:
+    """A case with functions of ``functions``, by name.
+
+    ``frozen``: of what they capture nothing learns; ``listed``: rows and keys of the blocks of the mask's lists.
+    """
     call = build(case, dtype, device, seed=seed)
     packed = call.problem.varlen
     sizes = Sizes(
@@ -48,9 +60,16 @@ def with_functions(
         for each in made.values():
             for x in each.leaves:
                 x.requires_grad_(False)
+    masked = Masked({}, False, (), None)
+    if listed is not None:
+        function = made["mask_mod"].function if mask else noop_mask
+        groups = (sizes.batch, case.heads) if seed % 2 or mask in ("prefix", "heads_differ") else (None, None)
+        lists = create_block_mask(function, *groups, sizes.rows, sizes.keys, device, listed)
+        masked = masked_by(lists, None)
+    tensors = replace(tensors, **masked.tensors)
     functions = functions_of(
         *(makers[name] and makers[name].function for name in makers), tensors, case.softcap,
-        tensors.cu_seqlens_q is tensors.cu_seqlens_k,
+        tensors.cu_seqlens_q is tensors.cu_seqlens_k and listed is None,
     )  # fmt: skip
     tensors = replace(tensors, operands=functions.operands, numbers=functions.numbers)
     for n, x in enumerate(functions.operands or ()):
@@ -63,10 +82,13 @@ def with_functions(
         p.band.left, p.band.right, p.seqlen_q if packed else None, p.seqlen_k if packed else None,
         grads_of("grads", (*asked, *operands)), p.softmax_scale, p.softcap, p.dropout_p, p.deterministic,
         attention_chunk=p.band.chunk, mirrored=p.mask_mod.mirrored,
+        listed=masked.listed,
     )  # fmt: skip
     options = functions.options(options, 0 if packed else p.seqlen_k - p.seqlen_q)
     read = tensors
     if case.layout == "last_dim_strided":
         read = replace(tensors, **{name: getattr(tensors, name).contiguous() for name in "qkv"})
     keywords = call.keywords | {name: each.function for name, each in made.items()}
+    if listed is not None:
+        keywords = {name: x for name, x in keywords.items() if name != "mask_mod"} | {"block_mask": lists}
     return ModCall(case, Problem.of(read, options), tensors, keywords, leaves)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtile.backends.gpu.decode.config import splits_keys
 from flashtile.backends.gpu.launch import Captured, compile_kernel, lower, specialise
 from flashtile.backends.portable.launches import launches
 from flashtile.mods import record
 from flashtile.mods.graph import parse
 from flashtile.mods.places import way_of
-from tests.cases import Case
+from tests.cases import Case, build
 from tests.mods.calls import with_functions
 from tests.mods.functions import SCORES, Sizes
 
@@ -43,14 +44,23 @@ def test_new_values_and_lengths_need_no_other_build() -> None:
     assert len(keys) == len({(score, name) for score, name, _ in keys})
 
 
+def test_keys_are_not_split_where_functions_or_lists_look_at_them() -> None:
+    case = Case("mods", seqlen_q=3, seqlen_k=2048, heads=2, kv_heads=2)
+    assert splits_keys(build(case, torch.float16).problem)
+    assert not splits_keys(with_functions(case, "distance", None, torch.float16).problem)
+    assert not splits_keys(with_functions(case, None, "documents", torch.float16).problem)
+    assert not splits_keys(with_functions(case, None, None, torch.float16, listed=(16, 128)).problem)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "gfx942"])
 @pytest.mark.parametrize("name", ["by_distance", "graphormer", "capped", "gated"])
-def test_kernels_compile(name: str, arch: str) -> None:
+@pytest.mark.parametrize("listed", [None, (128, 64)], ids=["", "listed"])
+def test_kernels_compile(name: str, arch: str, listed: tuple[int, int] | None) -> None:
     from triton.backends.compiler import GPUTarget
 
-    case = Case("mods", seqlen_q=256, seqlen_k=256, heads=4, kv_heads=2, head_dim=64, causal=True)
-    call = with_functions(case, name, "documents", torch.bfloat16)
+    case = Case("mods", seqlen_q=256, seqlen_k=256, heads=4, kv_heads=2, head_dim=64, causal=listed is None)
+    call = with_functions(case, name, "documents", torch.bfloat16, listed=listed)
     is_amd = arch == "gfx942"
     capability = None if is_amd else (int(arch[3]), int(arch[4:]))
     target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch[3:]), 32)

@@ -43,6 +43,7 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 128, Band(None, 0, 512), varlen=True),
         _problem(arch, 128, _FULL, mask_mod=MaskMod(_CAUSAL, row_keys=True, key_rows=True, mirrored=True)),
         _problem(arch, 64, _FULL, mask_mod=MaskMod(row_keys=True, key_rows=True), varlen=True),
+        _problem(arch, 128, _FULL, mask_mod=MaskMod(listed=(128, 128))),
     ]
     others.append(_problem(arch, 512, _CAUSAL))
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)

@@ -17,7 +17,7 @@ from flashtile.api.keywords import (
     Asked,
     Keywords,
     PackedKeywords,
-    intervals_of,
+    masked_by,
     refuse_functions,
     refused,
     shift_of,
@@ -29,6 +29,7 @@ from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
 from flashtile.masks import Intervals
+from flashtile.mods.block_mask import BlockMask
 from flashtile.ops import dispatch, flops, operation, plans, sharding, transforms
 from flashtile.ops import into as ops_into
 from flashtile.ops import operators as ops
@@ -69,7 +70,7 @@ def attention(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     attention_chunk: int | None = None,
-    block_mask: Intervals | None = None,
+    block_mask: Intervals | BlockMask | Any | None = None,
     return_lse: bool = False,
     precision: str | None = None,
     backend: str | None = None,
@@ -101,7 +102,9 @@ def attention(
             c`` with ``p = i + seqlen_k - seqlen_q``, of which ``causal`` and ``window_size`` leave some; 0 or None for
             no chunks.
         block_mask: Intervals of keys for each row, or of rows for each key: what ``flashtile.masks`` makes, e.g.
-            ``flashtile.masks.documents(ids)``. Keys that no row of a block keeps are not visited.
+            ``flashtile.masks.documents(ids)``. Keys that no row of a block keeps are not visited. Or lists of blocks,
+            ``flashtile.create_block_mask`` or PyTorch's ``BlockMask``, with the function that they were made of: blocks
+            that they leave out are not visited, and those that they call full are kept without asking it.
         return_lse: Also return the log-sum-exp of the scores.
         precision: "fp8" rounds bfloat16 or float16 q, k and v to 8 bits, as ``quantize`` does, for the forward alone.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -140,20 +143,22 @@ def attention(
             )
         ):  # fmt: skip
             return ops.attention_again(options, alone)
-    row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
-    tensors = Tensors(
-        q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, row_keys=row_keys, key_rows=key_rows  # type: ignore[arg-type]
-    )  # fmt: skip
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored)
+    masked, mirrored, listed = _NOT_MASKED
+    if block_mask is not None:
+        masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod, q, k)
+    tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
     if not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
         return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain), score_mod, mask_mod)
     options = read(tensors, causal, window_size, return_lse, plain)
     if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
-        _last = options, causal, window_size, *plain[:-1]
+        _last = options, causal, window_size, *plain[:-2]
     return _run(tensors, options, return_lse)
 
 
 _NO_GRADS = Grads()
+# Of ``keywords.Masked`` what a call without block_mask has.
+_NOT_MASKED: tuple[dict[str, Tensor | None], bool, tuple[int, ...]] = ({}, False, ())
 # The options of a call without dropout, and the keywords that they were read from.
 _last: tuple[Any, ...] = (Options(), object(), *[None] * 7)
 
@@ -196,7 +201,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     attention_chunk: int | None = None,
-    block_mask: Intervals | None = None,
+    block_mask: Intervals | BlockMask | Any | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     precision: str | None = None,
@@ -234,12 +239,13 @@ def attention_varlen(
     """
     if _more or _unknown:
         raise refused("attention_varlen", _more, _unknown)
-    row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
+    masked, mirrored, listed = _NOT_MASKED
+    if block_mask is not None:
+        masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod)
     tensors = Tensors(
-        q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k,  # type: ignore[arg-type]
-        row_keys=row_keys, key_rows=key_rows,
+        q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, **masked  # type: ignore[arg-type]
     )  # fmt: skip
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored)
+    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
     longest = (max_seqlen_q, max_seqlen_k)
     is_quantized = isinstance(q, Quantized)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

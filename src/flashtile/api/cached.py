@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from flashtile.api.keywords import CacheKeywords, refused
+from flashtile.api.keywords import CacheKeywords, intervals_of, refused, with_functions
 from flashtile.call import arguments, autocast, latent
 from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read, tree_words
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
 from flashtile.core.errors import InvalidInputError, shown
+from flashtile.masks import Intervals
 from flashtile.ops import cached as ops
 
 
@@ -66,6 +67,9 @@ def attention_with_kvcache(
     max_seqlen_k: int | None = None,
     attention_chunk: int | None = None,
     qv: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: Intervals | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -136,6 +140,11 @@ def attention_with_kvcache(
             tree_mask.
         qv: Like q with head_dim_v: the scores are ``softmax_scale * (q @ k^T + qv @ v^T)``, and softmax_scale is
             ``(head_dim + head_dim_v) ** -0.5`` by default. FlashAttention-3's argument.
+        score_mod: As of ``attention``: q_idx counts from the sequence's first query of this call, kv_idx from its first
+            key after cache_leftpad. Nothing that it captures has a gradient. Not with tree_mask.
+        mask_mod: Likewise.
+        block_mask: Intervals, as of ``attention``, counted likewise; its keys are the first, and those after its last
+            are dropped where it is by columns. All keys are read. No lists.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -154,13 +163,17 @@ def attention_with_kvcache(
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)
     of_all, of_each = causality(causal)
-    plain = max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend, attention_chunk
+    row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
+    plain = max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend, attention_chunk, mirrored
     options = read(of_all, window_size, return_lse, plain)
-    tensors = completed(CacheTensors(
+    tensors = CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]
-        tree_mask, slot_mapping, of_each, page_indptr, page_indices, qv,
-    ))  # fmt: skip
+        tree_mask, slot_mapping, of_each, page_indptr, page_indices, qv, row_keys, key_rows,
+    )  # fmt: skip
+    if score_mod is not None or mask_mod is not None:
+        options = with_functions(tensors, score_mod, mask_mod, softcap).options(options, 0)
+    tensors = completed(tensors)
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
         problem_of(tensors, options)
         check_apart(tensors)

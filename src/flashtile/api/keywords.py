@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from torch import Tensor
 
 from flashtile.call.arguments import TENSORS, Tensors
+from flashtile.call.cached_arguments import CacheTensors
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.masks import Intervals
+from flashtile.mods import block_mask as block_masks
+from flashtile.mods.block_mask import BlockMask
 
 if TYPE_CHECKING:
     from flashtile.call.functions import Functions
@@ -46,7 +49,7 @@ class Keywords(Common, total=False):
     dropout_p: float
     deterministic: bool
     attention_chunk: int | None
-    block_mask: Intervals | None
+    block_mask: Intervals | BlockMask | Any | None
     precision: str | None
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
@@ -89,6 +92,9 @@ class CacheKeywords(Common, Cached, total=False):
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     attention_chunk: int | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    block_mask: Intervals | None
 
 
 class CachedCall(Cached, total=False):
@@ -133,14 +139,57 @@ class Asked(NamedTuple):
     functions: tuple[Any, Any] = (None, None)
 
 
-def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool]:
-    """``Tensors.row_keys`` and ``key_rows``, and ``Options.mirrored``, of the keyword block_mask.
+class Masked(NamedTuple):
+    """What the keyword block_mask becomes.
+
+    Attributes:
+        tensors: Of ``Tensors``, by name.
+        mirrored: See ``Options``.
+        listed: See there.
+        mask_mod: The mask's function, if it has one, or the call's.
+    """
+
+    tensors: dict[str, Tensor | None]
+    mirrored: bool
+    listed: tuple[int, ...]
+    mask_mod: Callable[..., Any] | None
+
+
+def masked_by(block_mask: object, mask_mod: Callable[..., Any] | None, q: object = None, k: object = None) -> Masked:
+    """What block_mask becomes beside a call's mask_mod, of which a list needs none.
+
+    Args:
+        block_mask: The keyword.
+        mask_mod: The keyword.
+        q: Of a dense call, for whose lengths a list must be made.
+        k: Likewise.
 
     Raises:
-        InvalidInputError: It is nothing that ``flashtile.masks`` has made.
+        InvalidInputError: It is none, is for other lengths, or has another function than mask_mod.
+    """
+    if isinstance(block_mask, Intervals):
+        of_intervals = {"row_keys": block_mask.row_keys, "key_rows": block_mask.key_rows}
+        return Masked(of_intervals, block_mask.mirrored, (), mask_mod)
+    lists = block_masks.lists_of(block_mask)
+    own = lists.mask_mod
+    if own is not None and mask_mod is not None and own is not mask_mod:
+        raise InvalidInputError("mask_mod", "is given, but block_mask has its own: make it of and_masks of the two")
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+        for name, x, length in zip("qk", (q, k), lists.lengths, strict=True):
+            if x.shape[1] != length:
+                raise InvalidInputError("block_mask", f"is for seqlen_{name} {length}, but {name} has {x.shape[1]}")
+    names = ("row_blocks", "key_blocks", "row_items", "key_items")
+    return Masked({name: getattr(lists, name) for name in names}, False, lists.block_size, own or mask_mod)
+
+
+def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool]:
+    """row_keys, key_rows and mirrored of a call over a cache.
+
+    Raises:
+        InvalidInputError: block_mask is nothing that ``flashtile.masks`` has made.
     """
     if not isinstance(block_mask, Intervals):
-        made = "must be made by flashtile.masks, or None"
+        made = "must be made by flashtile.masks, or None: calls over a cache take no lists of blocks"
         raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {made}")
     return block_mask.row_keys, block_mask.key_rows, block_mask.mirrored
 
@@ -151,9 +200,6 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
         first = "cache_seqlens" if function.endswith("kvcache") else "causal"
         return TypeError(f"{function}() got a position too many, {shown(more[0])}: give {first} and the rest by name")
     name = next(iter(unknown))
-    if name == "block_mask" and function.endswith("kvcache"):
-        masks = "causal, window_size, attention_chunk and tree_mask"
-        return TypeError(f"{function}() takes no block_mask: rows of a call over a cache are masked by {masks}")
     others = {*Keywords.__annotations__, *CacheKeywords.__annotations__} - {name}
     near = difflib.get_close_matches(name, sorted(others), 1)
     hint = f": it is called {_ELSEWHERE[name]}" if name in _ELSEWHERE else f", did you mean {near[0]}?" if near else ""
@@ -172,8 +218,9 @@ def asked_of(
     if unknown:
         raise refused(function, (), unknown)
     if given.get("block_mask") is not None:
-        found = zip(("row_keys", "key_rows", "mirrored"), intervals_of(given["block_mask"]), strict=True)
-        given = {**given, **dict(found)}
+        masked = masked_by(given["block_mask"], given.get("mask_mod"), *sides[:2])
+        given = {**given, **masked.tensors, "mirrored": masked.mirrored, "listed": masked.listed}
+        given["mask_mod"] = masked.mask_mod
     tensors = Tensors(*sides, **{name: x for name, x in given.items() if name in TENSORS})
     cached = {name: x for name, x in given.items() if name in CachedCall.__annotations__}
     if cached.keys() == {"out"}:  # packed calls have it too
@@ -189,18 +236,22 @@ def asked_of(
 # What ``arguments.read`` takes as a tuple, with the defaults of the public functions.
 _PLAIN = {
     "softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None,
-    "attention_chunk": None, "mirrored": False,
+    "attention_chunk": None, "mirrored": False, "listed": (),
 }  # fmt: skip
 
 
 def with_functions(
-    t: Tensors, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, softcap: object
+    t: Tensors | CacheTensors,
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    softcap: object,
 ) -> Functions:
     """The functions of a call, of which t gets what they read."""
     from flashtile.call.functions import functions_of  # what few programs need is not loaded by all
 
-    # Of packed sequences whose lengths may differ from those of their keys no band is known for all.
-    has_shift = t.cu_seqlens_q is t.cu_seqlens_k
+    # Of packed sequences whose lengths may differ from those of their keys, and of a cache's, no band is known for all.
+    # A list's full blocks are kept whatever its function says, so of a list's no band is taken.
+    has_shift = isinstance(t, Tensors) and t.cu_seqlens_q is t.cu_seqlens_k and t.row_blocks is None
     found = functions_of(score_mod, mask_mod, t, softcap, has_shift)
     t.operands, t.numbers = found.operands, found.numbers
     return found

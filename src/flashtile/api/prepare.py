@@ -52,7 +52,7 @@ def explain(
         refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, None)
         return "\n".join(_explained(problem, backend, each) for problem, _, each in calls)
-    options = _read(tensors, asked)
+    options = options_of(tensors, asked)
     problem = Problem.of(autocast.cast(tensors, q.device.type), options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
@@ -65,7 +65,7 @@ def _explained(problem: Problem, backend: str | None, only: Direction | None = N
     return dispatch.explain(problem, backend, only)
 
 
-def _read(tensors: Tensors, asked: Asked) -> Options:
+def options_of(tensors: Tensors, asked: Asked) -> Options:
     """A call's options; tensors get what its functions read."""
     if any(each is not None for each in asked.functions):
         functions = with_functions(tensors, *asked.functions, asked.plain[1])
@@ -77,12 +77,11 @@ def _read(tensors: Tensors, asked: Asked) -> Options:
 def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
     precision, causal, window_size, return_lse, plain, _, lengths, functions = asked
-    softmax_scale, softcap, dropout_p, deterministic, backend, chunk, _ = plain
+    softmax_scale, softcap, dropout_p, deterministic, backend, chunk, mirrored, _ = plain
     others = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
-        "block_mask": t.row_keys if t.key_rows is None else t.key_rows, "cu_seqlens_k": t.cu_seqlens_k,
+        "block_mask": t.row_blocks, "cu_seqlens_k": t.cu_seqlens_k,
         "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
-        "score_mod": functions[0], "mask_mod": functions[1],
     }  # fmt: skip
     for name, value in others.items():
         if value is not None:
@@ -90,12 +89,15 @@ def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[Cache
     for name in ("k_cache", "v_cache", "cache_seqlens"):
         if cached.get(name) is None:
             raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
-    alike = *lengths, softmax_scale, softcap, cached.get("rotary_interleaved", False), backend, chunk
+    alike = *lengths, softmax_scale, softcap, cached.get("rotary_interleaved", False), backend, chunk, mirrored
     of_all, of_each = causality(causal)
     options = cached_arguments.read(of_all, window_size, return_lse, alike)
     given: dict[str, Any] = {name: cached.get(name, getattr(t, name, None)) for name in cached_arguments.TENSORS}
     given["causal"] = of_each
-    return latent.split(completed(CacheTensors(**given))), options
+    made = CacheTensors(**given)
+    if any(each is not None for each in functions):
+        options = with_functions(made, *functions, softcap).options(options, 0)
+    return latent.split(completed(made)), options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +148,7 @@ def warm_up(
         refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, place, backward)
     else:
-        options = wanting(tensors, _read(tensors, asked), backward)
+        options = wanting(tensors, options_of(tensors, asked), backward)
         shapes = autocast.cast(without_data(tensors), place.type)
         if options.dropout_p > 0:
             shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))

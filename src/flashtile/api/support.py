@@ -101,7 +101,7 @@ def supports(
         tensors["tree_mask"] = empty(1, 1, of=torch.int64)
     if "slot_mapping" in besides:
         tensors |= {"k": empty(1, 1, head_dim), "v": empty(1, 1, wide), "slot_mapping": empty(1, of=torch.int64)}
-    plain = 1, None, None, options["softcap"], False, None, options["attention_chunk"]
+    plain = 1, None, None, options["softcap"], False, None, options["attention_chunk"], False
     read = cached_arguments.read(options["causal"], options["window_size"], False, plain)
     problem = cached_problem.problem_of(completed(CacheTensors(**tensors)), read).but(
         device_type=place.type,

@@ -70,6 +70,7 @@ class Argument:
 
 _PAIRS = "batch num_heads_q seqlen_q seqlen_k"
 _ROW_KEYS, _KEY_ROWS = "batch num_heads_q seqlen_q ends", "batch num_heads_q seqlen_k ends"
+_ROW_BLOCKS, _KEY_BLOCKS = "batch num_heads_q blocks_q bounds", "batch num_heads_q blocks_k bounds"
 
 
 @dataclass(eq=False)
@@ -95,6 +96,19 @@ class Tensors:
     key_rows: Annotated[
         Tensor | None, Argument("Rows of each key.", _KEY_ROWS, INT32, broadcasts=True, keyword="block_mask")
     ] = None
+    # Of ``mods.block_mask.BlockMask``.
+    row_blocks: Annotated[
+        Tensor | None, Argument("Lists by rows.", _ROW_BLOCKS, INT32, broadcasts=True, keyword="block_mask")
+    ] = None
+    key_blocks: Annotated[
+        Tensor | None, Argument("Lists by keys.", _KEY_BLOCKS, INT32, broadcasts=True, keyword="block_mask")
+    ] = None
+    row_items: Annotated[Tensor | None, Argument("What row_blocks list.", "row_items", INT32, keyword="block_mask")] = (
+        None
+    )
+    key_items: Annotated[Tensor | None, Argument("What key_blocks list.", "key_items", INT32, keyword="block_mask")] = (
+        None
+    )
     # No public function takes them: ``core.masks.Origin``.
     origins: Annotated[Tensor | None, Argument("Parts of sequences.", "batch origin", INT32)] = None
     # Of ``Options.mods``, one mod's after the other's: ``mods.record``.
@@ -163,6 +177,7 @@ class Options(HashKept):
     backend: Annotated[str, Argument("Explicit choice, empty for none.", check=values.backend)] = ""
     attention_chunk: Annotated[int | None, Argument("Keys of a chunk of the Band.", check=values.chunk)] = None
     mirrored: Annotated[bool, Argument("Whether row_keys and key_rows are one mask.", check=flag)] = False
+    listed: Annotated[tuple[int, ...], Argument("Rows and keys of a listed block.", schema="int[]")] = ()
     # Not a keyword: what score_mod and mask_mod become.
     mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]")] = ()
 

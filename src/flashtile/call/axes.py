@@ -90,7 +90,7 @@ class Axes:
             if size != 1 and size != self.sizes[axis]:
                 shape = ", ".join(f"{name} {self.sizes[name]}" for name in axes)
                 must = f"must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
-                if tuple(tensor.shape) == (self.sizes["batch"], self.sizes["seqlen_k"]):
+                if tuple(tensor.shape) == (self.sizes["batch"], self.sizes.get("seqlen_k")):
                     must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
                 raise InvalidInputError(argument, f"{axis} is {size}, {must}")
 

@@ -65,6 +65,10 @@ def _has_key_rows(p: Problem) -> bool:
     return p.mask_mod.key_rows and not p.mask_mod.mirrored
 
 
+def _is_oddly_listed(p: Problem) -> bool:
+    return any(block % 16 for block in p.listed)
+
+
 def _differ_in_a_group(p: Problem) -> bool:
     return p.mask_mod.by_head and p.group_size > 1
 
@@ -83,10 +87,17 @@ FEATURES: tuple[Feature, ...] = (
     Feature("softcap", "softcap", lambda p: p.softcap > 0, DIRECTIONS),
     Feature("alibi", "ALiBi", lambda p: p.alibi, _BUT_QUANTIZED),
     Feature("mask", "boolean attn_mask", lambda p: p.mask),
-    Feature("intervals", "interval masks (flashtile.masks)", lambda p: p.intervals),
-    Feature("row_intervals", "interval masks by rows alone", lambda p: p.mask_mod.row_keys and not p.mask_mod.mirrored),
-    Feature("key_intervals", "interval masks by columns alone", _has_key_rows),
-    Feature("head_intervals", "interval masks by head, of grouped heads", _differ_in_a_group),
+    Feature("intervals", "interval masks (flashtile.masks)", lambda p: p.intervals, _BUT_QUANTIZED),
+    Feature(
+        "row_intervals",
+        "interval masks by rows alone",
+        lambda p: p.mask_mod.row_keys and not p.mask_mod.mirrored,
+        _BUT_QUANTIZED,
+    ),
+    Feature("key_intervals", "interval masks by columns alone", _has_key_rows, _BUT_QUANTIZED),
+    Feature("head_intervals", "interval masks by head, of grouped heads", _differ_in_a_group, _BUT_QUANTIZED),
+    Feature("block_lists", "block lists (create_block_mask, PyTorch's BlockMask)", lambda p: bool(p.listed)),
+    Feature("odd_block_lists", "block lists of blocks that are no multiples of 16", _is_oddly_listed),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
@@ -94,9 +105,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
     Feature("ordered_intervals", "deterministic=True with interval masks", lambda p: p.deterministic and p.intervals),
-    Feature("score_mod", "score_mod (a function of the user's)", lambda p: p.score_function is not None),
-    Feature("mask_mod", "mask_mod (a function of the user's)", lambda p: p.mask_function is not None),
-    Feature("big_functions", "functions of the user's at head_dim past 256", _is_big_function),
+    Feature(
+        "score_mod", "score_mod (a function of the user's)", lambda p: p.score_function is not None, _BUT_QUANTIZED
+    ),
+    Feature("mask_mod", "mask_mod (a function of the user's)", lambda p: p.mask_function is not None, _BUT_QUANTIZED),
+    Feature("big_functions", "functions of the user's at head_dim past 256", _is_big_function, _BUT_QUANTIZED),
     Feature("operand_grad", "gradients of tensors that a score_mod captures", lambda p: p.operand_grad),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),

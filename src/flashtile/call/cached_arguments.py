@@ -6,7 +6,7 @@ number is its depth; it stands that much after the keys before the drafts, whate
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -68,6 +68,13 @@ class CacheTensors:
     )
     qv: Annotated[Tensor | None, _QV] = None
 
+    row_keys: Annotated[Tensor | None, arguments.TENSORS["row_keys"]] = None
+    key_rows: Annotated[
+        Tensor | None, replace(arguments.TENSORS["key_rows"], axes="batch num_heads_q mask_keys ends")
+    ] = None
+    operands: Annotated[tuple[Tensor, ...] | None, arguments.TENSORS["operands"]] = None
+    numbers: Annotated[tuple[float, ...] | None, arguments.TENSORS["numbers"]] = None
+
     @property
     def in_pages(self) -> bool:
         """Whether the caches are pages."""
@@ -87,6 +94,8 @@ class CacheOptions(HashKept):
     rotary_interleaved: Annotated[bool, Argument("Pairs (2i, 2i + 1).", check=arguments.flag)] = False
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
     attention_chunk: Annotated[int | None, arguments.OPTIONS["attention_chunk"]] = None
+    mirrored: Annotated[bool, arguments.OPTIONS["mirrored"]] = False
+    mods: Annotated[tuple[str, ...], arguments.OPTIONS["mods"]] = ()
 
     __hash__ = HashKept.kept_hash
 
@@ -94,6 +103,17 @@ class CacheOptions(HashKept):
 TENSORS = arguments.table(CacheTensors)
 # Makes the options of a call from its keywords, of the others those from max_seqlen_q on.
 read = arguments.reader(CacheOptions)
+
+
+def first_of(intervals: Tensor | None, b: int, length: int) -> Tensor | None:
+    """Sequence b's intervals of its first elements; those of what a mask is too short for are empty."""
+    if intervals is None:
+        return None
+    given = intervals if intervals.shape[0] == 1 else intervals[b : b + 1]
+    missing = length - given.shape[2]
+    if given.shape[2] == 1 or missing <= 0:
+        return given if given.shape[2] == 1 else given[:, :, :length]
+    return torch.cat((given, given.new_zeros(*given.shape[:2], missing, 2)), dim=2)
 
 
 def tree_words(name: str, mask: object) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from flashtile.call.cached_arguments import (
 from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem, is_aligned
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
+
+if TYPE_CHECKING:
+    from flashtile.mods.record import ModKey
 
 # What an argument is nothing without.
 _NEEDS = {
@@ -42,12 +45,21 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     page_size = sizes.get("page_size", 0)
     capacity = sizes["capacity"] if not t.in_pages else sizes.get("max_pages", sizes.get("total_pages", 0)) * page_size
     capacity = capacity if o.max_seqlen_k is None else o.max_seqlen_k
+    functions: dict[str, ModKey] = {}
+    if o.mods or t.operands is not None:
+        from flashtile.call.functions import keys_of  # what few programs need is not loaded by all
+
+        functions = keys_of(t, o.mods)
     own = {} if t.qv is None else _with_qv(t, o, sizes)
     return checked_problem(
         t, o, sizes, (t.k_cache, t.v_cache),
         keys=SequenceLayout(capacity, used=True, page_size=page_size),
-        score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None),
-        mask_mod=MaskMod(o.band, tree=t.tree_mask is not None, causal_each=t.causal is not None),
+        score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None, functions.get("score")),
+        mask_mod=MaskMod(
+            o.band, False, t.tree_mask is not None, t.causal is not None, t.row_keys is not None,
+            t.key_rows is not None, o.mirrored, any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows)),
+            (), functions.get("mask"),
+        ),
         rotary_interleaved=o.rotary_interleaved, **own,
     )  # fmt: skip
 
@@ -71,7 +83,12 @@ def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
         if name in found:
             axes.bind_bounds(name, found)
     if t.cu_seqlens_q is not None:
-        axes.fix("max_seqlen_q", "seqlen_q", axes.sizes["total_q"] if o.max_seqlen_q is None else o.max_seqlen_q)
+        shown = 1 if t.row_keys is None else t.row_keys.shape[2]  # of a mask the size is a bound too
+        longest = axes.sizes["total_q"] if shown == 1 else shown
+        axes.fix("max_seqlen_q", "seqlen_q", longest if o.max_seqlen_q is None else o.max_seqlen_q)
+    axes.fix("an interval", "ends", 2)
+    if t.key_rows is not None:
+        axes.fix("block_mask", "mask_keys", t.key_rows.shape[2])
     axes.check_heads()
     axes.bind_all(found)
     _check_sizes(t, axes.sizes)
@@ -137,6 +154,9 @@ def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
 
 def _check_trees(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> None:
     rows, queries = sizes["draft_rows"], sizes["seqlen_q"]
+    if o.mods or t.row_keys is not None or t.key_rows is not None:
+        given = "score_mod or mask_mod" if o.mods else "block_mask"
+        raise InvalidInputError("tree_mask", f"is given with {given}, which know no depths")
     check_tree_rows("tree_mask", rows)
     if o.window_right != 0:
         raise InvalidInputError("tree_mask", "goes with causal=True: of the keys before the drafts a row sees all")

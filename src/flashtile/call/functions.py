@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import Options, Tensors, check_tensor
+from flashtile.call.arguments import Options, check_tensor
+from flashtile.call.cached_arguments import CacheOptions
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.mods.graph import Graph, GraphError, evaluate, kind_of, parse, places_of
 from flashtile.mods.record import Lowered, ModKey, Operand, lowered
@@ -21,6 +22,9 @@ DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )  # fmt: skip
+
+
+AnyOptions = TypeVar("AnyOptions", Options, CacheOptions)
 
 
 class Functions(NamedTuple):
@@ -42,7 +46,7 @@ class Functions(NamedTuple):
     right: int | None = None
     softcap: float = 0.0
 
-    def options(self, options: Options, shift: int) -> Options:
+    def options(self, options: AnyOptions, shift: int) -> AnyOptions:
         """A call's options with them; ``shift`` is seqlen_k - seqlen_q."""
         left, right = self.left, self.right
         left = None if left is None else left + shift
@@ -60,7 +64,7 @@ def _least(x: int | None, y: int | None) -> int | None:
 def functions_of(
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
-    t: Tensors,
+    t: Any,
     softcap: object,
     has_shift: bool,
 ) -> Functions:

@@ -87,6 +87,7 @@ class MaskMod:
         key_rows: Whether each key has an interval of rows.
         mirrored: Whether both are one mask, so that either will do.
         by_head: Whether intervals differ from head to head.
+        listed: Rows and keys of the blocks that lists say are kept; empty without lists.
         function: The user's, None without one.
     """
 
@@ -98,6 +99,7 @@ class MaskMod:
     key_rows: bool = False
     mirrored: bool = False
     by_head: bool = False
+    listed: tuple[int, ...] = ()
     function: ModKey | None = None
 
 
@@ -194,6 +196,7 @@ class Problem:
     tree = _Short(lambda p: p.mask_mod.tree, "mask_mod.tree")
     causal_each = _Short(lambda p: p.mask_mod.causal_each, "mask_mod.causal_each")
     intervals = _Short(lambda p: p.mask_mod.row_keys or p.mask_mod.key_rows)
+    listed = _Short(lambda p: p.mask_mod.listed, "mask_mod.listed")
     needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
     bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
     score_function = _Short(lambda p: p.score_mod.function, "score_mod.function")
@@ -242,7 +245,7 @@ class Problem:
             mask_mod=MaskMod(
                 o.band, t.attn_mask is not None, False, False, t.row_keys is not None, t.key_rows is not None,
                 o.mirrored, any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows)),
-                functions.get("mask"),
+                o.listed, functions.get("mask"),
             ),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device),
@@ -329,14 +332,21 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     axes.fix("dropout's state", "numbers", 2)
     axes.fix("an origin", "origin", len(Origin._fields))
     axes.fix("an interval", "ends", 2)
+    axes.fix("a list", "bounds", 3)
     longest = [options.max_seqlen_q, options.max_seqlen_k]
     if is_packed(t):  # of masks and biases the sizes are bounds too
         for side in range(2):
             shown = (size for size in _shown(t, side).values() if size != 1)
             longest[side] = next(shown, None) if longest[side] is None else longest[side]
+            lists = t.key_blocks if side else t.row_blocks
+            if lists is not None and longest[side] is None:
+                longest[side] = lists.shape[2] * options.listed[side]
     packed = axes.bind_sides(t, rows, longest)
     if t.origins is not None and not packed:
         raise InvalidInputError("origins", "is given, but goes with cu_seqlens alone")
+    if t.row_blocks is not None:
+        for axis, block in zip("qk", options.listed, strict=True):
+            axes.fix("block_mask", f"blocks_{axis}", -(-axes.sizes[f"seqlen_{axis}"] // block))
     if not packed and t.q.shape == t.k.shape and t.q.shape[1] <= _FEW_ROWS < _MANY_HEADS < t.q.shape[2]:
         _warn_of_heads_first(tuple(t.q.shape))
     axes.bind_all(rows)

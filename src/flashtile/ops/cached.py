@@ -48,6 +48,7 @@ def _key(t: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
         lengths.shape, lengths.stride(), lengths.dtype, lengths.device,
         pointers % 16 and tuple(x.data_ptr() % 16 for x in (out, q, k, v, lengths)),
         *[None if x is None else layout(x) for x in _others(t)],
+        None if t.operands is None else tuple(map(layout, t.operands)),
     )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ CACHED = Operation(
     "a cached call", "decode", CacheTensors, CacheOptions, problem_of, check_values, _key, besides=_rotary_width,
     written=_written,
 )  # fmt: skip
-_others = fields_of(list(CACHED.rows)[5:])
+_others = fields_of(list(CACHED.rows)[5:-2])
 
 
 def _run(appends: bool, *args: Any) -> Tensor:

@@ -331,8 +331,10 @@ class Kind:
 def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
     """Raises for the first of a call's tensors, in the order of ``rows``, that requires grad."""
     for name, x in zip(rows, given, strict=False):
-        if x is not None and x.requires_grad:
-            raise InvalidInputError(name, f"requires grad, but {what} has no gradient: use torch.no_grad()")
+        for each in x if isinstance(x, (tuple, list)) else (x,):
+            if isinstance(each, Tensor) and each.requires_grad:
+                who = "score_mod" if name == "operands" else name
+                raise InvalidInputError(who, f"requires grad, but {what} has no gradient: use torch.no_grad()")
 
 
 def refuse_tangents(rows: Iterable[str], given: Iterable[Any], what: str) -> None:

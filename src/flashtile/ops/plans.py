@@ -137,8 +137,8 @@ def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
     None if sizes do not fit one another.
 
     Of two calls of a family both are valid or none, and their problems differ in lengths and batch alone. Calls with a
-    mask, a bias, intervals or users' functions are of none: lengths are in their tensors' shapes too. Nor are those
-    with origins.
+    mask, a bias, intervals, lists or users' functions are of none: lengths are in their tensors' shapes too. Nor are
+    those with origins.
     """
     q, k, v, slopes, bounds_q, bounds_k = t.q, t.k, t.v, t.alibi_slopes, t.cu_seqlens_q, t.cu_seqlens_k
     of_q, of_k, of_v = q.shape, k.shape, v.shape
@@ -149,7 +149,8 @@ def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
     batch_q, batch_k = of_q[0], of_k[0]
     if not is_plain(t):
         alone = t.attn_mask is not None or t.attn_bias is not None or t.origins is not None
-        alone = alone or t.row_keys is not None or t.key_rows is not None or t.operands is not None
+        alone = alone or t.row_keys is not None or t.key_rows is not None or t.row_blocks is not None
+        alone = alone or t.operands is not None
         if alone or (bounds_q is None) != (bounds_k is None):
             return None
         if bounds_q is not None and bounds_k is not None:

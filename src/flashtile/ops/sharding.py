@@ -27,11 +27,11 @@ _LIKE = {**{d: name for name, d in GRADIENTS.items()}, "dout": "out", "dlse": "l
 def _axis(along: str, name: str, shape: tuple[int, ...]) -> int | None:
     """The dimension of a tensor that belongs to the batch or the heads; None where it has none or broadcasts it."""
     rank = len(shape)
-    if name in ("cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins"):
+    if name in ("cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "row_items", "key_items"):
         return None
     if name in ("alibi_slopes", "sinks"):
         return rank - 1 if along == "heads" else 0 if rank == 2 else None
-    if name in ("attn_mask", "attn_bias", "row_keys", "key_rows"):
+    if name in ("attn_mask", "attn_bias", "row_keys", "key_rows", "row_blocks", "key_blocks"):
         axis = rank - (3 if along == "heads" else 4)
         return axis if axis >= 0 and shape[axis] > 1 else None
     return rank - 2 if along == "heads" else 0

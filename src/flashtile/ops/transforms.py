@@ -161,10 +161,13 @@ class _Fold:
         """Whether folding gives what the samples one by one would give.
 
         Not for packed calls; with dropout, whose random numbers depend on the place in the batch; with users'
-        functions, which may too; and where a sum over the batch must not run over samples.
+        functions, which may too; with block lists of each sample; and where a sum over the batch must not run over
+        samples.
         """
         given = self.given
         if given["cu_seqlens_q"] is not None or given["rng_state"] is not None or given["mods"]:
+            return False
+        if self.dims["row_items"] is not None:
             return False
         if self.grads.sinks or self.dims["sinks"] is not None or self.dims.get("dsinks") is not None:
             return False
@@ -177,7 +180,7 @@ class _Fold:
 
     def _folded(self, name: str, x: Tensor) -> Tensor:
         dim, rank = self.dims[name], _BROADCASTS.get(name)
-        if name in ("sinks", "dsinks"):
+        if name in ("sinks", "dsinks", "row_items", "key_items"):
             return x
         if dim is None:
             # One for all sequences stays so, but where each sample needs a gradient or has a tangent of its own.
@@ -207,7 +210,10 @@ class _Fold:
 
 
 # Tensors that may lack leading dimensions -> the number of all.
-_BROADCASTS = {"attn_mask": 4, "attn_bias": 4, "row_keys": 4, "key_rows": 4, "dbias": 4, "alibi_slopes": 2}
+_BROADCASTS = {
+    **dict.fromkeys(("attn_mask", "attn_bias", "row_keys", "key_rows", "row_blocks", "key_blocks", "dbias"), 4),
+    "alibi_slopes": 2,
+}
 
 
 def _sample(x: Any, dim: Any, n: int) -> Any:

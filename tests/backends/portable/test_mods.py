@@ -8,11 +8,16 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.api.blocks import evaluated
 from flashtile.backends.portable.backward import operands
+from flashtile.backends.portable.lists import kinds
+from flashtile.call.functions import Function
+from flashtile.mods.graph import parse
+from flashtile.mods.record import lowered
 from tests.cases import Case, judge
 from tests.fuzz.functions import fuzz
 from tests.mods.calls import with_functions
-from tests.mods.functions import MASKS, SCORES
+from tests.mods.functions import MASKS, SCORES, Sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -119,3 +124,27 @@ def test_few_rows_over_many_keys() -> None:
 
     got, want = (flashtile.attention(q, k, v, mask_mod=mask, backend=name) for name in ("portable", "cpu"))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case", [DENSE, PACKED, FEATURES], ids=str)
+@pytest.mark.parametrize(
+    ("score", "mask", "listed"),
+    [
+        (None, "heads_differ", (16, 32)), ("by_distance", "documents", (32, 16)), ("graphormer", "chunks", (16, 16)),
+        ("bias", "window", (48, 16)), ("by_row_and_key", "prefix", (16, 48)), (None, "nothing", (16, 16)),
+    ],
+)  # fmt: skip
+def test_lists(score: str | None, mask: str, listed: tuple[int, int], case: Case) -> None:
+    call = with_functions(case, score, mask, torch.float32, seed=1, listed=listed)
+    judge(call if mask != "nothing" else call.wanting(["v"]), "portable")
+
+
+@pytest.mark.parametrize("size", [(32, 32), (48, 33)], ids=str)
+@pytest.mark.parametrize("mask", ["documents", "heads_differ", "prefix"])
+def test_the_kernel_of_lists_counts_as_pytorch_does(mask: str, size: tuple[int, int]) -> None:
+    function = MASKS[mask](Sizes(2, 2, 90, 75, torch.float32, torch.Generator().manual_seed(1))).function
+    read = lowered(function, "mask_mod", "mask", False)
+    made = Function(parse(read.text), read.operands, read.numbers, 0)
+    given = made, (2, 2), (90, 75), size, (1, -(-90 // size[0])), torch.device("cpu")
+    assert torch.equal(kinds(*given), evaluated(*given))

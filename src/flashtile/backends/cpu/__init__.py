@@ -22,7 +22,8 @@ from flashtile.call.problem import DTYPES, Problem, Tensors
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "row_intervals",
-    "key_intervals", "head_intervals", "ordered_intervals", "score_mod", "mask_mod", "big_functions", "operand_grad",
+    "key_intervals", "head_intervals", "ordered_intervals", "block_lists", "odd_block_lists", "score_mod", "mask_mod",
+    "big_functions", "operand_grad",
 }  # fmt: skip
 _CAPABILITIES = Capabilities(
     device_types=("cpu",),
@@ -30,10 +31,13 @@ _CAPABILITIES = Capabilities(
     max_head_dim=None,
     features=_COMMON | _OF_REGULAR,
 )
+_OF_DECODE = {
+    "alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each", "intervals",
+    "row_intervals", "key_intervals", "head_intervals", "score_mod", "mask_mod",
+}  # fmt: skip
 _DECODE = dataclasses.replace(
     _CAPABILITIES,
-    features=_COMMON
-    | {"alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each", "qv"},
+    features=_COMMON | _OF_DECODE,
 )
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), max_head_dim=256, head_dim_multiple=16, features=_COMMON

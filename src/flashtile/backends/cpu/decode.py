@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu import forward
 from flashtile.call.arguments import Options
-from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, tree_pairs
+from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, first_of, tree_pairs
 from flashtile.call.cached_problem import bands_of, lengths_of
 from flashtile.call.problem import Problem, SequenceLayout, Tensors
 from flashtile.call.rotary import apply_rotary
@@ -61,7 +61,9 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         tree = _tree(t, b, q.shape[0])
         # The first key that the first row sees: what is before it is not read.
         start = leftpad[b]
-        if problem.band.left is not None:
+        # Functions and intervals count keys from there.
+        counted = one.score_function is not None or one.mask_function is not None or one.intervals
+        if problem.band.left is not None and not counted:
             first = max(0, stop - start - q.shape[0] - problem.band.left)
             # Chunks are counted from the first key.
             start += first if problem.band.chunk is None else first // problem.band.chunk * problem.band.chunk
@@ -69,10 +71,14 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         k = k if t.qv is None else torch.cat([v, k], dim=-1)
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        call = Tensors(q[None].to(one.dtype), k, v, slopes, sinks=t.sinks)
+        intervals = (first_of(t.row_keys, b, q.shape[0]), first_of(t.key_rows, b, k.shape[1]))
+        call = Tensors(
+            q[None].to(one.dtype), k, v, slopes, sinks=t.sinks, row_keys=intervals[0], key_rows=intervals[1],
+            operands=t.operands, numbers=t.numbers,
+        )  # fmt: skip
         banded = one if bands[b] == one.band else one.but(band=bands[b])
         of_one = banded if tree is None else _with_tree(banded, call, tree)
-        out, sums = forward.forward(of_one.resized(call, _NO_OPTIONS), call)
+        out, sums = forward.forward(of_one.resized(call, _NO_OPTIONS), call, first=b)
         t.out[rows].copy_(out[0])
         lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
     return lse

@@ -17,22 +17,27 @@ from flashtile.core.states import Partial
 State = tuple[Tensor, Tensor]
 
 
-def forward(problem: Problem, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None) -> State:
-    """See ``call.backend.Forward``; PyTorch's kernel makes a tensor of its own, so ``into`` is not used."""
+def forward(
+    problem: Problem, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None, first: int = 0
+) -> State:
+    """See ``call.backend.Forward``; PyTorch's kernel makes a tensor of its own, so ``into`` is not used.
+
+    Its sequences count from ``first`` on for functions of the user's.
+    """
     if partial is None and problem.out_dtype == problem.dtype:
-        return _forward(problem, tensors)
+        return _forward(problem, tensors, first)
     # PyTorch's kernel rounds its results to the inputs' dtype.
     wide = {name: getattr(tensors, name).to(problem.lse_dtype) for name in ("q", "k", "v")}
-    out, lse = _forward(problem.but(dtype=problem.lse_dtype), dataclasses.replace(tensors, **wide))
+    out, lse = _forward(problem.but(dtype=problem.lse_dtype), dataclasses.replace(tensors, **wide), first)
     if partial is not None:
         out, lse = states.joined(partial, out, lse)
     return out.to(problem.out_dtype), lse
 
 
-def _forward(problem: Problem, tensors: Tensors) -> State:
+def _forward(problem: Problem, tensors: Tensors, first: int) -> State:
     q = tensors.q
     state: State | None = None
-    for path in paths(problem, tensors, kernel_fits(problem), keep_local=True):
+    for path in paths(problem, tensors, kernel_fits(problem), keep_local=True, first=first):
         whole = path.whole()
         if whole is not None and tensors.sinks is None:
             out, lse = _kernel_state(problem, path.seq, whole)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu import intervals, plan, tiles
+from flashtile.backends.cpu import plan, tiles
 from flashtile.backends.cpu.plan import Rectangle, Sequence
 from flashtile.call.arguments import Options
 from flashtile.call.functions import score_function
@@ -84,10 +84,8 @@ def _add_tile(
         dbias = plan.part(plan.four_dimensional(given.dbias)[seq.bias_place], tile).to(dtype)
         dscores = dbias if dscores is None else dscores + dbias
     keep = p.band.dense(seq.seqlen_q, seq.seqlen_k, rows=tile.rows, keys=tile.keys, device=q.device)
-    for kept in (None if seq.mask is None else plan.part(seq.mask, tile), intervals.within(seq, tile)):
-        keep = keep if kept is None else keep & kept
-    if seq.mask_mod is not None:
-        keep = keep & seq.mask_mod.values([seq.mask_mod.graph.result], plan.pairs(seq, tile), dtype)[0]
+    for kept in plan.selections(seq, tile, dtype):
+        keep = keep & kept
     probs = torch.exp(torch.where(keep, scores, -torch.inf) - lse[:, :, rows, None])
     kept = probs
     if t.rng_state is not None:

@@ -54,7 +54,7 @@ def kernel_fits(problem: Problem) -> bool:
 def adds_tiles(problem: Problem) -> bool:
     """Whether something besides the band is added to the scores."""
     has_tensor = problem.mask or problem.alibi or problem.bias_dtype is not None or problem.intervals
-    return has_tensor or problem.mask_function is not None
+    return has_tensor or problem.mask_function is not None or problem.listed != ()
 
 
 def one_by_one(problem: Problem, kernel: bool) -> bool:
@@ -62,7 +62,9 @@ def one_by_one(problem: Problem, kernel: bool) -> bool:
     return problem.batch > 1 and (not kernel or adds_tiles(problem) or problem.seqlen_q < FEW_ROWS)
 
 
-def paths(problem: Problem, tensors: Tensors, kernel: bool, *, keep_local: bool = False) -> Iterator[Path]:
+def paths(
+    problem: Problem, tensors: Tensors, kernel: bool, *, keep_local: bool = False, first: int = 0
+) -> Iterator[Path]:
     """The path of every sequence of a call.
 
     Args:
@@ -70,16 +72,17 @@ def paths(problem: Problem, tensors: Tensors, kernel: bool, *, keep_local: bool 
         tensors: Its tensors.
         kernel: Whether PyTorch's kernel can compute the call.
         keep_local: Whether a NaN of k must reach the rows that keep its key, and no other, as in the forward.
+        first: As which its first sequence counts.
 
     Yields:
         Paths; together they hold every row that keeps a key.
     """
-    for seq in plan.sequences(problem, tensors, one_by_one=one_by_one(problem, kernel)):
+    for seq in plan.sequences(problem, tensors, one_by_one=one_by_one(problem, kernel), first=first):
         path = _path(problem, seq, kernel, keep_local)
         if path.kernel or not kernel or len(seq.batch) <= 1:
             yield path
             continue
-        for single in plan.sequences(problem, tensors, one_by_one=True):
+        for single in plan.sequences(problem, tensors, one_by_one=True, first=first):
             yield _path(problem, single, kernel, keep_local)
 
 

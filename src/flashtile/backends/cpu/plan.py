@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import intervals
+from flashtile.backends.cpu import lists as block_lists
+from flashtile.backends.cpu.lists import Lists
 from flashtile.call.functions import Function, mask_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band, Origin
@@ -68,6 +70,7 @@ class Sequence:
         row_keys: The keys that each row keeps, ``(batch or 1, heads or 1, seqlen_q or 1, 2)``, or None.
         key_rows: The rows that keep each key, or None.
         mask_mod: The user's function, or None.
+        lists: The blocks that are kept, or None for all.
     """
 
     batch: range
@@ -85,6 +88,7 @@ class Sequence:
     row_keys: Tensor | None = None
     key_rows: Tensor | None = None
     mask_mod: Function | None = None
+    lists: Lists | None = None
 
     @property
     def seqlen_q(self) -> int:
@@ -99,7 +103,7 @@ class Sequence:
     @property
     def has_tile_bias(self) -> bool:
         """Whether something besides the band is added to the scores."""
-        given = self.slopes, self.mask, self.bias, self.row_keys, self.key_rows, self.mask_mod
+        given = self.slopes, self.mask, self.bias, self.row_keys, self.key_rows, self.mask_mod, self.lists
         return any(x is not None for x in given)
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -120,8 +124,8 @@ def _heads_first(rows: Tensor) -> Tensor:
     return (rows if rows.dim() == 4 else rows[None]).transpose(1, 2)
 
 
-def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool) -> Iterator[Sequence]:
-    """The dense problems of a call; ``one_by_one`` also splits a dense batch."""
+def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool, first: int = 0) -> Iterator[Sequence]:
+    """The dense problems of a call; ``one_by_one`` also splits a dense batch; ``first``: as which its first counts."""
     if problem.varlen:
         assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
         bounds_q, bounds_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
@@ -132,10 +136,10 @@ def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool) -> Iterat
             yield seq if origins is None else replace(seq, origin=Origin(*origins[b]))
     elif one_by_one:
         for b in range(problem.batch):
-            yield _sequence(problem, tensors, range(b, b + 1), (b,), (b,), (b,))
+            yield _sequence(problem, tensors, range(b, b + 1), (b,), (b,), (b,), first)
     else:
         everything = (slice(None),)
-        yield _sequence(problem, tensors, range(problem.batch), everything, everything, everything)
+        yield _sequence(problem, tensors, range(problem.batch), everything, everything, everything, first)
 
 
 def _sequence(
@@ -145,6 +149,7 @@ def _sequence(
     place: tuple[slice | int, ...],
     key_place: tuple[slice | int, ...],
     lse_place: tuple[slice | int, ...],
+    first: int = 0,
 ) -> Sequence:
     q, k, v = _heads_first(t.q[place]), _heads_first(t.k[key_place]), _heads_first(t.v[key_place])
     slopes = t.alibi_slopes
@@ -156,9 +161,14 @@ def _sequence(
     # Where both say the same, rows' keys will do.
     key_rows = None if problem.mask_mod.mirrored else t.key_rows
     row_keys, key_rows = _first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2])
-    function = mask_function(problem, t)
+    function, listed = mask_function(problem, t), None
+    if t.row_blocks is not None and t.row_items is not None:
+        rows, keys = problem.listed
+        listed = Lists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
+    counted = range(batch.start + first, batch.stop + first)
     return Sequence(
-        batch, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows, function
+        counted, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows,
+        function, listed,
     )  # fmt: skip
 
 
@@ -166,8 +176,12 @@ def _first(given: Tensor | None, batch: range, length: int) -> Tensor | None:
     """The intervals of some sequences and of their first elements."""
     if given is None:
         return None
-    given = given if given.shape[0] == 1 else given[batch.start : batch.stop]
+    given = _of_batch(given, batch)
     return given if given.shape[2] == 1 else given[:, :, :length]
+
+
+def _of_batch(given: Tensor, batch: range) -> Tensor:
+    return given if given.shape[0] == 1 else given[batch.start : batch.stop]
 
 
 def _corner(x: Tensor | None, batch: range, rows: int, keys: int) -> tuple[Tensor | None, tuple[slice, ...]]:
@@ -186,9 +200,11 @@ def four_dimensional(x: Tensor) -> Tensor:
 
 
 def blocks_of(band: Band, seq: Sequence, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
-    """``row_blocks`` of a sequence, without the keys that intervals leave out."""
+    """``row_blocks`` of a sequence, without the keys that intervals or lists leave out."""
     for block in row_blocks(band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
         kept = block if seq.row_keys is None and seq.key_rows is None else intervals.cut(seq, block)
+        if seq.lists is not None:
+            kept = block_lists.cut(seq, kept)
         if kept:
             yield kept
 
@@ -276,18 +292,23 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
         keep = _band_tile(problem.band, *_place(problem.band, seq, rectangle))
-    for kept in (None if seq.mask is None else part(seq.mask, rectangle), intervals.within(seq, rectangle)):
-        if kept is not None:
-            keep = kept if keep is None else keep & kept
-    if seq.mask_mod is not None:
-        kept = seq.mask_mod.values([seq.mask_mod.graph.result], pairs(seq, rectangle), dtype)[0]
+    for kept in selections(seq, rectangle, dtype):
         keep = kept if keep is None else keep & kept
     if keep is not None:
         total = torch.where(keep, torch.zeros((), dtype=dtype, device=_CPU) if total is None else total, -torch.inf)
-    if total is None:  # intervals that hold all of the rectangle
+    if total is None:  # intervals or lists that hold all of the rectangle
         return None
     total = total[(None,) * (4 - total.dim())]
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
+
+
+def selections(seq: Sequence, rectangle: Rectangle, dtype: torch.dtype) -> list[Tensor]:
+    """What each mask but the band keeps of a rectangle; they broadcast to its scores."""
+    given = (
+        None if seq.mask is None else part(seq.mask, rectangle), intervals.within(seq, rectangle),
+        block_lists.within(seq, rectangle, pairs(seq, rectangle), dtype),
+    )  # fmt: skip
+    return [kept for kept in given if kept is not None]
 
 
 def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
@@ -310,7 +331,7 @@ def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
 
 def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:
     """Whether a row of the rectangle may keep none of its keys."""
-    if any(x is not None for x in (seq.mask, seq.bias, seq.row_keys, seq.key_rows, seq.mask_mod)):
+    if any(x is not None for x in (seq.mask, seq.bias, seq.row_keys, seq.key_rows, seq.mask_mod, seq.lists)):
         return True
     return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(problem.band, seq, rectangle))
 

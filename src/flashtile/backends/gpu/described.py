@@ -36,6 +36,10 @@ def described_tensors(problem: Problem) -> Tensors:
         rng_state=empty(2, dtype=torch.int64) if p.dropout_p > 0 else None,
         row_keys=empty(1, 1, p.seqlen_q, 2, dtype=torch.int32) if p.mask_mod.row_keys else None,
         key_rows=empty(1, 1, p.seqlen_k, 2, dtype=torch.int32) if p.mask_mod.key_rows else None,
+        row_blocks=empty(1, 1, -(-p.seqlen_q // p.listed[0]), 3, dtype=torch.int32) if p.listed else None,
+        key_blocks=empty(1, 1, -(-p.seqlen_k // p.listed[1]), 3, dtype=torch.int32) if p.listed else None,
+        row_items=empty(256, dtype=torch.int32) if p.listed else None,
+        key_items=empty(256, dtype=torch.int32) if p.listed else None,
         origins=empty(p.batch, len(Origin._fields), dtype=torch.int32) if p.origins else None,
         operands=tuple(empty((64,) * x.dim, dtype=x.dtype) for f in functions for x in f.operands)
         if functions

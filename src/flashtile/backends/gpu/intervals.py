@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.intervals import Bounds, Interval, Table, interval_bounds
+from flashtile.backends.gpu.device.lists import Lists
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.call.problem import Problem, Tensors
 
@@ -15,17 +16,19 @@ _SCAN = 1024
 
 
 class Masks(NamedTuple):
-    """The fields of ``mods.Band`` that are intervals'.
+    """The fields of ``mods.Band`` that are intervals' and lists'.
 
     Attributes:
         row_keys: ``Interval`` of rows, or None.
         key_rows: That of keys.
         bounds: ``Bounds`` of the kernel's tiles.
+        lists: ``lists.Lists`` of the side of its tiles, or None.
     """
 
     row_keys: Interval | None
     key_rows: Interval | None
     bounds: Bounds | None
+    lists: Lists | None = None
 
 
 class Side(NamedTuple):
@@ -57,6 +60,12 @@ def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks:
         tiles,
     )
     return Masks(_interval("row_keys", row_keys), _interval("key_rows", key_rows), bounds)
+
+
+def intervals_of(problem: Problem, t: Any) -> tuple[Interval | None, Interval | None]:
+    """Those of rows and of keys that a kernel over rows looks at."""
+    row_keys, key_rows = _used(problem, t, False)
+    return _interval("row_keys", row_keys), _interval("key_rows", key_rows)
 
 
 def bounds_launch(problem: Problem, t: Tensors, side: Side) -> Launch:

@@ -39,18 +39,18 @@ def alibi_of(problem: Problem, slopes: Tensor | None) -> Mod | None:
     return Mod(mods.alibi, None, mods.slope_of_head, Alibi(pointer(slopes, "alibi"), stride))
 
 
-def operand_names(t: Tensors) -> tuple[str, ...]:
+def operand_names(t: Any) -> tuple[str, ...]:
     """The names under which a step finds what mods read."""
     tensors = tuple(f"operand{n}" for n in range(len(t.operands or ())))
     return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))))
 
 
-def read_by_mods(t: Tensors) -> tuple[Any, ...]:
+def read_by_mods(t: Any) -> tuple[Any, ...]:
     """What a step finds under these names."""
     return () if t.operands is None else (*t.operands, *(t.numbers or ()))
 
 
-def functions_of(problem: Problem, t: Tensors) -> tuple[Mod | None, Mod | None]:
+def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
     """The user's score mod and mask mod."""
     if problem.score_function is None and problem.mask_function is None:
         return None, None

@@ -25,7 +25,8 @@ from flashtile.core.states import Partial
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "row_intervals",
-    "key_intervals", "head_intervals", "ordered_intervals", "score_mod", "mask_mod", "big_functions", "operand_grad",
+    "key_intervals", "head_intervals", "ordered_intervals", "block_lists", "score_mod", "mask_mod", "big_functions",
+    "operand_grad",
 }  # fmt: skip
 _CAPABILITIES = Capabilities(
     device_types=("cuda",),
@@ -34,9 +35,13 @@ _CAPABILITIES = Capabilities(
     min_compute_capability=(8, 0),
     features=_COMMON | _OF_REGULAR,
 )
+_OF_DECODE = {
+    "alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "intervals", "row_intervals",
+    "key_intervals", "head_intervals", "score_mod", "mask_mod",
+}  # fmt: skip
 _DECODE = dataclasses.replace(
     _CAPABILITIES,
-    features=_COMMON | {"alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "qv"},
+    features=_COMMON | _OF_DECODE,
 )
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(

@@ -152,7 +152,7 @@ Tables = Mapping[str, Mapping[str, Mapping[int, Config]]]
 
 
 def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
-    """The tiles of a kernel.
+    """The tiles of a kernel, of a call with lists such that they divide listed blocks.
 
     Args:
         problem: The call.
@@ -160,6 +160,15 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
         tables: The direction's.
         arch: Architecture to use instead of the problem's device.
     """
+    found = _select(problem, kernel, tables, arch)
+    if not problem.listed:
+        return found
+    # The largest powers of two that divide them.
+    block_m, block_n = (min(n, of & -of) for n, of in zip((found.block_m, found.block_n), problem.listed, strict=True))
+    return dataclasses.replace(found, block_m=block_m, block_n=block_n)
+
+
+def _select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
     if (held := tried(kernel)) is not None:
         return held
     arch = arch or arch_of(problem)
@@ -212,7 +221,7 @@ def kind_of(problem: Problem, arch: str) -> str:
 
 def is_featured(problem: Problem) -> bool:
     """Whether score mods, masks or dropout need registers of their own."""
-    functions = problem.score_function is not None or problem.mask_function is not None
+    functions = problem.score_function is not None or problem.mask_function is not None or problem.listed != ()
     transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None or functions
     return transformed or problem.mask or problem.dropout_p > 0
 

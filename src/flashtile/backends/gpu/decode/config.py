@@ -123,9 +123,7 @@ def splits_keys(problem: Problem) -> bool:
     p = problem
     if p.varlen or p.mask or p.intervals or p.bias_dtype or p.origins or p.dropout_p or p.out_dtype != p.dtype:
         return False
-    if p.score_function is not None or p.mask_function is not None:
-        return False
-    if max(p.head_dim, p.head_dim_v) > 256:
+    if p.score_function is not None or p.mask_function is not None or p.listed or max(p.head_dim, p.head_dim_v) > 256:
         return False
     most = FEW_ROWS if p.dtype == torch.float32 else _SPLIT_ROWS
     return p.batch > 0 and 0 < p.seqlen_q * p.group_size <= most and p.seqlen_k >= _SPLIT_KEYS

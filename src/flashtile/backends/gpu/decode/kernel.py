@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.decode import eight_bit, states, work
-from flashtile.backends.gpu.device import mods, softmax
+from flashtile.backends.gpu.device import intervals, mods, softmax
 
 
 class Place(NamedTuple):
@@ -179,7 +179,16 @@ def score_block(k, v, first, key, inside, page, place, rows, head, call):
     stands = key
     if HAS_TREE and (rows.first is not None or mods.place_of(call.mods.SCORES, "alibi") >= 0):
         stands = mods.tree_places(head.masks[0].base, head.masks[0].count, head.masks[0].shift, key)
-    x, scale_log2, _slope = mods.apply(product, call.mods, head, mods.pairs_of(head, rows.i, stands[None, :]), False)
+    at = mods.pairs_of(head, rows.i, stands[None, :])
+    HAS_FUNCTIONS: tl.constexpr = (
+        mods.place_of(call.mods.SCORES, "score_mod") >= 0 or mods.place_of(call.mods.MASKS, "mask_mod") >= 0
+    )
+    HAS_INTERVALS: tl.constexpr = call.mods.band.row_keys is not None or call.mods.band.key_rows is not None
+    if call.leftpad is not None and (HAS_FUNCTIONS or HAS_INTERVALS):
+        # For users' functions and intervals keys count from the first that counts.
+        pad = work.first_key_of(place.b, call)
+        at = mods.At(at.b, at.h, at.i, at.p - pad, at.j - pad, at.seqlen_q, at.seqlen_k)
+    x, scale_log2, _slope = mods.apply(product, call.mods, head, at, False)
     if HAS_TREE and x.shape[0] < 64:
         if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):
             x = masked_by_tree(x, key, stands, rows, head, call)
@@ -191,6 +200,12 @@ def score_block(k, v, first, key, inside, page, place, rows, head, call):
         x, scale_log2 = x * scale_log2, 1.0
         if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):
             x = masked_by_tree(x, key, stands, rows, head, call) if HAS_TREE else masked(x, key, rows)
+    if call.mods.band.row_keys is not None:
+        x = intervals.select(x, call.mods.band.row_keys, at.b, at.h, at.i, at.j, float("-inf"))
+    if call.mods.band.key_rows is not None:
+        x = intervals.select(x, call.mods.band.key_rows, at.b, at.h, at.j, at.i, float("-inf"))
+    if mods.place_of(call.mods.MASKS, "mask_mod") >= 0:
+        x = mods.by_function(x, call.mods.masks[0], head.masks[0], at, float("-inf"))
     return x, scale_log2
 
 

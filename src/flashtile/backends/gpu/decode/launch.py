@@ -15,13 +15,14 @@ from flashtile.backends.gpu.decode.config import Config, choose
 from flashtile.backends.gpu.decode.kernel import cache_attention
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
 _OPERANDS = (
     "out", "lse", "q", "k", "v", "cached", "leftpad", "cu_seqlens_q", "cu_seqlens_new", "entries", "pages", "alibi",
-    "sinks", "k_scale", "v_scale", "acc", "counters", "tree", "causal", "indptr", "qv",
+    "sinks", "k_scale", "v_scale", "acc", "counters", "tree", "causal", "indptr", "qv", "row_keys", "key_rows",
 )  # fmt: skip
 _APPEND_OPERANDS = (
     "k_new", "v_new", "k", "v", "q", "rotated", "cached", "starts", "entries", "pages", "cu_seqlens_new",
@@ -72,13 +73,14 @@ class DecodePlan:
             t.out, lse, q if rotated is None else rotated, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
             t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, pages, t.alibi_slopes, t.sinks, t.k_scale,
             t.v_scale, workspace, zeros(q.device, counters) if counters else None,
-            t.tree_mask, t.causal, t.page_indptr, t.qv,
+            t.tree_mask, t.causal, t.page_indptr, t.qv, t.row_keys, t.key_rows, *read_by_mods(t),
         ))  # fmt: skip
         return lse
 
     def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], int, int]:
         launches = self.launches(self._problem, t)
-        steps = tuple(Step(launch, _OPERANDS, t.q.device) for launch, _, _ in launches)
+        names = (*_OPERANDS, *operand_names(t))
+        steps = tuple(Step(launch, names, t.q.device) for launch, _, _ in launches)
         # One launch after the other uses the workspace, and leaves the counters at 0.
         return steps, max(floats for _, floats, _ in launches), max(counters for _, _, counters in launches)
 

@@ -22,8 +22,9 @@ from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bo
 from flashtile.backends.gpu.device import mods
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods
 from flashtile.backends.gpu.device.records import Rows, Sequences
+from flashtile.backends.gpu.intervals import intervals_of
 from flashtile.backends.gpu.launch import Pointer, pointer
-from flashtile.backends.gpu.records import alibi_of, named, rows_of, softcap_of
+from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
@@ -137,9 +138,16 @@ def _tree(t: CacheTensors) -> mods.Tree:
 def _mods(problem: Problem, t: CacheTensors) -> Mods:
     p = bounded(problem)
     masks, mask_names = named(tree=Mod(mods.select_tree, None, mods.tree_of_head, _tree(t)) if p.tree else None)
-    transforms, names = named(softcap=softcap_of(p), alibi=alibi_of(p, t.alibi_slopes))
+    score_mod, mask_mod = functions_of(p, t)
+    if mask_mod is not None:
+        masks, mask_names = named(mask_mod=mask_mod)
+    transforms, names = named(score_mod=score_mod, softcap=softcap_of(p), alibi=alibi_of(p, t.alibi_slopes))
+    band = _band(p)
+    if p.intervals:
+        row_keys, key_rows = intervals_of(p, t)
+        band = band._replace(row_keys=row_keys, key_rows=key_rows)
     return Mods(
-        p.softmax_scale, transforms, _band(p), masks, None, None, names, mask_names,
+        p.softmax_scale, transforms, band, masks, None, None, names, mask_names,
         transforms is not None or p.softmax_scale <= 0, "ieee",
     )  # fmt: skip
 

@@ -302,7 +302,7 @@ def blocks_of(b, first, state, stop_state, shape, call):
     if shape.num_splits == 1:
         shift, row = shape.high - shape.num_rows, first // call.GROUP
         last = tl.minimum((first + call.schedule.BLOCK_M - 1) // call.GROUP, shape.num_rows - 1)
-        if mods.count(call.mods.MASKS) > 0:
+        if mods.place_of(call.mods.MASKS, "tree") >= 0:
             # Rows of a tree are in any order.
             is_tree = shape.num_rows <= call.mods.masks[0].operands.rows
             row, last = tl.where(is_tree, 0, row), tl.where(is_tree, shape.num_rows - 1, last)

@@ -16,10 +16,11 @@ import triton.language as tl
 from flashtile.backends.gpu.device.mods import chunk_start, chunk_stop
 
 
-class Visit(NamedTuple):
-    """Blocks start ... stop - 1 of a loop; full_start ... full_stop - 1 need no mask (None: all are treated alike).
+class KeyBlocks(NamedTuple):
+    """Blocks of a loop, of keys or of rows: those at positions start ... stop - 1, which ``lists.number_of`` knows.
 
-    Unless MASKED, none of them needs one, nor reaches past the end of the sequence.
+    Of them full_start ... full_stop - 1 need no mask (None: all are treated alike). Unless MASKED, none of them needs
+    one, nor reaches past the end of the sequence. Unless PARTIAL, the user's mask function keeps all of them.
     """
 
     start: Any
@@ -27,6 +28,7 @@ class Visit(NamedTuple):
     full_start: Any
     full_stop: Any
     MASKED: Any
+    PARTIAL: Any = True
 
 
 @triton.jit

@@ -40,9 +40,8 @@ def floor_div(a, b):
 
 @triton.jit
 def remainder(a, b):
-    """Of the divisor's sign, as PyTorch's ``%``."""
-    r = a % b
-    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+    """Of the divisor's sign, as PyTorch's ``%``; where there is a ``//`` too, nothing is divided again."""
+    return a - floor_div(a, b) * b
 
 
 @triton.jit

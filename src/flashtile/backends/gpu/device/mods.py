@@ -137,6 +137,7 @@ class Band(NamedTuple):
         row_keys: ``intervals.Interval`` of rows: the keys that each keeps; None without.
         key_rows: That of keys: the rows that keep each.
         bounds: ``intervals.Bounds`` of the kernel's tiles; None without either.
+        lists: ``lists.Lists`` of the blocks that are kept; None for all.
     """
 
     left: Any
@@ -145,6 +146,7 @@ class Band(NamedTuple):
     row_keys: Any = None
     key_rows: Any = None
     bounds: Any = None
+    lists: Any = None
 
 
 class Alibi(NamedTuple):
@@ -542,8 +544,11 @@ def place_of_load(mods, head, at, places):
 
 
 @triton.jit
-def select(x, mods, head, at, fill, edge):
-    """x, or fill where a mask excludes the pair, the band's and intervals' only if ``edge``, a constant or not."""
+def select(x, mods, head, at, fill, edge, partial=True):
+    """x, or fill where a mask excludes the pair.
+
+    The band's and intervals' only if ``edge``, a constant or not; the user's function likewise only if ``partial``.
+    """
     if edge:
         x = select_band(x, mods.band, at, fill)
         if mods.band.row_keys is not None:
@@ -552,15 +557,22 @@ def select(x, mods, head, at, fill, edge):
             x = intervals.select(x, mods.band.key_rows, at.b, at.h, at.j, at.i, fill)
     for n in tl.static_range(count(mods.MASKS)):
         if mods.masks[n].fetch is not None:
-            rows = mods.masks[n].of_rows(mods.masks[n].operands, head.masks[n], at)
-            fetched = mods.masks[n].fetch(mods.masks[n].operands, head.masks[n], rows, at)
-            x = mods.masks[n].function(x, fetched, mods.masks[n].operands, head.masks[n], rows, at, fill)
+            if partial:
+                x = by_function(x, mods.masks[n], head.masks[n], at, fill)
         else:
             operands = mods.masks[n].operands
             if mods.masks[n].of_head is not None:
                 operands = head.masks[n]
             x = mods.masks[n].function(x, operands, at, fill)
     return x
+
+
+@triton.jit
+def by_function(x, mod, head, at, fill):
+    """x, or fill where a printed mask mod excludes the pair; head: its operands of ``Head``."""
+    rows = mod.of_rows(mod.operands, head, at)
+    fetched = mod.fetch(mod.operands, head, rows, at)
+    return mod.function(x, fetched, mod.operands, head, rows, at, fill)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, mods, sequence
+from flashtile.backends.gpu.device import blocks, lists, mods, sequence
 from flashtile.backends.gpu.device.dropout import keep_tile
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.backward.kernel import load_row_terms, probabilities
@@ -50,10 +50,11 @@ class Partial(NamedTuple):
 
 
 @triton.jit
-def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles):
+def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles, in_part):
     """Adds dscores of BLOCK_M rows and BLOCK_N keys of one sequence and head, 0 where a row does not keep a key.
 
-    Of a ``Partial`` the gradient of what it loads: that of its result, times the derivative.
+    Of a ``Partial`` the gradient of what it loads: that of its result, times the derivative. in_part: ``partial`` of
+    ``mods.select``.
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
@@ -67,7 +68,9 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
     at = mods.pairs_of(head, rows[:, None] + head.shift, cols[None, :])
-    probs, slope = probabilities(product, lse_log2[:, None], call, head, at, True, partial.functions is not None)
+    probs, slope = probabilities(
+        product, lse_log2[:, None], call, head, at, True, in_part, partial.functions is not None
+    )
     dout = load_rows(
         HeadRows(douts, head.h, queries),
         m_first,
@@ -83,6 +86,20 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     if partial.functions is not None:
         dscores = tl.where(dscores == 0.0, 0.0, dscores * mods.partial_of_load(product, call.mods, head, at, partial))
     return acc + dscores
+
+
+@triton.jit
+def listed_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles):
+    """``tile_gradient``, of nothing where lists leave the tile out."""
+    if call.mods.band.lists is None:
+        acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles, True)
+    else:
+        kind = lists.kind_of(call.mods.band.lists, head.b, head.h, m_first, n_first)
+        if kind != 0:
+            acc = tile_gradient(
+                acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles, kind == 1
+            )
+    return acc
 
 
 @triton.jit
@@ -139,11 +156,11 @@ def attention_backward_dbias(call, douts, of_rows, dbias, partial, tiles):
                 head = mods.head_of(call.mods, b, h, queries.length, keys.length)
                 if PACKED:
                     if keeps_some(queries, keys, m_first, n_first, call, tiles):
-                        acc = tile_gradient(
+                        acc = listed_gradient(
                             acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles
                         )
                 else:
-                    acc = tile_gradient(
+                    acc = listed_gradient(
                         acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles
                     )
     row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, intervals, mods
-from flashtile.backends.gpu.device.blocks import Visit
+from flashtile.backends.gpu.device import blocks, intervals, lists, mods
+from flashtile.backends.gpu.device.blocks import KeyBlocks
 from flashtile.backends.gpu.device.dropout import keep_tile
 from flashtile.backends.gpu.device.mods import multiple
 from flashtile.backends.gpu.device.sequence import HeadRows
@@ -82,22 +82,23 @@ class BiasSums(NamedTuple):
 
 
 @triton.jit
-def probabilities(product, lse_log2, call, head, at, edge, WITH_SLOPE: tl.constexpr):
+def probabilities(product, lse_log2, call, head, at, edge, partial, WITH_SLOPE: tl.constexpr):
     """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the mods' slope.
 
-    If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked.
+    If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked; ``partial`` as of
+    ``mods.select``.
     """
     x, scale_log2, slope = mods.apply(product, call.mods, head, at, WITH_SLOPE)
     probs = tl.exp2(x * scale_log2 - lse_log2)
     if mods.place_of(call.mods.SCORES, "score_mod") >= 0:
         # What it makes of rows past the end may be infinite.
         probs = tl.where(lse_log2 == float("inf"), 0.0, probs)
-    return mods.select(probs, call.mods, head, at, 0.0, edge), slope
+    return mods.select(probs, call.mods, head, at, 0.0, edge, partial), slope
 
 
 @triton.jit
 def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
-    """Adds the contribution of one head's query blocks, those of ``blocks.Visit``, to dk and dv, where needed.
+    """Adds the contribution of one head's query blocks, those of ``blocks.KeyBlocks``, to dk and dv, where needed.
 
     The scores' first dimension is the keys.
     """
@@ -107,7 +108,8 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
     dropout, queries, n_first = call.mods.dropout, place.queries, place.block * BLOCK_N
     row_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + head.h) * of_rows.stride_head + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
-    for m in tl.range(visit.start, visit.stop):
+    for position in tl.range(visit.start, visit.stop):
+        m = lists.number_of(position, call.mods.band.lists, BLOCK_M)
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         p = rows[None, :] + head.shift
@@ -123,7 +125,7 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
             delta = tl.where(rows < queries.length, delta, 0.0)
         product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         at = mods.pairs_of(head, p, cols)
-        probs, slope = probabilities(product, lse_log2[None, :], call, head, at, edge, True)
+        probs, slope = probabilities(product, lse_log2[None, :], call, head, at, edge, visit.PARTIAL, True)
         dout = load_rows(
             HeadRows(douts, head.h, queries),
             first,
@@ -157,7 +159,8 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
-    ONE_LOOP: tl.constexpr = tiles.ONE_LOOP
+    LISTED: tl.constexpr = call.mods.band.lists is not None
+    ONE_LOOP: tl.constexpr = tiles.ONE_LOOP and not LISTED
     BRANCH: tl.constexpr = ONE_LOOP and not tiles.MASK_ALL
     heads, splits = call.heads.group_size, 1
     if grads.heads_per_split is not None:
@@ -182,7 +185,7 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
     dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
     dv = zeros(BLOCK_N, call.v.BLOCK_DIM)
     first = place.head % splits * heads
-    HAS_START: tl.constexpr = call.mods.band.right is not None or call.mods.band.bounds is not None
+    HAS_START: tl.constexpr = call.mods.band.right is not None or call.mods.band.bounds is not None or LISTED
     for member in range(first, tl.minimum(first + heads, call.heads.group_size)):
         h = head_kv * call.heads.group_size + member
         head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
@@ -190,12 +193,19 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
         if call.mods.band.bounds is not None:
             found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.keys.count, 1)
             start, full_start, full_stop, stop = intervals.narrowed(start, full_start, full_stop, stop, found, BLOCK_M)
+        if LISTED:
+            start, full_start, full_stop, stop = lists.positions_of(
+                call.mods.band.lists, place.b, h, n_first, place.b < call.keys.count, queries.length, BLOCK_M
+            )
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
         for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
             m_start, m_stop = blocks.phase_blocks(phase, start, full_start, full_stop, stop, ONE_LOOP)
             dk, dv = over_queries(
                 dk, dv, k, v,
-                Visit(m_start, m_stop, full_start if BRANCH else None, full_stop if BRANCH else None, phase != 1),
+                KeyBlocks(
+                    m_start, m_stop, full_start if BRANCH else None, full_stop if BRANCH else None, phase != 1,
+                    phase == 0 or not LISTED,
+                ),
                 call, douts, of_rows, grads, tiles, head, place,
             )  # fmt: skip
     num_heads, head = call.heads.num_q // call.heads.group_size * splits, place.head
@@ -226,13 +236,14 @@ def add_to_bias(sums, dscores, head, rows, cols, num_rows):
 
 @triton.jit
 def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, place, sums):
-    """Adds the contribution of the key blocks of ``blocks.Visit`` to dq and sums."""
+    """Adds the contribution of the key blocks of ``blocks.KeyBlocks`` to dq and sums."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     dropout, keys = call.mods.dropout, place.keys
     head_kv = head.h // call.heads.group_size
     p = rows[:, None] + head.shift
-    for n in tl.range(visit.start, visit.stop):
+    for position in tl.range(visit.start, visit.stop):
+        n = lists.number_of(position, call.mods.band.lists, BLOCK_N)
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         edge = visit.MASKED
@@ -241,7 +252,7 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         at = mods.pairs_of(head, p, cols)
-        probs, slope = probabilities(product, lse_log2[:, None], call, head, at, edge, True)
+        probs, slope = probabilities(product, lse_log2[:, None], call, head, at, edge, visit.PARTIAL, True)
         v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if dropout.rng_state_ptr is not None:
@@ -271,7 +282,8 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
     """Computes dq of BLOCK_M rows of one head, contiguous at ``dq_ptr``, or ADDS it; bias_sums: ``BiasSums``."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
-    ONE_LOOP: tl.constexpr = tiles.ONE_LOOP
+    LISTED: tl.constexpr = call.mods.band.lists is not None
+    ONE_LOOP: tl.constexpr = tiles.ONE_LOOP and not LISTED
     BRANCH: tl.constexpr = ONE_LOOP and not tiles.MASK_ALL
     place = locate(call, tiles, None)
     h, queries, keys = place.head, place.queries, place.keys
@@ -297,14 +309,21 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
     if call.mods.band.bounds is not None:
         found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.queries.count, 1)
         n_min, n_full_min, n_full_max, n_max = intervals.narrowed(n_min, n_full_min, n_full_max, n_max, found, BLOCK_N)
+    if LISTED:
+        n_min, n_full_min, n_full_max, n_max = lists.positions_of(
+            call.mods.band.lists, place.b, h, m_first, place.b < call.queries.count, keys.length, BLOCK_N
+        )
     dq = zeros(BLOCK_M, call.q.BLOCK_DIM)
     # Phases as in the forward.
-    HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
+    HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None or LISTED
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
             dq, q, dout, lse_log2, delta, rows,
-            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
+            KeyBlocks(
+                n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1,
+                phase == 0 or not LISTED,
+            ),
             call, tiles, head, place, bias_sums,
         )  # fmt: skip
     dq = scaled(dq, call.mods.scale)

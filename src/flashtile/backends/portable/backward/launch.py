@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
+from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.records import operand_names, read_by_mods, rows_of
 from flashtile.backends.gpu.trial import on_trial
@@ -37,6 +37,7 @@ from flashtile.backends.portable.config import padded
 from flashtile.backends.portable.records import (
     call_of,
     heads_at_once,
+    masks_of,
     num_programs,
     tiles_of,
 )
@@ -50,7 +51,8 @@ _MAX_TILE = 128
 _FEWEST_SUMS = 2**18
 _OPERANDS = (
     "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
-    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias", "row_keys", "key_rows", "bounds",
+    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias", "row_keys", "key_rows", "row_blocks", "row_items", "key_blocks",
+    "key_items", "bounds",
 )  # fmt: skip
 
 
@@ -111,6 +113,7 @@ class BackwardPlan:
         run(steps, (
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
             t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows,
+            t.row_blocks, t.row_items, t.key_blocks, t.key_items,
             empty_bounds(self._bounds, t.q) if self._bounds else None,
             *read_by_mods(t), *(x for each in sums_of for x in each),
         ))  # fmt: skip
@@ -174,10 +177,11 @@ def _bounds_places(problem: Problem, tensors: Tensors) -> tuple[int, int, int]:
 
 def _side(problem: Problem, tensors: Tensors, name: Kernel) -> Side:
     """The tiles of the kernel of dq, or of one over keys."""
-    config, places = choose(problem, name), _bounds_places(problem, tensors)
+    config = choose(problem, name)
     if name == "dq":
         return Side(config.block_m)
-    return Side(config.block_n, over_keys=True, offset=places[1 if name == "dv" else 0])
+    offset = _bounds_places(problem, tensors)[name == "dv"] if problem.intervals else 0
+    return Side(config.block_n, over_keys=True, offset=offset)
 
 
 def gqa_splits(problem: Problem) -> int:
@@ -253,7 +257,7 @@ def _dkdv_launch(
 ) -> Launch:
     """``wanted``: whether dk, whether dv, and whether to add them."""
     config, splits, places = choose(problem, name), gqa_splits(problem), _places(problem, tensors)
-    masks = masks_of(problem, tensors, _side(problem, tensors, name)) if problem.intervals else None
+    masks = masks_of(problem, tensors, _side(problem, tensors, name))
     call, rows = call_of(problem, tensors, config, ("q", "dout"), dout, masks=masks)
     dk, dv = (
         (Pointer(problem.grad_dtype, grad) if splits == 1 else Pointer(torch.float32, "rows", 4 * place)) if is_wanted
@@ -283,7 +287,7 @@ def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) 
 
 def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> Launch:
     config = choose(problem, "dq")
-    masks = masks_of(problem, tensors, _side(problem, tensors, "dq")) if problem.intervals else None
+    masks = masks_of(problem, tensors, _side(problem, tensors, "dq"))
     call, rows = call_of(problem, tensors, config, ("k", "v"), dout, masks=masks)
     bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
     sums: Any = BiasSums(None, None, None, None, None, None, None, None, None)
@@ -350,7 +354,8 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
     assert bias is not None
     parts, (shape, over) = bias_parts(problem, bias), _bias_shape(problem, bias)
     sums_batch = _bias_batch(bias) == 1 and problem.batch != 1
-    masks = masks_of(problem, tensors, Side(config.block_m))._replace(bounds=None) if problem.intervals else None
+    masks = masks_of(problem, tensors, Side(config.block_m))
+    masks = None if masks is None else masks._replace(bounds=None)
     call, rows = call_of(problem, tensors, config, ("q", "k", "v", "dout"), dout, (sums_batch, over[0]), masks)
     dbias = BiasGradient(
         Pointer(bias.dtype if parts == 1 else torch.float32, "dbias"), shape[0], shape[1], shape[2],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.mods import Operand, Operands
 from flashtile.backends.gpu.functions import module_of
-from flashtile.backends.gpu.intervals import Side, masks_of
+from flashtile.backends.gpu.intervals import Side
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.portable.backward.config import choose
 from flashtile.backends.portable.backward.dbias import BiasGradient, Partial, attention_backward_dbias
@@ -26,7 +26,7 @@ from flashtile.backends.portable.backward.scatter import (
     attention_backward_places,
 )
 from flashtile.backends.portable.config import Config
-from flashtile.backends.portable.records import call_of, num_programs, tiles_of
+from flashtile.backends.portable.records import call_of, masks_of, num_programs, tiles_of
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.mods.places import Way, axes_of, way_of
@@ -91,7 +91,8 @@ def launch_of(problem: Problem, t: Tensors, dout: Tensor, of_rows: Any, share: S
     function = score_function(problem, t)
     assert function is not None
     config = _config(problem, share.way)
-    masks = masks_of(problem, t, Side(config.block_m))._replace(bounds=None) if problem.intervals else None
+    masks = masks_of(problem, t, Side(config.block_m))
+    masks = None if masks is None else masks._replace(bounds=None)
     call, rows = call_of(problem, t, config, ("q", "k", "v", "dout"), dout, masks=masks, has_own_slope=False)
     made = module_of(function.graph.text)
     partial = Partial(made.partials, share.number)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import mods, sequence
-from flashtile.backends.portable.backward.dbias import keeps_some, tile_gradient
+from flashtile.backends.portable.backward.dbias import keeps_some, listed_gradient
 from flashtile.backends.portable.device.tiles import locate
 
 
@@ -78,7 +78,9 @@ def attention_backward_diagonals(call, douts, of_rows, partial, diagonals, tiles
             m_first, n_first = m * BLOCK, (m - k - side) * BLOCK
             if keeps_some(queries, keys, m_first, n_first, call, tiles):
                 zero = tl.zeros([BLOCK, BLOCK], tl.float32)
-                tile = tile_gradient(zero, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles)
+                tile = listed_gradient(
+                    zero, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles
+                )
                 tile = tl.gather(tile, turned, 1)
                 acc += tl.sum(tl.where((row < col) == (side == 1), tile, 0.0), 0)
     at = (tl.cast(head_index, tl.int64) * count + block) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +103,7 @@ def attention_backward_places(call, douts, of_rows, partial, places, tiles):
         n_first = n * BLOCK_N
         if keeps_some(queries, keys, m_first, n_first, call, tiles):
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            tile = tile_gradient(zero, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles)
+            tile = listed_gradient(zero, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles)
             at = mods.pairs_of(head, rows + head.shift, n_first + tl.arange(0, BLOCK_N)[None, :])
             offset = mods.place_of_load(call.mods, head, at, places) + tl.zeros([BLOCK_M, BLOCK_N], tl.int64)
             add_to_places(places, offset, tile)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, intervals, mods, softmax
-from flashtile.backends.gpu.device.blocks import Visit
+from flashtile.backends.gpu.device import blocks, intervals, lists, mods, softmax
+from flashtile.backends.gpu.device.blocks import KeyBlocks
 from flashtile.backends.gpu.device.dropout import keep_tile
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import (
@@ -29,13 +29,14 @@ from flashtile.backends.portable.device.tiles import locate
 
 @triton.jit
 def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys):
-    """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows."""
+    """Adds the key blocks of ``blocks.KeyBlocks`` to the softmax state of BLOCK_M rows."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     dropout = call.mods.dropout
     head_kv = head.h // call.heads.group_size
     p = rows[:, None] + head.shift
-    for n in tl.range(visit.start, visit.stop):
+    for position in tl.range(visit.start, visit.stop):
+        n = lists.number_of(position, call.mods.band.lists, BLOCK_N)
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
@@ -45,7 +46,7 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys):
         edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
-        x = mods.select(x, call.mods, head, at, float("-inf"), edge)
+        x = mods.select(x, call.mods, head, at, float("-inf"), edge, visit.PARTIAL)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
         if dropout.rng_state_ptr is not None:
             kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
@@ -97,7 +98,8 @@ def attention_forward(call, output, tiles):
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
-    ONE_LOOP: tl.constexpr = tiles.ONE_LOOP
+    LISTED: tl.constexpr = call.mods.band.lists is not None
+    ONE_LOOP: tl.constexpr = tiles.ONE_LOOP and not LISTED
     BRANCH: tl.constexpr = ONE_LOOP and not tiles.MASK_ALL
     place = locate(call, tiles, None)
     h, queries, keys = place.head, place.queries, place.keys
@@ -115,16 +117,24 @@ def attention_forward(call, output, tiles):
     if call.mods.band.bounds is not None:
         found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.queries.count, 1)
         n_min, n_full_min, n_full_max, n_max = intervals.narrowed(n_min, n_full_min, n_full_max, n_max, found, BLOCK_N)
+    if LISTED:
+        n_min, n_full_min, n_full_max, n_max = lists.positions_of(
+            call.mods.band.lists, place.b, h, m_first, place.b < call.queries.count, keys.length, BLOCK_N
+        )
     acc = zeros(BLOCK_M, call.v.BLOCK_DIM)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Phases: keys on the left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all.
-    HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
+    # Phases: keys on the left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all. Of a list:
+    # partial blocks, full ones, and full ones on an edge.
+    HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None or LISTED
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, rows,
-            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
+            KeyBlocks(
+                n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1,
+                phase == 0 or not LISTED,
+            ),
             call, tiles, head, keys,
         )  # fmt: skip
     in_sequence, keep_scale = place.b < call.queries.count, call.mods.dropout.keep_scale

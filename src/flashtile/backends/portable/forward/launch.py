@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Output
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
+from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.gpu.trial import on_trial
@@ -17,6 +17,7 @@ from flashtile.backends.portable.forward.kernel import attention_forward
 from flashtile.backends.portable.records import (
     call_of,
     heads_at_once,
+    masks_of,
     num_programs,
     tiles_of,
 )
@@ -26,7 +27,8 @@ from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "alibi", "mask", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state",
-    "origins", "partial_out", "partial_lse", "row_keys", "key_rows", "bounds",
+    "origins", "partial_out", "partial_lse", "row_keys", "key_rows",
+    "row_blocks", "row_items", "bounds",
 )  # fmt: skip
 
 
@@ -67,7 +69,7 @@ class ForwardPlan:
         parts = (None, None) if partial is None else (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
-            t.rng_state, t.origins, *parts, t.row_keys, t.key_rows,
+            t.rng_state, t.origins, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
             empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t),
         ))  # fmt: skip
         return out, lse
@@ -94,7 +96,7 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
     """
-    masks = masks_of(problem, tensors, Side(config.block_m)) if problem.intervals else None
+    masks = masks_of(problem, tensors, Side(config.block_m))
     call, _ = call_of(problem, tensors, config, ("k", "v"), masks=masks)
     partial = [Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")]
     output = Output(Pointer(problem.out_dtype, "out"), Pointer(torch.float32, "lse"), *partial)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import blocks, mods, sequence, softmax
-from flashtile.backends.gpu.device.blocks import Visit
+from flashtile.backends.gpu.device.blocks import KeyBlocks
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
 from flashtile.backends.portable.device.tiles import locate
@@ -88,7 +88,7 @@ def rounded(probs):
 
 @triton.jit
 def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, head, keys):
-    """Adds the key blocks of ``blocks.Visit`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
+    """Adds the key blocks of ``blocks.KeyBlocks`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
 
     row_sum and acc are 2^PROBS_LOG2 times those there.
     """
@@ -157,7 +157,7 @@ def attention_quantized(call, scales, output, tiles):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, q_scale, rows,
-            Visit(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
+            KeyBlocks(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),
             call, scales, tiles, head, keys,
         )  # fmt: skip
     exists = rows < queries.length

@@ -1,0 +1,128 @@
+"""``create_block_mask``: which blocks a mask function keeps, found tile by tile on the device."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.call.arguments import integer
+from flashtile.call.functions import Function
+from flashtile.core.errors import InvalidInputError, shown
+from flashtile.mods.block_mask import FULL, PARTIAL, BlockMask, Entries, listed
+from flashtile.mods.graph import parse
+from flashtile.mods.record import lowered
+
+# Blocks that a launch looks at, a byte each, and pairs that are evaluated at once where no kernel does it.
+_MOST_BLOCKS, _MOST_PAIRS = 2**26, 2**22
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """The blocks that a mask function keeps, as ``block_mask`` of ``attention``.
+
+    As PyTorch's function of this name, but no matrix of all pairs is ever made: on GPUs a kernel counts the kept pairs
+    of each block. It waits for the device.
+
+    Args:
+        mask_mod: ``f(b, h, q_idx, kv_idx)``, see ``attention``. It goes with the mask.
+        B: Sequences that the mask differs in; None or 1 for one that all share.
+        H: The same of query heads.
+        Q_LEN: Rows.
+        KV_LEN: Keys.
+        device: Where; by default that of a tensor that the function captures, or else the GPU if there is one.
+        BLOCK_SIZE: Rows and keys of a block, or one number for both. Kernels' tiles are no larger.
+
+    Returns:
+        The mask, with its function for blocks that are kept in part.
+
+    Raises:
+        InvalidInputError: A ValueError that names the argument.
+    """
+    sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(sizes) != 2:
+        raise InvalidInputError("BLOCK_SIZE", f"is {shown(BLOCK_SIZE)}, must be a number or two: rows and keys")
+    block_size = integer("BLOCK_SIZE", sizes[0]), integer("BLOCK_SIZE", sizes[1])
+    groups = (1 if B is None else integer("B", B)), (1 if H is None else integer("H", H))
+    lengths = integer("Q_LEN", Q_LEN, 0), integer("KV_LEN", KV_LEN, 0)
+    read = lowered(mask_mod, "mask_mod", "mask", False)
+    place = _device(device, read.operands)
+    operands = tuple([x.to(place) if x.dim() == 0 else x for x in read.operands])
+    for x in operands:
+        if x.device.type != place.type:
+            raise InvalidInputError("mask_mod", f"reads a tensor on {x.device}, but the mask is made on {place}")
+    function = Function(parse(read.text), operands, read.numbers, 0) if read.text else None
+    parts = list(_entries(function, groups, lengths, block_size, place))
+    return listed(Entries(*map(torch.cat, zip(*parts, strict=True))), groups, block_size, lengths, mask_mod)
+
+
+def _device(given: torch.device | str | None, operands: tuple[Tensor, ...]) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    return next((x.device for x in operands if x.dim()), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _entries(
+    function: Function | None,
+    groups: tuple[int, int],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    device: torch.device,
+) -> Iterator[Entries]:
+    """The listed blocks, of some blocks of rows after others."""
+    rows, keys = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
+    in_kernel = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    find: Callable[..., Tensor] = evaluated
+    if in_kernel and function is not None:
+        from flashtile.backends.portable.lists import kinds as find
+    step = max(1, _MOST_BLOCKS // max(groups[0] * groups[1] * keys, 1))
+    for first in range(0, max(rows, 1), step):
+        span = first, min(first + step, rows)
+        found = find(function, groups, lengths, block_size, span, device)
+        group, row, key = found.nonzero(as_tuple=True)
+        yield Entries(group, row + first, key, found[group, row, key].long())
+
+
+@torch.no_grad()
+def evaluated(
+    function: Function | None,
+    groups: tuple[int, int],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    span: tuple[int, int],
+    device: torch.device,
+) -> Tensor:
+    """Whether blocks of rows ``span`` are 0, ``PARTIAL`` or ``FULL``: ``(B * H, rows, blocks_k)`` int8, by PyTorch."""
+    (batch, heads), (seqlen_q, seqlen_k), (of_rows, of_keys) = groups, lengths, block_size
+    blocks_k = -(-seqlen_k // of_keys)
+    kinds = torch.zeros(batch, heads, span[1] - span[0], blocks_k, dtype=torch.int8, device=device)
+    wide = max(1, _MOST_PAIRS // (of_rows * of_keys))
+    # What a function does not look at is evaluated once for all.
+    used = set() if function is None else {node.op for node in function.graph.nodes}
+    at_b, at_h = ([(slice(n, n + 1), n) for n in range(size)] if name in used else [(slice(None), 0)]
+                  for name, size in (("b", batch), ("h", heads)))  # fmt: skip
+    for m, n in itertools.product(range(*span), range(0, blocks_k, wide)):
+        stop = min(n + wide, blocks_k)
+        i = torch.arange(m * of_rows, (m + 1) * of_rows, device=device)[:, None]
+        j = torch.arange(n * of_keys, stop * of_keys, device=device)
+        exists = (i < seqlen_q) & (j < seqlen_k)
+        for (bs, b), (hs, h) in itertools.product(at_b, at_h):
+            keep = exists
+            if function is not None:
+                here = {"b": torch.tensor(b, device=device), "h": torch.tensor(h, device=device), "i": i, "j": j}
+                keep = exists & function.values([function.graph.result], here, torch.float32)[0]
+            kept = keep.reshape(of_rows, stop - n, of_keys).sum((0, 2))
+            found = torch.where(kept == of_rows * of_keys, FULL, torch.where(kept > 0, PARTIAL, 0))
+            kinds[bs, hs, m - span[0], n:stop] = found.to(torch.int8)
+    return kinds.flatten(0, 1)

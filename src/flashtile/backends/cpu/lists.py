@@ -1,0 +1,78 @@
+"""What block lists and the user's mask function leave of a sequence's rectangles."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.mods.block_mask import FULL, PARTIAL
+
+if TYPE_CHECKING:
+    from flashtile.backends.cpu.plan import Rectangle, Sequence
+
+
+class Lists(NamedTuple):
+    """The lists of some sequences, as in ``mods.block_mask.BlockMask``.
+
+    Attributes:
+        bounds: ``(batch or 1, heads or 1, blocks_q, 3)``.
+        items: Blocks of keys.
+        block_size: Rows and keys of a block.
+    """
+
+    bounds: Tensor
+    items: Tensor
+    block_size: tuple[int, int]
+
+
+def _kinds(lists: Lists, rows: tuple[int, int], seqlen_k: int) -> Tensor:
+    """0, ``PARTIAL`` or ``FULL`` of the blocks that have some rows: ``(b, h, blocks of rows, blocks_k)`` int8."""
+    of_rows, of_keys = lists.block_size
+    bounds = lists.bounds[:, :, rows[0] // of_rows : -(-rows[1] // of_rows)].long()
+    start, full_start, stop = bounds.flatten(0, -2).unbind(-1)
+    counts = stop - start
+    owner = torch.repeat_interleave(counts)
+    at = torch.arange(len(owner), device=owner.device) + (start - counts.cumsum(0) + counts)[owner]
+    found = torch.zeros(len(counts), -(-seqlen_k // of_keys), dtype=torch.int8, device=owner.device)
+    kind = torch.where(at < full_start[owner], PARTIAL, FULL).to(torch.int8)
+    # Of a shorter packed sequence the list may name blocks that it does not have.
+    item = lists.items[at].long()
+    there = item < found.shape[1]
+    found[owner[there], item[there]] = kind[there]
+    return found.view(*bounds.shape[:3], -1)
+
+
+def cut(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
+    """A block of rows without the keys that no list has, those apart that all lists call full."""
+    assert seq.lists is not None
+    kinds, of_keys = _kinds(seq.lists, block[0].rows, seq.seqlen_k).flatten(0, 2), seq.lists.block_size[1]
+    kept, full = (kinds != 0).any(0), (kinds == FULL).all(0)
+    spans, n = [], 0
+    for kind, run in itertools.groupby((kept.int() + full.int()).tolist()):
+        first, n = n, n + len(list(run))
+        if kind:
+            spans.append((first * of_keys, n * of_keys))
+    cut = ((each, max(each.keys[0], low), min(each.keys[1], high)) for each in block for low, high in spans)
+    return [replace(each, keys=(start, end)) for each, start, end in cut if start < end]
+
+
+def within(seq: Sequence, rectangle: Rectangle, at: dict[str, Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Which pairs of a rectangle lists and the mask function keep, which broadcasts to its scores; None for all."""
+    if seq.lists is None:
+        return None if seq.mask_mod is None else seq.mask_mod.values([seq.mask_mod.graph.result], at, dtype)[0]
+    of_rows, of_keys = seq.lists.block_size
+    (row, row_stop), (key, key_stop) = rectangle.rows, rectangle.keys
+    kinds = _kinds(seq.lists, rectangle.rows, seq.seqlen_k)[..., key // of_keys : -(-key_stop // of_keys)]
+    if bool((kinds == FULL).all()):
+        return None
+    device = kinds.device
+    m = torch.arange(row, row_stop, device=device) // of_rows - row // of_rows
+    n = torch.arange(key, key_stop, device=device) // of_keys - key // of_keys
+    kind = kinds[:, :, m][..., n]
+    if seq.mask_mod is None or not bool((kinds == PARTIAL).any()):
+        return kind != 0
+    return (kind == FULL) | ((kind == PARTIAL) & seq.mask_mod.values([seq.mask_mod.graph.result], at, dtype)[0])

@@ -1,0 +1,21 @@
+"""Block lists from the host's side: a kernel's record."""
+
+from __future__ import annotations
+
+from flashtile.backends.gpu.device.lists import Lists
+from flashtile.backends.gpu.launch import pointer
+from flashtile.call.problem import Problem, Tensors
+
+
+def lists_of(problem: Problem, t: Tensors, *, over_keys: bool = False) -> Lists | None:
+    """The lists of blocks of rows, or of keys; None without any."""
+    if not problem.listed:
+        return None
+    name, items = ("key_blocks", "key_items") if over_keys else ("row_blocks", "row_items")
+    bounds, (own, other) = getattr(t, name), problem.listed[:: -1 if over_keys else 1]
+    batch, heads, count, _ = bounds.shape
+    return Lists(
+        pointer(bounds, name), pointer(getattr(t, items), items), 0 if batch == 1 else heads * count * 3,
+        0 if heads == 1 else count * 3, count, own, other,
+        problem.varlen or not problem.band.unbounded,
+    )  # fmt: skip
