@@ -218,7 +218,7 @@ def by_name(mesh: DeviceMesh, keywords: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("keywords", "message"), [
-    ({"layout": "spiral"}, "layout: is 'spiral', must be one of contiguous, zigzag, striped"),
+    ({"layout": "spiral"}, "layout: is 'spiral', must be one of contiguous, zigzag, striped, or made by deal"),
     ({"comm": "pigeon"}, "comm: is 'pigeon', must be one of auto, ring, allgather, ulysses"),
     ({"comm": "ulysses"}, "q: on rank 0: has 6 heads over 6, which the 4 ranks that exchange heads do not divide"),
     ({"backend": "hopper"}, "backend 'hopper' cannot run this backward"),

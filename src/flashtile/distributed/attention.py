@@ -20,7 +20,7 @@ from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
-from flashtile.distributed.layouts import LAYOUTS, Layout
+from flashtile.distributed.layouts import Layout, check_layout
 from flashtile.distributed.shards import document_lengths
 from flashtile.ops import plans
 
@@ -121,9 +121,9 @@ def _call(given: dict[str, Any]) -> Any:
     ranks = ranks_of(mesh)
     if mesh.device_type != q.device.type:
         raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {q.device}")
-    for name, known in (("layout", LAYOUTS), ("comm", COMMS)):
-        if given[name] not in known:
-            raise InvalidInputError(name, f"is {shown(given[name])}, must be one of {', '.join(known)}")
+    check_layout(given["layout"])
+    if given["comm"] not in COMMS:
+        raise InvalidInputError("comm", f"is {shown(given['comm'])}, must be one of {', '.join(COMMS)}")
     (lengths_q, inferred_q), (lengths_k, inferred_k) = (_lengths(side, given, ranks) for side in "qk")
     inferred, packed = (inferred_q, inferred_k), given["cu_seqlens_q"] is not None
     if packed != (given["cu_seqlens_k"] is not None):

@@ -16,12 +16,12 @@ from flashtile.call.problem import Problem
 from flashtile.core import settings
 from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedError
 from flashtile.core.masks import Band
-from flashtile.core.states import Partial, sinks_gradient
+from flashtile.core.states import sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
 from flashtile.distributed.launches import OfRows, Part
-from flashtile.distributed.layouts import Layout, ranges, shard_length
+from flashtile.distributed.layouts import Dealt, Layout, ranges, shard_length
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.steps import Steps
 from flashtile.ops import dispatch
@@ -122,7 +122,7 @@ def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
     return {
         **{name: kind(x) for name, x in tensors.items()},
         **{f"{name}_{side}": None if inferred else all_of_them for side, all_of_them, inferred in lengths},
-        "layout": spec.layout,
+        "layout": [x.spans, x.lengths] if isinstance(x := spec.layout, Dealt) else x,
         "comm": spec.comm,
         "window_size, causal": [o.window_left, o.window_right],
         "requires_grad": list(o.grads.named),
@@ -273,12 +273,13 @@ class Kind:
         self._repeats = max(1, heads.size // problem.num_heads_kv)
         self._ring, each = ring, problem.num_heads_q // heads.size
         self._some = slice(heads.rank * each, (heads.rank + 1) * each)
-        plan = make_plan(
-            lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_origins(spec, t)
-        )
         most = None
         if ring.size > 1 and spec.comm == "allgather":
             most = shard_length(sum(lengths_k), ring.size, 0) * batch
+        plan = make_plan(
+            lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_origins(spec, t),
+            whole=most is not None,
+        )  # fmt: skip
         part = Part(problem.num_heads_q, self._some.start)
         messages: Messages | Copies = Messages(ring)
         if copies and ring.size > 1 and spec.comm != "allgather":
@@ -309,10 +310,7 @@ class Kind:
             sinks = None if sinks is None else sinks[self._some].contiguous()
             slopes = None if slopes is None else slopes[..., self._some].contiguous()
         inner = Tensors(q, k.contiguous(), v.contiguous(), slopes, rng_state=t.rng_state)
-        state = self._steps.forward(inner, None if sinks is None else self._start(q, sinks))
-        if state is None:
-            state = self._start(q, None)
-        out, lse = state.out.to(q.dtype), state.lse
+        out, lse = self._steps.forward(inner, sinks)
         saved = Saved(q, inner.k, inner.v, out, lse, sinks, slopes, t.rng_state)
         out_here, lse_here = out, lse
         if self._heads is not None:
@@ -335,32 +333,20 @@ class Kind:
         dq = dk = dv = None
         if any(grads[:3]):
             inner = Tensors(saved.q, saved.k.contiguous(), saved.v.contiguous(), slopes, rng_state=saved.rng_state)
-            total, back = self._steps.backward(inner, rows)
-            dq = None if total.dq is None else total.dq.to(saved.q.dtype)
-            dk, dv = (self._of_keys(x, more, saved.k.dtype) for x, more in zip((total.dk, total.dv), back, strict=True))
+            total = self._steps.backward(inner, rows)
+            dq, dk, dv = total.dq, *(self._of_keys(x, saved.k.dtype) for x in (total.dk, total.dv))
             dq = None if dq is None else self._like_q(dq if self._heads is None else self._heads[0].join(dq), q_like)
         dsinks = self._dsinks(saved.sinks, rows) if grads.sinks and saved.sinks is not None else None
         return dq, dk, dv, dsinks
 
-    def _start(self, q: Tensor, sinks: Tensor | None) -> Partial:
-        """The state before any key: sinks are a key whose value is 0."""
-        dtype, rows = self._problem.lse_dtype, q.shape[0]
-        out = q.new_zeros((*q.shape[:2], self._problem.head_dim_v), dtype=dtype)
-        if sinks is None:
-            return Partial(out, q.new_full((q.shape[1], rows), -torch.inf, dtype=dtype))
-        return Partial(out, sinks.to(dtype)[:, None].repeat(1, rows))
-
-    def _of_keys(self, x: Tensor | None, more: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The gradient of k or v from its sum, and from what other ranks added last."""
+    def _of_keys(self, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of k or v in its place; of repeated heads from those in float32."""
         if x is None:
             return None
-        if self._repeats > 1:  # rounded once, below
-            dtype, final = x.dtype, dtype
-        x = x.to(dtype) if more is None else torch.add(x, more, out=torch.empty_like(x, dtype=dtype))
         if self._heads is not None:
             x = self._heads[1].join(x)
         if self._repeats > 1:
-            x = x.unflatten(1, (-1, self._repeats)).sum(2).to(final)
+            x = x.unflatten(1, (-1, self._repeats)).sum(2).to(dtype)
         return x if self.spec.packed else x.unflatten(0, (self._problem.batch, self._keys))
 
     def _dsinks(self, sinks: Tensor, rows: OfRows) -> Tensor:

@@ -37,6 +37,23 @@ class OfRows(NamedTuple):
     dout: Tensor
     dlse: Tensor | None
 
+    def of(self, rows: tuple[int, int]) -> OfRows:
+        """That of some of them."""
+        if rows == (0, self.out.shape[0]):
+            return self
+        some, dlse = slice(*rows), self.dlse
+        lse, dlse = (None if x is None else x[:, some].contiguous() for x in (self.lse, dlse))
+        assert lse is not None
+        return self._replace(out=self.out[some], lse=lse, dout=self.dout[some], dlse=dlse)
+
+
+def some_of(t: Tensors, rows: tuple[int, int], keys: tuple[int, int]) -> Tensors:
+    """The tensors of some rows and some keys."""
+    if rows == (0, t.q.shape[0]) and keys == (0, t.k.shape[0]):
+        return t
+    some = slice(*keys)
+    return dataclasses.replace(t, q=t.q[slice(*rows)], k=t.k[some], v=t.v[some])
+
 
 class CallPlan:
     """One call of a step with the backend's plans of it, made when they are first needed."""
@@ -72,13 +89,13 @@ class CallPlan:
         bounds = self._bounds_q, self._bounds_k
         return Tensors(t.q, *keys, slopes, None, None, None, *bounds, rng_state=t.rng_state, origins=self._origins)
 
-    def forward(self, t: Tensors, keys: Keys, state: Partial | None) -> Partial:
-        """The state after these keys; in q's dtype if the call is the last."""
+    def forward(self, t: Tensors, keys: Keys, state: Partial | None, into: Tensor | None = None) -> Partial:
+        """The state after these keys; in q's dtype if the call is the last, whose out may be written into a tensor."""
         given = self._given(t, keys)
         if self._forward is None:
-            dtype = t.q.dtype if self._is_last else _wide(t)
+            dtype = t.q.dtype if self._is_last else wide(t)
             self._forward = ops.REGULAR.plan("forward", given, self.options, out_dtype=dtype)
-        return Partial(*self._forward(given, state))
+        return Partial(*self._forward(given, state, into if self._is_last else None))
 
     def backward(
         self, t: Tensors, keys: Keys, rows: OfRows, sums: Gradients | None, chain: Chain | None = None,
@@ -90,7 +107,7 @@ class CallPlan:
         key = t.q.stride(), t.q.data_ptr() % 16, rows.dlse is None
         run: Any = self._backwards.get(key)
         if run is None:
-            dtype = t.q.dtype if self.rounds else _wide(t)
+            dtype = t.q.dtype if self.rounds else wide(t)
             douts = rows.dout, rows.dlse
             run = self._backwards[key] = ops.REGULAR.plan("backward", given, self.options, douts, grad_dtype=dtype)
         return run(given, *rows, sums) if chain is None else run.in_chain(given, *rows, sums, chain, heads)
@@ -108,7 +125,7 @@ class CallPlan:
         return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
 
 
-def _wide(t: Tensors) -> torch.dtype:
+def wide(t: Tensors) -> torch.dtype:
     """The dtype of results to which others are added, that of lse."""
     return torch.promote_types(t.q.dtype, torch.float32)
 

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.call.arguments import check_tensor, integer
 from flashtile.call.axes import lengths_between
-from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.errors import InvalidInputError
 from flashtile.distributed.exchange import Ranks, gather, ranks_of
-from flashtile.distributed.layouts import LAYOUTS, Layout, ranges
+from flashtile.distributed.layouts import Layout, check_layout, ranges
 from flashtile.distributed.layouts import positions as ranges_of_positions
 
 
@@ -178,8 +178,7 @@ def _values(x: Tensor) -> tuple[int, ...]:
 
 def _place(ranks: Ranks, shard: int, layout: Layout) -> tuple[int, int, Layout, int, int]:
     """Where a shard is, as ``layouts.ranges`` takes it: ranks of the ring, one of them, and which part of its rows."""
-    if layout not in LAYOUTS:
-        raise InvalidInputError("layout", f"is {shown(layout)}, must be one of {', '.join(LAYOUTS)}")
+    check_layout(layout)
     parts = ranks.ulysses.size
     return ranks.ring.size, shard // parts, layout, shard % parts, parts
 
