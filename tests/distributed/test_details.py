@@ -127,7 +127,7 @@ def traffic(mesh: DeviceMesh, rows: int, keywords: dict[str, Any]) -> tuple[list
     sent = [0]
 
     def post(self: Any, number: int, sends: Any, receives: Any) -> Any:
-        sent[-1] += sum(x.numel() for parcel in sends for x in parcel.tensors)
+        sent[-1] += sum(x.numel() for parcel in sends for parts in parcel.tensors for x in parts)
         events.append(f"post {len(sends)} {len(receives)}")
         pending = posted(self, number, sends, receives)
         waiting = mock.Mock()

@@ -132,11 +132,12 @@ def _joined(
     if not used_q or (even and len(used_q) + len(used_k) > 2):
         return None
     rows, keys = rows[used_q[0] : used_q[-1] + 1], keys[used_k[0] : used_k[-1] + 1]
+    grid = [over[used_k[0] : used_k[-1] + 1] for over in grid[used_q[0] : used_q[-1] + 1]]
     if len(rows) == len(keys) == 1:
-        return _trimmed(rows, keys, grid[used_q[0]][used_k[0]] or (0, 0), shift)
+        return _trimmed(rows, keys, grid[0][0] or (0, 0), shift)
     # For each pair the differences that it has, and those of them that are kept, counted alike.
     pairs: list[tuple[Differences, Differences | None]] = []
-    for (i, q), (j, k) in itertools.product(zip(used_q, rows, strict=True), zip(used_k, keys, strict=True)):
+    for (i, q), (j, k) in itertools.product(enumerate(rows), enumerate(keys)):
         apart, one = k.at - keys[0].at - q.at + rows[0].at, grid[i][j]
         pairs.append(((1 - q.length + apart, k.length - 1 + apart), one and (one[0] + apart, one[1] + apart)))
     # The tightest that keeps all there is to keep: if this keeps too much, everything does.

@@ -9,12 +9,45 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile.call.arguments import check_tensor, integer
+from flashtile.call.arguments import band_of, check_tensor, integer
 from flashtile.call.axes import lengths_between
 from flashtile.core.errors import InvalidInputError
+from flashtile.distributed.dealing import deal_rows
 from flashtile.distributed.exchange import Ranks, gather, ranks_of
 from flashtile.distributed.layouts import Layout, check_layout, ranges
 from flashtile.distributed.layouts import positions as ranges_of_positions
+
+
+def deal(
+    mesh: DeviceMesh,
+    *,
+    seqlen: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+) -> Layout:
+    """The layout of sequences that attend to themselves under a mask: ranks keep as many pairs, and little travels.
+
+    Every rank has as many rows as under each layout, and at most 1.05 times the pairs of the mean where some layout has
+    that; of such layouts it is one with which few keys travel. Documents that fit a rank stay on one as far as that is
+    even. The same arguments give the same layout on all ranks.
+
+    Args:
+        mesh: As in ``attention``.
+        seqlen: Length of the whole sequence; or
+        cu_seqlens: bounds of packed documents.
+        causal: As in ``attention``.
+        window_size: As in ``attention``.
+
+    Returns:
+        What ``shard``, ``unshard``, ``positions`` and ``attention`` take as ``layout``: a name, or what is only for
+        these lengths and this number of ranks.
+
+    Raises:
+        InvalidInputError: Naming the argument that does not fit.
+    """
+    lengths = _whole(seqlen, cu_seqlens)
+    return deal_rows(lengths, ranks_of(mesh).ring.size, band_of(causal, window_size))
 
 
 def shard(
@@ -30,7 +63,7 @@ def shard(
     Of a sequence of N ranks' rows, "contiguous" gives rank r the r-th of N parts, "striped" every N-th row from r on,
     and "zigzag" the parts r and 2N - 1 - r of 2N, which is equal work under a causal mask. Shards differ by at most one
     row; they may be empty. With cu_seqlens "zigzag" does it for each document, and the others for
-    all their rows as one sequence. Ranks of a dimension "ulysses" share in order what a rank of "ring" would have.
+    all their rows as one sequence. ``deal`` makes layouts for a mask. Ranks of a dimension "ulysses" share in order what a rank of "ring" would have.
 
     Args:
         x: Any tensor.
@@ -118,12 +151,17 @@ def positions(
     Raises:
         InvalidInputError: Naming the argument that does not fit.
     """
-    if (seqlen is None) == (cu_seqlens is None):
-        raise InvalidInputError("seqlen", "and cu_seqlens: one of the two must be given")
-    ranks, lengths = ranks_of(mesh), _lengths(cu_seqlens, None if seqlen is None else integer("seqlen", seqlen, 0))
+    ranks, lengths = ranks_of(mesh), _whole(seqlen, cu_seqlens)
     found = ranges_of_positions(lengths, *_place(ranks, ranks.rank, layout))
     rows = [torch.arange(each.start, each.stop, each.step, device=device) for each in found]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _whole(seqlen: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...]:
+    """Lengths of the documents, of which there is one with seqlen."""
+    if (seqlen is None) == (cu_seqlens is None):
+        raise InvalidInputError("seqlen", "and cu_seqlens: one of the two must be given")
+    return _lengths(cu_seqlens, None if seqlen is None else integer("seqlen", seqlen, 0))
 
 
 def _rows(x: Tensor, dim: int) -> tuple[int, int]:
