@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile.api.keywords import Common, asked_of
+from flashtile.api.keywords import Asked, Common, asked_of
 from flashtile.call import autocast
-from flashtile.call.arguments import Tensors, integer, is_plain, other_tensors, read
+from flashtile.call.arguments import Options, Tensors, integer, is_plain, other_tensors, read
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
@@ -22,6 +22,7 @@ from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import Layout, check_layout
 from flashtile.distributed.shards import document_lengths
+from flashtile.masks import Intervals
 from flashtile.ops import plans
 
 
@@ -31,6 +32,9 @@ class OverRanks(Common, total=False):
     causal: bool
     attn_mask: Tensor | None
     attn_bias: Tensor | None
+    block_mask: Intervals | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
     dropout_p: float
     deterministic: bool
     return_lse: bool
@@ -115,7 +119,9 @@ def _call(given: dict[str, Any]) -> Any:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError("torch.func: attention over ranks has no transforms")
     tensors, asked, _ = asked_of("attention", (q, k, v), keywords, OverRanks)
-    options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain)
+    with_mods = asked.functions != (None, None)
+    if not with_mods:
+        options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain)
     if autocast.is_on():
         tensors = autocast.cast(tensors, q.device.type)
     ranks = ranks_of(mesh)
@@ -128,10 +134,24 @@ def _call(given: dict[str, Any]) -> Any:
     inferred, packed = (inferred_q, inferred_k), given["cu_seqlens_q"] is not None
     if packed != (given["cu_seqlens_k"] is not None):
         raise InvalidInputError(f"cu_seqlens_{'k' if packed else 'q'}", "is None, but the other one is given")
+    if with_mods:
+        options = _with_mods(tensors, asked, lengths_q, lengths_k)
     spec = Spec(
         ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, asked.return_lse
     )
     return _run(_kind(spec, tensors), tensors)
+
+
+def _with_mods(t: Tensors, asked: Asked, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Options:
+    """The options of a call with score_mod or mask_mod, of which t gets what they read."""
+    from flashtile.call.functions import functions_of  # what few programs need is not loaded by all
+
+    shifts = {k - q for q, k in zip(lengths_q, lengths_k, strict=False)} or {0}
+    # A band is counted from the first row: it is one for all documents with one shift.
+    found = functions_of(*asked.functions, t, asked.plain[1], len(shifts) == 1)
+    t.operands, t.numbers = found.operands, found.numbers
+    options = read(t, asked.causal, asked.window_size, asked.return_lse, asked.plain)
+    return found.options(options, min(shifts))
 
 
 def _kind(spec: Spec, t: Tensors) -> Kind:
@@ -139,7 +159,7 @@ def _kind(spec: Spec, t: Tensors) -> Kind:
     given = None if is_plain(t) else tuple(None if x is None else plans.layout(x) for x in other_tensors(t))
     key = (
         "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), plans.products(t.q), *plans.layout(t.q),
-        *plans.layout(t.k), *plans.layout(t.v), given,
+        *plans.layout(t.k), *plans.layout(t.v), given, *map(plans.layout, t.operands or ()),
     )  # fmt: skip
     kind: Kind | None = plans.kinds.get(key)
     if kind is None:
@@ -154,7 +174,7 @@ def _run(kind: Kind, t: Tensors) -> Any:
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=t.q.device)
         t = dataclasses.replace(t, rng_state=share(spec.ranks, "the draw of dropout", state))
     if any(spec.options.grads):
-        out, lse = _apply(kind, t, t.q, t.k, t.v, t.sinks)
+        out, lse = _apply(kind, t, t.q, t.k, t.v, t.sinks, t.attn_bias, *(t.operands or ()))
     else:
         out, lse, _ = kind.forward(t)
     return (out, lse) if spec.with_lse else out
@@ -166,8 +186,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Kind, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out, lse, saved = kind.forward(t)
-        ctx.save_for_backward(*saved)
-        ctx.kind, ctx.shape = kind, out.shape
+        ctx.save_for_backward(*saved, t.attn_bias, *(t.operands or ()))
+        ctx.kind, ctx.shape, ctx.numbers = kind, out.shape, t.numbers
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -175,9 +195,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError("create_graph: attention over ranks has no second derivatives")
-        saved = Saved(*ctx.saved_tensors)
+        count = len(Saved._fields)
+        saved, (bias, *operands) = Saved(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
         dout = saved.out.new_zeros(ctx.shape) if dout is None else dout
-        return None, None, *ctx.kind.backward(saved, dout, dlse)
+        t = saved.tensors
+        t.attn_bias, t.numbers = bias, ctx.numbers
+        t.operands = None if ctx.numbers is None else tuple(operands)
+        found = ctx.kind.backward(saved, t, dout, dlse)
+        doperands = found.doperands or (None,) * len(operands)
+        return None, None, *found[:5], *doperands
 
 
 # Skips the wrapper of Function.apply, as ``ops`` does.
