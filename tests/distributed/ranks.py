@@ -126,15 +126,18 @@ def on_ranks(
     return found | gradients(replace(whole, leaves=leaves), results, (seeds["dout"], seeds["dlse"]))
 
 
-def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
-    """The largest difference over the largest value of the whole; infinities must be equal, NaN is far from all."""
+def distance(got: Tensor, want: Tensor, whole: Tensor, least: float = 1e-30) -> float:
+    """The largest difference over the largest value of the whole; infinities must be equal, NaN is far from all.
+
+    A whole that is zero but for rounding counts as ``least``.
+    """
     if got.shape != want.shape or got.dtype != want.dtype:
         raise AssertionError(f"{got.dtype} {tuple(got.shape)}, must be {want.dtype} {tuple(want.shape)}")
     apart = torch.where(got == want, 0.0, got - want).abs()
     if not apart.numel():
         return 0.0
     most = torch.where(whole.isinf(), 0.0, whole).abs().max().item()
-    return float("inf") if apart.isnan().any() else apart.max().item() / max(most, 1e-30)
+    return float("inf") if apart.isnan().any() else apart.max().item() / max(most, least)
 
 
 def compare(mesh: DeviceMesh, case: Case, dtype: torch.dtype, ways: list[tuple[str, str]]) -> dict[str, float]:

@@ -105,8 +105,9 @@ def gradients(
     pytest.param((1024,), "zigzag", Band(None, 0), True, 128, [3, 3], marks=pytest.mark.slow),
     ((700,), "contiguous", Band(), False, 64, [3, 3]),
     ((512, 512), "zigzag", Band(None, 0), False, 64, [3, 3]),
-    ((1024,), "contiguous", Band(300, 0), False, 64, [2, 0]),
-    ((1024,), "contiguous", Band(None, 0), False, 64, [2, 3]),
+    ((1024,), "contiguous", Band(300, 0), False, 64, [2, 2]),
+    ((2048,), "contiguous", Band(300, 0), False, 64, [2, 2]),
+    ((1024,), "contiguous", Band(None, 0), False, 64, [2, 2]),
     ((500, 300), "zigzag", Band(None, 0), False, 64, [0, 0]),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("halves", ["rows", "heads"])

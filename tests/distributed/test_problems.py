@@ -38,8 +38,7 @@ def drawn(seed: int, world: int) -> tuple[Case, str, str]:
     if draw.random() < 0.35:
         values["mask"] = draw.choice(AXES)
     if draw.random() < 0.5:
-        # Without keys among its dimensions a bias has no gradient but what rounding leaves.
-        values |= {"bias": draw.choice([x for x in AXES if "k" in x]), "bias_grad": draw.random() < 0.8}
+        values |= {"bias": draw.choice(AXES), "bias_grad": draw.random() < 0.8}
     if draw.random() < 0.3:
         values["intervals"] = draw.choice(INTERVALS)
     values |= {"sinks": draw.random() < 0.2, "lse_grad": draw.random() < 0.3}
@@ -61,7 +60,7 @@ def compare(mesh: DeviceMesh, seeds: range) -> dict[str, Any]:
         part = ranks.parts_of(case, want, mesh, layout)
         got = ranks.on_ranks(mesh, case, torch.float64, layout, comm, part, seed)
         assert got.keys() == want.keys() - {"dout", "dlse"}
-        apart = {key: ranks.distance(x, part[key], want[key]) for key, x in got.items()}
+        apart = {key: ranks.distance(x, part[key], want[key], 0.01) for key, x in got.items()}
         if not all(x < 1e-12 for x in apart.values()):
             wrong[f"{seed} {case!r} {layout} {comm}"] = apart
     return wrong

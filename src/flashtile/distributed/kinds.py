@@ -198,8 +198,6 @@ def _check(spec: Spec, t: Tensors) -> None:
     """Raises for what is wrong with this rank's call, whatever the others say."""
     problem = _of_this_rank(spec, t)
     heads = _lines(spec, problem)[0]
-    if spec.options.mods and heads.size > 1:
-        raise UnsupportedError("score_mod and mask_mod: not where heads are exchanged; a rank then has some of them")
     if spec.packed and len(spec.lengths_q) != len(spec.lengths_k):
         raise InvalidInputError("cu_seqlens_k", "holds another number of documents than cu_seqlens_q")
     uneven = problem.num_heads_q % heads.size or max(problem.num_heads_kv, heads.size) % min(
@@ -247,12 +245,12 @@ def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
 
 def _needs_places(spec: Spec, t: Tensors) -> bool:
     """Whether positions count beyond the mask."""
-    return has_pairs(t) or _tells_origins(spec, t)
+    return has_pairs(t) or bool(spec.options.mods) or _tells_origins(spec, t)
 
 
 def _tells_origins(spec: Spec, t: Tensors) -> bool:
     """Whether kernels must know them."""
-    return t.alibi_slopes is not None or spec.options.dropout_p > 0 or bool(spec.options.mods)
+    return t.alibi_slopes is not None or spec.options.dropout_p > 0
 
 
 def _lines(spec: Spec, problem: Problem) -> tuple[Line, Line]:
@@ -276,8 +274,6 @@ def chosen(spec: Spec, problem: Problem) -> str:
     n, p = spec.ranks.ring.size, problem
     if spec.comm != "auto":
         return spec.comm
-    if spec.options.mods:
-        return "ring"
     if n == 1 or spec.ranks.ulysses.size > 1 or p.num_heads_kv % n:
         return "ring"
     width, size, both = p.head_dim + p.head_dim_v, p.dtype.itemsize, p.needs_grad

@@ -97,6 +97,10 @@ class CallPlan:
             max_seqlen_k=call.max_seqlen_k,
             grads=options.grads._replace(sinks=False),
         )
+        # Of what each mod reads, how many tensors there are.
+        self._read: tuple[int, ...] = ()
+        if options.mods:
+            self._read, self.options = _of_parts(self.options)
         self._bounds_q = self._bounds_k = _int32(call.cu_seqlens_q, device)
         if call.cu_seqlens_k != call.cu_seqlens_q:
             self._bounds_k = _int32(call.cu_seqlens_k, device)
@@ -107,6 +111,7 @@ class CallPlan:
                 rows = [o._replace(head=o.head * part.heads + part.first_head) for o in call.origins]
                 self._origins = _int32(rows, device)
             self._entries = _int32([o.head for o in call.origins], device)
+            self._table = _int32([(*o[:5], part.first_head) for o in call.origins], device)
             self._places = Places(call, device)
         self._is_last = is_last
         # Whether dk and dv are in the keys' dtype: no others are added to them.
@@ -123,7 +128,11 @@ class CallPlan:
         if has_pairs(t):
             assert self._places is not None
             self._places.fill(given, t, self.options.grads.bias)
-        given.operands, given.numbers = t.operands, t.numbers
+        if t.operands is not None:
+            found, operands = iter(t.operands), list[Tensor]()
+            for count in self._read:
+                operands += [*itertools.islice(found, count), self._table]
+            given.operands, given.numbers = tuple(operands), t.numbers
         return given
 
     def forward(self, t: Tensors, keys: Keys, state: Partial | None, into: Tensor | None = None) -> Partial:
@@ -153,9 +162,12 @@ class CallPlan:
         if rows.wholes is not None:
             if rows.wholes.bias is not None and self._places is not None:
                 self._places.add(rows.wholes.bias, found.dbias)
-            for total, x in zip(rows.wholes.operands, found.doperands, strict=True):
-                if total is not None:
-                    total += x
+            if found.doperands:
+                tables = set(itertools.accumulate(count + 1 for count in self._read))
+                own = [x for n, x in enumerate(found.doperands, 1) if n not in tables]
+                for total, x in zip(rows.wholes.operands, own, strict=True):
+                    if total is not None and x is not None:
+                        total += x
         return found
 
     def may_chain(self, t: Tensors) -> bool:
@@ -171,6 +183,19 @@ class CallPlan:
         ends = [end for row, (key, key_stop) in places if key < key_stop and row[0] < row[1] for end in row]
         rows = 0 if can is None else can.chain_rows
         return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
+
+
+def _of_parts(options: Options) -> tuple[tuple[int, ...], Options]:
+    """How many tensors each mod reads, and the options with mods that read where sequences lie in the whole too."""
+    from flashtile.mods.graph import parse  # what few programs need is not loaded by all
+    from flashtile.mods.parts import of_part
+
+    counts = tuple(len(parse(text).operands) for text in options.mods)
+    wanted, flags = iter(options.grads.operands), list[bool]()
+    for count in counts if options.grads.operands else ():
+        flags += [*itertools.islice(wanted, count), False]
+    mods, grads = tuple(map(of_part, options.mods)), options.grads._replace(operands=tuple(flags))
+    return counts, dataclasses.replace(options, mods=mods, grads=grads)
 
 
 def has_pairs(t: Tensors) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from flashtile.call.arguments import band_of, check_tensor, integer
 from flashtile.call.axes import lengths_between
 from flashtile.core.errors import InvalidInputError
 from flashtile.distributed.dealing import deal_rows
-from flashtile.distributed.exchange import Ranks, gather, ranks_of
+from flashtile.distributed.exchange import Ranks, add_up, gather, ranks_of
 from flashtile.distributed.layouts import Layout, check_layout, ranges
 from flashtile.distributed.layouts import positions as ranges_of_positions
 
@@ -94,9 +95,11 @@ def unshard(
     *,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """The whole tensor on every rank, from the shards that ``shard`` gives them; the inverse, without a gradient.
+    """The whole tensor on every rank, from the shards that ``shard`` gives them; its inverse.
 
-    It waits for the ranks, and for the GPU: the shards may have unequal lengths.
+    It waits for the ranks, and for the GPU: the shards may have unequal lengths. The gradient of a shard is the sum of
+    what all ranks have for its rows, so all of them run the backward; of a loss that every rank computes from the whole
+    each counts once.
 
     Args:
         x: This rank's rows.
@@ -110,22 +113,41 @@ def unshard(
     """
     dim, length = _rows(x, dim)
     ranks, what = ranks_of(mesh), "the gathering of shards"
-    with torch.no_grad():
-        counts = everyone(ranks, what, torch.tensor([[length]], device=x.device), 1).flatten().tolist()
-        lengths = _lengths(cu_seqlens, sum(counts))
-        shards = [ranges(lengths, *_place(ranks, i, layout)) for i in range(len(counts))]
-        for member, have, found in zip(ranks.members, counts, shards, strict=True):
-            if have != sum(map(len, found)):
-                must = f"must have {sum(map(len, found))} of {sum(lengths)}"
-                raise InvalidInputError("x", f"has {have} rows on rank {member}, {must} under layout {layout!r}")
-        rows = everyone(ranks, what, x.movedim(dim, 0).contiguous(), max(counts))
-        whole = rows.new_empty((sum(lengths), *rows.shape[2:]))
+    counts = everyone(ranks, what, torch.tensor([[length]], device=x.device), 1).flatten().tolist()
+    lengths = _lengths(cu_seqlens, sum(counts))
+    shards = [ranges(lengths, *_place(ranks, i, layout)) for i in range(len(counts))]
+    for member, have, found in zip(ranks.members, counts, shards, strict=True):
+        if have != sum(map(len, found)):
+            must = f"must have {sum(map(len, found))} of {sum(lengths)}"
+            raise InvalidInputError("x", f"has {have} rows on rank {member}, {must} under layout {layout!r}")
+    whole: Tensor = _Unshard.apply(x, dim, ranks, shards)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Unshard(torch.autograd.Function):
+    """All ranks' rows, put where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, ranks: Ranks, shards: list[tuple[range, ...]]) -> Tensor:
+        ctx.dim, ctx.ranks, ctx.mine = dim, ranks, shards[ranks.rank]
+        counts = [sum(map(len, found)) for found in shards]
+        rows = everyone(ranks, "the gathering of shards", x.movedim(dim, 0).contiguous(), max(counts))
+        whole = rows.new_empty((sum(counts), *rows.shape[2:]))
         for part, found in zip(rows, shards, strict=True):
             at = 0
             for each in found:
                 whole[each.start : each.stop : each.step] = part[at : at + len(each)]
                 at += len(each)
-    return whole.movedim(0, dim).contiguous()
+        return whole.movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
+        # Of many ranks 16 bits would be rounded as often.
+        wide = torch.promote_types(dwhole.dtype, torch.float32)
+        total = add_up(ctx.ranks, "the sum of gradients of shards", dwhole.to(wide, copy=True).contiguous())
+        parts = [_part(total, ctx.dim, each) for each in ctx.mine]
+        dx = torch.cat(parts, ctx.dim) if parts else total.narrow(ctx.dim, 0, 0)
+        return dx.to(dwhole.dtype), None, None, None
 
 
 def positions(

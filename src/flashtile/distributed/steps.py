@@ -367,6 +367,8 @@ class Steps:
         half: int = 0,
     ) -> Gradients:  # fmt: skip
         """The sums with the gradients of some calls over the rank's own keys added; zeros if there is nothing."""
+        if total is None and rows.wholes is not None:  # added to: what rows have other keys is then expected
+            total = self._zeros(t, rows)
         for launch in launches:
             heads = None
             if self._heads:
@@ -374,7 +376,10 @@ class Steps:
             total = launch.backward(t, (t.k, t.v), rows, total, chain, heads)
         if total is not None:
             return total
-        dq = rows.out.new_zeros(t.q.shape, dtype=wide(t)) if self._grads.q and chain is None else None
+        return Gradients(None, *self._zero_sums((t.k, t.v), t)) if chain else self._zeros(t, rows)
+
+    def _zeros(self, t: Tensors, rows: OfRows) -> Gradients:
+        dq = rows.out.new_zeros(t.q.shape, dtype=wide(t)) if self._grads.q else None
         return Gradients(dq, *self._zero_sums((t.k, t.v), t))
 
     def _zero_sums(self, keys: Keys, t: Tensors) -> Sums:

@@ -296,10 +296,6 @@ def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
     b = torch.tensor(list(seq.batch), device=device)[:, None, None, None]
     h = torch.arange(seq.q.shape[1], device=device)[:, None, None]
     i, j = (torch.arange(*span, device=device) for span in (rectangle.rows, rectangle.keys))
-    if seq.origin is not None:
-        at, heads = seq.origin, seq.q.shape[1]
-        b, h = torch.full_like(b, at.head // heads), h + at.head % heads
-        i, j = at.row + at.row_step * i, at.key + at.key_step * j
     return {"b": b, "h": h, "i": i[:, None], "j": j}
 
 
