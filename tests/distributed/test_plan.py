@@ -12,7 +12,7 @@ from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.distributed import calls
 from flashtile.distributed.calls import NOWHERE
-from flashtile.distributed.layouts import LAYOUTS, pieces
+from flashtile.distributed.layouts import LAYOUTS, Dealt, pieces
 from flashtile.distributed.plan import BLOCK, make_plan
 from tests.slow import slow_but
 
@@ -99,9 +99,8 @@ def check_parts(plan, lengths_q, lengths_k, layout, batch):
     """Both ways to cut a rank's work over its own keys keep what its step 0 keeps; the first is of rows alone."""
     own, whole = plan.own, sum(call.pairs for call in plan.steps[0].calls)
     private = [own.private] if own.private else []
-    of_rows, of_keys = [own.late, own.alone, *private], [own.asked, *own.inside, *private]
+    of_rows, of_keys = [own.late, own.rest], [own.asked, *own.inside, *private]
     assert sorted(row for x in of_rows for row in range(*x.rows)) == list(range(plan.rows))
-    assert all(x.keys == own.common.keys for x in (own.late, own.alone))
     assert all(x.rows == own.common.rows for x in (own.asked, *own.inside))
     rows, keys = (rows_of(x, plan.world, plan.rank, layout, batch) for x in (lengths_q, lengths_k))
     for parts in (of_rows, of_keys, [own.common, *private]):
@@ -111,6 +110,14 @@ def check_parts(plan, lengths_q, lengths_k, layout, batch):
             for call in x.calls:
                 found.update(pairs_of(call, some, seen, lengths_q, lengths_k, batch))
         assert max(found.values(), default=1) == 1 and found.total() == whole
+    for joined, apart in ((own.joined, own.late), (own.whole, own.common)):
+        if joined is not None:
+            (step,) = (step for step in plan.steps if step.number and step.calls)
+            theirs = rows_of(lengths_k, plan.world, step.source, layout, batch)
+            seen = [theirs[place] for span in step.spans for place in range(*span)] + keys[slice(*joined.keys)]
+            pairs = list(pairs_of(*joined.calls, rows[slice(*joined.rows)], seen, lengths_q, lengths_k, batch))
+            assert len(set(pairs)) == len(pairs) == sum(call.pairs for call in (*step.calls, *apart.calls))
+            assert len(seen) <= max(plan.keys, len(theirs))
     outside = {row for step in plan.steps[1:] for call in step.calls for row in _rows_with_keys(call)}
     assert all(row < own.late.rows[1] for row in outside)
     theirs = {place for step in plan.steps for span in step.back for place in range(*span)}
@@ -142,6 +149,29 @@ def check_pairs(lengths_q, lengths_k, world, layout, band, batch=1, origins=Fals
 def test_each_kept_pair_is_computed_once(lengths, band, layout):
     for world, origins in ((1, False), (2, True), (3, False), (4, False), (5, True)):
         check_pairs(*LENGTHS[lengths], world, layout, band, origins=origins)
+
+
+@pytest.mark.parametrize("origins", [False, True])
+def test_a_window_of_few_keys_stands_apart(origins):
+    check_pairs((900,), (900,), 2, "contiguous", Band(70, 0), origins=origins)
+    check_pairs((1200,), (1200,), 3, "contiguous", Band(70, 20), origins=origins)
+    first, second = plans_of((900,), (900,), 2, "contiguous", Band(70, 0), origins=origins)
+    # Rank 1: of 450 rows 128 wait for 70 keys, 72 with those around them; rank 0 rounds all sums but those of 128.
+    assert [first.own.late.rows, first.own.rest.rows, first.own.joined] == [(0, 0), (0, 450), None]
+    assert [second.own.late.rows, second.own.rest.rows] == [(0, 128), (128, 450)]
+    assert second.own.joined.keys == (0, 128) and second.steps[1].spans == ((376, 450),)
+    assert first.own.asked.keys == (256, 450) and [x.keys for x in first.own.inside] == [(0, 256)]
+    assert second.own.asked.calls == () and second.own.inside == (second.own.common,)
+
+
+def test_a_cut_document_stands_apart():
+    lengths = (250, 150, 200)
+    layout = Dealt(lengths, (((0, 0, 100), (2, 0, 200)), ((0, 100, 150), (1, 0, 150))))
+    check_pairs(lengths, lengths, 2, layout, CAUSAL)
+    first, second = plans_of(lengths, lengths, 2, layout, CAUSAL)
+    assert first.own.private.rows == (100, 300) and second.own.private.rows == (150, 300)
+    assert second.own.whole.rows == (0, 150) and second.steps[1].spans == ((0, 100),)
+    assert len(second.own.whole.calls) == 1 and second.own.whole.calls[0].band == CAUSAL
 
 
 @given(cases, st.booleans())

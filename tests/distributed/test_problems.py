@@ -33,6 +33,13 @@ def drawn(seed: int, world: int) -> tuple[Case, str, str]:
     else:
         values |= {"batch": draw.randint(1, 2), "seqlen_q": draw.randint(1, 150)}
         values["seqlen_k"] = values["seqlen_q"] if layout == "dealt" or draw.random() < 0.7 else draw.randint(1, 150)
+    if draw.random() < 0.15:  # long enough for rows and keys that stand apart
+        layout = draw.choice(("contiguous", "dealt"))
+        if draw.random() < 0.5:
+            values["lengths"] = tuple((draw.choice((5, 100, 300, 420)),) * 2 for _ in range(draw.randint(2, 7)))
+            values["batch"] = len(values["lengths"])
+        else:
+            values |= {"lengths": (), "batch": 1, "seqlen_q": 900, "seqlen_k": 900}
     window = draw.choice((None, None, (draw.randint(0, 30), 0), (draw.randint(0, 20), draw.randint(0, 9)), (None, 3)))
     values |= {"causal": draw.random() < 0.5, "window": window}
     if draw.random() < 0.35:

@@ -19,6 +19,8 @@ from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
 from flashtile.distributed.exchange import Ranks, ranks_of, share
+from flashtile.distributed.intervals import Kept
+from flashtile.distributed.intervals import read as read_intervals
 from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
 from flashtile.distributed.layouts import Layout, check_layout
 from flashtile.distributed.shards import document_lengths
@@ -137,9 +139,18 @@ def _call(given: dict[str, Any]) -> Any:
     if with_mods:
         options = _with_mods(tensors, asked, lengths_q, lengths_k)
     spec = Spec(
-        ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, asked.return_lse
-    )
+        ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, asked.return_lse,
+        _intervals(tensors, lengths_q, lengths_k),
+    )  # fmt: skip
     return _run(_kind(spec, tensors), tensors)
+
+
+def _intervals(t: Tensors, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Kept | None:
+    """What an interval mask keeps; of one that does not fit, which is refused later, nothing."""
+    for ends, lengths in ((t.row_keys, lengths_q), (t.key_rows, lengths_k)):
+        if ends is not None and (ends.dim() != 4 or ends.shape[2] not in (1, max(lengths, default=0))):
+            return None
+    return read_intervals(t.row_keys, t.key_rows, lengths_q, lengths_k)
 
 
 def _with_mods(t: Tensors, asked: Asked, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Options:

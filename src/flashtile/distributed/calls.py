@@ -172,6 +172,21 @@ def moved(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[
     return [each._replace(key=each.key - starts[n] + before[n]) for each, n in zip(found, places, strict=True)]
 
 
+def parts_in(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[Rectangle]:
+    """What rectangles have of spans of a shard."""
+    parts = []
+    for each in found:
+        for start, stop in spans:
+            start, stop = max(start, each.key), min(stop, each.key + each.keys)
+            if start < stop:
+                past, (first, last) = start - each.key, each.kept
+                origin = each.origin._replace(key=each.origin.key + each.origin.key_step * past)
+                parts.append(
+                    each._replace(key=start, keys=stop - start, kept=(first - past, last - past), origin=origin)
+                )
+    return parts
+
+
 def aligned(found: list[Rectangle], rows: int) -> list[Rectangle]:
     """Rectangles with rows around them that keep nothing, so that all begin and end on multiples of a tile's rows.
 

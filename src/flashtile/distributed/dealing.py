@@ -10,10 +10,11 @@ Pure integers, as plans are. Source: Zewei Tao and Yunpeng Huang 2025, MagiAtten
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from flashtile.core.masks import Band
+from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Dealt, Layout, Name, pieces, shard_length
 from flashtile.distributed.plan import BLOCK, Ring, count
 
@@ -38,58 +39,76 @@ class Weight(NamedTuple):
     moved: int
 
 
-def weigh(lengths: tuple[int, ...], world: int, layout: Layout, band: Band) -> Weight:
+class Mask(NamedTuple):
+    """Which pairs documents keep that attend to themselves.
+
+    Attributes:
+        band: Between positions.
+        intervals: And intervals, or None.
+    """
+
+    band: Band
+    intervals: Kept | None = None
+
+    def counter(self, lengths: tuple[int, ...]) -> Callable[[int, int, int], int]:
+        """What counts the pairs of a document, a first row and a number of rows."""
+        if self.intervals is None:
+            return lambda document, start, rows: self.band.count_rows(
+                start, start + rows, lengths[document], lengths[document]
+            )
+        sums = self.intervals.pairs(lengths, self.band)
+        return lambda document, start, rows: sums[document][start + rows] - sums[document][start]
+
+
+def weigh(lengths: tuple[int, ...], world: int, layout: Layout, mask: Mask) -> Weight:
     """The weight of a layout of documents that attend to themselves, without planning their calls."""
-    pairs = [
-        sum(
-            band.count_rows(p.start + n, p.start + n + 1, lengths[p.document], lengths[p.document])
-            if p.stride > 1
-            else band.count_rows(p.start, p.start + p.length, lengths[p.document], lengths[p.document])
-            for p in pieces(lengths, world, rank, layout)
-            for n in range(p.length if p.stride > 1 else 1)
-        )
-        for rank in range(world)
-    ]
-    ring = Ring(lengths, lengths, world, layout, band)
+    pairs, counted = [0] * world, mask.counter(lengths)
+    for rank in range(world):
+        for p in pieces(lengths, world, rank, layout):
+            each = p.length if p.stride == 1 else 1
+            pairs[rank] += sum(counted(p.document, p.start + n * p.stride, each) for n in range(p.length // each))
+    is_exact = mask.intervals is not None  # pieces are then not joined
+    ring = Ring(lengths, lengths, world, layout, mask.band, is_exact, False, mask.intervals)
     moved = sum(count(ring.seen(rank, source)) for rank in range(world) for source in range(world) if rank != source)
     return Weight(max(pairs) * world / sum(pairs) if sum(pairs) else 1.0, moved)
 
 
 @functools.lru_cache(maxsize=32)
-def deal_rows(lengths: tuple[int, ...], world: int, band: Band) -> Layout:
+def deal_rows(lengths: tuple[int, ...], world: int, mask: Mask) -> Layout:
     """The layout of documents that attend to themselves; kept, so that the same arguments give the same object."""
     named: tuple[Name, ...] = ("contiguous", "zigzag")
-    found: list[tuple[Weight, Layout]] = [(weigh(lengths, world, name, band), name) for name in named]
+    found: list[tuple[Weight, Layout]] = [(weigh(lengths, world, name, mask), name) for name in named]
     is_even = any(each.imbalance <= EVEN for each, _ in found)
-    for layout in _dealt(lengths, world, band) if len(lengths) > 1 and any(each.moved for each, _ in found) else ():
-        found.append((weigh(lengths, world, layout, band), layout))
+    for layout in _dealt(lengths, world, mask) if len(lengths) > 1 and any(each.moved for each, _ in found) else ():
+        found.append((weigh(lengths, world, layout, mask), layout))
         # With more cuts more travels.
         if found[-1][0].imbalance <= EVEN:
             is_even = True
             break
     if not is_even:
-        layout = _Deal(lengths, world, band).blocks()
-        found.append((weigh(lengths, world, layout, band), layout))
+        layout = _Deal(lengths, world, mask).blocks()
+        found.append((weigh(lengths, world, layout, mask), layout))
     even = [each for each in found if each[0].imbalance <= EVEN]
     if even:
         return min(even, key=lambda each: each[0].moved)[1]
     return min(found, key=lambda each: each[0].imbalance)[1]
 
 
-def _dealt(lengths: tuple[int, ...], world: int, band: Band) -> Iterator[Layout]:
+def _dealt(lengths: tuple[int, ...], world: int, mask: Mask) -> Iterator[Layout]:
     """Layouts of whole documents but for those longer than some length, from the longest on."""
     rows = shard_length(sum(lengths), world, world - 1)
     limits = sorted({length for length in lengths if length <= rows}, reverse=True)
     step = -(-len(limits) // _TRIED) or 1
     for limit in limits[::step]:
-        yield _Deal(lengths, world, band).documents(limit)
+        yield _Deal(lengths, world, mask).documents(limit)
 
 
 class _Deal:
     """Rows on their way to ranks."""
 
-    def __init__(self, lengths: tuple[int, ...], world: int, band: Band) -> None:
-        self._lengths, self._world, self._band = lengths, world, band
+    def __init__(self, lengths: tuple[int, ...], world: int, mask: Mask) -> None:
+        self._lengths, self._world, self._band = lengths, world, mask.band
+        self._counted = mask.counter(lengths)
         self._room = [shard_length(sum(lengths), world, rank) for rank in range(world)]
         self._pairs = [0] * world
         self._spans: list[list[_Span]] = [[] for _ in range(world)]
@@ -120,7 +139,7 @@ class _Deal:
             for start in range(0, length, BLOCK)
         ]
         left: list[_Span] = []
-        for span in sorted(blocks, key=lambda each: -self._count(each)):
+        for span in sorted(blocks, key=lambda each: -self._counted(*each)):
             able = [rank for rank in range(self._world) if self._room[rank] >= span[2]]
             if able:
                 self._give(min(able, key=self._pairs.__getitem__), span)
@@ -146,7 +165,7 @@ class _Deal:
         some = min(length, self._room[rank])
         if some:
             self._room[rank] -= some
-            self._pairs[rank] += self._count((document, start, some))
+            self._pairs[rank] += self._counted(document, start, some)
             self._spans[rank].append((document, start, some))
         return [(document, start + some, length - some)] if some < length else []
 
@@ -173,7 +192,3 @@ class _Deal:
             return tuple(found)
 
         return Dealt(self._lengths, tuple(ordered(spans) for spans in self._spans))
-
-    def _count(self, span: _Span) -> int:
-        document, start, length = span
-        return self._band.count_rows(start, start + length, self._lengths[document], self._lengths[document])

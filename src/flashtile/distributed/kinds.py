@@ -20,6 +20,7 @@ from flashtile.core.states import sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
+from flashtile.distributed.intervals import Kept
 from flashtile.distributed.launches import OfRows, Part, Wholes, four, has_pairs
 from flashtile.distributed.layouts import Dealt, Layout, ranges, shard_length
 from flashtile.distributed.plan import make_plan
@@ -46,6 +47,7 @@ class Spec(NamedTuple):
         packed: Whether documents are packed.
         options: Its options.
         with_lse: Whether lse is returned.
+        intervals: What an interval mask keeps.
     """
 
     ranks: Ranks
@@ -57,6 +59,7 @@ class Spec(NamedTuple):
     packed: bool
     options: Options
     with_lse: bool
+    intervals: Kept | None = None
 
     @property
     def band(self) -> Band:
@@ -155,7 +158,8 @@ def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
 
     tensors = {"q": t.q, "k": t.k, "v": t.v, "alibi_slopes": t.alibi_slopes, "sinks": t.sinks}
     pairs = {"attn_mask": t.attn_mask, "attn_bias": t.attn_bias}
-    masks = [whole(t.row_keys), whole(t.key_rows), o.mirrored]
+    kept = spec.intervals
+    masks = [whole(t.row_keys), whole(t.key_rows), o.mirrored, *([] if kept is None else [kept.rows, kept.keys])]
     functions = [o.mods, [whole(x) for x in t.operands or ()]]
     lengths = zip("qk", (spec.lengths_q, spec.lengths_k), spec.inferred, strict=True)
     name = "cu_seqlens" if spec.packed else "seqlen"
@@ -343,7 +347,7 @@ class Kind:
             most = shard_length(sum(lengths_k), ring.size, 0) * batch
         plan = make_plan(
             lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_places(spec, t),
-            whole=most is not None,
+            whole=most is not None, intervals=spec.intervals,
         )  # fmt: skip
         part = Part(problem.num_heads_q, self._some.start, _tells_origins(spec, t))
         messages: Messages | Copies = Messages(ring)

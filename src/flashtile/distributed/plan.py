@@ -24,7 +24,8 @@ from typing import NamedTuple
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.distributed.calls import Call as Call
-from flashtile.distributed.calls import Rectangle, aligned, calls_of, moved, rectangles, repeated, whole_documents
+from flashtile.distributed.calls import Rectangle, aligned, calls_of, moved, parts_in, rectangles, repeated, whole_documents
+from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Layout, Piece, check, cut, pieces, shard_length
 
 # Rows that travel begin on a multiple, so that those of 16-bit elements begin on 16 bytes whatever their width.
@@ -123,7 +124,10 @@ class Own:
         private: Documents that are this rank's alone, which are its last; None if there are none.
         common: All its other rows over its other keys.
         late: The first of these rows, up to the last that sees keys of other ranks, over the same keys.
-        alone: Those after them; none if nearly all are late.
+        rest: The rows after them, private ones among them; in common as well, if nearly all of those are late.
+        joined: Of one call, where one step has calls and few rows are late: these over the step's keys and then so many
+            own keys of theirs. None otherwise.
+        whole: The same of all common rows and keys, where these are few beside private ones.
         asked: The rows of common over keys from the first to the last that other ranks see.
         inside: The same over the keys before and after them; none if half or more are asked for.
     """
@@ -131,7 +135,9 @@ class Own:
     private: Share | None
     common: Share
     late: Share
-    alone: Share
+    rest: Share
+    joined: Share | None
+    whole: Share | None
     asked: Share
     inside: tuple[Share, ...]
 
@@ -175,6 +181,7 @@ def make_plan(
     origins: bool = False,
     lag: int = 2,
     whole: bool = False,
+    intervals: Kept | None = None,
 ) -> Plan:
     """The plan of one rank; kept, so that the same arguments give the same object.
 
@@ -190,6 +197,7 @@ def make_plan(
             them pieces may be joined for which the mask means the same.
         lag: Steps that sums of gradients have to get from one step's rank to that of the next.
         whole: Whether a rank that needs any keys of a shard has all of them, as where they are gathered.
+        intervals: What an interval mask keeps, with origins.
 
     Raises:
         InvalidInputError: Other numbers of documents for queries than for keys, or what ``layouts.check`` refuses.
@@ -200,7 +208,7 @@ def make_plan(
     check(lengths_k, world, rank, layout)
     if batch < 1 or lag < 1:
         raise InvalidInputError("batch" if batch < 1 else "lag", f"must be at least 1, got {min(batch, lag)}")
-    ring = Ring(lengths_q, lengths_k, world, layout, band, origins, whole)
+    ring = Ring(lengths_q, lengths_k, world, layout, band, origins, whole, intervals)
     rows, before = shard_length(sum(lengths_q), world, rank), ring.private(rank)[0]
     known: dict[tuple[Call, ...], tuple[Call, ...]] = {}  # equal calls of many steps are one object
     steps = []
@@ -209,7 +217,7 @@ def make_plan(
         spans = ring.seen(rank, source) if number else ((0, ring.keys(source)),)
         found = ring.rectangles(rank, source)
         if number:
-            found = aligned(moved(found, spans), before[0])
+            found = aligned(moved(parts_in(found, spans) if intervals else found, spans), before[0])
         calls = tuple(repeated(call, batch) for call in calls_of(found, rows, count(spans), origins))
         step = _step(ring, rank, number, lag, batch, known.setdefault(calls, calls))
         if number == 0 or calls or step.sends or step.sums_back is not None:
@@ -223,8 +231,9 @@ class Ring:
 
     def __init__(
         self, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], world: int, layout: Layout, band: Band,
-        origins: bool = False, whole: bool = False,
+        origins: bool = False, whole: bool = False, intervals: Kept | None = None,
     ) -> None:  # fmt: skip
+        self._intervals = intervals
         self.world, self.band, self.origins, self._whole = world, band, origins, whole
         self.lengths_q, self.lengths_k = lengths_q, lengths_k
         self.shifts = [k - q for q, k in zip(lengths_q, lengths_k, strict=True)]
@@ -251,12 +260,15 @@ class Ring:
 
     def _seen(self, rank: int, source: int) -> Spans:
         """Which of a rank's keys another one's rows see, of one entry; with small gaps between them."""
-        found = sorted((each.key, each.key + each.keys) for each in self.rectangles(rank, source))
+        parts = self.rectangles(rank, source)
+        found = [(each.key, each.key + each.keys) for each in parts]
+        if self._intervals is not None:
+            found = [span for each in parts for span in self._intervals.spans(each)]
         if not found:
             return ()
         if self._whole:
             return ((0, self.keys(source)),)
-        return merged(found, self.private(source)[0][1])
+        return merged(sorted(found), self.private(source)[0][1])
 
     def _private(self, rank: int) -> tuple[tuple[int, int], list[int]]:
         """How many rows and keys come before a rank's last documents that it holds in full, and which these are."""
@@ -369,15 +381,20 @@ def _own(ring: Ring, rank: int, batch: int, steps: Sequence[Step]) -> Own:
         (a, b), (c, d) = some_rows, some_keys
         return Share((a * batch, b * batch), (c * batch, d * batch), calls)
 
-    nothing = Share((rows_open * batch,) * 2, (0, keys_open * batch), ())
+    rows, keys = (shard_length(sum(x), ring.world, rank) for x in (ring.lengths_q, ring.lengths_k))
     everything = (0, rows_open), (0, keys_open)
     common = late = asked = share(*everything)
-    alone = nothing
+    rest = private or Share((rows * batch,) * 2, (keys * batch,) * 2, ())
     inside: tuple[Share, ...] = ()
     last = max((_last_row(call) for step in steps[1:] for call in step.calls), default=0)
     shared = min(rows_open, -(-last // BLOCK) * BLOCK)
     if batch == 1 and rows_open - shared > rows_open // _FEW_ROWS:
-        late, alone = share((0, shared), everything[1]), share((shared, rows_open), everything[1])
+        late, rest = share((0, shared), everything[1]), share((shared, rows), (0, keys))
+    joined = whole = None
+    if batch == 1 and 2 * late.rows[1] <= rows:
+        joined = _joined(ring, rank, steps, late.rows, None)
+    if private is not None and 2 * rows_open <= rows:
+        whole = _joined(ring, rank, steps, *everything)
     seen = [span for other in range(ring.world) if other != rank for span in ring.seen(other, rank)]
     if not seen:
         asked, inside = share(everything[0], (0, 0)), (common,)
@@ -388,7 +405,46 @@ def _own(ring: Ring, rank: int, batch: int, steps: Sequence[Step]) -> Own:
             asked = share(everything[0], (first, stop))
             around = ((start, end) for start, end in ((0, first), (stop, keys_open)) if start < end)
             inside = tuple(share(everything[0], each) for each in around)
-    return Own(private, common, late, alone, asked, inside)
+    return Own(private, common, late, rest, joined, whole, asked, inside)
+
+
+def _joined(
+    ring: Ring, rank: int, steps: Sequence[Step], rows: tuple[int, int], keys: tuple[int, int] | None
+) -> Share | None:
+    """Rows over the keys of the one step that has calls, followed by own ones; by default those that the rows see."""
+    busy = [step for step in steps if step.number and step.calls]
+    if len(busy) != 1:
+        return None
+    if keys is None:
+        ends = [(each.key, each.key + each.keys) for each in ring.rectangles(rank, rank, rows)]
+        keys = min((a for a, _ in ends), default=0) // _ALIGNED * _ALIGNED, max((b for _, b in ends), default=0)
+    total = busy[0].keys + keys[1] - keys[0]
+    # No more than there is room for.
+    if total > shard_length(sum(ring.lengths_k), ring.world, 0):
+        return None
+    held: dict[int, list[Piece]] = {}
+    at = 0
+    for source, spans in ((busy[0].source, busy[0].spans), (rank, (keys,))):
+        for first, stop in spans:
+            for document, found in _within(ring.columns(source), (first, stop)).items():
+                here = held.setdefault(document, [])
+                for piece in found:
+                    piece = piece._replace(at=at + piece.at)
+                    last = here[-1] if here else piece._replace(length=0)
+                    if last.length and piece.stride == 1 and piece.start - last.start == piece.at - last.at == last.length:
+                        here[-1] = last._replace(length=last.length + piece.length)
+                    else:
+                        here.append(piece)
+            at += stop - first
+    of_rows = _within(ring.rows(rank), rows)
+    parts = [
+        rectangle
+        for document, pieces_q in of_rows.items()
+        if document in held
+        for rectangle in rectangles(pieces_q, held[document], ring.band, ring.shifts[document], ring.origins)
+    ]
+    calls = calls_of(parts, rows[1] - rows[0], total, ring.origins)
+    return Share(rows, keys, tuple(calls)) if len(calls) == 1 else None
 
 
 def _last_row(call: Call) -> int:

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashtile.api.keywords import intervals_of
 from flashtile.call.arguments import band_of, check_tensor, integer
 from flashtile.call.axes import lengths_between
 from flashtile.core.errors import InvalidInputError
-from flashtile.distributed.dealing import deal_rows
+from flashtile.distributed.dealing import Mask, deal_rows
 from flashtile.distributed.exchange import Ranks, add_up, gather, ranks_of
+from flashtile.distributed.intervals import read
 from flashtile.distributed.layouts import Layout, check_layout, ranges
 from flashtile.distributed.layouts import positions as ranges_of_positions
+from flashtile.masks import Intervals
 
 
 def deal(
@@ -26,6 +29,7 @@ def deal(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     causal: bool = False,
     window_size: Sequence[int | None] | None = None,
+    block_mask: Intervals | None = None,
 ) -> Layout:
     """The layout of sequences that attend to themselves under a mask: ranks keep as many pairs, and little travels.
 
@@ -39,6 +43,7 @@ def deal(
         cu_seqlens: bounds of packed documents.
         causal: As in ``attention``.
         window_size: As in ``attention``.
+        block_mask: As in ``attention``; its values are read on the host.
 
     Returns:
         What ``shard``, ``unshard``, ``positions`` and ``attention`` take as ``layout``: a name, or what is only for
@@ -48,7 +53,9 @@ def deal(
         InvalidInputError: Naming the argument that does not fit.
     """
     lengths = _whole(seqlen, cu_seqlens)
-    return deal_rows(lengths, ranks_of(mesh).ring.size, band_of(causal, window_size))
+    row_keys, key_rows, _ = (None, None, False) if block_mask is None else intervals_of(block_mask)
+    mask = Mask(band_of(causal, window_size), read(row_keys, key_rows, lengths, lengths))
+    return deal_rows(lengths, ranks_of(mesh).ring.size, mask)
 
 
 def shard(

@@ -151,13 +151,21 @@ class Steps:
 
         late, common = own.late.rows[1], own.common.rows[1]
         last = next((step for step in reversed(plan.steps) if step.calls), None)
-        self._alone = launches(own.alone.calls, True)
+        self._rest = launches(own.rest.calls, True)
         self._private = unshared(() if own.private is None else own.private.calls)
-        self._forward_stages = _stages(plan, lambda step: (
-            launches(step.calls, step is last, late) if step.number
-            else launches(own.late.calls, last is None or not last.number)
-        ))  # fmt: skip
+        self._joins = most_keys is None
+        joined = own.joined if self._joins else None
+
+        def forwards(step: Step) -> list[CallPlan]:
+            if joined is not None:
+                return launches(joined.calls, True) if step.number and step.calls else []
+            if step.number:
+                return launches(step.calls, step is last, late)
+            return launches(own.late.calls, last is None or not last.number)
+
+        self._forward_stages = _stages(plan, forwards)
         self._stages = _stages(plan, lambda step: launches(step.calls, False, common) if step.number else [])
+        self._whole_calls = launches(own.whole.calls) if own.whole and len(self._comes) <= 1 and self._joins else []
         first, *others = self._forward_stages
         self._forward_stages = [first, *(x for x in others if x.launches or x.following.sends or x.following.keys)]
         # In the backward some of step 0 comes first, while keys leave, and the other part last, while sums return.
@@ -178,7 +186,7 @@ class Steps:
     def forward(self, t: Tensors, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention of the rank's rows over all keys: out in q's dtype, and lse."""
         own = self._own
-        shares = [each for each in (own.late, own.alone, own.private) if each and each.rows[0] < each.rows[1]]
+        shares = [each for each in (own.late, own.rest) if each.rows[0] < each.rows[1]]
         into = t.q.new_empty((*t.q.shape[:2], t.v.shape[2])) if len(shares) > 1 else None
         parts = [(each, _Running(t, each, sinks, into)) for each in shares or [own.late]]
         for stage, keys in self._coming(t):
@@ -186,7 +194,7 @@ class Steps:
                 if share is own.late:
                     running.add(stage.launches, keys if stage.here.number else None)
                 elif stage.here.number == 0:
-                    running.add(self._private if share is own.private else self._alone)
+                    running.add(self._rest)
         found = [running.result() for _, running in parts]
         return found[0] if into is None else (into, torch.cat([lse for _, lse in found], 1))
 
@@ -200,7 +208,7 @@ class Steps:
                 pending.wait()
             return
         for stage in self._forward_stages:
-            sends, receives, arriving = self._keys(stage, t, held)
+            sends, receives, arriving = self._keys(stage, t, held, self._own.joined)
             pending = self._messages.post(stage.here.number, sends, receives)
             yield stage, held
             pending.wait()
@@ -232,13 +240,15 @@ class Steps:
         return Gradients(dq, dk, dv)
 
     def _backward(self, t: Tensors, rows: OfRows, beside: Callable[[], None]) -> Gradients:
-        chain = self._chain(t)
+        chain = None if self._whole_calls else self._chain(t)
+        joined = self._own.whole if self._whole_calls else None
         held = t.k, t.v
+        inside = _NO_SUMS
         total, asked = Gradients(), self._own.asked
         sums = left = back = _NO_SUMS
         spans: Spans = ()
         for stage in self._stages:
-            sends, receives, arriving = self._keys(stage, t, held)
+            sends, receives, arriving = self._keys(stage, t, held, joined)
             coming = _NO_SUMS
             here, before, following = stage.here, stage.before, stage.following
             if before.sums_to is not None:
@@ -254,7 +264,10 @@ class Steps:
                 back = self._room_for_sums("back", here.number, sum(b - a for a, b in spans), t)
                 receives += _parcels(back, before.sums_back, "back")
             pending = self._messages.post(here.number, sends, receives)
-            if stage is self._stages[0]:
+            if joined is not None:
+                if stage.launches:
+                    total, left = self._over_whole(t, held, rows, here.keys)
+            elif stage is self._stages[0]:
                 beside()
                 total, inside = self._begin(t, rows, chain)
             elif stage.launches:
@@ -266,7 +279,10 @@ class Steps:
                 assert given is not None
                 total.dq, left = given.dq if total.dq is None else total.dq, (given.dk, given.dv)
             if stage is self._stages[-1]:
-                total = self._end(t, rows, total, chain)
+                if joined is not None:
+                    beside()
+                else:
+                    total = self._end(t, rows, total, chain)
             pending.wait()
             held, sums = arriving, coming
         return self._rounded(t, total, back, spans, inside)
@@ -286,6 +302,14 @@ class Steps:
             self._chains = can and len(calls) + len(self._later) > 1 and all(launch.may_chain(t) for launch in calls)
             self._by_keys = self._by_keys and self._chains
         return Chain(len(self._first) + len(self._final) + len(self._later)) if self._chains else None
+
+    def _over_whole(self, t: Tensors, keys: Keys, rows: OfRows, others: int) -> tuple[Gradients, Sums]:
+        """The sums of the call over so many keys of another rank and the own ones, and those of the other rank's."""
+        (launch,) = self._whole_calls
+        found = launch.backward(t, keys, rows, None if rows.wholes is None else self._zeros(t, rows, keys))
+        left = tuple(None if x is None else x[:others] for x in (found.dk, found.dv))
+        mine = (None if x is None else x[others:] for x in (found.dk, found.dv))
+        return Gradients(found.dq, *mine), left  # type: ignore[arg-type,return-value]
 
     def _begin(self, t: Tensors, rows: OfRows, chain: Chain | None) -> tuple[Gradients, Sums]:
         """Sums of the first calls over the rank's own keys; and gradients of its keys, where those are final."""
@@ -378,9 +402,10 @@ class Steps:
             return total
         return Gradients(None, *self._zero_sums((t.k, t.v), t)) if chain else self._zeros(t, rows)
 
-    def _zeros(self, t: Tensors, rows: OfRows) -> Gradients:
+    def _zeros(self, t: Tensors, rows: OfRows, keys: Keys | None = None) -> Gradients:
+        """Of q and of some keys, by default the own ones."""
         dq = rows.out.new_zeros(t.q.shape, dtype=wide(t)) if self._grads.q else None
-        return Gradients(dq, *self._zero_sums((t.k, t.v), t))
+        return Gradients(dq, *self._zero_sums(keys or (t.k, t.v), t))
 
     def _zero_sums(self, keys: Keys, t: Tensors) -> Sums:
         """Zeros for the gradients of keys that are wanted."""
@@ -398,8 +423,13 @@ class Steps:
         )
         return dk, dv
 
-    def _keys(self, stage: _Stage, t: Tensors, held: Keys) -> tuple[list[Parcel], list[Parcel], Keys]:
-        """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does."""
+    def _keys(
+        self, stage: _Stage, t: Tensors, held: Keys, joined: Share | None = None
+    ) -> tuple[list[Parcel], list[Parcel], Keys]:
+        """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does.
+
+        If some of the own keys are joined to those that arrive, the pair has them after these.
+        """
         number, step = stage.here.number, stage.following
         sends = []
         for each in step.sends:
@@ -410,11 +440,17 @@ class Steps:
             sends.append(Parcel(parts, each.to, "keys"))
         if step.receive_from is None:
             return sends, [], (t.k, t.v)
+        some = slice(0, 0) if joined is None else slice(*joined.keys)
+        rows = step.keys + some.stop - some.start
         k, v = (
-            self._messages.room("keys", number, part, (step.keys, *x.shape[1:]), x, x.dtype)
+            self._messages.room("keys", number, part, (rows, *x.shape[1:]), x, x.dtype)
             for part, x in enumerate((t.k, t.v))
         )
-        return sends, [Parcel(_in_spans((k, v), step.spans), step.receive_from, "keys")], (k, v)
+        if joined is not None:
+            for x, mine in ((k, t.k), (v, t.v)):
+                x[step.keys :].copy_(mine[some])
+        arriving = k[: step.keys], v[: step.keys]
+        return sends, [Parcel(_in_spans(arriving, step.spans), step.receive_from, "keys")], (k, v)
 
 
 # Keys of half the heads that occupy a GPU's multiprocessors: half the heads are then half of the work.
