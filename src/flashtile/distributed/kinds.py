@@ -21,7 +21,7 @@ from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
 from flashtile.distributed.intervals import Kept
-from flashtile.distributed.launches import OfRows, Part, Wholes, four, has_pairs
+from flashtile.distributed.launches import OfRows, Part, Wholes, four, has_pairs, with_
 from flashtile.distributed.layouts import Dealt, Layout, ranges, shard_length
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.steps import Steps
@@ -378,7 +378,7 @@ class Kind:
             (q,), (k, v) = of_rows.split(q), of_keys.split(k, v)
             sinks = None if sinks is None else sinks[self._some].contiguous()
             slopes = None if slopes is None else slopes[..., self._some].contiguous()
-        inner = dataclasses.replace(
+        inner = with_(
             t, q=q, k=k.contiguous(), v=v.contiguous(), alibi_slopes=slopes, sinks=None, **self._pairs(t)
         )
         out, lse = self._steps.forward(inner, sinks)
@@ -391,10 +391,10 @@ class Kind:
 
     def _pairs(self, t: Tensors) -> dict[str, Any]:
         """Masks and biases of this rank's heads."""
+        if self._heads is None or not has_pairs(t):
+            return {}
         given = {name: getattr(t, name) for name in ("attn_mask", "attn_bias", "row_keys", "key_rows")}
         found = {name: x for name, x in given.items() if x is not None}
-        if self._heads is None:
-            return found
         return {
             name: four(x)[:, self._some] if x.dim() > 2 and four(x).shape[1] > 1 else x for name, x in found.items()
         }

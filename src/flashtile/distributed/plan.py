@@ -91,7 +91,7 @@ class Step:
     sums_back: int | None = None
     back: Spans = ()
 
-    @property
+    @functools.cached_property
     def keys(self) -> int:
         """Rows of the shard that the rank gets."""
         return count(self.spans)
