@@ -64,7 +64,7 @@ def compare(mesh: DeviceMesh, kind: str, packed: bool, layout: str, comm: str) -
         got = [out, *torch.autograd.grad(out, [*mine, *leaves], distributed.shard(dout, mesh, layout, **where))]
     parts = [*(distributed.shard(x, mesh, layout, **where) for x in want[:4]), *want[4:]]
     names = ("out", "dq", "dk", "dv", "dtable", "dscale")
-    return {n: ranks.distance(x.detach(), y, w) for n, x, y, w in zip(names, got, parts, want)}
+    return {n: ranks.distance(x.detach(), y, w) for n, x, y, w in zip(names, got, parts, want, strict=False)}
 
 
 @pytest.mark.parametrize("packed", [False, True])

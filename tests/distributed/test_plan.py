@@ -13,7 +13,8 @@ from flashtile.core.masks import Band
 from flashtile.distributed import calls
 from flashtile.distributed.calls import NOWHERE
 from flashtile.distributed.layouts import LAYOUTS, Dealt, pieces
-from flashtile.distributed.plan import BLOCK, make_plan
+from flashtile.distributed.plan import make_plan
+from flashtile.distributed.ring import BLOCK
 from tests.slow import slow_but
 
 CAUSAL = Band(None, 0)
@@ -275,9 +276,7 @@ def needed(lengths_q, lengths_k, world, layout, band):
     kept = all_kept(lengths_q, lengths_k, band)
     apart = {(owner_k[document, j], owner_q[document, i], document, j) for _, document, i, j in kept}
     apart = {pair for pair in apart if pair[0] != pair[1]}
-    at = [
-        {row[1:]: place for place, row in enumerate(rows_of(lengths_k, world, p, layout))} for p in range(world)
-    ]
+    at = [{row[1:]: place for place, row in enumerate(rows_of(lengths_k, world, p, layout))} for p in range(world)]
     places = collections.defaultdict(set)
     for shard, user, document, j in apart:
         places[shard, user].add(at[shard][document, j])

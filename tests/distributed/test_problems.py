@@ -26,7 +26,9 @@ def drawn(seed: int, world: int) -> tuple[Case, str, str]:
     values: dict[str, Any] = {"kv_heads": draw.choice((1, 2, 4)), "head_dim": draw.choice((4, 8))}
     # Documents of uneven lengths, some of no or of one row; dealt ones attend to themselves.
     if draw.random() < 0.6:
-        lengths = [(draw.choice((0, 1, draw.randint(2, 24), draw.randint(25, 90))),) * 2 for _ in range(draw.randint(1, 6))]
+        lengths = [
+            (draw.choice((0, 1, draw.randint(2, 24), draw.randint(25, 90))),) * 2 for _ in range(draw.randint(1, 6))
+        ]
         if layout != "dealt" and draw.random() < 0.3:
             lengths = [(q, draw.randint(0, 40)) for q, _ in lengths]
         values["lengths"] = tuple(lengths)

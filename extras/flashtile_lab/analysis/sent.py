@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashtile.distributed.plan import BLOCK, Plan, Ring
+from flashtile.distributed.plan import Plan
+from flashtile.distributed.ring import BLOCK, Ring
 
 
 class Sizes(NamedTuple):

@@ -21,7 +21,7 @@ _CAPTION = (
     "A model, not a measurement, of each GPU: the plan's steps, each as long as the slowest rank's, at the rates of "
     "{name}; running outputs and sums read and written once a step; transfers at {inner:g} GB/s and {inner_us:g} us, "
     "across nodes of {node} at {outer:g} GB/s and {outer_us:g} us, without congestion and at no cost to kernels. "
-    "GB sent by the slowest; of least: keys that arrive, over what blocks of 128 need; fullest: its pairs, over the mean. "
+    "GB sent by the slowest; of least: keys that arrive over what blocks of 128 need; fullest: pairs over the mean. "
     "Kernels and waiting, for transfers that no kernel hides, in ms. Share: one device's time for the whole sequence "
     "over N, by the model's. flashtile_lab.analysis.ring lists what is assumed."
 )

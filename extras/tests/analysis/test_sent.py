@@ -5,7 +5,8 @@ import pytest
 from flashtile.core.masks import Band
 from flashtile.distributed.dealing import Mask, deal_rows, weigh
 from flashtile.distributed.layouts import LAYOUTS
-from flashtile.distributed.plan import Ring, make_plan
+from flashtile.distributed.plan import make_plan
+from flashtile.distributed.ring import Ring
 from flashtile_lab.analysis.sent import Sizes, bytes_sent, exchanged_bytes, gathered_bytes, least_keys
 
 CAUSAL = Band(None, 0)
@@ -41,9 +42,10 @@ def test_bytes_are_those_of_the_formulas():
             else:
                 assert sent == [gathered_bytes(n, world, LLAMA, backward)] * world
     uneven = plans_of((35,), (35,), 4, "zigzag", CAUSAL)
-    assert sum(bytes_sent(plan, LLAMA) for plan in uneven) == sum(
-        step.keys for plan in uneven for step in plan.steps[1:]
-    ) * LLAMA.key_bytes
+    assert (
+        sum(bytes_sent(plan, LLAMA) for plan in uneven)
+        == sum(step.keys for plan in uneven for step in plan.steps[1:]) * LLAMA.key_bytes
+    )
     assert Sizes(4, 2, 64, 32, 4).key_bytes == 2 * 96 * 4 and Sizes(4, 2, 64, 32, 2).sums_bytes == 2 * 96 * 4
     batch = make_plan((64,), (64,), 4, 0, "zigzag", Band(), batch=3)
     assert bytes_sent(batch, LLAMA, True) == 3 * gathered_bytes(16, 4, LLAMA, True)
@@ -71,7 +73,7 @@ LENGTHS = {
 @pytest.mark.parametrize("band", [CAUSAL, Band(1023, 0), Band(), Band(700, 300)], ids=str)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_dealt_work_is_even_and_little_travels(name, band):
-    """4 ranks of 32k tokens: no more moves than 1.1 times what blocks of 128 need, the fullest keeps 1.05 of the mean."""
+    """4 ranks of 32k tokens: at most 1.1 of what blocks of 128 need travels, the fullest keeps 1.05 of the mean."""
     lengths, world = LENGTHS[name], 4
     assert sum(lengths) == world * 32768
     layout = deal_rows(lengths, world, Mask(band))

@@ -20,10 +20,10 @@ from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.intervals import Kept
-from flashtile.distributed.intervals import read as read_intervals
-from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
+from flashtile.distributed.kinds import COMMS, Kind, make_kind
 from flashtile.distributed.layouts import Layout, check_layout
-from flashtile.distributed.shards import document_lengths
+from flashtile.distributed.spec import Saved, Spec
+from flashtile.distributed.values import document_lengths, intervals
 from flashtile.masks import Intervals
 from flashtile.ops import plans
 
@@ -150,7 +150,7 @@ def _intervals(t: Tensors, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...
     for ends, lengths in ((t.row_keys, lengths_q), (t.key_rows, lengths_k)):
         if ends is not None and (ends.dim() != 4 or ends.shape[2] not in (1, max(lengths, default=0))):
             return None
-    return read_intervals(t.row_keys, t.key_rows, lengths_q, lengths_k)
+    return intervals(t.row_keys, t.key_rows, lengths_q, lengths_k)
 
 
 def _with_mods(t: Tensors, asked: Asked, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Options:

@@ -261,9 +261,7 @@ def _skip(cu_seqlens_q: list[int], cu_seqlens_k: list[int], row: int, key: int) 
         cu_seqlens_k.append(key)
 
 
-def whole_documents(
-    documents: Sequence[int], lengths: Sequence[tuple[int, int]], band: Band, origins: bool
-) -> Call:
+def whole_documents(documents: Sequence[int], lengths: Sequence[tuple[int, int]], band: Band, origins: bool) -> Call:
     """The call of documents that a rank holds in full, one after another."""
     bounds = [tuple(itertools.accumulate(side, initial=0)) for side in zip(*lengths, strict=True)]
     where = (Origin(each, 0, 1, 0, 1, k - q) for each, (q, k) in zip(documents, lengths, strict=True))

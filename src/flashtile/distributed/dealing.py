@@ -16,7 +16,7 @@ from typing import NamedTuple
 from flashtile.core.masks import Band
 from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Dealt, Layout, Name, pieces, shard_length
-from flashtile.distributed.plan import BLOCK, Ring, count
+from flashtile.distributed.ring import BLOCK, Ring, count
 
 # The fullest rank keeps so many times the mean of all, at most, where some layout does.
 EVEN = 1.05
@@ -157,7 +157,8 @@ class _Deal:
         ends = [length * part // parts // unit * unit for part in range(parts)] + [length]
         for part in range(parts):
             if ends[part] < ends[part + 1]:
-                yield min(part, parts - 1 - part) if zigzag else part, (document, ends[part], ends[part + 1] - ends[part])
+                rank, rows = min(part, parts - 1 - part) if zigzag else part, ends[part + 1] - ends[part]
+                yield rank, (document, ends[part], rows)
 
     def _give(self, rank: int, span: _Span) -> list[_Span]:
         """Gives a rank what it has room for, and returns the rest."""

@@ -152,7 +152,7 @@ class Parcel(NamedTuple):
     """Contiguous tensors that travel together.
 
     Attributes:
-        tensors: Of keys and of values, in as many parts as the receiver has places in a row; none if it does not travel.
+        tensors: Of keys and of values, each in parts that the receiver has one after another; none if it stays.
         peer: The place on the line where they go or come from.
         kind: "keys", "sums" or "back": those of keys on their way, or home at their owner.
     """

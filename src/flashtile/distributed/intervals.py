@@ -1,19 +1,15 @@
 """Interval masks on the host: which keys rows keep, for plans and layouts.
 
-Pure integers but for ``read``. Of several heads, and of several entries of a batch, a row keeps what any keeps, from the
-first key to the last; kernels read the exact mask.
+Pure integers; ``values`` reads them. Of several heads, and of several entries of a batch, a row keeps what any keeps,
+from the first key to the last; kernels read the exact mask.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from flashtile.core.masks import Band
 from flashtile.distributed.calls import Rectangle
@@ -53,7 +49,10 @@ class Kept:
             if low < high:
                 spans.add((low, high))
         whole = sorted(spans) if self.rows is not None else [(0, found.keys)]
-        return [(found.key + a, found.key + b) for a, b in _joined(whole if self.keys is None else self._of_keys(found, whole))]
+        return [
+            (found.key + a, found.key + b)
+            for a, b in _joined(whole if self.keys is None else self._of_keys(found, whole))
+        ]
 
     def _of_keys(self, found: Rectangle, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Those keys of spans that rows of the rectangle keep."""
@@ -101,45 +100,3 @@ def _joined(spans: Sequence[tuple[int, int]] | Iterator[tuple[int, int]]) -> lis
         else:
             found.append((start, stop))
     return found
-
-
-# By identity of the tensors: what was read, and how often they had been written to.
-_read: dict[tuple[int, int], tuple[list[weakref.ref[Tensor] | None], object, Kept]] = {}
-
-
-def read(
-    row_keys: Tensor | None, key_rows: Tensor | None, lengths_q: Sequence[int], lengths_k: Sequence[int]
-) -> Kept | None:
-    """What a mask keeps, from its values: a GPU is waited for, once, and again once they are written to.
-
-    Args:
-        row_keys: ``Tensors.row_keys`` of the whole, of documents one entry each.
-        key_rows: ``Tensors.key_rows``.
-        lengths_q: Rows of each document.
-        lengths_k: Keys.
-    """
-    both = row_keys, key_rows
-    if row_keys is None and key_rows is None:
-        return None
-    state = [None if x is None or x.is_inference() else x._version for x in both], tuple(lengths_q), tuple(lengths_k)
-    place = id(row_keys), id(key_rows)
-    known = _read.get(place)
-    if known is None or any((r and r()) is not x for r, x in zip(known[0], both, strict=True)) or known[1] != state:
-        made = Kept(*(None if x is None else _ends(x, n) for x, n in zip(both, (lengths_q, lengths_k), strict=True)))
-        refs = [None if x is None else weakref.ref(x, lambda _: _read.pop(place, None) and None) for x in both]
-        known = _read[place] = refs, state, made
-    return known[2]
-
-
-def _ends(x: Tensor, lengths: Sequence[int]) -> tuple[Ends, ...]:
-    start, stop = x.cpu().unbind(-1)
-    is_empty = start >= stop
-    start, stop = start.masked_fill(is_empty, torch.iinfo(torch.int32).max).amin(1), stop.masked_fill(is_empty, 0).amax(1)
-    if len(lengths) == 1:
-        start, stop = start.amin(0, keepdim=True), stop.amax(0, keepdim=True)
-    found = []
-    for document, length in enumerate(lengths):
-        ends = torch.stack([each[min(document, len(each) - 1)].expand(length) if each.shape[1] == 1
-                            else each[min(document, len(each) - 1)][:length] for each in (start, stop)], 1)
-        found.append(tuple((a, b) for a, b in ends.tolist()))
-    return tuple(found)

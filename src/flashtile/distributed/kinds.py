@@ -5,25 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import TENSORS, Grads, Options, Tensors
+from flashtile.call.arguments import TENSORS, Grads, Tensors
 from flashtile.call.backend import directions_of
 from flashtile.call.problem import Problem
 from flashtile.core import settings
 from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedError
-from flashtile.core.masks import Band
 from flashtile.core.states import sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
-from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
+from flashtile.distributed.exchange import Line, Messages, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
-from flashtile.distributed.intervals import Kept
 from flashtile.distributed.launches import OfRows, Part, Wholes, four, has_pairs, with_
-from flashtile.distributed.layouts import Dealt, Layout, ranges, shard_length
+from flashtile.distributed.layouts import Dealt, ranges, shard_length
 from flashtile.distributed.plan import make_plan
+from flashtile.distributed.spec import Saved, Spec, Whole, saved_of
 from flashtile.distributed.steps import Steps
 from flashtile.ops import dispatch
 
@@ -32,90 +31,6 @@ COMMS = ("auto", "ring", "allgather", "ulysses")
 _HIDDEN = 3000
 # What a rank says that others need not say.
 _OWN = dict.fromkeys(("reach", "rows_q", "rows_k"), 0)
-
-
-class Spec(NamedTuple):
-    """A call but for its tensors.
-
-    Attributes:
-        ranks: Those that share it.
-        layout: Of queries and keys.
-        comm: One of ``COMMS``.
-        lengths_q: Queries of each document of the whole; of a dense call its one length.
-        lengths_k: Keys, likewise.
-        inferred: Which of the two are this rank's rows times the ranks, since nothing else was said.
-        packed: Whether documents are packed.
-        options: Its options.
-        with_lse: Whether lse is returned.
-        intervals: What an interval mask keeps.
-    """
-
-    ranks: Ranks
-    layout: Layout
-    comm: str
-    lengths_q: tuple[int, ...]
-    lengths_k: tuple[int, ...]
-    inferred: tuple[bool, bool]
-    packed: bool
-    options: Options
-    with_lse: bool
-    intervals: Kept | None = None
-
-    @property
-    def band(self) -> Band:
-        """Its mask."""
-        return self.options.band
-
-    def rows(self, q: Tensor) -> int:
-        """Rows of a sequence in a tensor, or of all documents."""
-        return q.shape[0 if self.packed else 1]
-
-
-class Saved(NamedTuple):
-    """What the backward needs: packed tensors, of this rank's heads where heads are exchanged."""
-
-    out: Tensor
-    lse: Tensor
-    sinks: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    alibi_slopes: Tensor | None
-    rng_state: Tensor | None
-    attn_mask: Tensor | None
-    attn_bias: Tensor | None
-    row_keys: Tensor | None
-    key_rows: Tensor | None
-
-    @property
-    def tensors(self) -> Tensors:
-        """Those of the call without its functions."""
-        return Tensors(**{name: getattr(self, name) for name in self._fields[3:]})
-
-
-def saved_of(out: Tensor, lse: Tensor, sinks: Tensor | None, t: Tensors) -> Saved:
-    """What to save of a call."""
-    return Saved(out, lse, sinks, *(getattr(t, name) for name in Saved._fields[3:]))
-
-
-class Whole(NamedTuple):
-    """The gradients of a rank's call.
-
-    Attributes:
-        dq: Of its rows.
-        dk: Of its keys.
-        dv: Likewise.
-        dsinks: Of all ranks' rows, on every rank, as what follows.
-        dbias: Of attn_bias.
-        doperands: Of what its score_mod reads.
-    """
-
-    dq: Tensor | None
-    dk: Tensor | None
-    dv: Tensor | None
-    dsinks: Tensor | None
-    dbias: Tensor | None
-    doperands: tuple[Tensor | None, ...]
 
 
 def make_kind(spec: Spec, t: Tensors) -> Kind:
@@ -378,9 +293,7 @@ class Kind:
             (q,), (k, v) = of_rows.split(q), of_keys.split(k, v)
             sinks = None if sinks is None else sinks[self._some].contiguous()
             slopes = None if slopes is None else slopes[..., self._some].contiguous()
-        inner = with_(
-            t, q=q, k=k.contiguous(), v=v.contiguous(), alibi_slopes=slopes, sinks=None, **self._pairs(t)
-        )
+        inner = with_(t, q=q, k=k.contiguous(), v=v.contiguous(), alibi_slopes=slopes, sinks=None, **self._pairs(t))
         out, lse = self._steps.forward(inner, sinks)
         saved = saved_of(out, lse, sinks, inner)
         out_here, lse_here = out, lse
@@ -410,7 +323,8 @@ class Kind:
             dlse = None if dlse is None else self._heads[0].split(dlse.t()[..., None])[0][..., 0].t()
         dlse = None if dlse is None else dlse.contiguous()
         grads, inner = self.spec.options.grads, saved.tensors
-        inner.k, inner.v, inner.operands, inner.numbers = inner.k.contiguous(), inner.v.contiguous(), t.operands, t.numbers
+        inner.k, inner.v = inner.k.contiguous(), inner.v.contiguous()
+        inner.operands, inner.numbers = t.operands, t.numbers
         wholes = Wholes.zeros(inner, grads) if grads.bias or grads.operands else None
         rows = OfRows(saved.out.contiguous(), saved.lse.contiguous(), dout.contiguous(), dlse, wholes)
         dq = dk = dv = None

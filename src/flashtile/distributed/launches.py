@@ -14,7 +14,7 @@ from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.call.backend import Backward, Chain, Forward, Gradients
 from flashtile.call.problem import Problem
 from flashtile.core.states import Partial
-from flashtile.distributed.plan import Call
+from flashtile.distributed.calls import Call
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
 
@@ -226,7 +226,9 @@ class Places:
     def __init__(self, call: Call, device: torch.device) -> None:
         lengths = [[b - a for a, b in itertools.pairwise(x)] for x in (call.cu_seqlens_q, call.cu_seqlens_k)]
         self._longest = call.max_seqlen_q, call.max_seqlen_k
-        values = [[o.head, o.row, o.row_step, o.key, o.key_step, q, k] for o, q, k in zip(call.origins, *lengths)]
+        values = [
+            [o.head, o.row, o.row_step, o.key, o.key_step, q, k] for o, q, k in zip(call.origins, *lengths, strict=True)
+        ]
         with torch.inference_mode(False):
             found = torch.tensor(values, dtype=torch.int64, device=device).view(-1, 7)
         self._entry, *sides = found.unbind(1)

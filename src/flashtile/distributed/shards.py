@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.api.keywords import intervals_of
 from flashtile.call.arguments import band_of, check_tensor, integer
-from flashtile.call.axes import lengths_between
 from flashtile.core.errors import InvalidInputError
 from flashtile.distributed.dealing import Mask, deal_rows
 from flashtile.distributed.exchange import Ranks, add_up, gather, ranks_of
-from flashtile.distributed.intervals import read
 from flashtile.distributed.layouts import Layout, check_layout, ranges
 from flashtile.distributed.layouts import positions as ranges_of_positions
+from flashtile.distributed.values import document_lengths, intervals
 from flashtile.masks import Intervals
 
 
@@ -54,7 +52,7 @@ def deal(
     """
     lengths = _whole(seqlen, cu_seqlens)
     row_keys, key_rows, _ = (None, None, False) if block_mask is None else intervals_of(block_mask)
-    mask = Mask(band_of(causal, window_size), read(row_keys, key_rows, lengths, lengths))
+    mask = Mask(band_of(causal, window_size), intervals(row_keys, key_rows, lengths, lengths))
     return deal_rows(lengths, ranks_of(mesh).ring.size, mask)
 
 
@@ -71,7 +69,8 @@ def shard(
     Of a sequence of N ranks' rows, "contiguous" gives rank r the r-th of N parts, "striped" every N-th row from r on,
     and "zigzag" the parts r and 2N - 1 - r of 2N, which is equal work under a causal mask. Shards differ by at most one
     row; they may be empty. With cu_seqlens "zigzag" does it for each document, and the others for
-    all their rows as one sequence. ``deal`` makes layouts for a mask. Ranks of a dimension "ulysses" share in order what a rank of "ring" would have.
+    all their rows as one sequence. ``deal`` makes layouts for a mask. Ranks of a dimension "ulysses" share in order
+    what a rank of "ring" would have.
 
     Args:
         x: Any tensor.
@@ -209,38 +208,6 @@ def _lengths(cu_seqlens: Tensor | Sequence[int] | None, rows: int | None) -> tup
     if rows is not None and sum(lengths) != rows:
         raise InvalidInputError("cu_seqlens", f"ends with {sum(lengths)}, but there are {rows} rows")
     return lengths
-
-
-# Values of tensors on a GPU, by identity: what was read, and how often the tensor had been written to.
-_read: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
-
-
-def document_lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The lengths between the values of cu_seqlens; a tensor on a GPU is waited for once, and again once written to.
-
-    Raises:
-        InvalidInputError: They are no integers in one dimension that begin with 0 and never fall.
-    """
-    if not isinstance(cu_seqlens, Tensor):
-        found = tuple(integer(name, x, 0) for x in cu_seqlens)
-    elif cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
-        has = f"is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-        raise InvalidInputError(name, f"{has}, must be int32 of shape (documents + 1,)")
-    elif cu_seqlens.device.type == "cpu":
-        found = tuple(cu_seqlens.tolist())
-    else:
-        found = _values(cu_seqlens)
-    if not found:
-        raise InvalidInputError(name, "is empty, must have shape (documents + 1,)")
-    return tuple(lengths_between(name, list(found), found[-1], "x"))
-
-
-def _values(x: Tensor) -> tuple[int, ...]:
-    version, place = 0 if x.is_inference() else x._version, id(x)
-    known = _read.get(place)
-    if known is None or known[0]() is not x or known[1] != version:
-        known = _read[place] = weakref.ref(x, lambda _: _read.pop(place, None)), version, tuple(x.tolist())
-    return known[2]
 
 
 def _place(ranks: Ranks, shard: int, layout: Layout) -> tuple[int, int, Layout, int, int]:

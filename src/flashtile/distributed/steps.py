@@ -12,87 +12,22 @@ belongs in the dtype of the results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Chain, Gradients
-from flashtile.core.states import Partial
-from flashtile.distributed.calls import in_two, of_first_rows
+from flashtile.distributed.calls import Call, in_two, of_first_rows
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
 from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part, some_of, wide
-from flashtile.distributed.plan import Call, Plan, Share, Spans, Step
-
-# The gradients of keys and values of a shard, None where one is not wanted.
-Sums = tuple[Tensor | None, Tensor | None]
-
-
-class _Stage(NamedTuple):
-    """A step with its launches, and the steps before and after it: what of theirs is posted before the launches.
-
-    Attributes:
-        here: The step; after the last one it may be none.
-        before: Its sums leave now, or come back.
-        following: Its keys and sums arrive.
-        launches: The step's calls; of step 0 those of the forward that keys of other steps are merged into.
-    """
-
-    here: Step
-    before: Step
-    following: Step
-    launches: list[CallPlan]
-
-
-def _stages(plan: Plan, launches_of: Callable[[Step], list[CallPlan]]) -> list[_Stage]:
-    """The stages of a plan, in order; the first is that of step 0."""
-    steps = {step.number: step for step in plan.steps}
-    after = {step.number + 1 for step in plan.steps if step.sums_to is not None or step.sums_back is not None}
-    found = []
-    for number in sorted({*steps, *(number - 1 for number in steps if number), *after}):
-        here, before, following = (steps.get(number + i, Step(number + i, 0, (), ())) for i in (0, -1, 1))
-        found.append(_Stage(here, before, following, launches_of(here)))
-    return found
-
-
-class _Running:
-    """The running result of some rows.
-
-    Args:
-        t: The tensors of all rows.
-        share: Which rows, and which of the rank's own keys they see.
-        sinks: Of each head, a key whose value is 0.
-        into: What gets the rows' out.
-    """
-
-    def __init__(self, t: Tensors, share: Share, sinks: Tensor | None, into: Tensor | None) -> None:
-        self._t = some_of(t, share.rows, share.keys)
-        self._into = None if into is None else into[slice(*share.rows)]
-        self._state = None if sinks is None else _start(self._t, sinks)
-
-    def add(self, launches: Iterable[CallPlan], keys: Keys | None = None) -> None:
-        """Merges the results of calls, over the own keys if no others are given."""
-        for launch in launches:
-            self._state = launch.forward(self._t, keys or (self._t.k, self._t.v), self._state, self._into)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Out in q's dtype, and lse."""
-        state = self._state or _start(self._t, None)
-        out = state.out.to(self._t.q.dtype)
-        if self._into is not None and out.data_ptr() != self._into.data_ptr():
-            self._into.copy_(out)
-        return out, state.lse
-
-
-def _start(t: Tensors, sinks: Tensor | None) -> Partial:
-    """The state before any key."""
-    dtype, rows = wide(t), t.q.shape[0]
-    out = t.q.new_zeros((*t.q.shape[:2], t.v.shape[2]), dtype=dtype)
-    if sinks is None:
-        return Partial(out, t.q.new_full((t.q.shape[1], rows), -torch.inf, dtype=dtype))
-    return Partial(out, sinks.to(dtype)[:, None].repeat(1, rows))
+from flashtile.distributed.own import Share
+from flashtile.distributed.plan import Plan, Step
+from flashtile.distributed.ring import Spans
+from flashtile.distributed.stages import Running, Stage, stages_of
+from flashtile.distributed.sums import NO_SUMS, Sums, add, parcels, rounded
 
 
 class Steps:
@@ -163,8 +98,8 @@ class Steps:
                 return launches(step.calls, step is last, late)
             return launches(own.late.calls, last is None or not last.number)
 
-        self._forward_stages = _stages(plan, forwards)
-        self._stages = _stages(plan, lambda step: launches(step.calls, False, common) if step.number else [])
+        self._forward_stages = stages_of(plan, forwards)
+        self._stages = stages_of(plan, lambda step: launches(step.calls, False, common) if step.number else [])
         self._whole_calls = launches(own.whole.calls) if own.whole and len(self._comes) <= 1 and self._joins else []
         first, *others = self._forward_stages
         self._forward_stages = [first, *(x for x in others if x.launches or x.following.sends or x.following.keys)]
@@ -188,7 +123,7 @@ class Steps:
         own = self._own
         shares = [each for each in (own.late, own.rest) if each.rows[0] < each.rows[1]]
         into = t.q.new_empty((*t.q.shape[:2], t.v.shape[2])) if len(shares) > 1 else None
-        parts = [(each, _Running(t, each, sinks, into)) for each in shares or [own.late]]
+        parts = [(each, Running(t, each, sinks, into)) for each in shares or [own.late]]
         for stage, keys in self._coming(t):
             for share, running in parts:
                 if share is own.late:
@@ -198,7 +133,7 @@ class Steps:
         found = [running.result() for _, running in parts]
         return found[0] if into is None else (into, torch.cat([lse for _, lse in found], 1))
 
-    def _coming(self, t: Tensors) -> Iterator[tuple[_Stage, Keys]]:
+    def _coming(self, t: Tensors) -> Iterator[tuple[Stage, Keys]]:
         """The forward's stages with their keys, while those of the next one arrive."""
         held = t.k, t.v
         if self._most_keys is not None:
@@ -243,26 +178,26 @@ class Steps:
         chain = None if self._whole_calls else self._chain(t)
         joined = self._own.whole if self._whole_calls else None
         held = t.k, t.v
-        inside = _NO_SUMS
+        inside = NO_SUMS
         total, asked = Gradients(), self._own.asked
-        sums = left = back = _NO_SUMS
+        sums = left = back = NO_SUMS
         spans: Spans = ()
         for stage in self._stages:
             sends, receives, arriving = self._keys(stage, t, held, joined)
-            coming = _NO_SUMS
+            coming = NO_SUMS
             here, before, following = stage.here, stage.before, stage.following
             if before.sums_to is not None:
-                sends += _parcels(left, before.sums_to, "back" if before.sums_to == before.source else "sums")
+                sends += parcels(left, before.sums_to, "back" if before.sums_to == before.source else "sums")
             if following.sums_from is not None:
                 coming = self._room_for_sums("sums", here.number, following.keys, t)
-                receives += _parcels(coming, following.sums_from, "sums")
+                receives += parcels(coming, following.sums_from, "sums")
             if before.sums_back is not None:
-                _add(total, back, spans)
+                add(total, back, spans)
                 spans = before.back
                 if self._by_keys:
                     spans = tuple((start - asked.keys[0], stop - asked.keys[0]) for start, stop in spans)
                 back = self._room_for_sums("back", here.number, sum(b - a for a, b in spans), t)
-                receives += _parcels(back, before.sums_back, "back")
+                receives += parcels(back, before.sums_back, "back")
             pending = self._messages.post(here.number, sends, receives)
             if joined is not None:
                 if stage.launches:
@@ -272,8 +207,8 @@ class Steps:
                 total, inside = self._begin(t, rows, chain)
             elif stage.launches:
                 given: Gradients | None = None
-                if sums is not _NO_SUMS or chain is None:
-                    given = Gradients(total.dq, *(self._zero_sums(held, t) if sums is _NO_SUMS else sums))
+                if sums is not NO_SUMS or chain is None:
+                    given = Gradients(total.dq, *(self._zero_sums(held, t) if sums is NO_SUMS else sums))
                 for launch in stage.launches:
                     given = launch.backward(t, held, rows, given, chain)
                 assert given is not None
@@ -285,7 +220,8 @@ class Steps:
                     total = self._end(t, rows, total, chain)
             pending.wait()
             held, sums = arriving, coming
-        return self._rounded(t, total, back, spans, inside)
+        first = self._own.asked.keys[0] if self._by_keys else 0
+        return rounded(total, back, spans, inside, first, t.q.dtype, t.k.dtype if self._rounds else wide(t))
 
     def _chain(self, t: Tensors) -> Chain | None:
         """What the calls of a backward share, if all of them can; which of them there are is known from then on."""
@@ -314,7 +250,7 @@ class Steps:
     def _begin(self, t: Tensors, rows: OfRows, chain: Chain | None) -> tuple[Gradients, Sums]:
         """Sums of the first calls over the rank's own keys; and gradients of its keys, where those are final."""
         if not self._by_keys:
-            return self._over_own(self._first, t, rows, None, chain, 0), _NO_SUMS
+            return self._over_own(self._first, t, rows, None, chain, 0), NO_SUMS
         dtype, total = t.k.dtype if self._rounds else wide(t), Gradients()
         dk, dv = (
             torch.empty_like(x, dtype=dtype) if wanted else None
@@ -344,29 +280,6 @@ class Steps:
         given.dq = total.dq if given.dq is None else given.dq
         return given
 
-    def _rounded(self, t: Tensors, total: Gradients, back: Sums, spans: Spans, inside: Sums) -> Gradients:
-        """Gradients from sums, to which those that came home last are added."""
-        first, stop = self._own.asked.keys if self._by_keys else (0, t.k.shape[0])
-        dq = None if total.dq is None else total.dq.to(t.q.dtype)
-        found: list[Any] = []
-        for x, more, known in zip((total.dk, total.dv), back, inside, strict=True):
-            if x is None:
-                found.append(known)
-                continue
-            dtype = t.k.dtype if self._rounds else x.dtype
-            if more is None and known is None:
-                found.append(x.to(dtype))
-                continue
-            made = torch.empty_like(x, dtype=dtype) if known is None else known
-            place, at, end = made[first:stop], 0, 0
-            for a, b in spans if more is not None else ():
-                place[end:a].copy_(x[end:a])
-                torch.add(x[a:b], more[at : at + b - a], out=place[a:b])  # type: ignore[index]
-                at, end = at + b - a, b
-            place[end:].copy_(x[end:])
-            found.append(made)
-        return Gradients(dq, found[0], found[1])
-
     def _backward_gathered(self, t: Tensors, rows: OfRows, beside: Callable[[], None], own: Keys) -> Gradients:
         most = self._most_keys or 0
         everyone, pending = gather(self._line, "the gathering of keys", own, most)
@@ -384,7 +297,8 @@ class Steps:
         pending.wait()
         found, some = iter(back), t.k.shape[0]
         more = [None if x is None else next(found)[:some] for x in sums]
-        return self._rounded(t, total, (more[0], more[1]), ((0, some),), _NO_SUMS)
+        dtype = t.k.dtype if self._rounds else wide(t)
+        return rounded(total, (more[0], more[1]), ((0, some),), NO_SUMS, 0, t.q.dtype, dtype)
 
     def _over_own(
         self, launches: Sequence[CallPlan], t: Tensors, rows: OfRows, total: Gradients | None, chain: Chain | None,
@@ -424,7 +338,7 @@ class Steps:
         return dk, dv
 
     def _keys(
-        self, stage: _Stage, t: Tensors, held: Keys, joined: Share | None = None
+        self, stage: Stage, t: Tensors, held: Keys, joined: Share | None = None
     ) -> tuple[list[Parcel], list[Parcel], Keys]:
         """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does.
 
@@ -455,26 +369,12 @@ class Steps:
 
 # Keys of half the heads that occupy a GPU's multiprocessors: half the heads are then half of the work.
 _ENOUGH_KEYS = 32768
-_NO_SUMS: Sums = (None, None)
 
 
 def _in_spans(keys: Keys, spans: Spans) -> tuple[tuple[Tensor, ...], ...]:
     """Tensors of spans of a shard that follow one another, span by span."""
     lengths = [stop - start for start, stop in spans]
     return tuple(x.split(lengths) if len(lengths) > 1 else (x,) for x in keys)
-
-
-def _parcels(sums: Sums, peer: int, kind: str) -> list[Parcel]:
-    parts = tuple(() if x is None else (x,) for x in sums)
-    return [Parcel(parts, peer, kind)] if any(parts) else []
-
-
-def _add(total: Gradients, sums: Sums, spans: Spans) -> None:
-    """Adds sums of some of a rank's own keys, those that there are, to their gradients."""
-    for x, more in zip((total.dk, total.dv), sums, strict=True):
-        if x is not None and more is not None:
-            for (start, stop), part in zip(spans, more.split([b - a for a, b in spans]), strict=True):
-                x[start:stop] += part
 
 
 def _shard(everyone: Keys, step: Step) -> Keys:

@@ -49,6 +49,4 @@ def of_part(text: str) -> str:
     partials = tuple(Partial(places[p.load], places[p.slope]) for p in graph.partials)
     slope = None if graph.slope is None else places[graph.slope]
     operands = (*graph.operands, "i2")
-    return Graph(
-        graph.what, operands, graph.numbers, tuple(nodes), places[graph.result], slope, partials
-    ).text
+    return Graph(graph.what, operands, graph.numbers, tuple(nodes), places[graph.result], slope, partials).text

@@ -184,8 +184,8 @@ def _add_tile_shares(
     delta = rows.delta[:, :, span]
     if whole_rows and (problem.grad_dtype != problem.lse_dtype or sums.doperands):
         # delta from the probabilities of the whole row, more accurate than from out, which was rounded to its dtype.
-        # Where gradients are added to those of other calls, the row may have other keys. A tensor that is added to whole rows has
-        # a gradient that cancels to 0.
+        # Where gradients are added to those of other calls, the row may have other keys. A tensor that is added to
+        # whole rows has a gradient that cancels to 0.
         delta = (probs * dprobs).sum(dim=-1)
         delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
     dscores = probs * (dprobs - delta[..., None])
