@@ -71,7 +71,7 @@ def attention(
         v: Its values.
         mesh: The ranks. Of one dimension it is a ring, around which keys travel; a dimension named "ulysses" exchanges
             heads for rows, and a mesh with both, ("ring", "ulysses"), does that first.
-        layout: Which rows a rank has: "zigzag", "contiguous" or "striped"; see ``shard``.
+        layout: Which rows a rank has: "zigzag", "contiguous" or "striped", or what ``deal`` makes; see ``shard``.
         comm: "ring", "allgather": all keys at once, "ulysses": heads for rows along the whole mesh; "auto" chooses.
         seqlen_q: Queries of the whole sequence; this rank's times the ranks by default, where these divide it.
         seqlen_k: Keys of the whole sequence, likewise.
@@ -80,11 +80,12 @@ def attention(
         cu_seqlens_k: The same for keys.
         max_seqlen_q: Not needed; checked.
         max_seqlen_k: Not needed; checked.
-        **keywords: causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, deterministic,
-            return_lse and backend of ``flashtile.attention``, with positions in the whole sequence; attn_mask and
-            attn_bias are not supported. Keys that no row of a rank sees in its window do not travel to it. Sinks are
-            the same on all ranks, and their gradient is that of all ranks' rows, on every rank. Which probabilities are
-            dropped is drawn by the first rank's generator.
+        **keywords: causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, attn_mask, attn_bias, block_mask,
+            score_mod, mask_mod, dropout_p, deterministic, return_lse and backend of ``flashtile.attention``, with
+            positions in the whole sequence. Keys that no row of a rank sees do not travel to it, by lengths, window and
+            block_mask, whose values are read on the host once. Masks, biases, sinks and what functions read are those
+            of the whole, the same on all ranks; their gradients are of all ranks' rows, on every rank. Which
+            probabilities are dropped is drawn by the first rank's generator.
 
     Returns:
         This rank's rows of out, or ``(out, lse)``.

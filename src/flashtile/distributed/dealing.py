@@ -20,6 +20,8 @@ from flashtile.distributed.ring import BLOCK, Ring, count
 
 # The fullest rank keeps so many times the mean of all, at most, where some layout does.
 EVEN = 1.05
+# And single blocks are dealt only if it would keep more than so many times the mean: they make many short calls.
+UNEVEN = 1.15
 # Lengths from which on documents are cut, so many are tried.
 _TRIED = 12
 
@@ -78,14 +80,12 @@ def deal_rows(lengths: tuple[int, ...], world: int, mask: Mask) -> Layout:
     """The layout of documents that attend to themselves; kept, so that the same arguments give the same object."""
     named: tuple[Name, ...] = ("contiguous", "zigzag")
     found: list[tuple[Weight, Layout]] = [(weigh(lengths, world, name, mask), name) for name in named]
-    is_even = any(each.imbalance <= EVEN for each, _ in found)
     for layout in _dealt(lengths, world, mask) if len(lengths) > 1 and any(each.moved for each, _ in found) else ():
         found.append((weigh(lengths, world, layout, mask), layout))
         # With more cuts more travels.
         if found[-1][0].imbalance <= EVEN:
-            is_even = True
             break
-    if not is_even:
+    if min(each.imbalance for each, _ in found) > UNEVEN:
         layout = _Deal(lengths, world, mask).blocks()
         found.append((weigh(lengths, world, layout, mask), layout))
     even = [each for each in found if each[0].imbalance <= EVEN]
